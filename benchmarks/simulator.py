@@ -1,0 +1,128 @@
+"""How many requests a second the simulator gets through on one core, and how that changes with the fleet.
+
+    python benchmarks/simulator.py [--quick] [--no-compile] [--format table|json]
+
+Aladdin's Llama-2 13B workers on A100s, ShareGPT lengths, Poisson arrivals in proportion to the fleet: 100 a
+second for 120 workers. Requests a second by thread time (what one core does) and by wall time (what one
+waits, whatever else the machine does). The reference is tests/reference_engine.py: one worker, one step
+at a time, plain Python, no placement. `compile`: what the very first call on a machine costs, measured in a
+process of its own with an empty cache.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from fewest_workers import Lengths, sharegpt
+from policy_workers import CASES
+from reference_engine import simulate_worker
+from results import bar, flags, show
+
+from controlplane.placement.assign import Policy
+from dataplane.simulated.cluster import WorkerSpec, simulate
+
+ROOT = Path(__file__).resolve().parent.parent
+RPS_PER_WORKER = 100 / 120
+BAR_RPS = 20_000
+FLEETS = (30, 120, 300, 1000)
+POLICIES = (Policy.SPREAD, Policy.SLACK_FIT, Policy.BEST_FIT, Policy.JSQ)
+FIRST_CALL = """
+import resource, sys
+sys.path[:0] = {path!r}
+from policy_workers import CASES
+from dataplane.simulated.cluster import WorkerSpec, simulate
+from controlplane.workload import Workload
+import numpy as np
+def spent():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+before = spent()
+simulate(Workload(np.zeros(2), np.full(2, 9), np.full(2, 9)), [WorkerSpec(CASES[0].profile)], CASES[0].slo)
+print(spent() - before)
+"""
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """(thread seconds, wall seconds)."""
+    wall_s, thread_s = perf_counter(), thread_time()
+    work()
+    return thread_time() - thread_s, perf_counter() - wall_s
+
+
+def fleet_row(workers: int, policy: Policy, requests: int, lengths: Lengths, seed: int) -> dict[str, Any]:
+    profile, slo = CASES[0].profile, CASES[0].slo
+    workload, table = lengths.poisson(RPS_PER_WORKER * workers, requests, seed), lengths.table()
+    attainment = []
+
+    def work() -> None:
+        seen = simulate(workload, [WorkerSpec(profile)] * workers, slo, policy, predictor=table, seed=seed)
+        attainment.append(seen.attainment)
+
+    thread_s, wall_s = timed(work)
+    return {
+        "what": policy.value,
+        "workers": workers,
+        "rps": round(RPS_PER_WORKER * workers, 1),
+        "requests": requests,
+        "requests/s": round(requests / thread_s),
+        "wall requests/s": round(requests / wall_s),
+        "attainment": attainment[0],
+    }
+
+
+def reference_row(requests: int, lengths: Lengths, seed: int) -> dict[str, Any]:
+    one = lengths.poisson(RPS_PER_WORKER, requests, seed)
+    thread_s, wall_s = timed(
+        lambda: simulate_worker(CASES[0].profile, one.arrival_s, one.prompt_tokens, one.output_tokens)
+    )
+    return {
+        "what": "reference",
+        "workers": 1,
+        "rps": round(RPS_PER_WORKER, 2),
+        "requests": requests,
+        "requests/s": round(requests / thread_s),
+        "wall requests/s": round(requests / wall_s),
+    }
+
+
+def compile_s() -> float:
+    """CPU seconds of the first call ever: compiling all kernels, nothing cached."""
+    with tempfile.TemporaryDirectory() as home:
+        path = [str(ROOT / "experiments"), str(ROOT)]
+        told = [sys.executable, "-c", FIRST_CALL.format(path=path)]
+        done = subprocess.run(told, env={**os.environ, "HOME": home}, capture_output=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> int:
+    parser = flags(__doc__.splitlines()[0])
+    parser.add_argument("--no-compile", action="store_true", help="leave the cold start out")
+    asked = parser.parse_args()
+    lengths = sharegpt(asked.data)
+    fleet_row(2, Policy.SPREAD, 10, lengths, asked.seed)  # compiles, or loads what was compiled
+    rows = []
+    for workers in FLEETS:
+        for policy in POLICIES:
+            requests = min(2000 if asked.quick else 20_000, 200 * workers)
+            rows.append(fleet_row(workers, policy, requests, lengths, asked.seed))
+    rows.append(reference_row(20 if asked.quick else 100, lengths, asked.seed))
+    fast = next(r for r in rows if r["workers"] == 120 and r["what"] == Policy.SPREAD)["requests/s"]
+    for row in rows:
+        row["spread at 120 is faster by"] = round(fast / row["requests/s"], 2)
+    if not (asked.quick or asked.no_compile):
+        rows.append({"what": "first call", "compile CPU s": round(compile_s(), 1)})
+    bars = {"requests/s on one core, spread, 120 workers, 100 rps": bar(fast, BAR_RPS, at_least=True)}
+    return show("simulator", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Decisions: numbers in, decisions out. No clock, no I/O, no globals."""

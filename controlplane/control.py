@@ -1,0 +1,209 @@
+"""`tick`: what the fleet should do now, given what it looks like. Pure: a snapshot in, actions out.
+
+Four rules, each with a memory in `State` so that it does not act twice on the same sight.
+
+Move. The least free workers shed to the most free (migration.pairing), and draining ones are emptied.
+Shed. A worker whose TPOT or KV forecast broke sheds to one with slack (migration.shedding).
+Reassign. Requests that have not started follow Algorithm 2 (placement.rebalance), where the plane keeps
+its errors.
+Scale. By demand (scaler.autoscale) where a line is known. Without one by load: used and waiting tokens over
+the capacity of serving and starting workers. Above `high` or below `low` for `hold_s` without a break, the
+wanted number changes by one, within the bounds. A snapshot without load figures holds everything: absence of
+news is not idleness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from controlplane.errors import BadInput
+from controlplane.migration.pairing import MoveSettings, Recent, Seen, look, plan_moves
+from controlplane.migration.shedding import ShedSettings, plan_shedding
+from controlplane.placement.heartbeat import NewRequest
+from controlplane.placement.rebalance import rebalance
+from controlplane.scaler.autoscale import Scaling, ScalingSettings, scale
+from controlplane.snapshot import (
+    SERVING,
+    STARTING,
+    Action,
+    Load,
+    Migrate,
+    Reassign,
+    RunningRequest,
+    Scale,
+    Snapshot,
+    WorkerLoad,
+)
+from controlplane.types import RequestId, WorkerId
+
+__all__ = [
+    "Action",
+    "Load",
+    "Migrate",
+    "Reassign",
+    "RunningRequest",
+    "Scale",
+    "Settings",
+    "Snapshot",
+    "State",
+    "WorkerLoad",
+    "tick",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to move, shed (None: not at all) and scale.
+
+    `scaling` follows demand. Without it `high` and `low` are shares of KV capacity, and `bounds` None keeps
+    the number of workers.
+    """
+
+    moves: MoveSettings | None = MoveSettings(pressure=0.6)  # noqa: RUF009 - frozen
+    shed: ShedSettings | None = ShedSettings()  # noqa: RUF009 - frozen
+    high: float = 0.75
+    low: float = 0.3
+    hold_s: float = 10.0
+    bounds: tuple[int, int] | None = None
+    scaling: ScalingSettings | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise BadInput(f"control: need 0 <= low < high, got {self.low:g} and {self.high:g}")
+
+    @property
+    def rest_s(self) -> float:
+        """How long a request that moved stays where it is."""
+        return self.moves.rest_s if self.moves is not None else MoveSettings().rest_s
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What tick remembers: since when the load has been out of range, what moved lately and between whom.
+
+    An empty state loses nothing but the time already held.
+    """
+
+    high_since_s: float | None = None
+    low_since_s: float | None = None
+    moved_at_s: Mapping[RequestId, float] = field(default_factory=dict)
+    pairs_at_s: Mapping[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
+    scaling: Scaling = field(default_factory=Scaling)
+
+
+def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, list[Action]]:
+    """The next state and what to do now, each action with its reason."""
+    recent = Recent(
+        {r: t for r, t in state.moved_at_s.items() if snapshot.now_s - t < settings.rest_s},
+        {p: t for p, t in state.pairs_at_s.items() if snapshot.now_s - t < settings.rest_s},
+    )
+    seen = look(snapshot, settings.moves.reading if settings.moves is not None else MoveSettings().reading)
+    moves = _moves(settings, recent, snapshot, seen)
+    requests, pairs = dict(recent.requests), dict(recent.pairs)
+    for move, source in moves:
+        requests[move.request] = snapshot.now_s
+        pairs[source, move.target] = snapshot.now_s
+    actions: list[Action] = [move for move, _ in moves]
+    high_since_s, low_since_s = state.high_since_s, state.low_since_s
+    scaling = state.scaling
+    change: Scale | None = None
+    if settings.scaling is not None:
+        scaling, change = scale(settings.scaling, scaling, snapshot)
+    elif settings.bounds is not None:
+        high_since_s, low_since_s, change = _by_load(settings, state, snapshot, seen)
+    if change is not None:
+        actions.append(change)
+    return State(high_since_s, low_since_s, requests, pairs, scaling), actions
+
+
+def _moves(
+    settings: Settings, recent: Recent, snapshot: Snapshot, seen: Sequence[Seen]
+) -> list[tuple[Migrate | Reassign, WorkerId]]:
+    """Moves with their sources; a worker has a part in one of them at most."""
+    moves: list[tuple[Migrate | Reassign, WorkerId]] = []
+    if settings.moves is not None:
+        moves += plan_moves(settings.moves, recent, snapshot, seen)
+    if settings.shed is not None:
+        taken = frozenset(w for move, source in moves for w in (source, move.target))
+        moves += plan_shedding(settings.shed, recent, snapshot, seen, taken)
+    if snapshot.errors:
+        moves += _reassigned(recent, snapshot, seen, {move.request for move, _ in moves})
+    return moves
+
+
+def _reassigned(
+    recent: Recent, snapshot: Snapshot, seen: Sequence[Seen], moved: set[RequestId]
+) -> list[tuple[Reassign, WorkerId]]:
+    """Algorithm 2's moves among serving workers of known speed; one step model weighs them all."""
+    serving = {s.worker.worker: s for s in seen if s.worker.state == SERVING and s.worker.step is not None}
+    errors = {w: e for w, e in snapshot.errors.items() if w in serving}
+    if len(errors) < 2:
+        return []
+    step = next(iter(serving.values())).worker.step
+    assert step is not None
+    waiting = {
+        w: [
+            (r.request, NewRequest(max(r.tokens, 1), max(r.remaining_tokens, 1)))
+            for r in s.worker.waiting
+            if r.request not in recent.requests and r.request not in snapshot.moving | moved
+        ]
+        for w, s in serving.items()
+    }
+    sizes = {r: size.prompt_tokens for queue in waiting.values() for r, size in queue}
+
+    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[object]) -> bool:
+        s = serving[worker]
+        room = s.free_tokens - s.load.waiting_tokens - s.load.running
+        # What came before in this heartbeat is counted as if it had all come here: never too much.
+        return sizes[request] * (len(earlier) + 1) <= room
+
+    weights = {w: e.weight_s(step) * 1e3 for w, e in errors.items()}
+    return [
+        (
+            Reassign(
+                m.request,
+                m.source,
+                m.target,
+                f"{m.source} has {weights[m.source]:+.2f} ms a step more than planned,"
+                f" {m.target} {weights[m.target]:+.2f}",
+            ),
+            m.source,
+        )
+        for m in rebalance(errors, waiting, step, may_take)
+    ]
+
+
+def _by_load(
+    settings: Settings, state: State, snapshot: Snapshot, seen: Sequence[Seen]
+) -> tuple[float | None, float | None, Scale | None]:
+    assert settings.bounds is not None
+    low, high = settings.bounds
+    known = [s for s in seen if s.worker.state == SERVING]
+    if not known:
+        return state.high_since_s, state.low_since_s, None
+    if not low <= snapshot.wanted <= high:
+        wanted = min(max(snapshot.wanted, low), high)
+        return None, None, Scale(wanted, f"{snapshot.wanted} workers are outside {low}..{high}")
+    starting = sum(w.state == STARTING for w in snapshot.workers)
+    each = sum(s.worker.capacity_tokens for s in known) / len(known)
+    used = sum(s.load.held_tokens + s.load.waiting_tokens for s in seen) + snapshot.waiting_tokens
+    load = used / (each * (len(known) + starting))
+    high_since_s = None if load <= settings.high else _first(state.high_since_s, snapshot.now_s)
+    low_since_s = None if load >= settings.low else _first(state.low_since_s, snapshot.now_s)
+    if _held(settings, high_since_s, snapshot.now_s) and snapshot.wanted < high:
+        reason = f"load {load:.0%} has been above {settings.high:.0%} for {settings.hold_s:g} s"
+        return None, None, Scale(snapshot.wanted + 1, reason)
+    after = used / (each * max(snapshot.wanted - 1, 1))
+    if _held(settings, low_since_s, snapshot.now_s) and snapshot.wanted > low and after < settings.high:
+        reason = f"load {load:.0%} has been below {settings.low:.0%} for {settings.hold_s:g} s"
+        return None, None, Scale(snapshot.wanted - 1, reason)
+    return high_since_s, low_since_s, None
+
+
+def _first(since_s: float | None, now_s: float) -> float:
+    return now_s if since_s is None else since_s
+
+
+def _held(settings: Settings, since_s: float | None, now_s: float) -> bool:
+    return since_s is not None and now_s - since_s >= settings.hold_s

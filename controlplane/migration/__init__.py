@@ -1,0 +1,1 @@
+"""What should move, and the steps of one move."""

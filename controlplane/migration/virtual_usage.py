@@ -1,0 +1,94 @@
+"""Virtual usage and freeness: one number for balance, room for long prompts, priorities and draining.
+
+Llumnix (OSDI '24), Algorithm 1. Of a request r on a worker of M tokens:
+
+    V(r) = 0                            r waits, others before it
+    V(r) = its demand                   r waits at the head of the queue
+    V(r) = held + headroom / high       r runs; `high` counts those of high priority, headroom only for them
+    V    = ∞                            a made-up request on a worker that is draining
+
+    F = (M - ΣV) / B        B requests in the batch, a waiting head included; F = +∞ for an idle worker
+
+F is in tokens per request: the steps a worker can still do before its memory is full, as every request
+takes one token a step. Freeness is never NaN, so it orders workers strictly and weakly.
+
+The published code differs from the paper: it counts the demand of all that wait (`Demand.ALL_WAITING`).
+Its execution headroom fills the worker up to 1,600 tokens: `high_load_tokens`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from controlplane.errors import BadInput
+from controlplane.snapshot import DRAINING, Load, RunningRequest, WorkerLoad
+
+
+class Demand(StrEnum):
+    """Whose demand counts of those that wait at a worker."""
+
+    HEAD_OF_LINE = "head-of-line"  # the paper
+    ALL_WAITING = "all-waiting"  # the published code
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How usage is read.
+
+    `high_load_tokens`: a worker that runs a high-priority request counts as full at this load, so that the
+    others move away and it stays fast (the paper's 1,600); None: priorities only order queues and moves.
+    """
+
+    demand: Demand = Demand.HEAD_OF_LINE
+    high_load_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.high_load_tokens is not None and self.high_load_tokens < 0:
+            raise BadInput(f"virtual usage: high_load_tokens: must not be negative: {self.high_load_tokens}")
+
+
+PAPER = Reading()
+
+
+def headroom_tokens(load: Load, capacity_tokens: int, reading: Reading = PAPER) -> int:
+    """Tokens kept free for the high-priority requests that run on a worker, together."""
+    if reading.high_load_tokens is None or load.high == 0:
+        return 0
+    return max(capacity_tokens - reading.high_load_tokens, 0)
+
+
+def virtual_usage(load: Load, capacity_tokens: int, draining: bool, reading: Reading = PAPER) -> float:
+    """ΣV of a worker in tokens; infinite while it drains."""
+    if draining:
+        return math.inf
+    queued = load.head_tokens if reading.demand is Demand.HEAD_OF_LINE else load.waiting_tokens
+    return load.held_tokens + queued + headroom_tokens(load, capacity_tokens, reading)
+
+
+def freeness(load: Load, capacity_tokens: int, draining: bool, reading: Reading = PAPER) -> float:
+    """F of a worker in tokens per request: +inf when idle, -inf while draining."""
+    usage = virtual_usage(load, capacity_tokens, draining, reading)
+    if usage == math.inf:
+        return -math.inf
+    batch = load.running + (1 if load.waiting else 0)
+    return (capacity_tokens - usage) / batch if batch else math.inf
+
+
+def freeness_of(worker: WorkerLoad, load: Load, reading: Reading = PAPER) -> float:
+    """F of a worker as seen, its load counted before."""
+    return freeness(load, worker.capacity_tokens, worker.state == DRAINING, reading)
+
+
+def with_request(load: Load, request: RunningRequest) -> Load:
+    """The load once that request runs there too."""
+    return replace(
+        load,
+        running=load.running + 1,
+        held_tokens=load.held_tokens + request.tokens,
+        high=load.high + (1 if request.priority else 0),
+        growth_tokens=load.growth_tokens + request.remaining_tokens,
+        tpot_s=min(load.tpot_s, request.tpot_s),
+        peak_tokens=-1,
+    )

@@ -1,0 +1,116 @@
+"""A profile as one row of numbers, for compiled code; and the step times computed from it.
+
+The row is laid out once, here. Models outside the layout (more hinges than it has places for) are refused.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import compiled
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import Hinge
+from controlplane.types import EngineMode
+
+BASE, PER_PREFILL, PER_SEQUENCE, PER_CONTEXT, PER_SUM_SQ = 0, 1, 2, 3, 4
+SEQ_HINGE = 5  # two of (start, per unit)
+PREFILL_HINGE = 9  # two
+PRE_BASE, PRE_TOKEN, PRE_SUM_SQ, PRE_HINGE = 13, 14, 15, 16  # two hinges
+KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = 20, 21, 22, 23, 24
+WIDTH = 25
+
+CHUNKED, PREFILL_FIRST, SPLIT = 0.0, 1.0, 2.0
+_MODES = {
+    EngineMode.CHUNKED: CHUNKED,
+    EngineMode.PREFILL_FIRST: PREFILL_FIRST,
+    EngineMode.SPLIT: SPLIT,
+}
+
+
+def coefficient_row(profile: Profile) -> NDArray[np.float64]:
+    """The profile's numbers as float64[WIDTH]; raises BadInput if it has more hinges than places."""
+    row = np.zeros(WIDTH)
+    step = profile.step
+    row[BASE] = step.base_s
+    row[PER_PREFILL] = step.per_prefill_token_s
+    row[PER_SEQUENCE] = step.per_sequence_s
+    row[PER_CONTEXT] = step.per_context_token_s
+    row[PER_SUM_SQ] = step.per_prefill_sum_sq_s
+    _place(row, SEQ_HINGE, [h for h in step.hinges if h.of == "sequences"], profile)
+    _place(row, PREFILL_HINGE, [h for h in step.hinges if h.of == "prefill_tokens"], profile)
+    if profile.prefill is not None:
+        row[PRE_BASE] = profile.prefill.base_s
+        row[PRE_TOKEN] = profile.prefill.per_token_s
+        row[PRE_SUM_SQ] = profile.prefill.per_sum_sq_s
+        _place(row, PRE_HINGE, list(profile.prefill.hinges), profile)
+    row[KV_BLOCKS] = profile.kv.capacity_tokens // profile.kv.block_tokens
+    row[BLOCK_TOKENS] = profile.kv.block_tokens
+    row[MAX_BATCHED] = profile.engine.max_batched_tokens
+    row[MAX_SEQS] = profile.engine.max_seqs
+    row[MODE] = _MODES[profile.engine.mode]
+    return row
+
+
+def _place(row: NDArray[np.float64], at: int, hinges: list[Hinge], profile: Profile) -> None:
+    if len(hinges) > 2:
+        raise BadInput(f"{profile.label}: hinges: at most 2 of a kind, got {len(hinges)}")
+    for i in range(2):
+        row[at + 2 * i] = hinges[i].start if i < len(hinges) else math.inf
+        row[at + 2 * i + 1] = hinges[i].per_unit_s if i < len(hinges) else 0.0
+
+
+@compiled
+def decode_base_s(k: NDArray[np.float64], sequences: float) -> float:
+    """Seconds of a decode step without its context term."""
+    t = k[BASE] + k[PER_SEQUENCE] * sequences
+    for i in range(SEQ_HINGE, SEQ_HINGE + 4, 2):
+        if sequences > k[i]:
+            t += k[i + 1] * (sequences - k[i])
+    return t
+
+
+@compiled
+def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: float, sum_sq: float) -> float:
+    """Seconds of a step with prefill tokens and decoding sequences."""
+    t = decode_base_s(k, sequences) + k[PER_CONTEXT] * context
+    t += k[PER_PREFILL] * prefill + k[PER_SUM_SQ] * sum_sq
+    for i in range(PREFILL_HINGE, PREFILL_HINGE + 4, 2):
+        if prefill > k[i]:
+            t += k[i + 1] * (prefill - k[i])
+    return t
+
+
+@compiled
+def prefill_s(k: NDArray[np.float64], tokens: float, sum_sq: float) -> float:
+    """Seconds of a step that carries prefill alone (Eq 2)."""
+    t = k[PRE_BASE] + k[PRE_TOKEN] * tokens + k[PRE_SUM_SQ] * sum_sq
+    for i in range(PRE_HINGE, PRE_HINGE + 4, 2):
+        if tokens > k[i]:
+            t += k[i + 1] * (tokens - k[i])
+    return t
+
+
+@compiled
+def run_s(first_s: float, growth_s: float, steps: float) -> float:
+    """Seconds of `steps` decode steps, the first of `first_s` and each `growth_s` longer than the last."""
+    return steps * first_s + growth_s * (steps * (steps - 1.0) * 0.5)
+
+
+@compiled
+def steps_within(first_s: float, growth_s: float, elapsed_s: float) -> int:
+    """The most steps of such a run that end within `elapsed_s` (the root of the quadratic, made exact)."""
+    if elapsed_s < first_s:
+        return 0
+    half = 0.5 * growth_s
+    lead = first_s - half
+    # 2e / (lead + sqrt(...)) rather than the textbook form: no cancellation as growth goes to 0.
+    n = int(2.0 * elapsed_s / (lead + math.sqrt(lead * lead + 4.0 * half * elapsed_s)))
+    while run_s(first_s, growth_s, n + 1) <= elapsed_s:
+        n += 1
+    while n > 0 and run_s(first_s, growth_s, n) > elapsed_s:
+        n -= 1
+    return n

@@ -1,0 +1,290 @@
+"""Fit the step model to samples, and choose its terms.
+
+Coefficients are those of `least_squares.py`. Beyond the four terms of the step model a Σ length² term and two
+hinges of each kind may join, each only when it lowers the *cross-validated* error by a twentieth: in-sample
+error always falls. Repeats of a batch stay in one fold, so that none is judged on a batch it has seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.interval import draw_profile
+from controlplane.perfmodel.least_squares import Columns, Phase, Terms, columns_of, solved
+from controlplane.perfmodel.profile import FittedRange, Residuals
+from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel
+
+__all__ = [
+    "PrefillFit",
+    "StepFit",
+    "draw_profile",
+    "fit_phases",
+    "fit_prefill",
+    "fit_step",
+    "folds",
+    "pooled",
+]
+
+FOLDS = 5
+FEW_POINTS = 40  # up to as many distinct batches each is a fold of its own
+MIN_GAIN = 0.05  # of the cross-validated mean error, for a further term to be taken
+SPARE_POINTS = 2  # distinct batches beyond the number of coefficients
+MAX_KNOTS = 10  # places tried for a hinge
+MAX_HINGES = 2  # of a kind
+
+_HINGES: dict[Phase, tuple[HingeOf, ...]] = {
+    "mixed": ("prefill_tokens", "sequences"),
+    "prefill": ("prefill_tokens",),
+    "decode": ("sequences",),
+}
+_NAMES: dict[Phase, tuple[str, ...]] = {
+    "mixed": ("base_s", "per_prefill_token_s", "per_sequence_s", "per_context_token_s"),
+    "prefill": ("prefill.base_s", "prefill.per_token_s"),
+    "decode": ("base_s", "per_sequence_s", "per_context_token_s"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """A fitted step model, its errors, and the range of its samples."""
+
+    model: StepModel
+    residuals: Residuals
+    fitted: FittedRange
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFit:
+    """A fitted prefill model and its errors."""
+
+    model: PrefillModel
+    residuals: Residuals
+
+
+def fit_step(samples: StepSamples, robust: bool = False, extra_terms: bool = True) -> StepFit:
+    """The step model that explains `samples` best, prefill and decode together.
+
+    `robust` gives outliers (a step that met a garbage collection) less weight, after Huber. Without
+    `extra_terms` only the four plain coefficients are fitted. Raises BadInput when the samples cannot tell
+    the coefficients apart.
+    """
+    if len(samples) and not (samples.prefill_tokens > 0).any():
+        raise BadInput("measurements: prefill_tokens: all 0; steps with prefill are needed to fit its time")
+    if len(samples) and not (samples.sequences > 0).any():
+        raise BadInput("measurements: sequences: all 0; steps that decode are needed to fit their time")
+    plain, terms, slopes, residuals = _fitted(samples, "mixed", robust, extra_terms)
+    base, prefill, sequence, context = plain
+    sum_sq = slopes.pop(0) if terms.sum_sq else 0.0
+    model = StepModel(base, prefill, sequence, context, sum_sq, _hinges(terms, slopes))
+    return StepFit(model, residuals, _range(samples))
+
+
+def fit_prefill(samples: StepSamples, robust: bool = False, extra_terms: bool = True) -> PrefillFit:
+    """The prefill-only model (Eq 2) of those samples in which nothing decoded.
+
+    Raises BadInput when there are too few of them.
+    """
+    alone = samples.take(samples.sequences == 0)
+    (base, token), terms, slopes, residuals = _fitted(alone, "prefill", robust, extra_terms)
+    sum_sq = slopes.pop(0) if terms.sum_sq else 0.0
+    return PrefillFit(PrefillModel(base, token, sum_sq, _hinges(terms, slopes)), residuals)
+
+
+def fit_phases(
+    samples: StepSamples, robust: bool = False, extra_terms: bool = True
+) -> tuple[StepFit, PrefillFit]:
+    """Models of an engine that never mixes the phases: Eq 3 of its decode steps, Eq 2 of the others.
+
+    The step model's prefill terms are Eq 2's, without its base: what a mixed step would cost if prefill
+    added only its own work. Raises BadInput when either phase has too few samples.
+    """
+    prefill = fit_prefill(samples, robust, extra_terms)
+    decode = samples.take(samples.prefill_tokens == 0)
+    (base, sequence, context), terms, slopes, residuals = _fitted(decode, "decode", robust, extra_terms)
+    model = StepModel(
+        base,
+        prefill.model.per_token_s,
+        sequence,
+        context,
+        prefill.model.per_sum_sq_s,
+        (*_hinges(terms, slopes), *prefill.model.hinges),
+    )
+    return StepFit(model, residuals, _range(samples)), prefill
+
+
+def pooled(first: Residuals, second: Residuals) -> Residuals:
+    """The errors of two fits as one: means weighted by samples, and the worse of the tails."""
+    parts = (first, second)
+    n = first.samples + second.samples
+
+    def mean(values: list[float | None]) -> float | None:
+        known = [(v, r.samples) for v, r in zip(values, parts, strict=True) if v is not None]
+        return sum(v * k for v, k in known) / sum(k for _, k in known) if known else None
+
+    worst = [r.held_out_max for r in parts if r.held_out_max is not None]
+    return Residuals(
+        mean_relative=sum(r.mean_relative * r.samples for r in parts) / n,
+        p95_relative=max(r.p95_relative for r in parts),
+        max_relative=max(r.max_relative for r in parts),
+        samples=n,
+        held_out_mean=mean([r.held_out_mean for r in parts]),
+        held_out_max=max(worst) if worst else None,
+        unseen_relative=max(r.unseen_relative for r in parts),
+    )
+
+
+def _fitted(
+    samples: StepSamples, phase: Phase, robust: bool, extra_terms: bool
+) -> tuple[list[float], Terms, list[float], Residuals]:
+    """Plain coefficients, the further terms chosen, their coefficients, and the errors."""
+    names = _NAMES[phase]
+    _check_identifiable(columns_of(samples, Terms(), phase), samples, names)
+    terms = _chosen(samples, phase, robust) if extra_terms else Terms()
+    coefficients = solved(columns_of(samples, terms, phase), samples.step_s, robust)
+    residuals = _residuals(samples, terms, phase, robust, coefficients, extra_terms)
+    numbers = [float(x) for x in coefficients]
+    return numbers[: len(names)], terms, numbers[len(names) :], residuals
+
+
+def _range(samples: StepSamples) -> FittedRange:
+    return FittedRange(
+        float(samples.prefill_tokens.max()),
+        float(samples.sequences.max()),
+        float(samples.context_tokens.max()),
+    )
+
+
+def _hinges(terms: Terms, slopes: list[float]) -> tuple[Hinge, ...]:
+    # A slope of 0 is a hinge that the final fit did not want after all.
+    pairs = zip(terms.knots, slopes, strict=True)
+    return tuple(Hinge(of, start, slope) for (of, start), slope in pairs if slope > 0)
+
+
+def _chosen(samples: StepSamples, phase: Phase, robust: bool) -> Terms:
+    """Terms added one at a time while each lowers the cross-validated error by MIN_GAIN."""
+    terms = Terms()
+    error = _cross_validated(samples, terms, phase, robust)
+    while error > 1e-9:
+        tried = _further(samples, terms, phase)
+        errors = [_cross_validated(samples, t, phase, robust) for t in tried]
+        if not errors or not min(errors) < error * (1 - MIN_GAIN):
+            return terms
+        terms, error = tried[int(np.argmin(errors))], min(errors)
+    return terms
+
+
+def _cross_validated(samples: StepSamples, terms: Terms, phase: Phase, robust: bool) -> float:
+    return float(np.mean(_held_out(samples, terms, phase, robust)))
+
+
+def _further(samples: StepSamples, terms: Terms, phase: Phase) -> list[Terms]:
+    """Every way to add one term."""
+    found = []
+    sum_sq = samples.prefill_sum_sq
+    if phase != "decode" and sum_sq is not None and sum_sq.any() and not terms.sum_sq:
+        found.append(Terms(True, terms.knots))
+    for of in _HINGES[phase]:
+        have = [start for kind, start in terms.knots if kind == of]
+        if len(have) == MAX_HINGES:
+            continue
+        values = np.unique(samples.prefill_tokens if of == "prefill_tokens" else samples.sequences)
+        inner = values[values > 0][1:-1]  # a knee at either end is no knee
+        if len(inner) > MAX_KNOTS:
+            inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
+        found += [
+            Terms(terms.sum_sq, (*terms.knots, (of, float(knot)))) for knot in inner if knot not in have
+        ]
+    return found
+
+
+def _held_out(samples: StepSamples, terms: Terms, phase: Phase, robust: bool) -> NDArray[np.float64]:
+    """Absolute relative error of each sample under a fit that has not seen its batch."""
+    columns = columns_of(samples, terms, phase)
+    fold = folds(samples)
+    error = np.zeros(len(samples))
+    for k in range(fold.max() + 1):
+        test = fold == k
+        coefficients = solved(columns[~test], samples.step_s[~test], robust)
+        error[test] = np.abs(columns[test] @ coefficients / samples.step_s[test] - 1.0)
+    return error[fold >= 0]
+
+
+def folds(samples: StepSamples) -> NDArray[np.int64]:
+    """Which fold judges each sample, shape [samples]; -1 = none, it is always learned from.
+
+    Few batches are judged one by one. A batch that is alone at either end of a column stays: a fit without
+    it would be judged on an extrapolation, which says nothing about predictions inside the range.
+    """
+    point = samples.points
+    distinct = point.max() + 1
+    fold = point % (FOLDS if distinct > FEW_POINTS else distinct)
+    for column in (samples.prefill_tokens, samples.sequences, samples.context_tokens):
+        present = column[column > 0]
+        for end in (present.min(), present.max()) if len(present) else ():
+            at_end = np.unique(point[column == end])
+            if len(at_end) == 1:
+                fold[point == at_end[0]] = -1
+    # Numbered anew without gaps: an emptied fold is no fold.
+    kept = np.unique(fold[fold >= 0])
+    return np.where(fold < 0, -1, np.searchsorted(kept, fold))
+
+
+def _residuals(
+    samples: StepSamples,
+    terms: Terms,
+    phase: Phase,
+    robust: bool,
+    coefficients: NDArray[np.float64],
+    extra_terms: bool,
+) -> Residuals:
+    columns = columns_of(samples, terms, phase)
+    error = np.abs(columns @ coefficients / samples.step_s - 1.0)
+    unseen = _held_out_of_choice(samples, phase, robust, extra_terms)
+    return Residuals(
+        mean_relative=float(error.mean()),
+        p95_relative=float(np.quantile(error, 0.95)),
+        max_relative=float(error.max()),
+        samples=len(samples),
+        held_out_mean=float(unseen.mean()),
+        held_out_max=float(unseen.max()),
+    )
+
+
+def _held_out_of_choice(
+    samples: StepSamples, phase: Phase, robust: bool, extra_terms: bool
+) -> NDArray[np.float64]:
+    """As `_held_out`, with the terms chosen anew without the fold: the choice is part of the fit."""
+    fold = folds(samples)
+    error = np.zeros(len(samples))
+    for k in range(fold.max() + 1):
+        test = fold == k
+        train, judged = samples.take(~test), samples.take(test)
+        terms = _chosen(train, phase, robust) if extra_terms else Terms()
+        coefficients = solved(columns_of(train, terms, phase), train.step_s, robust)
+        predicted = columns_of(judged, terms, phase) @ coefficients
+        error[test] = np.abs(predicted / judged.step_s - 1.0)
+    return error[fold >= 0]
+
+
+def _check_identifiable(columns: Columns, samples: StepSamples, names: tuple[str, ...]) -> None:
+    needed = len(names) + SPARE_POINTS
+    distinct = len(np.unique(samples.points)) if len(samples) else 0
+    if distinct < needed:
+        raise BadInput(
+            f"measurements: {distinct} different batches, at least {needed} are needed"
+            f" for {len(names)} coefficients ({', '.join(names)})"
+        )
+    norms = np.linalg.norm(columns, axis=0)
+    scaled = columns / np.where(norms == 0, 1.0, norms)
+    _, singular, directions = np.linalg.svd(scaled, full_matrices=False)
+    if singular[-1] < 1e-6 * singular[0]:
+        tied = [name for name, part in zip(names, directions[-1], strict=True) if abs(part) > 0.05]
+        raise BadInput(
+            f"measurements: {' and '.join(tied)} cannot be told apart: the columns always move together;"
+            " vary one while the others stay"
+        )

@@ -1,0 +1,245 @@
+"""May this worker take this request? Aladdin's constraints (b) to (e), on the ledger's live state.
+
+For worker w with b decoding requests and a candidate r of L prefill tokens:
+
+(b) a decode step with everything assigned to w, its outputs grown by θ of what is expected, within TPOT
+(c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT
+(d) that prefill costs no decoding request k more than it has saved against its TPOT line by then:
+        slack_k = tpot_k·(tokens after the first) - (time since the first)
+    A request put behind its line is not lost: it may save that again before it ends. With a deficit of d,
+    saving s a step and ending after e expected steps (memoryless), it fails with 1 - exp(-d / (s·e)). The
+    harm of a prefill is what it adds to these, summed; the paper's (d) is harm = 0, but for requests that
+    have failed already, which here block nobody.
+(e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every step
+
+Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
+add to the steps, less what those steps themselves save.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import compiled
+from controlplane.perfmodel.coefficients import (
+    BLOCK_TOKENS,
+    CHUNKED,
+    KV_BLOCKS,
+    MAX_BATCHED,
+    MAX_SEQS,
+    MODE,
+    PER_CONTEXT,
+    PER_PREFILL,
+    PER_SUM_SQ,
+    decode_base_s,
+    prefill_s,
+)
+from controlplane.placement.ledger import (
+    DECODE_ONLY,
+    DECODING,
+    NONE,
+    PREFILL_ONLY,
+    Ledger,
+    expect_end,
+    generated,
+)
+
+Knobs = NDArray[np.float64]
+
+# Where a knob stands in the row of knobs; PlacementSettings (assign.py) fills it.
+THETA, GAMMA, TOLERANCE, CONTEXT_WEIGHT = 0, 1, 2, 3
+USE_B, USE_C, USE_D, USE_E = 4, 5, 6, 7
+HIGH_LOAD = 8  # negative: none
+KNOBS = 9
+
+ALL_TIME = 1e9  # seconds
+
+
+@compiled
+def fits(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool) -> bool:
+    """Whether worker `w` may take request `r` now; `late` drops (c) for one past its TTFT already."""
+    return harm(led, knobs, w, r, now_s, late, 0.0) <= 0.0
+
+
+@compiled
+def harm(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, most: float) -> float:
+    """The harm of (d) that taking `r` does at worker `w`; infinite past `most` or where (b), (c), (e) forbid.
+
+    In the order of cost: most workers that may not are told so by (c) or by the newest request in (d).
+    """
+    worker = led.workers[w]
+    k = led.coefficients[worker.variant]
+    harmed = 0.0
+    if worker.role != DECODE_ONLY:
+        tokens = led.requests[r].prompt + led.requests[r].key
+        work = worker.queued_tokens + tokens
+        start_s = max(worker.boundary_s, now_s)
+        lasts_s = prefill_lasts_s(k, work, tokens, worker.decoding, worker.context)
+        if knobs[USE_C] > 0 and not late:
+            wait_s = start_s + lasts_s - led.requests[r].arrival_s
+            if wait_s > led.requests[r].ttft_s:
+                return np.inf
+        if worker.role == PREFILL_ONLY:
+            return 0.0
+        if knobs[USE_D] > 0:
+            harmed = interference(led, k, w, start_s, lasts_s, work, most)
+            if harmed > most:
+                return np.inf
+    sequences = worker.decoding + worker.queued + 1
+    if sequences > k[MAX_SEQS]:
+        return np.inf
+    held, growth, tpot_s = outlook(led, w, r)
+    if knobs[USE_B] > 0:
+        context_s = k[PER_CONTEXT] * (held + knobs[THETA] * growth)
+        if decode_base_s(k, sequences) + context_s > tpot_s:
+            return np.inf
+    if knobs[USE_E] > 0:
+        limit = knobs[GAMMA] * k[KV_BLOCKS] * k[BLOCK_TOKENS]
+        # As if all ended at once, which no peak exceeds; only past that does it matter who ends when.
+        if held + growth > limit and sequences > 1 and kv_peak(led, w, r) > limit:
+            return np.inf
+    return harmed
+
+
+@compiled
+def prefill_steps(k: NDArray[np.float64], work: float, decoding: int) -> float:
+    """Steps that `work` prefill tokens take beside `decoding` requests."""
+    if k[MODE] != CHUNKED:
+        return 1.0
+    return float(np.ceil(work / max(k[MAX_BATCHED] - decoding, 1.0)))
+
+
+@compiled
+def prefill_lasts_s(k: NDArray[np.float64], work: float, last: float, decoding: int, context: float) -> float:
+    """Seconds to prefill `work` tokens, the last prompt among them `last` tokens long."""
+    if k[MODE] != CHUNKED:
+        return prefill_s(k, work, last * last)
+    step_s = decode_base_s(k, decoding) + k[PER_CONTEXT] * context
+    return prefill_steps(k, work, decoding) * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * last * last
+
+
+@compiled
+def outlook(led: Ledger, w: int, r: int) -> tuple[int, int, float]:
+    """With `r` at worker `w`: tokens held by all, tokens they should still make, their tightest TPOT."""
+    worker = led.workers[w]
+    held = worker.context + worker.queued_context + led.requests[r].prompt + led.requests[r].key
+    growth = max(led.requests[r].predicted - led.requests[r].key, 1)
+    tpot_s = led.requests[r].tpot_s
+    for i in range(worker.running_n):
+        other = led.running[w, i]
+        growth += remaining(led, w, other)
+        tpot_s = min(tpot_s, led.requests[other].tpot_s)
+    for p in range(2):
+        other = led.queue_head[p, w]
+        while other != NONE:
+            growth += max(led.requests[other].predicted - led.requests[other].key, 1)
+            tpot_s = min(tpot_s, led.requests[other].tpot_s)
+            other = led.requests[other].next
+    return held, growth, tpot_s
+
+
+@compiled
+def remaining(led: Ledger, w: int, r: int) -> int:
+    """Tokens an admitted request should still make, its prediction renewed once it has outlived it."""
+    if led.requests[r].phase != DECODING:
+        return max(led.requests[r].predicted - led.requests[r].key, 1)
+    if led.requests[r].ends <= led.workers[w].step:
+        expect_end(led, w, r)
+    return led.requests[r].ends - led.workers[w].step
+
+
+@compiled
+def interference(
+    led: Ledger, k: NDArray[np.float64], w: int, start_s: float, lasts_s: float, work: float, most: float
+) -> float:
+    """(d): the expected number of requests decoding at `start_s` that a prefill of `lasts_s` makes fail.
+
+    Stops counting past `most`.
+    """
+    worker = led.workers[w]
+    step_s = decode_base_s(k, worker.decoding) + k[PER_CONTEXT] * worker.context
+    earned_steps = prefill_steps(k, work, worker.decoding) if k[MODE] == CHUNKED else 0.0
+    harmed = 0.0
+    for i in range(worker.running_n - 1, -1, -1):  # the newest has saved least
+        other = led.running[w, i]
+        tpot_s = led.requests[other].tpot_s
+        slack_s = saved_s(led, w, other, start_s) + tpot_s * earned_steps
+        if slack_s < lasts_s:
+            saves_s = (tpot_s - step_s) * max(remaining(led, w, other) - 1, 1)
+            harmed += failing(lasts_s - slack_s, saves_s) - failing(-slack_s, saves_s)
+            if harmed > most:
+                break
+    return harmed
+
+
+@compiled
+def saved_s(led: Ledger, w: int, r: int, at_s: float) -> float:
+    """What an admitted request has saved against its TPOT line by `at_s`, when the step in progress ends."""
+    request = led.requests[r]
+    if request.phase != DECODING:
+        return 0.0  # its first token comes at the boundary
+    after_first = request.key + led.workers[w].step + led.workers[w].gains - 1
+    return request.tpot_s * after_first - (at_s - request.first_s)
+
+
+@compiled
+def spare_s(led: Ledger, w: int, r: int, now_s: float) -> float:
+    """What the decoding request with least saved at `w` has left of it once `r` is prefilled there.
+
+    Those behind their line already do not count; a worker with nobody to count has ALL_TIME to spare.
+    """
+    worker = led.workers[w]
+    k = led.coefficients[worker.variant]
+    tokens = led.requests[r].prompt + led.requests[r].key
+    work = worker.queued_tokens + tokens
+    start_s = max(worker.boundary_s, now_s)
+    earned_steps = prefill_steps(k, work, worker.decoding) if k[MODE] == CHUNKED else 0.0
+    least_s = ALL_TIME
+    for i in range(worker.running_n):
+        other = led.running[w, i]
+        slack_s = saved_s(led, w, other, start_s)
+        if slack_s >= 0.0:
+            least_s = min(least_s, slack_s + led.requests[other].tpot_s * earned_steps)
+    return least_s - prefill_lasts_s(k, work, tokens, worker.decoding, worker.context)
+
+
+@compiled
+def failing(deficit_s: float, saves_s: float) -> float:
+    """The chance to end before `deficit_s` is made up for, with `saves_s` saved by the mean end."""
+    if deficit_s <= 0.0:
+        return 0.0
+    if saves_s <= 0.0:
+        return 1.0
+    return 1.0 - np.exp(-deficit_s / saves_s)
+
+
+@compiled
+def kv_peak(led: Ledger, w: int, r: int) -> float:
+    """(e): the most KV tokens that worker `w` should ever hold with `r` and all it has, none added.
+
+    Demand at step n is Σ (context + n) over requests that last n steps; it peaks where one ends.
+    """
+    count = led.workers[w].running_n
+    lasts = np.empty(count + led.workers[w].queued + 1, np.int64)
+    holds = np.empty(len(lasts), np.int64)
+    for i in range(count):
+        other = led.running[w, i]
+        lasts[i] = remaining(led, w, other)
+        holds[i] = led.requests[other].prompt + generated(led, other)
+    lasts[count] = max(led.requests[r].predicted - led.requests[r].key, 1)
+    holds[count] = led.requests[r].prompt + led.requests[r].key
+    count += 1
+    for p in range(2):
+        other = led.queue_head[p, w]
+        while other != NONE:
+            lasts[count] = max(led.requests[other].predicted - led.requests[other].key, 1)
+            holds[count] = led.requests[other].prompt + led.requests[other].key
+            count += 1
+            other = led.requests[other].next
+    order = np.argsort(lasts[:count])
+    held, peak = 0.0, 0.0
+    for i in range(count - 1, -1, -1):
+        held += holds[order[i]]
+        peak = max(peak, held + (count - i) * lasts[order[i]])
+    return peak

@@ -1,0 +1,212 @@
+"""The ledger: what every worker holds, as records that compiled code reads and writes.
+
+Both data planes keep one and ask the same `assign` of it: the simulated plane from its engines, the live
+plane from the tokens that pass through the gateway. A worker's clock here is its count of decode steps
+(`step`): each step gives every decoding request one token, so a request's tokens are `key + step` and
+nothing has to be touched per token.
+
+    generated(r) = key[r] + step[worker[r]]   while r decodes,   key[r] otherwise
+    context of a worker = Σ prompt + generated over its decoding requests, kept as a running sum
+
+A request is in one phase: HELD (no worker yet), QUEUED (at a worker, prefill not begun), PREFILLING,
+DECODING, DONE.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import compiled
+from controlplane.placement.lengths import LengthTable, expected_output
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+# A structured array: one record per worker or request, so that compiled code reads a record's fields from
+# one place in memory, and passes a few arrays around instead of forty.
+Records = Any
+
+HELD, QUEUED, PREFILLING, DECODING, DONE = 0, 1, 2, 3, 4
+OFF, SERVING, DRAINING = 0, 1, 2
+ANY_PHASE, PREFILL_ONLY, DECODE_ONLY = 0, 1, 2  # roles; the latter two are of split mode
+NONE = -1
+
+
+WORKER = np.dtype(
+    [
+        ("status", np.int64),
+        ("role", np.int64),
+        ("variant", np.int64),  # row of `coefficients`
+        ("step", np.int64),  # decode steps done
+        ("boundary_s", np.float64),  # when the step in progress ends; in the past for an idle worker
+        ("gains", np.int64),  # tokens each decoding request gets at that boundary: 1, or 0 in a prefill step
+        ("decoding", np.int64),
+        ("context", np.int64),  # tokens held by decoding requests
+        ("queued", np.int64),  # requests whose prefill is not done
+        ("queued_tokens", np.int64),  # tokens those have still to prefill, beyond the step in progress
+        ("queued_context", np.int64),  # tokens those will hold once prefilled
+        ("running_n", np.int64),  # admitted requests, prefilling or decoding
+    ],
+    align=True,
+)
+REQUEST = np.dtype(
+    [
+        ("worker", np.int64),
+        ("phase", np.int64),
+        ("priority", np.int64),
+        ("prompt", np.int64),
+        ("key", np.int64),
+        ("next", np.int64),  # the one behind it in its queue
+        ("predicted", np.int64),  # expected output tokens in all
+        ("ends", np.int64),  # the worker's step count at which it is expected to finish
+        ("arrival_s", np.float64),
+        ("first_s", np.float64),  # when its first token came; NaN until then
+        ("ttft_s", np.float64),  # its targets
+        ("tpot_s", np.float64),
+    ],
+    align=True,
+)
+
+
+class Ledger(NamedTuple):
+    """Records by worker and by request; times in seconds, lengths in tokens."""
+
+    workers: Records  # [workers] of WORKER
+    requests: Records  # [requests] of REQUEST
+    queue_head: Ints  # [2, workers], by priority: 1 high, 0 normal
+    queue_tail: Ints
+    running: Ints  # [workers, slots] admitted requests, newest last
+    coefficients: Floats  # [variants, WIDTH]
+    length_edges: Ints  # the output-length table: see placement.lengths
+    length_grid: Ints
+    length_expected: Floats
+
+
+def new_ledger(
+    coefficients: Floats, variant: Ints, requests: int, slots: int, lengths: LengthTable
+) -> Ledger:
+    """An empty ledger for workers of the given variants, all OFF, with `requests` empty rows."""
+    workers = np.zeros(len(variant), WORKER)
+    workers["variant"] = variant
+    workers["boundary_s"] = -1.0
+    rows = np.zeros(requests, REQUEST)
+    rows["worker"] = rows["next"] = NONE
+    rows["first_s"] = np.nan
+    return Ledger(
+        workers=workers,
+        requests=rows,
+        queue_head=np.full((2, len(variant)), NONE, np.int64),
+        queue_tail=np.full((2, len(variant)), NONE, np.int64),
+        running=np.zeros((len(variant), slots), np.int64),
+        coefficients=np.ascontiguousarray(coefficients, np.float64),
+        length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
+        length_grid=np.ascontiguousarray(lengths.grid, np.int64),
+        length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+    )
+
+
+@compiled
+def generated(led: Ledger, r: int) -> int:
+    """Output tokens of a request so far."""
+    if led.requests[r].phase == DECODING:
+        return led.requests[r].key + led.workers[led.requests[r].worker].step
+    return led.requests[r].key
+
+
+@compiled
+def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
+    """Put a request into a worker's queue of its priority; `at_head` is for one that was preempted."""
+    p = led.requests[r].priority
+    tail = led.queue_tail[p, w]
+    if tail == NONE:
+        led.queue_head[p, w] = r
+        led.queue_tail[p, w] = r
+        led.requests[r].next = NONE
+    elif at_head:
+        led.requests[r].next = led.queue_head[p, w]
+        led.queue_head[p, w] = r
+    else:
+        led.requests[tail].next = r
+        led.queue_tail[p, w] = r
+        led.requests[r].next = NONE
+    led.requests[r].worker = w
+    led.requests[r].phase = QUEUED
+    led.workers[w].queued += 1
+    led.workers[w].queued_tokens += led.requests[r].prompt + led.requests[r].key
+    led.workers[w].queued_context += led.requests[r].prompt + led.requests[r].key
+
+
+@compiled
+def queue_first(led: Ledger, w: int) -> int:
+    """The request whose turn is next at a worker, high priority before normal, or NONE."""
+    high = led.queue_head[1, w]
+    return high if high != NONE else led.queue_head[0, w]
+
+
+@compiled
+def dequeue(led: Ledger, w: int, r: int) -> None:
+    """Take a request out of its worker's queue, wherever it stands; its prefill is still to be done."""
+    p = led.requests[r].priority
+    before = NONE
+    at = led.queue_head[p, w]
+    while at != r:
+        before = at
+        at = led.requests[at].next
+    if before == NONE:
+        led.queue_head[p, w] = led.requests[r].next
+    else:
+        led.requests[before].next = led.requests[r].next
+    if led.queue_tail[p, w] == r:
+        led.queue_tail[p, w] = before
+    led.requests[r].next = NONE
+
+
+@compiled
+def leave_queue(led: Ledger, w: int, r: int) -> None:
+    """Take a request that waits at a worker away from it altogether: it is HELD again."""
+    dequeue(led, w, r)
+    led.workers[w].queued -= 1
+    led.workers[w].queued_tokens -= led.requests[r].prompt + led.requests[r].key
+    led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
+    led.requests[r].worker = NONE
+    led.requests[r].phase = HELD
+
+
+@compiled
+def begin_decoding(led: Ledger, w: int, r: int, tokens: int) -> None:
+    """A queued request's prefill is done and it holds `tokens` output tokens: it decodes from here on."""
+    led.workers[w].queued -= 1
+    led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
+    led.requests[r].phase = DECODING
+    led.requests[r].key = tokens - led.workers[w].step
+    led.workers[w].decoding += 1
+    led.workers[w].context += led.requests[r].prompt + tokens
+    expect_end(led, w, r)
+
+
+@compiled
+def stop_decoding(led: Ledger, w: int, r: int, phase: int) -> None:
+    """A decoding request finished, was preempted or left: its tokens are no longer held here."""
+    tokens = generated(led, r)
+    led.requests[r].phase = phase
+    led.requests[r].key = tokens
+    led.workers[w].decoding -= 1
+    led.workers[w].context -= led.requests[r].prompt + tokens
+
+
+@compiled
+def expect_end(led: Ledger, w: int, r: int) -> None:
+    """Set when a decoding request should finish: by its prediction, or, once past it, conditionally.
+
+    Algorithm 2's re-prediction, E[output | prompt, output > generated], taken when it is needed.
+    """
+    tokens = generated(led, r)
+    total = led.requests[r].predicted
+    if total <= tokens:
+        total = expected_output(
+            led.length_edges, led.length_grid, led.length_expected, led.requests[r].prompt, tokens
+        )
+        led.requests[r].predicted = total
+    led.requests[r].ends = led.workers[w].step + max(total - tokens, 1)

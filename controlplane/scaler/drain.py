@@ -1,0 +1,98 @@
+"""From what there is to what is wanted: launch, drain and stop, one action a worker, each with its reason.
+
+A starting worker counts, so it is not launched twice; one that never gets ready is given up. Draining ones
+serve again before any is launched. Scaling in gives up those still starting first (they hold nothing), then
+drains the ones with least to move. A draining worker is stopped only when it is empty, however long its
+streams are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controlplane.errors import BadInput
+from controlplane.snapshot import DRAINING, SERVING, STARTING
+from controlplane.types import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A worker as the scaler sees it: its state since when, and the requests it holds."""
+
+    worker: WorkerId
+    state: str
+    since_s: float
+    requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Begin so many workers."""
+
+    workers: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Admit nothing more; move or finish what is there."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    """Let a draining worker serve again."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End a worker that holds nothing."""
+
+    worker: WorkerId
+    reason: str
+
+
+Step = Launch | Drain | Undrain | Stop
+
+
+def steps_to(
+    wanted: int, standing: Sequence[Standing], now_s: float, start_limit_s: float, reason: str
+) -> list[Step]:
+    """What brings the fleet to `wanted` workers; `reason` is the target's.
+
+    `start_limit_s`: a worker that has been starting for longer is given up (and replaced if still wanted).
+    """
+    if wanted < 0 or not start_limit_s > 0:
+        raise BadInput(f"scaling: need wanted >= 0 and a start limit, got {wanted} and {start_limit_s:g} s")
+    starting = [s for s in standing if s.state == STARTING]
+    stuck = [s for s in starting if now_s - s.since_s > start_limit_s]
+    coming = [s for s in starting if s not in stuck]
+    serving = [s for s in standing if s.state == SERVING]
+    draining = [s for s in standing if s.state == DRAINING]
+    steps: list[Step] = [
+        Stop(s.worker, f"still not ready after {now_s - s.since_s:.0f} s, given {start_limit_s:g} s")
+        for s in stuck
+    ]
+    missing = wanted - len(serving) - len(coming)
+    kept: set[WorkerId] = set()
+    if missing > 0:
+        # The fullest first: it has least of its way out behind it.
+        back = sorted(draining, key=lambda s: (-s.requests, s.worker))[:missing]
+        kept = {s.worker for s in back}
+        steps += [Undrain(s.worker, f"{reason}; it was still draining") for s in back]
+        if missing > len(back):
+            steps.append(Launch(missing - len(back), reason))
+    elif missing < 0:
+        # The youngest start has cost least; of those that serve, the emptiest is soonest done.
+        given_up = sorted(coming, key=lambda s: (-s.since_s, s.worker))[:-missing]
+        steps += [Stop(s.worker, f"{reason}; it was not ready yet") for s in given_up]
+        least = sorted(serving, key=lambda s: (s.requests, s.worker))[: -missing - len(given_up)]
+        steps += [Drain(s.worker, f"{reason}; it holds {s.requests} requests, the fewest") for s in least]
+    empty = [s for s in draining if s.requests == 0 and s.worker not in kept]
+    return steps + [Stop(s.worker, "it is drained") for s in empty]

@@ -1,0 +1,92 @@
+"""How many workers the demand needs: Aladdin's Eq 7, N = ⌈k5·r + c5⌉, within the limits.
+
+The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.line), so what no number
+of workers can serve (one prompt whose prefill alone exceeds the target) does not ask for more of them. r is
+the upper end of the regime's rate: too few workers cost the target, one too many costs a worker.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from controlplane.errors import BadInput
+from controlplane.scaler.changepoint import Regime
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """The line and the limits.
+
+    `workers_per_rps` and `intercept` None: nothing is known of this traffic, and the number is held. `high`
+    None: no upper limit but the budget's. `z`: standard errors of the rate that are planned for.
+    `to_zero`: no arrivals in a whole regime means no workers at all.
+    """
+
+    workers_per_rps: float | None
+    intercept: float | None
+    low: int = 1
+    high: int | None = None
+    usd_per_worker_h: float | None = None
+    budget_usd_per_h: float | None = None
+    z: float = 1.64
+    to_zero: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.workers_per_rps is None) != (self.intercept is None):
+            raise BadInput("target: workers_per_rps and intercept: give both or neither")
+        if self.workers_per_rps is not None and not 0 <= self.workers_per_rps < math.inf:
+            raise BadInput(f"target: workers_per_rps: must not be negative, got {self.workers_per_rps:g}")
+        if self.low < 0 or (self.high is not None and self.high < self.low):
+            raise BadInput(f"target: need 0 <= low <= high, got {self.low} and {self.high}")
+        if self.budget_usd_per_h is not None and not (self.usd_per_worker_h or 0) > 0:
+            raise BadInput("target: a budget needs the price of a worker")
+
+    @property
+    def most(self) -> int | None:
+        """The most workers that limit and budget allow; None without either."""
+        caps = [] if self.high is None else [self.high]
+        if self.budget_usd_per_h is not None and self.usd_per_worker_h is not None:
+            # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
+            caps.append(int(self.budget_usd_per_h / self.usd_per_worker_h + 1e-9))
+        return min(caps, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A number of workers and why; None: hold what there is."""
+
+    workers: int | None
+    reason: str
+
+
+def target(
+    settings: TargetSettings, regime: Regime | None, bin_s: float, *, stale: bool, fixed: int | None = None
+) -> Target:
+    """The target now. `stale`: the newest counts are too old, or missing. `fixed`: an operator's number."""
+    if fixed is not None:
+        if fixed < 0:
+            raise BadInput(f"target: fixed: must not be negative, got {fixed}")
+        return Target(fixed, f"an operator fixed {fixed}")
+    if stale or regime is None:
+        return Target(None, "no news of the demand: holding")
+    if settings.workers_per_rps is None or settings.intercept is None:
+        return Target(None, "no line for this traffic: holding")
+    if settings.to_zero and regime.rate_rps == 0:
+        return _within(settings, 0, "nothing arrives")
+    rate_rps = regime.upper_rps(bin_s, settings.z) if regime.rate_rps > 0 else 0.0
+    asked = math.ceil(settings.workers_per_rps * rate_rps + settings.intercept - 1e-9)
+    why = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:g} s, at most {rate_rps:.3g}"
+    return _within(settings, max(asked, 0 if settings.to_zero else 1), why)
+
+
+def _within(settings: TargetSettings, asked: int, why: str) -> Target:
+    most = settings.most
+    if most is not None and asked > most:
+        return Target(most, f"{why}: {asked} workers, but no more than {most} are allowed")
+    low = 0 if asked == 0 and settings.to_zero else settings.low
+    if most is not None:
+        low = min(low, most)
+    if asked < low:
+        return Target(low, f"{why}: {asked} workers, but at least {low} are kept")
+    return Target(asked, f"{why}: {asked} workers")

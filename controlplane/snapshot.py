@@ -1,0 +1,150 @@
+"""What the brain sees of a fleet, and what it may ask for: a snapshot in, actions out.
+
+A plane that counts for itself (the simulated one, in compiled code) gives each worker's `Load`; for one
+that only lists requests (the live one) the load is added up from the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.rebalance import Error
+from controlplane.types import RequestId, WorkerId
+
+SERVING, DRAINING, STARTING = "serving", "draining", "starting"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A request on a worker, and the KV tokens it holds (or, while it waits there, will take).
+
+    `generated`: output tokens so far, -1 = not known. `remaining_tokens`: output tokens still expected,
+    0 = not known. `tpot_s`: its target.
+    """
+
+    request: RequestId
+    tokens: int
+    priority: int = 0
+    generated: int = -1
+    remaining_tokens: int = 0
+    tpot_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker carries: counts of requests, tokens of KV.
+
+    `head_tokens` is what the head of its queue needs and cannot have yet, `waiting_tokens` what the whole
+    queue needs. `high` counts running requests of high priority, `growth_tokens` the output that all on it
+    are still expected to make, `tpot_s` is the tightest target among them, `peak_tokens` the most KV they
+    should ever hold together (-1 = not counted).
+    """
+
+    running: int = 0
+    held_tokens: int = 0
+    waiting: int = 0
+    head_tokens: int = 0
+    waiting_tokens: int = 0
+    high: int = 0
+    growth_tokens: int = 0
+    tpot_s: float = math.inf
+    peak_tokens: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker as last seen. `capacity_tokens` 0 = not known (it is starting).
+
+    `requests` run there in order of admission, `waiting` stand in its queue, its head first. `step` is its
+    speed, for forecasts. `load`, where given, says the same as the lists.
+    """
+
+    worker: WorkerId
+    state: str
+    capacity_tokens: int
+    requests: Sequence[RunningRequest] = ()
+    waiting: Sequence[RunningRequest] = ()
+    step: StepModel | None = None
+    max_seqs: int = 1 << 30
+    load: Load | None = None
+
+    def counted(self) -> Load:
+        """The load, added up from the lists where the plane gave none."""
+        if self.load is not None:
+            return self.load
+        held = high = growth = waiting_tokens = 0
+        tpot_s = math.inf
+        for r in self.requests:
+            held += r.tokens
+            growth += r.remaining_tokens
+            if r.priority:
+                high += 1
+            if r.tpot_s < tpot_s:
+                tpot_s = r.tpot_s
+        for r in self.waiting:
+            waiting_tokens += r.tokens
+            growth += r.remaining_tokens
+            tpot_s = min(tpot_s, r.tpot_s)
+        return Load(
+            running=len(self.requests),
+            held_tokens=held,
+            waiting=len(self.waiting),
+            head_tokens=self.waiting[0].tokens if self.waiting else 0,
+            waiting_tokens=waiting_tokens,
+            high=high,
+            growth_tokens=growth,
+            tpot_s=tpot_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The fleet at `now_s`; `waiting_tokens` are the prompts that no worker has taken.
+
+    `moving` and `busy`: requests on the move, and workers at either end of a move. `errors`: Algorithm 2's
+    outstanding surprises, where the plane keeps them. `arrivals`: requests that arrived since the last
+    snapshot, None = nobody counted. `fixed`: the number of workers an operator has fixed.
+    """
+
+    now_s: float
+    workers: tuple[WorkerLoad, ...]
+    wanted: int
+    waiting_tokens: int = 0
+    moving: frozenset[RequestId] = frozenset()
+    busy: frozenset[WorkerId] = frozenset()
+    errors: Mapping[WorkerId, Error] = field(default_factory=dict)
+    arrivals: float | None = None
+    fixed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Move a request, with its KV if it runs."""
+
+    request: RequestId
+    target: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reassign:
+    """Take a request that has not started from one worker's queue to another's."""
+
+    request: RequestId
+    source: WorkerId
+    target: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Want another number of workers."""
+
+    workers: int
+    reason: str
+
+
+Action = Migrate | Reassign | Scale

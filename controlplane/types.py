@@ -1,0 +1,52 @@
+"""The nouns of the system: what crosses from one package to another.
+
+Everything here is frozen and holds plain numbers. Units are in the names: `_s` seconds, `_tokens`,
+`_blocks`, `_rps` requests per second, `_usd_per_h`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from controlplane.errors import BadInput
+
+WorkerId = NewType("WorkerId", str)
+RequestId = NewType("RequestId", str)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A latency target, met by a request when both of its figures are within it.
+
+    `ttft_s` counts from arrival, queueing included. `tpot_s` is (finish - first token) /
+    (output_tokens - 1), the paper's ATGT; a one-token output has none and is judged by TTFT alone.
+    """
+
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+            if not 0 < value < float("inf"):
+                raise BadInput(f"slo: {name}: must be a positive duration, got {value:g} s")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Variant:
+    """What one worker runs on: a GPU type and how many of them (the TP degree)."""
+
+    gpu: str
+    tp_degree: int
+
+    def __str__(self) -> str:
+        return f"{self.gpu} TP{self.tp_degree}"
+
+
+class EngineMode(StrEnum):
+    """How an engine forms its batches (docs of each mode: dataplane/simulated/engine.py)."""
+
+    CHUNKED = "chunked"  # vLLM V1: decode tokens and prefill chunks share a step
+    PREFILL_FIRST = "prefill-first"  # legacy vLLM, the paper's: a step is prefill or decode
+    SPLIT = "split"  # prefill workers hand their KV to decode workers

@@ -1,0 +1,87 @@
+"""A workload: requests as columns, in order of arrival."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival; every column has shape [requests].
+
+    `arrival_s` seconds since the workload's start, `prompt_tokens` and `output_tokens` at least 1,
+    `priority` 0 normal or 1 high, `slo_class` an index into `slo_classes`.
+    """
+
+    arrival_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    priority: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    slo_class: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    slo_classes: tuple[str, ...] = ("default",)
+
+    def __post_init__(self) -> None:
+        n = len(self.arrival_s)
+        for name in ("priority", "slo_class"):
+            if len(getattr(self, name)) == 0:
+                object.__setattr__(self, name, np.zeros(n, np.int64))
+        for name, kind in (
+            ("arrival_s", np.float64),
+            ("prompt_tokens", np.int64),
+            ("output_tokens", np.int64),
+            ("priority", np.int64),
+            ("slo_class", np.int64),
+        ):
+            column = np.ascontiguousarray(getattr(self, name), dtype=kind)
+            if column.shape != (n,):
+                raise BadInput(f"workload: {name}: {column.shape[0]} rows, arrival_s has {n}")
+            object.__setattr__(self, name, column)
+        if n == 0:
+            return
+        if not np.isfinite(self.arrival_s).all() or self.arrival_s[0] < 0:
+            raise BadInput("workload: arrival_s: must be finite and not negative")
+        if (np.diff(self.arrival_s) < 0).any():
+            raise BadInput("workload: arrival_s: must be in order")
+        if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
+            raise BadInput("workload: prompt_tokens and output_tokens must be at least 1")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def duration_s(self) -> float:
+        """Time from the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
+
+    @property
+    def rate_rps(self) -> float:
+        """Mean arrival rate; 0 where there is no duration to divide by."""
+        return (len(self) - 1) / self.duration_s if self.duration_s > 0 else 0.0
+
+    def scaled(self, rate_scale: float) -> Workload:
+        """The same requests arriving `rate_scale` times as fast."""
+        if not rate_scale > 0:
+            raise BadInput(f"rate scale: must be positive, got {rate_scale:g}")
+        return replace(self, arrival_s=self.arrival_s / rate_scale)
+
+    def window(self, start_s: float, end_s: float) -> Workload:
+        """Requests that arrive in [start_s, end_s), with time restarting at `start_s`."""
+        lo, hi = np.searchsorted(self.arrival_s, [start_s, end_s])
+        part = self.take(slice(int(lo), int(hi)))
+        return replace(part, arrival_s=part.arrival_s - start_s)
+
+    def take(self, rows: slice) -> Workload:
+        """Some of the requests, times unchanged."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            priority=self.priority[rows],
+            slo_class=self.slo_class[rows],
+        )

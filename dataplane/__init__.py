@@ -1,0 +1,1 @@
+"""Where requests run: simulated engines or real ones, behind one port."""

@@ -1,0 +1,279 @@
+"""The workers of a fleet and their lives: launch, warm, watch, drain, stop, and launch again when lost.
+
+A worker is `starting`, `serving`, `draining`, or gone. The wanted number of workers is kept: a lost worker
+is replaced, with growing pauses when its replacements die young, so that a model that cannot run does not
+spin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from controlplane.errors import BadInput, ControlPlaneError
+from controlplane.types import WorkerId
+from dataplane.live.events import EventLog
+from dataplane.live.fleet_core import FleetCore
+from dataplane.live.link import EngineLink
+
+log = logging.getLogger(__name__)
+
+WorkerState = Literal["starting", "serving", "draining"]
+LONGEST_PAUSE_S = 30.0
+YOUNG_S = 30.0
+MISSED_CHECKS = 3
+
+
+class Host(Protocol):
+    """Where workers run: Ray, or this process for the emulated engine."""
+
+    async def launch(self, worker: WorkerId) -> EngineLink:
+        """Start a worker; return when its engine answers. Raises RuntimeError with its reason."""
+
+    async def stop(self, worker: WorkerId) -> None:
+        """End a worker and all its processes; nothing happens for one that is gone."""
+
+    async def is_healthy(self, worker: WorkerId) -> bool:
+        """Whether its process still answers."""
+
+    async def close(self) -> None:
+        """End everything this host has started."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker of the cluster, from the decision to launch it until it is gone."""
+
+    worker: WorkerId
+    state: WorkerState
+    since_s: float
+    reason: str
+    task: asyncio.Task[None] | None = None
+
+
+class Cluster:
+    """Keeps the wanted number of workers running behind one FleetCore."""
+
+    def __init__(
+        self, host: Host, core: FleetCore, events: EventLog, max_workers: int, health_every_s: float = 5.0
+    ) -> None:
+        self.host, self.core, self.events = host, core, events
+        self.max_workers = max_workers
+        self.wanted = 0
+        self._members: dict[WorkerId, Member] = {}
+        self._numbers = itertools.count()
+        self._pause_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        core.on_lost.append(self._lost)
+        self._spawn(self._watch(health_every_s))
+
+    def members(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def state_of(self, worker: WorkerId) -> WorkerState | None:
+        member = self._members.get(worker)
+        return None if member is None else member.state
+
+    @property
+    def serving(self) -> int:
+        return sum(member.state == "serving" for member in self._members.values())
+
+    async def start(self, workers: int) -> None:
+        """Launch the first workers, side by side. Raises RuntimeError if one cannot start."""
+        self._check(workers)
+        self.wanted = workers
+        launches = [self._spawn(self._launch(self._enroll("the fleet starts"))) for _ in range(workers)]
+        try:
+            await asyncio.gather(*launches)
+        except BaseException:
+            for launch in launches:  # no use in waiting for the others' models to load
+                launch.cancel()
+            await asyncio.gather(*launches, return_exceptions=True)
+            raise
+
+    def scale(self, workers: int, reason: str) -> None:
+        """Set the wanted number; launches and drains follow. Raises BadInput beyond `max_workers`."""
+        self._check(workers)
+        if workers != self.wanted:
+            self._record("scale", reason, workers=workers, before=self.wanted)
+        self.wanted = workers
+        staying = [m for m in self._members.values() if m.state != "draining"]
+        for _ in range(workers - len(staying)):
+            self._spawn(self._launch_or_report(self._enroll(reason)))
+        # The emptiest go first: they have least to move. One still starting has nothing at all.
+        staying.sort(
+            key=lambda m: (m.state == "serving", len(self.core.requests.on_worker(m.worker)), -m.since_s)
+        )
+        for member in staying[: max(0, len(staying) - workers)]:
+            self._begin_drain(member, reason)
+
+    def drain(self, worker: WorkerId, reason: str) -> None:
+        """Move everything off a worker, then stop it; the wanted number falls by one.
+
+        Raises BadInput for an unknown worker, one that drains already, or the last one.
+        """
+        member = self._known(worker)
+        if member.state == "draining":
+            raise BadInput(f"worker {worker}: is draining already")
+        if member.state == "serving" and self.serving == 1 and len(self.core.requests):
+            raise BadInput(f"worker {worker}: is the only one serving and has requests; scale up first")
+        self.wanted = max(0, self.wanted - 1)
+        self._begin_drain(member, reason)
+
+    def cancel_drain(self, worker: WorkerId, reason: str) -> None:
+        """Let a draining worker serve again. Raises BadInput if it is not draining."""
+        member = self._known(worker)
+        if member.state != "draining":
+            raise BadInput(f"worker {worker}: is not draining")
+        if member.task is not None:
+            member.task.cancel()
+        self._become(member, "serving", reason)
+        self.wanted += 1
+        self.core.set_open(worker, True)
+
+    async def close(self) -> None:
+        """Stop every worker and the host; returns when nothing of them is left."""
+        self._closing = True
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self.core.detach(worker) for worker in tuple(self._members)))
+        await asyncio.gather(*(self.host.stop(worker) for worker in tuple(self._members)))
+        self._members.clear()
+        await self.host.close()
+
+    # Lives.
+
+    def _enroll(self, reason: str) -> Member:
+        worker = WorkerId(f"w{next(self._numbers)}")
+        member = Member(worker, "starting", time.monotonic(), reason)
+        self._members[worker] = member
+        self._record("launch", reason, worker=worker)
+        return member
+
+    async def _launch(self, member: Member) -> None:
+        try:
+            link = await self.host.launch(member.worker)
+        except BaseException:
+            self._members.pop(member.worker, None)
+            await self.host.stop(member.worker)
+            raise
+        self.core.attach(link)
+        if member.state == "draining":
+            self.core.set_open(member.worker, False)
+            return
+        self._become(member, "serving", "its engine is ready and warm")
+
+    async def _launch_or_report(self, member: Member) -> None:
+        try:
+            await self._launch(member)
+        except (RuntimeError, OSError, ControlPlaneError) as error:
+            log.error("worker %s did not start: %s", member.worker, error)
+            self._replace(member, f"did not start: {error}")
+
+    def _lost(self, worker: WorkerId, reason: str) -> None:
+        member = self._members.pop(worker, None)
+        if member is None or self._closing:
+            return
+        self._spawn(self.host.stop(worker))
+        if member.state == "draining":
+            if member.task is not None:
+                member.task.cancel()
+            self._record("gone", f"lost while draining: {reason}", worker=worker)
+        else:
+            self._replace(member, reason)
+
+    def _replace(self, member: Member, reason: str) -> None:
+        """Launch another in place of a lost worker, after a pause if it died young."""
+        self._members.pop(member.worker, None)
+        self._record("lost", reason, worker=member.worker)
+        if time.monotonic() - member.since_s < YOUNG_S:
+            self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
+        else:
+            self._pause_s = 0.0
+        self._spawn(self._replace_after(self._pause_s, f"replaces {member.worker}"))
+
+    async def _replace_after(self, pause_s: float, reason: str) -> None:
+        await asyncio.sleep(pause_s)
+        if sum(m.state != "draining" for m in self._members.values()) < self.wanted:
+            await self._launch_or_report(self._enroll(reason))
+
+    def _begin_drain(self, member: Member, reason: str) -> None:
+        self._become(member, "draining", reason)
+        self.core.set_open(member.worker, False)
+        member.task = self._spawn(self._drain(member))
+
+    async def _drain(self, member: Member) -> None:
+        while self.core.link(member.worker) is None:  # still starting: nothing to move, but to stop
+            if member.worker not in self._members:
+                return
+            await asyncio.sleep(0.1)
+        while left := self.core.requests.on_worker(member.worker):
+            moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in left))
+            if not any(moved):
+                await asyncio.sleep(0.2)  # no room elsewhere, or nothing that may move: let them run on
+        await self.core.detach(member.worker)
+        await self.host.stop(member.worker)
+        self._members.pop(member.worker, None)
+        self._record("stop", "drained: nothing runs on it any more", worker=member.worker)
+
+    async def _move_off(self, request: str, source: WorkerId) -> bool:
+        tracked = self.core.requests.find(request)
+        if tracked is None or tracked.worker != source:
+            return True
+        target = self.core.placement.choose(tracked, time.monotonic(), (source,))
+        if target is None:
+            return False
+        try:
+            move = await self.core.move(tracked.id, target, f"{source} is being drained")
+        except Exception:  # a fault of ours in one move must not leave the worker half drained for ever
+            log.exception("the move of %s broke", tracked.id)
+            return False
+        return move.moved
+
+    async def _watch(self, every_s: float) -> None:
+        """Notice a worker whose process hangs or has vanished without its link saying so."""
+        silent: Counter[WorkerId] = Counter()
+        while True:
+            await asyncio.sleep(every_s)
+            for member in self.members():
+                if member.state == "starting" or await self.host.is_healthy(member.worker):
+                    silent.pop(member.worker, None)
+                    continue
+                silent[member.worker] += 1
+                if silent[member.worker] >= MISSED_CHECKS:  # once may be a machine that is short of CPU
+                    await self.core.detach(member.worker)
+                    self._lost(member.worker, "its process does not answer")
+
+    # Small things.
+
+    def _check(self, workers: int) -> None:
+        if not 0 <= workers <= self.max_workers:
+            raise BadInput(f"workers: must be from 0 to {self.max_workers} (--max-workers), got {workers}")
+
+    def _known(self, worker: WorkerId) -> Member:
+        member = self._members.get(worker)
+        if member is None:
+            names = ", ".join(self._members) or "none"
+            raise BadInput(f"worker {worker}: no such worker, there are: {names}")
+        return member
+
+    def _become(self, member: Member, state: WorkerState, reason: str) -> None:
+        member.state, member.since_s, member.reason = state, time.monotonic(), reason
+        self._record(state, reason, worker=member.worker)
+
+    def _record(self, kind: str, reason: str, **facts: object) -> None:
+        self.events.record(time.time(), kind, reason, **facts)
+
+    def _spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

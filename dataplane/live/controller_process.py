@@ -1,0 +1,81 @@
+"""The controller's process, watched: started with the fleet, started again when it dies, ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dataplane.live.events import EventLog
+
+RESTART_AFTER_S = 2.0
+ROOT = str(Path(__file__).resolve().parents[2])  # our packages, also in a checkout that is not installed
+
+
+class ControllerProcess:
+    """Keeps one controller running; `pid` is its process while there is one."""
+
+    def __init__(
+        self,
+        control_url: str,
+        key: str | None,
+        advisory: bool,
+        bounds: tuple[int, int] | None,
+        events: EventLog,
+    ) -> None:
+        self._settings = {
+            "control": control_url,
+            "key": key,
+            "advisory": advisory,
+            "bounds": bounds,
+            "parent": os.getpid(),
+        }
+        self._events = events
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        running = self._process is not None and self._process.returncode is None
+        return self._process.pid if running and self._process is not None else None
+
+    def start(self) -> None:
+        """Begin to keep it running."""
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def close(self) -> None:
+        """End it."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            await self._process.wait()
+
+    async def _keep(self) -> None:
+        while True:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "dataplane.live.controller",
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the fleet, which then ends this one
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+            )
+            assert self._process.stdin is not None
+            # The settings carry a key, and other users can read a command line but no pipe.
+            self._process.stdin.write(json.dumps(self._settings).encode())
+            self._process.stdin.close()
+            code = await self._process.wait()
+            self._events.record(
+                time.time(),
+                "controller-lost",
+                f"ended with {code}; nothing is moved or scaled until it is back",
+            )
+            await asyncio.sleep(RESTART_AFTER_S)
+            self._events.record(time.time(), "controller-start", "replaces the one that ended")

@@ -1,0 +1,162 @@
+"""A whole live fleet, put together and run until it is told to stop.
+
+gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or emulated engines)
+   └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.assign import Policy
+from controlplane.types import Slo
+from dataplane.live.cluster import Cluster, Host
+from dataplane.live.control_api import control_app, control_server
+from dataplane.live.controller_process import ControllerProcess
+from dataplane.live.events import EventLog
+from dataplane.live.fleet_core import CoreSettings, FleetCore
+from dataplane.live.front_door import DoorPolicy
+from dataplane.live.gateway import Gateway, GatewaySettings, bind, until_answering
+from dataplane.live.history import History
+from dataplane.live.keys import ApiKey, KeyRing
+from dataplane.live.ledger_placement import LedgerPlacement
+from dataplane.live.metrics import EngineFamilies, Metrics
+from dataplane.live.operations import FleetFacts, Operations
+from dataplane.live.placement import LeastLoaded, Placement
+from dataplane.live.waiting_room import WaitingSettings
+
+log = logging.getLogger(__name__)
+
+PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """Everything `tokenfleet serve` was asked for. `profile`: where emulated engines take step times from."""
+
+    gateway: GatewaySettings
+    engine: Literal["vllm", "emulated"]
+    workers: int
+    max_workers: int
+    tp_degree: int
+    control_host: str
+    control_port: int
+    control_key: str | None
+    keys: tuple[ApiKey, ...]
+    slo: Slo
+    waiting: WaitingSettings
+    autoscale: tuple[int, int] | None = None
+    advisory: bool = False
+    profile: Profile | None = None
+    policy: Policy = Policy.SPREAD
+    data: Path | None = None
+
+
+async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) -> None:
+    """Start the fleet, `announce` its addresses once both answer, and return when it has been stopped.
+
+    Raises BadInput for what the operator can mend (ports, model, flags), RuntimeError for a worker that
+    does not start. Whatever it raises, nothing it started is left.
+    """
+    here = asyncio.current_task()
+    assert here is not None
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGTERM, signal.SIGINT):  # until vLLM's server installs its own
+        loop.add_signal_handler(sign, here.cancel)
+    async with AsyncExitStack() as cleanup:
+        gateway_socket = bind(settings.gateway.host, settings.gateway.port, "--port")
+        cleanup.callback(gateway_socket.close)
+        control_socket = bind(settings.control_host, settings.control_port, "--control-port")
+        cleanup.callback(control_socket.close)
+
+        events, metrics = EventLog(), Metrics()
+        history = History(PRIOR_OUTPUT_TOKENS, time.monotonic(), settings.data)
+        cleanup.callback(history.close)
+        placement = _placement(settings, history)
+        gateway = Gateway(settings.gateway)
+        host = await _host(settings, gateway)
+        core = FleetCore(
+            CoreSettings(settings.max_workers, settings.slo, settings.waiting),
+            placement,
+            metrics,
+            events,
+            history.expected_tokens,
+        )
+        core.on_end.append(history.add)
+        core.on_step.append(history.add_step)
+        cluster = Cluster(host, core, events, settings.max_workers)
+        cleanup.push_async_callback(cluster.close)
+        await cluster.start(settings.workers)
+        gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
+
+        gateway_url = _url(settings.gateway.host, settings.gateway.port)
+        control_url = _url(settings.control_host, settings.control_port)
+        facts = FleetFacts(
+            settings.gateway.model, settings.engine, gateway_url, settings.advisory, settings.autoscale
+        )
+        operations = Operations(facts, core, cluster, metrics, events)
+        metrics.registry.register(EngineFamilies(core.workers_by_slot))
+        control = control_server(control_app(operations, settings.control_key))
+        answering = asyncio.create_task(control.serve(sockets=[control_socket]))
+        cleanup.push_async_callback(_end_server, control, answering)
+
+        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon)
+        core.on_closing.append(lambda why: setattr(door, "closing", why))
+        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
+        await until_answering(settings.control_host, settings.control_port, answering)
+        await until_answering(settings.gateway.host, settings.gateway.port, serving)
+        controller = ControllerProcess(
+            control_url, settings.control_key, settings.advisory, settings.autoscale, events
+        )
+        cleanup.push_async_callback(controller.close)
+        controller.start()
+        announce(f"ready {gateway_url} control {control_url}")
+        await serving
+
+
+def _placement(settings: FleetSettings, history: History) -> Placement:
+    """By the core's `assign` where step times are known, by load alone where they are not."""
+    if settings.profile is None:
+        return LeastLoaded()
+    placement = LedgerPlacement(
+        settings.profile, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+    )
+    history.on_learnt.append(placement.learn)
+    return placement
+
+
+async def _host(settings: FleetSettings, gateway: Gateway) -> Host:
+    if settings.engine == "emulated":
+        from dataplane.emulated.segment import Noise
+        from dataplane.live.emulated_host import EmulatedHost
+
+        if settings.profile is None:
+            raise BadInput("--profile: emulated engines take their step times from one")
+        model = gateway.config.model_config
+        noise = Noise(last=min(256, model.get_vocab_size()))
+        return EmulatedHost(settings.profile, settings.gateway.model, model.max_model_len, noise)
+    from dataplane.live.ray_host import RayHost
+
+    host: Host = await RayHost.start(gateway.arguments, settings.tp_degree, settings.workers)
+    return host
+
+
+async def _end_server(server: object, answering: asyncio.Task[None]) -> None:
+    server.should_exit = True  # type: ignore[attr-defined]
+    await asyncio.wait([answering], timeout=5.0)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,144 @@
+"""Who may call, and within which bounds: API keys, their SLO bounds, priority and rate limit."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from controlplane.errors import BadInput
+from controlplane.types import Slo
+
+PRIORITIES = {"normal": 0, "high": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class SloBounds:
+    """The tightest and the loosest target a key may ask for; a request's own is bounded to these."""
+
+    min_ttft_s: float = 0.05
+    min_tpot_s: float = 0.005
+    max_ttft_s: float = 600.0
+    max_tpot_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_ttft_s <= self.max_ttft_s or not 0 < self.min_tpot_s <= self.max_tpot_s:
+            raise BadInput(f"key: SLO bounds: need 0 < min <= max, got {self}")
+
+    def bounded(self, slo: Slo) -> Slo:
+        """The nearest target within the bounds."""
+        return Slo(
+            min(max(slo.ttft_s, self.min_ttft_s), self.max_ttft_s),
+            min(max(slo.tpot_s, self.min_tpot_s), self.max_tpot_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One caller. `requests_per_minute` 0 means no limit; `secret` "" means no key is asked for."""
+
+    name: str
+    secret: str
+    bounds: SloBounds = field(default_factory=SloBounds)
+    max_priority: int = PRIORITIES["high"]
+    requests_per_minute: float = 0.0
+    burst: int = 0
+
+    def __post_init__(self) -> None:
+        if self.requests_per_minute < 0 or self.burst < 0:
+            raise BadInput(f"key {self.name}: requests_per_minute and burst must not be negative")
+
+
+ANYONE = ApiKey("anyone", "")
+
+
+class RateLimit:
+    """A token bucket per key: `burst` requests at once, `requests_per_minute` over time."""
+
+    def __init__(self, key: ApiKey, now_s: float) -> None:
+        self._rate_rps = key.requests_per_minute / 60.0
+        self._burst = float(key.burst or max(1.0, key.requests_per_minute / 6.0))
+        self._left = self._burst
+        self._at_s = now_s
+
+    def take(self, now_s: float) -> float:
+        """Take one request's share: 0 when there was one, else the seconds until there is."""
+        if self._rate_rps == 0:
+            return 0.0
+        self._left = min(self._burst, self._left + (now_s - self._at_s) * self._rate_rps)
+        self._at_s = now_s
+        if self._left >= 1.0:
+            self._left -= 1.0
+            return 0.0
+        return (1.0 - self._left) / self._rate_rps
+
+
+class KeyRing:
+    """All keys. With none, anyone may call (serve refuses that beyond loopback)."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        names = [key.name for key in keys]
+        if len(set(names)) != len(names):
+            raise BadInput(f"keys: two keys share a name: {sorted(names)}")
+        if any(not key.secret for key in keys):
+            raise BadInput("keys: an empty key lets nobody in")
+        self.keys = tuple(keys)
+        self._limits: dict[str, RateLimit] = {}
+
+    def find(self, authorization: str) -> ApiKey | None:
+        """The key of an `Authorization: Bearer …` header; None when it is not one of ours."""
+        if not self.keys:
+            return ANYONE
+        scheme, _, secret = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        found = None
+        for key in self.keys:  # no early exit: the time taken says nothing about the keys
+            if hmac.compare_digest(secret.strip().encode(), key.secret.encode()):
+                found = key
+        return found
+
+    def seconds_until_allowed(self, key: ApiKey, now_s: float) -> float:
+        """0 when the key may send a request now (and it is counted), else how long to wait."""
+        limit = self._limits.get(key.name)
+        if limit is None:
+            limit = self._limits[key.name] = RateLimit(key, now_s)
+        return limit.take(now_s)
+
+
+def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
+    """An ApiKey from a file's entry; unknown fields and wrong types are refused with their place."""
+    allowed = {
+        "name", "key", "min_ttft_ms", "min_tpot_ms", "max_ttft_ms", "max_tpot_ms", "priority",
+        "requests_per_minute", "burst",
+    }  # fmt: skip
+    if unknown := sorted(set(entry) - allowed):
+        raise BadInput(f"{where}: {unknown[0]}: unknown field, expected one of {', '.join(sorted(allowed))}")
+    for name in ("name", "key"):
+        if not isinstance(entry.get(name), str) or not entry[name]:
+            raise BadInput(f"{where}: {name}: must be a non-empty string")
+    priority = entry.get("priority", "high")
+    if priority not in PRIORITIES:
+        raise BadInput(f"{where}: priority: must be high or normal, got {priority!r}")
+    plain = SloBounds()
+
+    def number(name: str, default: float) -> float:
+        value = entry.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise BadInput(f"{where}: {name}: must be a number of at least 0, got {value!r}")
+        return float(value)
+
+    bounds = SloBounds(
+        number("min_ttft_ms", plain.min_ttft_s * 1e3) / 1e3,
+        number("min_tpot_ms", plain.min_tpot_s * 1e3) / 1e3,
+        number("max_ttft_ms", plain.max_ttft_s * 1e3) / 1e3,
+        number("max_tpot_ms", plain.max_tpot_s * 1e3) / 1e3,
+    )
+    return ApiKey(
+        name=str(entry["name"]),
+        secret=str(entry["key"]),
+        bounds=bounds,
+        max_priority=PRIORITIES[str(priority)],
+        requests_per_minute=number("requests_per_minute", 0.0),
+        burst=int(number("burst", 0)),
+    )

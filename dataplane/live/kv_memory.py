@@ -1,0 +1,119 @@
+"""A rank's KV cache as blocks of opaque bytes.
+
+A layer's cache is a tensor whose first dimension counts blocks. What is inside a block (heads, positions,
+how keys are packed for the CPU's tiles) is the kernel's business: a block is moved as the bytes it is, so
+both ends must run the same model, dtype, block size and instruction set. No value is ever converted.
+
+`DirectMemory` sends from and receives into the cache itself; it needs host tensors whose blocks lie in one
+piece. `StagedMemory` gathers and scatters through host buffers and takes any device and layout; on CUDA it
+does so on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+
+Views = list[memoryview]
+
+
+class KvMemory(Protocol):
+    """Read and write blocks. Views are flat byte views: layer by layer, blocks in the order asked."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+
+    def read(self, blocks: Sequence[int]) -> Views:
+        """Views whose concatenation is the blocks' bytes."""
+
+    def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
+        """Writable views to fill, and what to call when they are full."""
+
+
+def kv_memory(layers: Sequence[torch.Tensor]) -> KvMemory:
+    """The best fit for these caches, each of shape [blocks, ...]."""
+    if all(t.device.type == "cpu" and t[0].is_contiguous() and t.stride(0) == t[0].numel() for t in layers):
+        return DirectMemory(layers)
+    return StagedMemory(layers)
+
+
+class DirectMemory:
+    """Blocks of host tensors, without a copy."""
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self._layers: list[memoryview] = []
+        self._strides: list[int] = []
+        for tensor in layers:
+            flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            self._layers.append(memoryview(flat).cast("B"))
+            self._strides.append(tensor[0].numel() * tensor.element_size())
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self._strides)
+
+    def read(self, blocks: Sequence[int]) -> Views:
+        views = []
+        for layer, stride in zip(self._layers, self._strides, strict=True):
+            views += [layer[start * stride : end * stride] for start, end in _runs(blocks)]
+        return views
+
+    def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
+        return self.read(blocks), lambda: None
+
+
+class StagedMemory:
+    """Blocks of any tensors, through host buffers."""
+
+    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+        self._layers = list(layers)
+        self._device = layers[0].device
+        self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(t[0].numel() * t.element_size() for t in self._layers)
+
+    def read(self, blocks: Sequence[int]) -> Views:
+        index = torch.tensor(list(blocks), device=self._device)
+        with self._side_stream():
+            host = [t.index_select(0, index).contiguous().cpu() for t in self._layers]
+        return [_bytes_of(t) for t in host]
+
+    def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
+        shape = (len(blocks),)
+        host = [torch.empty(shape + tuple(t.shape[1:]), dtype=t.dtype) for t in self._layers]
+
+        def commit() -> None:
+            index = torch.tensor(list(blocks), device=self._device)
+            with self._side_stream():
+                for tensor, part in zip(self._layers, host, strict=True):
+                    tensor.index_copy_(0, index, part.to(self._device))
+            if self._stream is not None:
+                self._stream.synchronize()
+
+        return [_bytes_of(t) for t in host], commit
+
+    def _side_stream(self) -> Any:
+        # The engine's own stream must not wait for a transfer, nor a transfer for a step.
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat).cast("B")
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Adjacent blocks as [start, end) runs: fewer, longer views."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], block + 1)
+        else:
+            runs.append((block, block + 1))
+    return runs

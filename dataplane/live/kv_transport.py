@@ -1,0 +1,305 @@
+"""How KV bytes travel from the rank that holds them to the rank that wants them.
+
+`KvTransport` is the seam: who serves blocks, and who fetches them. `SocketTransport` is for hosts: TCP
+between machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A
+GPU transport (NIXL, NCCL) takes its place by implementing the same two functions.
+
+One exchange on a connection, all integers big-endian:
+
+    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, bytes_per_s]
+    answer  u32 length, msgpack [ok, reason, payload bytes]
+    then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
+
+The reader pulls. A connection carries one fetch at a time, and concurrent fetches take one each: two fetches
+in one byte stream would wait for each other.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from dataplane.live.kv_memory import KvMemory, Views
+from dataplane.live.kv_tables import BlockTables
+
+log = logging.getLogger(__name__)
+MAX_VIEWS = 512  # per system call; Linux allows 1024
+MAX_HEADER = 1 << 16
+PIECE = 4 << 20  # bytes between two looks at the pace
+MAX_CONNECTIONS = 64
+
+
+class FetchFailed(Exception):
+    """The blocks could not be had; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks [first, last) of a segment. `bytes_per_s` 0 means as fast as it goes."""
+
+    segment: str
+    first: int
+    last: int
+    wait_s: float = 2.0
+    bytes_per_s: float = 0.0
+
+
+class KvTransport(Protocol):
+    """Serve a rank's blocks, and fetch another's."""
+
+    def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
+        """Start to answer fetches at an address; returns what stops it."""
+
+    def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
+        """Fill `into` and return the bytes moved. Raises FetchFailed."""
+
+
+class SocketTransport:
+    """KV over stream sockets, with a pool of idle connections per address."""
+
+    def __init__(self, token: str = "") -> None:
+        self._token = token
+        self._idle: dict[str, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+
+    def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
+        listener = _listen(address)
+        threading.Thread(
+            target=self._accept, args=(listener, tables, memory), name="kv-serve", daemon=True
+        ).start()
+
+        def stop() -> None:
+            # Closing alone would leave the thread in accept, and the address in use.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+        return stop
+
+    def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
+        try:
+            connection = self._connect(address, timeout_s)
+            try:
+                moved = self._exchange(connection, fetch, into, block_bytes)
+            except BaseException:
+                connection.close()  # its stream may be in the middle of an answer
+                raise
+        except (OSError, struct.error, msgspec.MsgspecError) as error:
+            raise FetchFailed(f"{address}: {error}") from error
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)
+        return moved
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.close()
+            self._idle.clear()
+
+    def _connect(self, address: str, timeout_s: float) -> socket.socket:
+        with self._lock:
+            idle = self._idle.get(address)
+            connection = idle.pop() if idle else None
+        if connection is None:
+            connection = _dial(address, timeout_s)
+        connection.settimeout(timeout_s)
+        return connection
+
+    def _exchange(self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int) -> int:
+        ask = [
+            self._token,
+            fetch.segment,
+            fetch.first,
+            fetch.last,
+            block_bytes,
+            fetch.wait_s,
+            fetch.bytes_per_s,
+        ]
+        _send_header(connection, ask)
+        ok, reason, size = _receive_header(connection)
+        if not ok:
+            raise FetchFailed(reason)
+        if size != sum(view.nbytes for view in into):
+            raise ConnectionError(f"{size} bytes offered, {sum(v.nbytes for v in into)} expected")
+        _receive_views(connection, into)
+        if _receive_exactly(connection, 1) != b"\x01":
+            raise FetchFailed("the blocks changed while they were read")
+        return int(size)
+
+    def _accept(self, listener: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
+        slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # closed
+            if not slots.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._answer_all,
+                args=(connection, tables, memory, slots),
+                name="kv-answer",
+                daemon=True,
+            ).start()
+
+    def _answer_all(
+        self,
+        connection: socket.socket,
+        tables: BlockTables,
+        memory: KvMemory,
+        slots: threading.BoundedSemaphore,
+    ) -> None:
+        try:
+            with connection:
+                _tune(connection)
+                while True:
+                    self._answer(connection, tables, memory)
+        except (OSError, struct.error, msgspec.MsgspecError) as error:
+            log.debug("a KV connection ended: %s", error)
+        finally:
+            slots.release()
+
+    def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
+        token, segment, first, last, block_bytes, wait_s, bytes_per_s = _receive_header(connection)
+        if not hmac.compare_digest(str(token), self._token):
+            raise ConnectionError("wrong token")
+        if block_bytes != memory.block_bytes:
+            reason = f"blocks of {memory.block_bytes} bytes here, {block_bytes} there"
+            _send_header(connection, [False, reason, 0])
+            return
+        grant = tables.grant(segment, first, last, wait_s)
+        if grant is None:
+            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0])
+            return
+        views = memory.read(grant.blocks)
+        _send_header(connection, [True, "", sum(view.nbytes for view in views)])
+        _send_views(connection, views, bytes_per_s)
+        connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
+
+
+def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[[], None]]:
+    """An address for each rank to serve at, and what to call once they do.
+
+    On a loopback host these are abstract sockets, which need no reserving; else ports, each kept by a bound
+    socket that does not listen, so that nothing else takes it while the engine starts.
+    """
+    if host in ("127.0.0.1", "localhost", "::1"):
+        name = f"tokenfleet-kv-{secrets.token_hex(8)}"
+        return tuple(f"unix://{name}-{rank}" for rank in range(ranks)), lambda: None
+    kept = []
+    for _ in range(ranks):
+        keeper = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeper.bind((host, 0))
+        kept.append(keeper)
+
+    def release() -> None:
+        for keeper in kept:
+            keeper.close()
+
+    return tuple(f"tcp://{host}:{keeper.getsockname()[1]}" for keeper in kept), release
+
+
+def _listen(address: str) -> socket.socket:
+    scheme, place = _parse(address)
+    if scheme == "unix":
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + place)
+    else:
+        host, port = place.rsplit(":", 1)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The launcher keeps the port reserved with a bound socket of its own until we are up.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, int(port)))
+    listener.listen(MAX_CONNECTIONS)
+    return listener
+
+
+def _dial(address: str, timeout_s: float) -> socket.socket:
+    scheme, place = _parse(address)
+    if scheme == "tcp":
+        host, port = place.rsplit(":", 1)
+        connection = socket.create_connection((host, int(port)), timeout_s)
+    else:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect("\0" + place)
+        except OSError:
+            connection.close()
+            raise
+    _tune(connection)
+    return connection
+
+
+def _parse(address: str) -> tuple[str, str]:
+    scheme, separator, place = address.partition("://")
+    if not separator or scheme not in ("tcp", "unix") or not place:
+        raise ConnectionError(f"not a KV address: {address}")
+    return scheme, place
+
+
+def _tune(connection: socket.socket) -> None:
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _send_header(connection: socket.socket, fields: list[Any]) -> None:
+    body = msgspec.msgpack.encode(fields)
+    connection.sendall(struct.pack("!I", len(body)) + body)
+
+
+def _receive_header(connection: socket.socket) -> Any:
+    (length,) = struct.unpack("!I", _receive_exactly(connection, 4))
+    if length > MAX_HEADER:
+        raise ConnectionError(f"a header of {length} bytes")
+    return msgspec.msgpack.decode(_receive_exactly(connection, length))
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    buffer = bytearray(size)
+    _receive_views(connection, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def _send_views(connection: socket.socket, views: Views, bytes_per_s: float) -> None:
+    began, sent = time.monotonic(), 0
+    for view in views:
+        for start in range(0, view.nbytes, PIECE):
+            piece = view[start : start + PIECE]
+            connection.sendall(piece)
+            sent += piece.nbytes
+            ahead_s = sent / bytes_per_s - (time.monotonic() - began) if bytes_per_s else 0.0
+            if ahead_s > 0:
+                time.sleep(ahead_s)
+
+
+def _receive_views(connection: socket.socket, views: Views) -> None:
+    at, offset = 0, 0
+    while at < len(views):
+        batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
+        got = connection.recvmsg_into(batch)[0]
+        if got == 0:
+            raise ConnectionError("the other side closed the connection")
+        while got:
+            rest = views[at].nbytes - offset
+            if got < rest:
+                offset += got
+                break
+            got -= rest
+            at, offset = at + 1, 0

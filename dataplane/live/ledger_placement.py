@@ -1,0 +1,265 @@
+"""The core's `assign` on live requests: the ledger kept from the tokens that pass through the gateway.
+
+The ledger counts a worker's decode steps; here a step is a batch of outputs in which decoding requests got
+a token. A request that got none (preempted, or its chunk fell out of the step) is set back by one, so
+generated = key + step stays exact. The order of rules is the simulated plane's: assign; the last chance of
+a request about to lose its TTFT; and past `PATIENCE` of its TTFT the least loaded worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from controlplane.perfmodel.coefficients import (
+    BLOCK_TOKENS,
+    KV_BLOCKS,
+    MAX_BATCHED,
+    MAX_SEQS,
+    PER_CONTEXT,
+    coefficient_row,
+    decode_base_s,
+)
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.assign import POLICY_CODE, PlacementSettings, Policy, assign, last_chance
+from controlplane.placement.constraints import prefill_lasts_s
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODING,
+    DONE,
+    DRAINING,
+    HELD,
+    NONE,
+    OFF,
+    QUEUED,
+    SERVING,
+    begin_decoding,
+    dequeue,
+    enqueue,
+    leave_queue,
+    new_ledger,
+    stop_decoding,
+)
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.link import WorkerInfo
+from dataplane.live.tracked import Tracked
+
+PATIENCE = 4.0
+CONSTRAINED = (Policy.SPREAD, Policy.BEST_FIT)
+
+
+class LedgerPlacement:
+    """`Placement` by a profile's step times. `workers` and `requests` bound how many it can hold at once."""
+
+    refusals = 4
+
+    def __init__(
+        self,
+        profile: Profile,
+        workers: int,
+        lengths: LengthTable,
+        rng: np.random.Generator,
+        policy: Policy = Policy.SPREAD,
+        settings: PlacementSettings | None = None,
+        requests: int = 4096,
+        slots: int = 1024,
+    ) -> None:
+        self._profile_row = coefficient_row(profile)
+        rows = np.tile(self._profile_row, (workers, 1))
+        self._led = new_ledger(rows, np.arange(workers), requests, slots, lengths)
+        self._policy, self._code = policy, POLICY_CODE[policy]
+        self._knobs = (settings or PlacementSettings()).knobs()
+        self._rng = rng
+        self._worker_rows: dict[WorkerId, int] = {}
+        self._workers: dict[int, WorkerId] = {}
+        self._rows: dict[RequestId, int] = {}
+        self._free = list(range(requests))
+        # Compiled now rather than under the first client's request.
+        assign(self._led, self._code, self._knobs, 0, 0.0, False, ANY_PHASE, self._draw())
+
+    def learn(self, lengths: LengthTable) -> None:
+        """Use another table for requests that outlive their prediction."""
+        self._led = self._led._replace(
+            length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
+            length_grid=np.ascontiguousarray(lengths.grid, np.int64),
+            length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+        )
+
+    def attach(self, info: WorkerInfo) -> None:
+        w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
+        self._worker_rows[info.worker], self._workers[w] = w, info.worker
+        row = self._led.coefficients[w]
+        row[:] = self._profile_row
+        # The engine's own limits, whatever the profile's engine had.
+        row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
+        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, min(info.max_seqs, self._slots)
+        self._led.workers[w]["status"] = SERVING
+
+    @property
+    def _slots(self) -> int:
+        return int(self._led.running.shape[1])
+
+    def detach(self, worker: WorkerId) -> None:
+        w = self._worker_rows.pop(worker, None)
+        if w is None:
+            return
+        for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
+            self._leave(self._rows[request])
+        del self._workers[w]
+        blank = self._led.workers[w]
+        for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
+            blank[name] = 0
+        blank["status"], blank["boundary_s"] = OFF, -1.0
+
+    def set_open(self, worker: WorkerId, is_open: bool) -> None:
+        self._led.workers[self._worker_rows[worker]]["status"] = SERVING if is_open else DRAINING
+
+    def choose(self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = ()) -> WorkerId | None:
+        r = self._row(request)
+        if r is None:
+            return None
+        barred = [self._worker_rows[w] for w in exclude if w in self._worker_rows]
+        status = self._led.workers["status"]
+        before = status[barred].copy()
+        status[barred] = OFF
+        try:
+            w = self._choose(r, now_s, moving=self._led.requests[r]["phase"] != HELD)
+        finally:
+            status[barred] = before
+        return None if w == NONE else self._workers[w]
+
+    def _choose(self, r: int, now_s: float, moving: bool) -> int:
+        row = self._led.requests[r]
+        due_s = row["arrival_s"] + row["ttft_s"]
+        late = moving or not math.isnan(row["first_s"]) or now_s + self._alone_s(r) > due_s
+        chosen = int(assign(self._led, self._code, self._knobs, r, now_s, late, ANY_PHASE, self._draw()))
+        if chosen == NONE and not late and self._policy in CONSTRAINED:
+            chosen = int(last_chance(self._led, self._knobs, r, now_s, ANY_PHASE))
+        if chosen == NONE and (moving or now_s - row["arrival_s"] >= PATIENCE * row["ttft_s"]):
+            chosen = self._least_loaded()
+        return chosen
+
+    def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
+        r = self._row(request)
+        if r is None:
+            return  # more requests than rows: placed by whoever called, and not counted
+        self._leave(r)
+        w = self._worker_rows[worker]
+        row = self._led.requests[r]
+        row["key"] = len(request.output_token_ids)
+        row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
+        enqueue(self._led, w, r, False)
+        if has_kv and row["key"] > 0:
+            self._begin_decoding(w, r, int(row["key"]))
+
+    def advance(self, worker: WorkerId, got: Sequence[tuple[Tracked, int]], now_s: float) -> None:
+        w = self._worker_rows.get(worker)
+        if w is None:
+            return
+        led, counts = self._led, {}
+        fresh: list[tuple[int, int]] = []
+        for request, tokens in got:
+            r = self._rows.get(request.id)
+            if r is None or tokens == 0:
+                continue
+            if led.requests[r]["phase"] == DECODING:
+                counts[r] = tokens
+            elif led.requests[r]["phase"] == QUEUED:
+                fresh.append((r, len(request.output_token_ids) + tokens))
+                if math.isnan(led.requests[r]["first_s"]):
+                    led.requests[r]["first_s"] = now_s
+        if counts:
+            self._step(w, counts)
+        for r, tokens in fresh:
+            self._begin_decoding(w, r, tokens)
+        at = led.workers[w]
+        step_s = decode_base_s(led.coefficients[w], float(at["decoding"]))
+        step_s += led.coefficients[w, PER_CONTEXT] * at["context"]
+        at["boundary_s"], at["gains"] = now_s + (step_s if at["decoding"] or at["queued"] else 0.0), 1
+
+    def _step(self, w: int, counts: dict[int, int]) -> None:
+        """One decode step: everyone is moved on by a token, then whoever got another number is set right."""
+        led, at = self._led, self._led.workers[w]
+        at["step"] += 1
+        at["context"] += sum(counts.values())
+        running = led.running[w, : at["running_n"]]
+        if len(counts) != at["decoding"]:
+            for r in running:
+                if int(r) not in counts:
+                    led.requests[r]["key"] -= 1
+        for r, tokens in counts.items():
+            if tokens != 1:
+                led.requests[r]["key"] += tokens - 1
+
+    def take(self, request: Tracked) -> None:
+        r = self._rows.get(request.id)
+        if r is not None:
+            self._leave(r)
+
+    def forget(self, request: Tracked) -> None:
+        r = self._rows.pop(request.id, None)
+        if r is not None:
+            self._leave(r)
+            self._led.requests[r]["phase"] = DONE
+            self._free.append(r)
+
+    # The ledger's rows.
+
+    def _row(self, request: Tracked) -> int | None:
+        """The request's row, made when it is first asked for; None when there is none left."""
+        r = self._rows.get(request.id)
+        if r is None and self._free:
+            r = self._rows[request.id] = self._free.pop()
+            row = self._led.requests[r]
+            row["worker"] = row["next"] = NONE
+            row["phase"], row["priority"] = HELD, request.ticket.priority
+            row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
+            row["predicted"] = max(request.predicted_tokens, 1)
+            row["arrival_s"] = request.arrival_s
+            row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
+            row["ttft_s"], row["tpot_s"] = request.slo.ttft_s, request.slo.tpot_s
+        return r
+
+    def _begin_decoding(self, w: int, r: int, tokens: int) -> None:
+        led, at = self._led, self._led.workers[w]
+        dequeue(led, w, r)
+        at["queued_tokens"] -= led.requests[r]["prompt"] + led.requests[r]["key"]
+        if at["running_n"] < self._slots:
+            led.running[w, at["running_n"]] = r
+            at["running_n"] += 1
+        begin_decoding(led, w, r, tokens)
+
+    def _leave(self, r: int) -> None:
+        row = self._led.requests[r]
+        w = int(row["worker"])
+        if row["phase"] == QUEUED:
+            leave_queue(self._led, w, r)
+        elif row["phase"] == DECODING:
+            stop_decoding(self._led, w, r, HELD)
+            at, running = self._led.workers[w], self._led.running[w]
+            n = int(at["running_n"])
+            kept = running[:n][running[:n] != r]
+            running[: len(kept)] = kept
+            at["running_n"] = len(kept)
+            row["worker"] = NONE
+
+    def _alone_s(self, r: int) -> float:
+        """Seconds an idle worker takes to prefill the request."""
+        tokens = float(self._led.requests[r]["prompt"] + self._led.requests[r]["key"])
+        return float(prefill_lasts_s(self._profile_row, tokens, tokens, 0, 0.0))
+
+    def _least_loaded(self) -> int:
+        at = self._led.workers
+        open_rows = [
+            w
+            for w in self._workers
+            if at[w]["status"] == SERVING
+            and at[w]["decoding"] + at[w]["queued"] < self._led.coefficients[w, MAX_SEQS]
+        ]
+        return min(open_rows, key=lambda w: int(at[w]["decoding"] + at[w]["queued"]), default=NONE)
+
+    def _draw(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return self._rng.random(2)

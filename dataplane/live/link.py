@@ -1,0 +1,99 @@
+"""What a gateway sees of an engine, real or emulated: send requests, abort them, receive events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from controlplane.types import WorkerId
+
+if TYPE_CHECKING:
+    from dataplane.live.vllm_surface import EngineCoreOutputs, EngineCoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker is, told once when it is ready. `kv_addresses` holds one address per TP rank."""
+
+    worker: WorkerId
+    engine: Literal["vllm", "emulated"]
+    model: str
+    endpoint: str
+    kv_addresses: tuple[str, ...]
+    block_tokens: int
+    kv_blocks: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    max_seqs: int
+    max_batched_tokens: int
+    tp_degree: int
+    vllm_version: str
+    dtype: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """A worker's load after one of its steps; counters grow from the worker's start.
+
+    `context_tokens` is what the decoding sequences held at the step's start, `prefill_tokens` what the step
+    computed of prompts; `since_step_s` is the telemetry's age when it was made.
+    """
+
+    worker: WorkerId
+    steps: int
+    running: int
+    waiting: int
+    sequences: int
+    context_tokens: int
+    prefill_tokens: int
+    step_s: float
+    kv_used_blocks: int
+    kv_total_blocks: int
+    preemptions: int
+    since_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """One step's outputs for this gateway, in vLLM's own message; `batch.engine_index` is not set."""
+
+    batch: EngineCoreOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker would not take a segment (its queue is full, or the request cannot be read)."""
+
+    segment: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The worker's engine is gone, or has dropped this gateway. The last event of a link."""
+
+    reason: str
+
+
+Event = Outputs | Telemetry | Refused | Lost
+
+
+class EngineLink(Protocol):
+    """One gateway's connection to one engine. Events arrive in order; after `Lost` none follows."""
+
+    @property
+    def info(self) -> WorkerInfo: ...
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        """Send a segment; waits while the connection's bounded queue is full."""
+
+    async def abort(self, segments: Sequence[str]) -> None:
+        """End segments; unknown ids are ignored. No output follows for them."""
+
+    async def receive(self) -> Event:
+        """Return the next event."""
+
+    async def close(self) -> None:
+        """End the connection; segments of this gateway are aborted by the worker."""

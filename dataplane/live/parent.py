@@ -1,0 +1,72 @@
+"""Processes that must not outlive the one that started them, and the shared memory they would leave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 5.0
+SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
+
+
+def exit_with_parent() -> None:
+    """End this process when its parent does, even if that was killed and could not say so.
+
+    vLLM's engine and rank processes are children of the worker's; without this a `kill -9` of the worker
+    would leave them running, with their memory and their ports. Does nothing in a process that no other
+    Python process started.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    try:
+        parent = os.pidfd_open(os.getppid())
+    except OSError:
+        return  # the parent is gone already, or this kernel has no pidfd
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        unlink(shared_memory([os.getpid()]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
+
+
+def descendants() -> list[int]:
+    """The ids of all processes below this one."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            # pid (name) state parent …; the name may hold anything, parentheses too.
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found: list[int] = []
+    below = [os.getpid()]
+    while below:
+        below = [child for pid in below for child in children.get(pid, ())]
+        found += below
+    return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """The named shared memory that these processes have mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended meanwhile
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {Path(line.split()[-1]) for line in lines if f" {SEGMENTS}" in line}
+    return found
+
+
+def unlink(segments: Iterable[Path]) -> None:
+    """Remove named shared memory; what is gone already is no error."""
+    for segment in segments:
+        segment.unlink(missing_ok=True)

@@ -1,0 +1,89 @@
+"""A request as the gateway holds it: its token list is the truth, the engine's copy is replaceable."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from controlplane.types import RequestId, Slo, WorkerId
+from dataplane.live.ticket import Ticket
+
+if TYPE_CHECKING:
+    from dataplane.live.vllm_surface import EngineCoreRequest
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One request from arrival to its last token. Times are seconds of the gateway's monotonic clock.
+
+    `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
+    the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
+    ended without a token.
+    """
+
+    request: EngineCoreRequest
+    ticket: Ticket
+    arrival_s: float
+    predicted_tokens: int
+    output_token_ids: list[int] = field(default_factory=list)
+    stays: int = 0
+    segment: str = ""
+    worker: WorkerId | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cut: asyncio.Future[bool] | None = None
+    moves: int = 0
+    replays: int = 0
+    fruitless: int = 0
+
+    @property
+    def id(self) -> RequestId:
+        return RequestId(self.request.request_id)
+
+    @property
+    def slo(self) -> Slo:
+        return self.ticket.slo
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids or ())
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def state(self) -> str:
+        """waiting (no worker yet), prefilling, or decoding."""
+        if self.worker is None:
+            return "waiting"
+        return "decoding" if self.output_token_ids else "prefilling"
+
+    def next_segment(self) -> str:
+        """Begin a new segment id: the request's own for the first stay, then `#1`, `#2`, …"""
+        self.segment = self.id if self.stays == 0 else f"{self.id}#{self.stays}"
+        self.stays += 1
+        return self.segment
+
+    def settle_cut(self, arrived: bool) -> None:
+        """Tell whoever waits for a cut-over how it went."""
+        if self.cut is not None:
+            if not self.cut.done():
+                self.cut.set_result(arrived)
+            self.cut = None
+
+    def ttft_s(self) -> float | None:
+        """Arrival to first token, queueing included."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    def tpot_s(self) -> float | None:
+        """Mean time of an output token after the first; None for fewer than two."""
+        if self.first_token_s is None or self.last_token_s is None or len(self.output_token_ids) < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (len(self.output_token_ids) - 1)
+
+    def slo_met(self) -> tuple[bool, bool]:
+        """Whether TTFT and TPOT were within target; a one-token output is judged by TTFT alone."""
+        ttft, tpot = self.ttft_s(), self.tpot_s()
+        return ttft is not None and ttft <= self.slo.ttft_s, tpot is None or tpot <= self.slo.tpot_s

@@ -1,0 +1,85 @@
+"""Every name of vLLM's private surface that Tokenfleet touches, in one place, for one version.
+
+vLLM's engine messages, their codec, the engine client and the connector base class may change with any
+release. The rest of the package imports them from here only, so that a new version is one file to read
+and tests/live/test_vllm_surface.py to run. Public vLLM names are imported here too, for the one version
+check. Importing this module without that vLLM raises BadInput.
+"""
+
+from __future__ import annotations
+
+from controlplane.errors import BadInput
+
+SUPPORTED_VERSION = "0.32.0"
+
+try:
+    from vllm import __version__ as vllm_version
+except ImportError as error:
+    raise BadInput(
+        f"vllm: not installed; the live plane needs vllm {SUPPORTED_VERSION}"
+        " (requirements/live-cpu.txt, or the live-gpu extra)"
+    ) from error
+
+if vllm_version.split("+")[0] != SUPPORTED_VERSION:
+    raise BadInput(
+        f"vllm: version {vllm_version} is installed, the live plane is built on {SUPPORTED_VERSION}"
+    )
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.engine import (  # noqa: E402
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.engine.core_client import EngineCoreClient  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
+from vllm.v1.executor import Executor  # noqa: E402
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats  # noqa: E402
+from vllm.v1.outputs import LogprobsLists  # noqa: E402
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor  # noqa: E402
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: E402
+
+__all__ = [
+    "SUPPORTED_VERSION",
+    "AdapterLogitsProcessor",
+    "AsyncEngineArgs",
+    "EngineCoreClient",
+    "EngineCoreEvent",
+    "EngineCoreEventType",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "Executor",
+    "FinishReason",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "LogprobsLists",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
+    "PrefillStats",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SchedulerStats",
+    "SupportsHMA",
+    "UsageContext",
+    "current_platform",
+    "vllm_version",
+]

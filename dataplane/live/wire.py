@@ -1,0 +1,61 @@
+"""Frames between gateways and a worker: ZMQ multipart messages, the first frame naming the kind.
+
+A worker binds a ROUTER, each gateway connects a DEALER. Requests and outputs travel in vLLM's own msgpack
+encoding, so nothing is lost or copied by field; everything else is msgpack of plain values.
+
+    gateway → worker   hello   [wire version, vllm version, token]
+                       add     segment, EngineCoreRequest (vLLM's frames)
+                       abort   [segment, …]
+                       alive   -
+                       bye     -
+    worker → gateway   welcome WorkerInfo as a map
+                       outputs EngineCoreOutputs (vLLM's frames)
+                       load    Telemetry as a map
+                       refused [segment, reason]
+                       lost    reason
+
+Both sides bound what they queue. A worker that cannot get rid of a gateway's outputs drops that gateway:
+its segments are aborted and it is told `lost`. A gateway whose worker's queue is full waits in `add`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from controlplane.errors import BadInput
+
+WIRE_VERSION = 1
+HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
+WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
+
+ALIVE_EVERY_S = 1.0  # either side says something at least this often
+SILENCE_S = 10.0  # and is given up after this long without a word
+QUEUED_BATCHES = 1024  # unsent outputs of one gateway, at the worker
+
+Noun = TypeVar("Noun")
+
+
+def pack(value: Any) -> bytes:
+    """Plain values or a flat dataclass as msgpack."""
+    return msgspec.msgpack.encode(value)
+
+
+def unpack(frame: bytes) -> Any:
+    """The plain values of a frame."""
+    return msgspec.msgpack.decode(frame)
+
+
+def noun_from(frame: bytes, kind: type[Noun]) -> Noun:
+    """A dataclass from its frame. Raises BadInput when the fields do not fit."""
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"wire: {kind.__name__}: {error}") from error
+
+
+def hello(vllm_version: str, token: str) -> Sequence[bytes]:
+    """A gateway's first message."""
+    return (HELLO, pack([WIRE_VERSION, vllm_version, token]))

@@ -1,0 +1,1 @@
+"""The data plane as a model: engines on a virtual clock."""

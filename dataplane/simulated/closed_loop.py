@@ -1,0 +1,104 @@
+"""The closed loop in simulated time: advance to the next heartbeat, look, tick, act.
+
+The brain is `controlplane.control.tick`, as it runs live. The exact policy's placement has a heartbeat of
+its own here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, nextafter
+
+import numpy as np
+
+from controlplane.control import Scale, Settings, State, tick
+from controlplane.errors import BadInput
+from controlplane.migration.pairing import MoveSettings
+from controlplane.migration.price import Price
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.assign import EXACT
+from dataplane.simulated.heartbeat import HEARTBEAT_S, place_held
+from dataplane.simulated.loop import advance, view_all
+from dataplane.simulated.migration import Moves
+from dataplane.simulated.observing import observe
+from dataplane.simulated.state import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """What tick is told in a simulated run, how often it runs, and what a move takes there.
+
+    `bytes_per_s` None: copies take no time. A profile that does not say how many bytes a token's KV has is
+    copied at once too. `watermark`: the share of KV that counts as never free.
+    """
+
+    tick: Settings = field(default_factory=lambda: Settings(MoveSettings()))
+    beat_s: float = 0.25
+    bytes_per_s: float | None = 2.4e9
+    fixed_s: float = 0.01
+    slowdown: float = 0.02
+    watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.beat_s > 0 or not 0 <= self.watermark < 1:
+            raise BadInput(f"control: need beat_s > 0 and 0 <= watermark < 1, got {self}")
+
+    def price(self, profile: Profile) -> Price:
+        """What moves off a worker of this profile take."""
+        per_token = 0.0 if self.bytes_per_s is None else float(profile.kv.bytes_per_token)
+        return Price(per_token, self.bytes_per_s or 1.0, self.fixed_s, self.slowdown)
+
+
+def drive(run: RunState, control: ControlSettings | None = None) -> Moves:
+    """Run to the end by heartbeats; return what became of the moves."""
+    told = control or ControlSettings()
+    led, eng, clock = run.ledger, run.engines, run.cluster.clock
+    moves = Moves(run, [told.price(profile) for profile in run.profiles])
+    state = State()
+    place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
+    tick_s = told.beat_s if run.migrates else inf
+    while np.isnan(eng.requests["finish_s"]).any() and not _given_up(run):
+        move_s = moves.next_s
+        if move_s <= min(place_s, tick_s):
+            # Up to, not including: an engine must not pass the boundary at which a request leaves or joins.
+            advance(led, eng, run.cluster, run.rules, nextafter(move_s, -inf))
+            clock["now_s"] = move_s
+            moves.act(move_s)
+            continue
+        now_s = min(place_s, tick_s)
+        more = advance(led, eng, run.cluster, run.rules, now_s)
+        clock["now_s"] = now_s
+        if now_s == place_s:
+            if clock["held_n"][0] > 0:
+                place_held(led, eng, run.cluster, run.rules, run.profiles[0], run.slos[0], run.settings)
+            place_s = now_s + HEARTBEAT_S
+        if now_s == tick_s:
+            state = _beat(run, told, state, moves, now_s)
+            tick_s = _next_beat_s(run, now_s, told.beat_s)
+        if not more and not moves.open:
+            break
+    return moves
+
+
+def _beat(run: RunState, told: ControlSettings, state: State, moves: Moves, now_s: float) -> State:
+    view_all(run.ledger, run.engines, now_s)
+    moving = frozenset(move.request for move in moves.open)
+    seen = observe(run.ledger, run.profiles, now_s, moving, moves.busy(), told.watermark)
+    state, actions = tick(told.tick, state, seen)
+    for action in actions:
+        if not isinstance(action, Scale):
+            moves.begin(action, now_s)
+    return state
+
+
+def _next_beat_s(run: RunState, now_s: float, beat_s: float) -> float:
+    """The next heartbeat; not before the next arrival when the fleet has nothing to do."""
+    arrived = int(run.cluster.clock["arrived"][0])
+    idle = run.cluster.clock["held_n"][0] == 0 and np.isinf(run.engines.workers["next_s"]).all()
+    if idle and arrived < len(run.workload):
+        return max(float(run.workload.arrival_s[arrived]), now_s) + beat_s
+    return now_s + beat_s
+
+
+def _given_up(run: RunState) -> bool:
+    return bool(run.engines.total["misses"][0] > run.rules.max_misses)

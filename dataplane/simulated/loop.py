@@ -1,0 +1,335 @@
+"""The simulated cluster's clock: arrivals, step boundaries and what an operator or fate does, in order.
+
+At one instant: first what happens to workers (the timeline), then arrivals, then KV that arrives after a
+transfer, then step boundaries by worker number, then the held requests' next offer. So an arrival at a
+boundary is in the queue there, and the same inputs give the same bytes out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from controlplane.compiled import compiled
+from controlplane.placement.assign import EXACT, JSQ, assign, in_turn
+from controlplane.placement.constraints import Knobs
+from controlplane.placement.decide import decide, hopeless
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODE_ONLY,
+    DECODING,
+    DRAINING,
+    HELD,
+    NONE,
+    OFF,
+    PREFILL_ONLY,
+    SERVING,
+    Floats,
+    Ints,
+    Ledger,
+    Records,
+    leave_queue,
+    queue_first,
+    stop_decoding,
+)
+from dataplane.simulated.engine import (
+    IDLE,
+    Engines,
+    arrive,
+    begin_activity,
+    count_miss,
+    drop_running,
+    end_activity,
+    view,
+)
+
+READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
+LATE = 2  # the queue of those whose TTFT is lost: they wait until it costs the others nothing
+REFUSALS = 4  # held requests that may find no place before the others are left for the next offer
+
+
+CLOCK = np.dtype(
+    [
+        ("now_s", np.float64),
+        ("arrived", np.int64),  # requests that have arrived
+        ("held_n", np.int64),
+        ("offer_s", np.float64),  # when held requests are offered next; inf while there are none
+        ("transit_n", np.int64),
+        ("timeline_at", np.int64),
+    ],
+    align=True,
+)
+
+
+class Cluster(NamedTuple):
+    """State of the run beyond ledger and engines."""
+
+    clock: Records  # [1] of CLOCK
+    held_head: Ints  # [3] the cluster's queues, linked through the requests' `next`: normal, high, LATE
+    held_tail: Ints
+    transit: Ints  # [requests] KV on its way to a decode worker,
+    transit_s: Floats  # when it gets there
+    # what happens to workers, in order of time
+    timeline_s: Floats
+    timeline_worker: Ints
+    timeline_what: Ints
+
+
+def new_cluster(requests: int, timeline: list[tuple[float, int, int]]) -> Cluster:
+    """A cluster at time 0; `timeline` rows are (seconds, worker, READY | FAIL | DRAIN)."""
+    rows = sorted(timeline)
+    clock = np.zeros(1, CLOCK)
+    clock["offer_s"] = np.inf
+    return Cluster(
+        clock=clock,
+        held_head=np.full(3, NONE, np.int64),
+        held_tail=np.full(3, NONE, np.int64),
+        transit=np.zeros(requests, np.int64),
+        transit_s=np.zeros(requests),
+        timeline_s=np.array([r[0] for r in rows], np.float64),
+        timeline_worker=np.array([r[1] for r in rows], np.int64),
+        timeline_what=np.array([r[2] for r in rows], np.int64),
+    )
+
+
+class Rules(NamedTuple):
+    """What does not change during a run."""
+
+    policy: int
+    knobs: Knobs
+    split: bool
+    transfer_s: float  # of one request's KV, prefill worker to decode worker
+    offer_every_s: float  # how often held requests are offered to the workers again
+    patience: float  # a held request is placed regardless once it waited this many of its TTFT
+    max_misses: int  # stop the run when more have missed their targets
+    draws: Floats  # [requests, 2] uniform
+
+
+@compiled
+def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: float) -> bool:
+    """Run to `until_s`, or until too many missed; True while something is left to happen."""
+    requests = len(led.requests)
+    pool = PREFILL_ONLY if rules.split else ANY_PHASE
+    while True:
+        boundary_s, w = next_boundary(eng)
+        arrival_s = (
+            led.requests[clu.clock[0].arrived].arrival_s if clu.clock[0].arrived < requests else np.inf
+        )
+        change = clu.clock[0].timeline_at
+        change_s = clu.timeline_s[change] if change < len(clu.timeline_s) else np.inf
+        transit_s, passing = next_transit(clu)
+        now_s = min(min(boundary_s, arrival_s), min(change_s, min(transit_s, clu.clock[0].offer_s)))
+        if now_s > until_s or eng.total[0].misses > rules.max_misses:
+            return now_s < np.inf
+        if now_s == np.inf:
+            return False
+        clu.clock[0].now_s = now_s
+        if change_s == now_s:
+            clu.clock[0].timeline_at += 1
+            change_worker(led, eng, clu, clu.timeline_worker[change], clu.timeline_what[change])
+        elif arrival_s == now_s:
+            r = clu.clock[0].arrived
+            clu.clock[0].arrived += 1
+            view_all(led, eng, now_s)
+            # Who waits already goes first.
+            if rules.policy == EXACT or clu.clock[0].held_n > 0 or not place(led, eng, clu, rules, r):
+                hold(led, clu, led.requests[r].priority, r, False)
+        elif transit_s == now_s:
+            r = clu.transit[passing]
+            clu.clock[0].transit_n -= 1
+            clu.transit[passing] = clu.transit[clu.clock[0].transit_n]
+            clu.transit_s[passing] = clu.transit_s[clu.clock[0].transit_n]
+            place_decode(led, eng, clu, rules, r)
+        elif boundary_s == now_s:
+            end_activity(led, eng, w)
+            while eng.total[0].handover_n > 0:
+                eng.total[0].handover_n -= 1
+                clu.transit[clu.clock[0].transit_n] = eng.handover[eng.total[0].handover_n]
+                clu.transit_s[clu.clock[0].transit_n] = now_s + rules.transfer_s
+                clu.clock[0].transit_n += 1
+            begin_activity(led, eng, w, now_s)
+        else:
+            offer_held(led, eng, clu, rules)
+        if clu.clock[0].held_n == 0:
+            clu.clock[0].offer_s = np.inf
+        elif clu.clock[0].offer_s == np.inf and in_turn(led, 0, pool) != NONE:
+            # With nobody serving no offer can succeed until somebody is ready.
+            clu.clock[0].offer_s = now_s + rules.offer_every_s
+
+
+@compiled
+def next_boundary(eng: Engines) -> tuple[float, int]:
+    """The earliest end of an activity, and whose it is (the lowest number at a tie)."""
+    best_s, best = np.inf, NONE
+    for w in range(len(eng.workers)):
+        if eng.workers[w].next_s < best_s:
+            best_s, best = eng.workers[w].next_s, w
+    return best_s, best
+
+
+@compiled
+def next_transit(clu: Cluster) -> tuple[float, int]:
+    """The KV that arrives next at a decode worker."""
+    best_s, best = np.inf, NONE
+    for i in range(clu.clock[0].transit_n):
+        if clu.transit_s[i] < best_s or (clu.transit_s[i] == best_s and clu.transit[i] < clu.transit[best]):
+            best_s, best = clu.transit_s[i], i
+    return best_s, best
+
+
+@compiled
+def view_all(led: Ledger, eng: Engines, now_s: float) -> None:
+    """Bring the ledger up to `now_s` on every worker."""
+    for w in range(len(led.workers)):
+        view(led, eng, w, now_s)
+
+
+@compiled
+def place(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> bool:
+    """Assign a request and hand it to the worker; False when the policy would rather hold it."""
+    now_s = clu.clock[0].now_s
+    role = PREFILL_ONLY if rules.split else ANY_PHASE
+    w = decide(
+        led,
+        rules.policy,
+        rules.knobs,
+        r,
+        now_s,
+        rules.offer_every_s,
+        rules.patience,
+        role,
+        rules.draws[r],
+    )
+    if w == NONE:
+        return False
+    arrive(led, eng, w, r, now_s, False)
+    return True
+
+
+@compiled
+def place_decode(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> None:
+    """Put a prefilled request on a decode worker: the policy's choice, else the least loaded."""
+    now_s = clu.clock[0].now_s
+    view_all(led, eng, now_s)
+    w = assign(led, rules.policy, rules.knobs, r, now_s, True, DECODE_ONLY, rules.draws[r])
+    if w == NONE:
+        w = assign(led, JSQ, rules.knobs, r, now_s, True, DECODE_ONLY, rules.draws[r])
+    if w == NONE:  # the whole pool is gone: its KV waits where it is
+        clu.transit[clu.clock[0].transit_n] = r
+        clu.transit_s[clu.clock[0].transit_n] = np.inf
+        clu.clock[0].transit_n += 1
+    else:
+        arrive(led, eng, w, r, now_s, False)
+
+
+@compiled
+def hold(led: Ledger, clu: Cluster, p: int, r: int, at_head: bool) -> None:
+    """Put a request into a queue of the cluster: its priority's, or LATE."""
+    led.requests[r].phase = HELD
+    led.requests[r].worker = NONE
+    clu.clock[0].held_n += 1
+    if clu.held_head[p] == NONE:
+        clu.held_head[p] = r
+        clu.held_tail[p] = r
+        led.requests[r].next = NONE
+    elif at_head:
+        led.requests[r].next = clu.held_head[p]
+        clu.held_head[p] = r
+    else:
+        led.requests[clu.held_tail[p]].next = r
+        clu.held_tail[p] = r
+        led.requests[r].next = NONE
+
+
+@compiled
+def offer_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
+    """Offer held requests again: high priority, normal, late; one that finds no place lets others pass."""
+    clu.clock[0].offer_s = np.inf
+    if rules.policy == EXACT:
+        return  # its heartbeat places them together
+    view_all(led, eng, clu.clock[0].now_s)
+    refused = 0
+    for p in (1, 0, LATE):
+        refused = offer_queue(led, eng, clu, rules, p, refused)
+
+
+@compiled
+def offer_queue(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, p: int, refused: int) -> int:
+    """Offer the requests of one queue until REFUSALS were refused; return how many were."""
+    before = NONE
+    r = clu.held_head[p]
+    while r != NONE and refused < REFUSALS:
+        following = led.requests[r].next
+        unlink_held(led, clu, p, before, r)
+        if p != LATE and np.isnan(led.requests[r].first_s) and hopeless(led, r, clu.clock[0].now_s):
+            count_miss(eng, r)
+            hold(led, clu, LATE, r, False)
+        elif not place(led, eng, clu, rules, r):
+            refused += 1
+            relink_held(led, clu, p, before, r, following)
+            before = r
+        r = following
+    return refused
+
+
+@compiled
+def unlink_held(led: Ledger, clu: Cluster, p: int, before: int, r: int) -> None:
+    """Take a request out of the cluster's queue; `before` stands in front of it there, or NONE."""
+    if before == NONE:
+        clu.held_head[p] = led.requests[r].next
+    else:
+        led.requests[before].next = led.requests[r].next
+    if clu.held_tail[p] == r:
+        clu.held_tail[p] = before
+    led.requests[r].next = NONE
+    clu.clock[0].held_n -= 1
+
+
+@compiled
+def relink_held(led: Ledger, clu: Cluster, p: int, before: int, r: int, following: int) -> None:
+    """Put it back where it stood."""
+    if before == NONE:
+        clu.held_head[p] = r
+    else:
+        led.requests[before].next = r
+    led.requests[r].next = following
+    if following == NONE:
+        clu.held_tail[p] = r
+    clu.clock[0].held_n += 1
+
+
+@compiled
+def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) -> None:
+    """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue anew."""
+    if what == READY:
+        led.workers[w].status = SERVING
+        for i in range(clu.clock[0].transit_n):  # what found nobody tries again
+            if clu.transit_s[i] == np.inf:
+                clu.transit_s[i] = clu.clock[0].now_s
+    elif what == DRAIN:
+        led.workers[w].status = DRAINING
+        while queue_first(led, w) != NONE:
+            r = queue_first(led, w)
+            leave_queue(led, w, r)
+            hold(led, clu, led.requests[r].priority, r, True)
+    else:
+        view(led, eng, w, clu.clock[0].now_s)
+        led.workers[w].status = OFF
+        while led.workers[w].running_n > 0:
+            r = drop_running(led, w, led.workers[w].running_n - 1)
+            if led.requests[r].phase == DECODING:
+                stop_decoding(led, w, r, HELD)
+            else:
+                led.workers[w].queued -= 1
+                led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
+            eng.requests[r].computed = 0
+            eng.requests[r].chunk = 0
+            hold(led, clu, led.requests[r].priority, r, True)
+        while queue_first(led, w) != NONE:
+            r = queue_first(led, w)
+            leave_queue(led, w, r)
+            hold(led, clu, led.requests[r].priority, r, True)
+        led.workers[w].queued_tokens = 0
+        eng.workers[w].activity = IDLE
+        eng.workers[w].next_s = np.inf

@@ -1,0 +1,212 @@
+"""What tick sees of the simulated fleet: loads counted in compiled code, requests listed when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import compiled
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.constraints import remaining
+from controlplane.placement.ledger import (
+    DECODING,
+    DRAINING,
+    NONE,
+    OFF,
+    Ledger,
+    generated,
+    queue_first,
+)
+from controlplane.snapshot import DRAINING as DRAINS
+from controlplane.snapshot import SERVING as SERVES
+from controlplane.snapshot import STARTING as STARTS
+from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
+from controlplane.types import RequestId, WorkerId
+
+Table = NDArray[np.float64]
+RUNNING, HELD, WAITING, HEAD, WAITING_TOKENS, HIGH, GROWTH, TPOT, PEAK = range(9)
+_STATES = {OFF: STARTS, DRAINING: DRAINS}
+
+
+@compiled
+def loads(led: Ledger) -> Table:
+    """One row a worker: the fields of a Load. Those in prefill run, and hold all they will."""
+    out = np.zeros((len(led.workers), 9))
+    for w in range(len(led.workers)):
+        out[w, TPOT] = np.inf
+        for i in range(led.workers[w].running_n):
+            r = led.running[w, i]
+            out[w, RUNNING] += 1
+            out[w, HELD] += led.requests[r].prompt + generated(led, r)
+            out[w, HIGH] += led.requests[r].priority
+            out[w, GROWTH] += remaining(led, w, r)
+            out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
+        first = queue_first(led, w)
+        if first != NONE:
+            out[w, HEAD] = led.requests[first].prompt + led.requests[first].key
+        for p in range(2):
+            r = led.queue_head[p, w]
+            while r != NONE:
+                out[w, WAITING] += 1
+                out[w, WAITING_TOKENS] += led.requests[r].prompt + led.requests[r].key
+                out[w, GROWTH] += max(led.requests[r].predicted - led.requests[r].key, 1)
+                out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
+                r = led.requests[r].next
+        out[w, PEAK] = peak_at(led, w)
+    return out
+
+
+@compiled
+def peak_at(led: Ledger, w: int) -> float:
+    """The most KV tokens a worker should ever hold, nobody added: Σ (tokens + n) at the worst step n."""
+    count = led.workers[w].running_n
+    lasts = np.empty(count + led.workers[w].queued, np.int64)
+    holds = np.empty(len(lasts), np.int64)
+    for i in range(count):
+        r = led.running[w, i]
+        lasts[i] = remaining(led, w, r)
+        holds[i] = led.requests[r].prompt + generated(led, r)
+    for p in range(2):
+        r = led.queue_head[p, w]
+        while r != NONE:
+            lasts[count] = max(led.requests[r].predicted - led.requests[r].key, 1)
+            holds[count] = led.requests[r].prompt + led.requests[r].key
+            count += 1
+            r = led.requests[r].next
+    order = np.argsort(lasts[:count])
+    held, peak = 0.0, 0.0
+    for i in range(count - 1, -1, -1):
+        held += holds[order[i]]
+        peak = max(peak, held + (count - i) * lasts[order[i]])
+    return peak
+
+
+@compiled
+def decoding_at(led: Ledger, w: int) -> Table:
+    """One row a decoding request, in order of admission: number, tokens, generated, remaining."""
+    out = np.empty((led.workers[w].decoding, 4))
+    n = 0
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        if led.requests[r].phase == DECODING:
+            out[n, 0] = r
+            out[n, 1] = led.requests[r].prompt + generated(led, r)
+            out[n, 2] = generated(led, r)
+            out[n, 3] = remaining(led, w, r)
+            n += 1
+    return out
+
+
+@compiled
+def queue_at(led: Ledger, w: int) -> Table:
+    """One row a request that waits at a worker, the next one first: number, tokens, generated, remaining."""
+    count = 0
+    for p in range(2):
+        r = led.queue_head[p, w]
+        while r != NONE:
+            count += 1
+            r = led.requests[r].next
+    out = np.empty((count, 4))
+    n = 0
+    for p in (1, 0):
+        r = led.queue_head[p, w]
+        while r != NONE:
+            out[n, 0] = r
+            out[n, 1] = led.requests[r].prompt + led.requests[r].key
+            out[n, 2] = led.requests[r].key
+            out[n, 3] = max(led.requests[r].predicted - led.requests[r].key, 1)
+            n += 1
+            r = led.requests[r].next
+    return out
+
+
+class Listed(Sequence[RunningRequest]):
+    """A worker's requests, listed on first use: tick looks at those of few workers only."""
+
+    def __init__(self, led: Ledger, w: int, waiting: bool, count: int) -> None:
+        self._led, self._w, self._waiting, self._count = led, w, waiting, count
+        self._rows: list[RunningRequest] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, i: int) -> RunningRequest: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[RunningRequest]: ...
+    def __getitem__(self, i: int | slice) -> RunningRequest | Sequence[RunningRequest]:
+        return self._list()[i]
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        return iter(self._list())
+
+    def _list(self) -> list[RunningRequest]:
+        if self._rows is None:
+            table = queue_at(self._led, self._w) if self._waiting else decoding_at(self._led, self._w)
+            rows = self._led.requests
+            self._rows = [
+                RunningRequest(
+                    RequestId(str(int(r))),
+                    int(tokens),
+                    int(rows["priority"][int(r)]),
+                    int(done),
+                    int(still),
+                    float(rows["tpot_s"][int(r)]),
+                )
+                for r, tokens, done, still in table.tolist()
+            ]
+        return self._rows
+
+
+def observe(
+    led: Ledger,
+    profiles: Sequence[Profile],
+    now_s: float,
+    moving: frozenset[int],
+    busy: frozenset[int],
+    watermark: float,
+) -> Snapshot:
+    """The fleet at `now_s`, the ledger brought up to it before; workers and requests go by their numbers.
+
+    `watermark`: the share of KV that an engine keeps back at admission.
+    """
+    table = loads(led).tolist()
+    status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
+    decoding = led.workers["decoding"].tolist()
+    capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
+    workers = []
+    for w, row in enumerate(table):
+        profile = profiles[variant[w]]
+        running, held, waiting, head, waiting_tokens, high, growth, tpot_s, peak = row
+        workers.append(
+            WorkerLoad(
+                WorkerId(str(w)),
+                _STATES.get(status[w], SERVES),
+                capacity[variant[w]] if status[w] != OFF else 0,
+                Listed(led, w, False, decoding[w]),
+                Listed(led, w, True, int(waiting)),
+                profile.step,
+                profile.engine.max_seqs,
+                Load(
+                    int(running),
+                    int(held),
+                    int(waiting),
+                    int(head),
+                    int(waiting_tokens),
+                    int(high),
+                    int(growth),
+                    tpot_s,
+                    int(peak),
+                ),
+            )
+        )
+    return Snapshot(
+        now_s,
+        tuple(workers),
+        len(workers),
+        moving=frozenset(RequestId(str(r)) for r in moving),
+        busy=frozenset(WorkerId(str(w)) for w in busy),
+    )

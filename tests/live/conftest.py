@@ -1,0 +1,134 @@
+"""What live tests share: a tiny model, served fleets, and two bare workers for moves."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_fleet import ROOT, ServedFleet, serve
+
+STORY_S = 120.0
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Importing these modules takes ten seconds; a run without live tests need not wait for it."""
+    return True if config.getoption("markexpr") == "not live" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.live)
+            # vLLM, torch and Ray warn of their own affairs as they are imported.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def live_extra() -> None:
+    """Skip where vLLM or Ray is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("vllm", "ray", "openai")):
+        pytest.skip("the live extra is not installed (requirements/live-cpu.txt)")
+
+
+@pytest.fixture(scope="session")
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tokenfleet-tests-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def model_folder(live_extra: None, scratch: Path) -> Path:
+    """A tiny Llama with random weights, of a fixed seed, and a real tokenizer."""
+    folder = scratch / "tiny-llama"
+    subprocess.run([sys.executable, "examples/tiny_llama.py", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
+    """Three emulated workers behind a real gateway."""
+    fleet = serve(model_folder, "--engine", "emulated", "--workers", "3", folder=scratch)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
+    """Two real vLLM workers on Ray. fp32: batching changes a bf16 result, also without any move."""
+    flags = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
+    fleet = serve(model_folder, "--workers", "2", engine_flags=flags, folder=scratch)
+    yield fleet
+    fleet.stop()
+
+
+class TwoWorkers:
+    """Two real workers, `a` and `b`, on a local Ray; `play` runs a story over a fresh fleet of links."""
+
+    def __init__(self, workers: list[Any], token: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.workers, self._token, self._loop = workers, token, loop
+
+    def play(self, story: Any, **budget: float) -> None:
+        self._loop.run_until_complete(asyncio.wait_for(self._play(story, budget), STORY_S))
+
+    async def _play(self, story: Any, budget: dict[str, float]) -> None:
+        import zmq.asyncio
+
+        from dataplane.live.bare_fleet import BareFleet
+        from dataplane.live.migration import MoveBudget
+        from dataplane.live.worker_link import WorkerLink
+
+        context = zmq.asyncio.Context()
+        links = [await WorkerLink.connect(w.info.endpoint, self._token, context) for w in self.workers]
+        fleet = BareFleet(links, MoveBudget(**budget))
+        try:
+            await story(fleet)
+        finally:
+            await fleet.close()
+            for link in links:
+                await link.close()
+            context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
+    """Room for 8192 tokens of KV each, in fp32."""
+    import quiet_vllm  # noqa: F401  # first
+    import ray
+
+    from dataplane.live.launch import Place, launch_worker, start_ray
+
+    # Ray would run its workers at the lowest priority, behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+    asked = {
+        "model": str(model_folder),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "kv_cache_memory_bytes": 8192 * 2048,
+    }
+    loop = asyncio.new_event_loop()
+    start_ray(address="local", include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+
+    async def launch() -> list[Any]:
+        return await asyncio.gather(
+            *(
+                launch_worker(name, asked, "secret", Place(cores=core))
+                for name, core in (("a", "0"), ("b", "1"))
+            )
+        )
+
+    workers = loop.run_until_complete(launch())
+    yield TwoWorkers(workers, "secret", loop)
+    for worker in workers:
+        loop.run_until_complete(worker.stop())
+    loop.close()
+    ray.shutdown()

@@ -1,0 +1,92 @@
+"""A front end without HTTP, over a FleetCore of emulated engines in this process."""
+
+import asyncio
+import time
+
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import StepModel
+from controlplane.types import Slo, WorkerId
+
+SLO = Slo(10.0, 1.0)
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
+
+
+def profile(blocks=4096, max_seqs=64):
+    return Profile(
+        model="any",
+        gpu="none",
+        tp_degree=1,
+        step=StepModel(0.002, 1e-6, 1e-5, 1e-9),
+        kv=KvModel(capacity_tokens=blocks * 16, block_tokens=16, bytes_per_token=1000),
+        engine=EngineLimits(max_batched_tokens=2048, max_seqs=max_seqs),
+        residuals=Residuals(0.0, 0.0, 0.0, 1),
+        source=Source("composed", "a test", "none", "2026-01-01"),
+    )
+
+
+class Front:
+    """In AsyncLLM's place: sends requests, and keeps what comes back for each."""
+
+    def __init__(self, workers, profile, waiting, placement=None):
+        from dataplane.emulated.engine import EmulatedEngine, Fabric
+        from dataplane.live.events import EventLog
+        from dataplane.live.fleet_core import CoreSettings, FleetCore
+        from dataplane.live.metrics import Metrics
+        from dataplane.live.placement import LeastLoaded
+
+        self.fabric = Fabric(speed=2.0)
+        self.launch = lambda worker: EmulatedEngine(worker, profile, self.fabric)
+        self.engines = {worker: self.launch(worker) for worker in workers}
+        self.events = EventLog()
+        self.core = FleetCore(
+            CoreSettings(8, SLO, waiting), placement or LeastLoaded(), Metrics(), self.events, lambda _: 200
+        )
+        for engine in self.engines.values():
+            self.core.attach(engine)
+        self.tokens, self.finish, self.ends = {}, {}, {}
+        self.pump = asyncio.ensure_future(self._pump())
+
+    async def _pump(self):
+        while True:
+            batch = await self.core.get_output_async()
+            for output in batch.outputs:
+                assert output.request_id not in self.finish, "an output after the end"
+                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.finish[output.request_id] = output.finish_reason.name
+                    self.ends.setdefault(output.request_id, asyncio.Event()).set()
+
+    async def send(self, name, prompt=(1, 2, 3), ticket=None, **params):
+        from dataplane.live.ticket import CURRENT_TICKET, Ticket
+        from dataplane.live.vllm_surface import EngineCoreRequest, SamplingParams
+
+        settings = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True, "detokenize": False} | params
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            mm_features=None,
+            sampling_params=SamplingParams(**settings),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        ticket = ticket or Ticket(name, "test", SLO, 0)
+        CURRENT_TICKET.set(ticket)
+        self.ends.setdefault(name, asyncio.Event())
+        await self.core.add_request_async(request)
+        return ticket
+
+    async def until(self, name, tokens):
+        while len(self.tokens.get(name, ())) < tokens:
+            await asyncio.sleep(0.001)
+
+    async def ended(self, *names):
+        await asyncio.gather(*(self.ends[name].wait() for name in names))
+
+    async def close(self):
+        self.pump.cancel()
+        for at in list(self.core.attached()):
+            await self.core.detach(at.worker)
+        self.core._admission.close()

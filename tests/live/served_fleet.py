@@ -1,0 +1,93 @@
+"""A `tokenfleet serve` process, as the tests drive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class ServedFleet:
+    """A `tokenfleet serve` process, and how to reach it."""
+
+    process: subprocess.Popen[str]
+    gateway: str
+    control: str
+    log: Path
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+        """The control API's JSON; raises urllib's HTTPError."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.control + path, data, headers or {}, method=method)
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            return json.load(reply)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        with urllib.request.urlopen(f"{self.control}/metrics", timeout=20) as reply:
+            lines = reply.read().decode().splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(w in line for w in wanted))
+
+    def until(self, holds: Any, seconds: float = 60.0) -> Any:
+        """Wait until `holds()` is true, and return it; the fleet is another process, so this looks."""
+        deadline = time.monotonic() + seconds
+        while not (value := holds()):
+            assert time.monotonic() < deadline, f"did not happen; log:\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.02)
+        return value
+
+    def stop(self) -> int:
+        """End it as an operator would, and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+
+def serve(model: Path, *flags: str, engine_flags: tuple[str, ...] = (), folder: Path) -> ServedFleet:
+    """Start `tokenfleet serve` and return once it says that it is ready."""
+    gateway, control = free_port(), free_port()
+    log = folder / f"serve-{gateway}.log"
+    command = [
+        sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "serve",
+        "--model", str(model),
+        "--port", str(gateway), "--control-port", str(control), *flags, "--", *engine_flags,
+    ]  # fmt: skip
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("ready "), f"serve said {line!r}; log:\n{log.read_text()[-4000:]}"
+    _, gateway_url, _, control_url = line.split()
+    return ServedFleet(process, gateway_url, control_url, log)

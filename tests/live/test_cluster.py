@@ -1,0 +1,173 @@
+"""Workers' lives on emulated engines: launched, drained, lost, replaced, and refused with a reason."""
+
+import asyncio
+
+import pytest
+from front import Front, profile
+
+from controlplane.errors import BadInput
+from controlplane.types import WorkerId
+
+
+class FlakyHost:
+    """Launches a front's emulated engines; the next `failures` launches fail."""
+
+    def __init__(self, front):
+        self.front, self.failures, self.stopped = front, 0, []
+
+    async def launch(self, worker):
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("no such model")
+        engine = self.front.engines[worker] = self.front.launch(worker)
+        return engine
+
+    async def stop(self, worker):
+        self.stopped.append(worker)
+        if worker in self.front.engines:
+            await self.front.engines[worker].close()
+
+    async def is_healthy(self, worker):
+        return not self.front.engines[worker].is_lost
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def play(live_extra, monkeypatch):
+    from dataplane.live import cluster
+    from dataplane.live.waiting_room import WaitingSettings
+
+    monkeypatch.setattr(cluster, "YOUNG_S", 0.0)  # else a replacement waits a second
+
+    def run(story, workers=2, **sizes):
+        async def scene():
+            front = Front((), profile(**sizes), WaitingSettings())
+            host = FlakyHost(front)
+            fleet = cluster.Cluster(host, front.core, front.events, 4)
+            try:
+                await fleet.start(workers)
+                await asyncio.wait_for(story(front, fleet, host), 30)
+            finally:
+                await fleet.close()
+                await front.close()
+            assert all(engine.is_lost for engine in front.engines.values())
+
+        asyncio.run(scene())
+
+    return run
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def names(fleet, state="serving"):
+    return [member.worker for member in fleet.members() if member.state == state]
+
+
+def test_a_lost_worker_is_replaced_and_its_requests_end_whole(play):
+    async def story(front, fleet, host):
+        await front.send("r", [1, 2], max_tokens=400)
+        await front.until("r", 5)
+        lost = front.core.requests.get("r").worker
+        front.engines[lost].kill("kill -9")
+        await front.ended("r")
+        assert len(front.tokens["r"]) == 400
+        await until(lambda: len(names(fleet)) == 2)
+        assert lost not in names(fleet)
+        assert [e.kind for e in front.events if e.kind == "lost"] == ["lost"]
+
+    play(story)
+
+
+def test_a_drained_worker_is_stopped_once_its_requests_have_moved(play):
+    async def story(front, fleet, host):
+        for i in range(8):
+            await front.send(f"r{i}", [i + 1] * 30, max_tokens=300)
+        await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(8)))
+        fleet.drain(WorkerId("w0"), "a test")
+        await until(lambda: "w0" in host.stopped)
+        assert not names(fleet, "draining")
+        await front.ended(*(f"r{i}" for i in range(8)))
+        assert all(len(front.tokens[f"r{i}"]) == 300 for i in range(8))
+        assert fleet.wanted == 1
+
+    play(story)
+
+
+def test_a_drain_can_be_taken_back(play):
+    async def story(front, fleet, host):
+        for i in range(4):
+            await front.send(f"r{i}", structured_outputs=None, max_tokens=200)
+        fleet.drain(WorkerId("w0"), "a test")
+        fleet.cancel_drain(WorkerId("w0"), "changed my mind")
+        assert sorted(names(fleet)) == ["w0", "w1"]
+        assert fleet.wanted == 2
+        await front.ended(*(f"r{i}" for i in range(4)))
+        assert host.stopped == []
+
+    play(story)
+
+
+def test_scaling_up_launches_and_scaling_down_drains_the_emptiest(play):
+    async def story(front, fleet, host):
+        fleet.scale(4, "a test")
+        await until(lambda: len(names(fleet)) == 4)
+        await front.send("r", max_tokens=400)
+        await front.until("r", 2)
+        busy = front.core.requests.get("r").worker
+        fleet.scale(1, "a test")
+        await until(lambda: len(list(fleet.members())) == 1)
+        assert names(fleet) == [busy]
+        await front.ended("r")
+
+    play(story)
+
+
+def test_a_worker_that_does_not_start_is_tried_again(play):
+    async def story(front, fleet, host):
+        host.failures = 2
+        fleet.scale(3, "a test")
+        await until(lambda: len(names(fleet)) == 3)
+        reasons = [e.reason for e in front.events if e.kind == "lost"]
+        assert reasons == ["did not start: no such model"] * 2
+
+    play(story)
+
+
+def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
+    from dataplane.live.cluster import Cluster
+    from dataplane.live.waiting_room import WaitingSettings
+
+    async def scene():
+        front = Front((), profile(), WaitingSettings())
+        host = FlakyHost(front)
+        host.failures = 1
+        fleet = Cluster(host, front.core, front.events, 4)
+        try:
+            with pytest.raises(RuntimeError, match="no such model"):
+                await fleet.start(3)
+        finally:
+            await fleet.close()
+            await front.close()
+
+    asyncio.run(scene())
+
+
+def test_what_cannot_be_is_refused(play):
+    async def story(front, fleet, host):
+        with pytest.raises(BadInput, match="max-workers"):
+            fleet.scale(5, "a test")
+        with pytest.raises(BadInput, match="no such worker"):
+            fleet.drain(WorkerId("w9"), "a test")
+        with pytest.raises(BadInput, match="not draining"):
+            fleet.cancel_drain(WorkerId("w0"), "a test")
+        await front.send("r", max_tokens=300)
+        with pytest.raises(BadInput, match="only one"):
+            fleet.drain(WorkerId("w0"), "a test")
+        await front.ended("r")
+
+    play(story, workers=1)

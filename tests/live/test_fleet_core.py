@@ -1,0 +1,268 @@
+"""FleetCore over emulated engines in one process: what is lost, moved, refused or aborted, and what is not.
+
+An emulated engine's next token is a hash of all before it, so one lost, repeated or swapped token would
+change everything after it.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+from front import SLO, A, B, C, Front, profile
+
+from controlplane.types import Slo, WorkerId
+
+
+def by_ledger(profile):
+    from controlplane.placement.lengths import LengthTable
+    from dataplane.live.ledger_placement import LedgerPlacement
+
+    return LedgerPlacement(profile, 8, LengthTable.constant(200), np.random.default_rng(0))
+
+
+def is_empty(placement):
+    """Whether the ledger holds nothing, and its running sums have come back to zero."""
+    counts = ("decoding", "context", "queued", "queued_tokens", "queued_context", "running_n")
+    return not placement._rows and all((placement._led.workers[name] == 0).all() for name in counts)
+
+
+def play(story, workers=(A, B), waiting=None, ledger=False, **sizes):
+    """Run a story on a fresh fleet; after it, no request and no KV block may be left anywhere."""
+    from dataplane.live.waiting_room import WaitingSettings
+
+    async def run():
+        placement = by_ledger(profile(**sizes)) if ledger else None
+        front = Front(workers, profile(**sizes), waiting or WaitingSettings(), placement)
+        try:
+            await asyncio.wait_for(story(front), 60)
+            assert len(front.core.requests) == front.core.waiting == 0
+            for engine in front.engines.values():
+                while not engine.is_lost and engine.batch.free_blocks < engine.batch.total_blocks:
+                    await asyncio.sleep(0.01)
+            assert placement is None or is_empty(placement)
+        finally:
+            await front.close()
+
+    asyncio.run(run())
+
+
+def alone(prompt, tokens):
+    """What a request with this prompt gets where nothing happens to it."""
+    from dataplane.emulated.segment import Noise, state_after
+
+    noise, state, made = Noise(), state_after(prompt), []
+    for _ in range(tokens):
+        made.append(noise.token(state))
+        state = state_after(made[-1:], state)
+    return made
+
+
+def test_requests_are_spread_and_every_stream_is_whole(live_extra):
+    async def story(front):
+        names = [f"r{i}" for i in range(20)]
+        for i, name in enumerate(names):
+            await front.send(name, [i + 1] * 10)
+        assert {len(front.core.requests.on_worker(w)) for w in (A, B)} == {10}
+        await front.ended(*names)
+        for i, name in enumerate(names):
+            assert front.tokens[name] == alone([i + 1] * 10, 100)
+            assert front.finish[name] == "LENGTH"
+
+    play(story)
+
+
+def test_the_requests_of_a_killed_worker_go_on_elsewhere_without_a_gap_or_a_repeat(live_extra):
+    async def story(front):
+        names = [f"r{i}" for i in range(12)]
+        for i, name in enumerate(names):
+            await front.send(name, [i + 1] * 10)
+        await front.until("r0", 30)
+        front.engines[A].kill("kill -9")
+        await front.ended(*names)
+        assert [front.tokens[name] for name in names] == [alone([i + 1] * 10, 100) for i in range(12)]
+        assert sum(event.kind == "replay" for event in front.events) == 6
+
+    play(story)
+
+
+def test_requests_outlive_the_loss_of_every_worker_if_another_comes_in_time(live_extra):
+    async def story(front):
+        await front.send("r", [5, 6])
+        await front.until("r", 20)
+        for engine in front.engines.values():
+            engine.kill("kill -9")
+        await asyncio.sleep(0.05)
+        front.engines[C] = front.launch(C)
+        front.core.attach(front.engines[C])
+        await front.ended("r")
+        assert front.tokens["r"] == alone([5, 6], 100)
+
+    play(story)
+
+
+def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
+    from dataplane.live.waiting_room import WaitingSettings
+
+    async def story(front):
+        ticket = await front.send("begun", [5, 6])
+        await front.until("begun", 20)
+        for engine in front.engines.values():
+            engine.kill("kill -9")
+        other = await front.send("fresh")
+        await front.ended("begun", "fresh")
+        assert front.finish["begun"] == front.finish["fresh"] == "ERROR"
+        assert "within 0.3 s" in ticket.failure
+        assert other.rejection is not None
+        assert other.rejection.retry_after_s >= 1
+
+    play(story, waiting=WaitingSettings(max_wait_s=0.3))
+
+
+def test_what_cannot_be_replayed_ends_in_an_error_and_never_wrongly(live_extra):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    async def story(front):
+        grammar = StructuredOutputsParams(regex="[0-9]+")
+        ticket = await front.send("g", structured_outputs=grammar)
+        await front.until("g", 5)
+        front.engines[front.core.requests.get("g").worker].kill("kill -9")
+        await front.ended("g")
+        assert front.finish["g"] == "ERROR"
+        assert "grammar" in ticket.failure
+
+    play(story)
+
+
+@pytest.mark.parametrize("ledger", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_are_whole_whatever_moves_and_dies(live_extra, seed, ledger):
+    rng = np.random.default_rng(seed)
+
+    async def story(front):
+        lengths = rng.integers(3, 400, 24)
+        prompts = [rng.integers(1, 2000, n).tolist() for n in lengths]
+        names = [f"r{i}" for i in range(24)]
+        for name, prompt in zip(names, prompts, strict=True):
+            await front.send(name, prompt, max_tokens=150)
+        moves = []
+        for turn in range(30):
+            await asyncio.sleep(float(rng.uniform(0, 0.02)))
+            name = names[int(rng.integers(24))]
+            target = list(front.engines)[int(rng.integers(len(front.engines)))]
+            moves.append(asyncio.ensure_future(front.core.move(name, target, "a test")))
+            if turn in (8, 16, 24):
+                alive = [w for w, e in front.engines.items() if not e.is_lost]
+                front.engines[alive[int(rng.integers(len(alive)))]].kill("kill -9")
+                worker = WorkerId(f"n{turn}")
+                front.engines[worker] = front.launch(worker)
+                front.core.attach(front.engines[worker])
+        await front.ended(*names)
+        done = await asyncio.gather(*moves)
+        assert {move.outcome for move in done} <= {"done", "aborted", "lost"}
+        for name, prompt in zip(names, prompts, strict=True):
+            assert front.tokens[name] == alone(prompt, 150)
+            assert front.finish[name] == "LENGTH"
+
+    play(story, workers=(A, B, C), ledger=ledger)
+
+
+def test_an_abort_ends_a_request_in_the_engine_and_nothing_more_is_said_of_it(live_extra):
+    async def story(front):
+        await front.send("r", max_tokens=5000)
+        await front.until("r", 10)
+        await front.core.abort_requests_async(["r"])
+        told = len(front.tokens["r"])
+        await front.send("after")
+        await front.ended("after")
+        assert len(front.tokens["r"]) <= told + 1  # a batch may have been on its way to the front end
+
+    play(story)
+
+
+def test_a_client_that_leaves_ends_all_requests_of_its_ticket(live_extra):
+    async def story(front):
+        ticket = await front.send("one", max_tokens=5000)
+        await front.send("two", ticket=ticket, max_tokens=5000)
+        await front.send("other")
+        await front.core.abandon(ticket)
+        await front.ended("one", "two", "other")
+        assert front.finish == {"one": "ABORT", "two": "ABORT", "other": "LENGTH"}
+
+    play(story)
+
+
+def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
+    from dataplane.live.waiting_room import WaitingSettings
+
+    async def story(front):
+        running = [f"r{i}" for i in range(4)]
+        for name in running:
+            await front.send(name)
+        waits = await front.send("waits")
+        refused = await front.send("refused")
+        assert (front.core.waiting, waits.rejection) == (1, None)
+        assert refused.rejection is not None
+        await front.ended(*running, "waits", "refused")
+        assert front.finish["waits"] == "LENGTH"
+        assert front.finish["refused"] == "ERROR"
+
+    play(story, max_seqs=2, waiting=WaitingSettings(max_requests=1))
+
+
+def test_a_high_request_goes_ahead_of_normal_ones_that_wait(live_extra):
+    from dataplane.live.ticket import Ticket
+
+    async def story(front):
+        await front.send("runs", max_tokens=60)
+        for i in range(3):
+            await front.send(f"normal{i}", max_tokens=20)
+        await front.send("high", ticket=Ticket("high", "test", SLO, 1), max_tokens=20)
+        await front.ended("runs", "high")
+        assert not any(f"normal{i}" in front.finish for i in range(3))
+        await front.ended("normal0", "normal1", "normal2")
+
+    play(story, workers=(A,), max_seqs=1)
+
+
+def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error(live_extra):
+    async def story(front):
+        short, long = await front.send("short", max_tokens=20), await front.send("long", max_tokens=50_000)
+        await asyncio.to_thread(front.core.shutdown, 0.4)
+        assert front.finish["short"] == "LENGTH"
+        assert front.finish["long"] == "ERROR"
+        assert (short.failure, long.failure) == (None, "the gateway is shutting down")
+
+    play(story)
+
+
+def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints(live_extra):
+    from dataplane.live.ticket import Ticket
+
+    async def story(front):
+        led = front.core.placement._led
+        for i in range(6):
+            await front.send(f"r{i}", [i + 1] * 50, max_tokens=400)
+        await asyncio.gather(*(front.until(f"r{i}", 30) for i in range(6)))
+        assert led.workers["decoding"][:2].tolist() == [3, 3]
+        held = [sum(t.context_tokens for t in front.core.requests.on_worker(w)) for w in (A, B)]
+        assert led.workers["context"][:2].tolist() == held
+        # Nothing decodes in 1 ms a token here, so constraint (b) holds this one back for good.
+        hopeless = Ticket("no", "test", Slo(10.0, 0.001), 0)
+        await front.send("no", ticket=hopeless)
+        assert front.core.waiting == 1
+        await front.core.abandon(hopeless)
+        await front.ended(*(f"r{i}" for i in range(6)))
+
+    play(story, ledger=True)
+
+
+def test_every_request_is_accounted_for(live_extra):
+    async def story(front):
+        for i in range(10):
+            await front.send(f"r{i}", max_tokens=20 + i)
+        await front.ended(*(f"r{i}" for i in range(10)))
+        counted = front.core.metrics.requests.collect()[0].samples
+        assert sum(s.value for s in counted if s.name.endswith("_total")) == 10
+        assert "tokenfleet_output_tokens_total 245.0" in front.core.metrics.exposition().decode()
+
+    play(story)

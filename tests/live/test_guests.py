@@ -1,0 +1,136 @@
+"""A worker's gateways: each gets its own outputs, and a slow or silent one harms nobody else."""
+
+import asyncio
+
+import pytest
+import quiet_vllm  # noqa: F401  # first
+from zmq.error import Again, ZMQError
+
+from dataplane.live import wire
+from dataplane.live.guests import Guests
+from dataplane.live.vllm_surface import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    MsgpackDecoder,
+    SchedulerStats,
+)
+
+pytestmark = pytest.mark.live
+
+
+class Socket:
+    """Keeps what is sent to each gateway; `stuck` ones take nothing, `gone` ones cannot be routed to."""
+
+    def __init__(self):
+        self.sent, self.stuck, self.gone = {}, set(), set()
+
+    async def send_multipart(self, frames, flags=0, copy=True):
+        name, *rest = frames
+        if name in self.gone:
+            raise ZMQError
+        if name in self.stuck:
+            raise Again
+        self.sent.setdefault(name, []).append(rest)
+
+    def outputs(self, name):
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        batches = [
+            decoder.decode(frames) for kind, *frames in self.sent.get(name, ()) if kind == wire.OUTPUTS
+        ]
+        return [output.request_id for batch in batches for output in batch.outputs]
+
+
+def run(story):
+    async def play():
+        socket, aborted = Socket(), []
+
+        async def abort(segments):
+            aborted.extend(segments)
+
+        guests = Guests(socket, abort)
+        await guests.welcome(b"g", b"info")
+        await guests.welcome(b"h", b"info")
+        await story(guests, socket, aborted)
+        await guests.dismiss_all("the end")
+
+    asyncio.run(play())
+
+
+def batch(*names, finish=None):
+    return EngineCoreOutputs(
+        outputs=[EngineCoreOutput(name, [7], finish_reason=finish) for name in names],
+        scheduler_stats=SchedulerStats(),
+    )
+
+
+async def breathe():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_each_gateway_gets_the_outputs_of_its_own_segments():
+    async def story(guests, socket, aborted):
+        guests.admit(guests.get(b"g"), "mine")
+        guests.admit(guests.get(b"h"), "yours")
+        await guests.deliver(batch("mine", "yours", "nobody's"))
+        await breathe()
+        assert (socket.outputs(b"g"), socket.outputs(b"h")) == (["mine"], ["yours"])
+
+    run(story)
+
+
+def test_an_ended_segment_is_forgotten():
+    async def story(guests, socket, aborted):
+        guests.admit(guests.get(b"g"), "mine")
+        await guests.deliver(batch("mine", finish=FinishReason.LENGTH))
+        assert len(guests) == 0
+
+    run(story)
+
+
+def test_a_gateway_cannot_end_anothers_segment():
+    async def story(guests, socket, aborted):
+        guests.admit(guests.get(b"g"), "mine")
+        await guests.abort(guests.get(b"h"), ["mine"])
+        assert (aborted, len(guests)) == ([], 1)
+
+    run(story)
+
+
+def test_a_gateway_that_takes_nothing_is_dropped_and_the_other_goes_on():
+    async def story(guests, socket, aborted):
+        socket.stuck.add(b"g")
+        guests.admit(guests.get(b"g"), "mine")
+        guests.admit(guests.get(b"h"), "yours")
+        for _ in range(wire.QUEUED_BATCHES + 2):
+            await guests.deliver(batch("mine", "yours"))
+            await breathe()
+        assert guests.get(b"g") is None
+        assert aborted == ["mine"]
+        assert len(socket.outputs(b"h")) == wire.QUEUED_BATCHES + 2
+
+    run(story)
+
+
+def test_a_gateway_that_cannot_be_routed_to_is_dropped_with_its_segments():
+    async def story(guests, socket, aborted):
+        socket.gone.add(b"g")
+        guests.admit(guests.get(b"g"), "mine")
+        await breathe()
+        await guests.deliver(batch("mine"))
+        await breathe()
+        await guests.deliver(batch("mine"))
+        assert guests.get(b"g") is None
+        assert aborted == ["mine"]
+
+    run(story)
+
+
+def test_silence_is_noticed():
+    async def story(guests, socket, aborted):
+        guest = guests.get(b"g")
+        assert guests.silent(guest.heard_s + wire.SILENCE_S) == []
+        assert guest in guests.silent(guest.heard_s + wire.SILENCE_S + 0.1)
+
+    run(story)

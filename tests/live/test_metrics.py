@@ -1,0 +1,71 @@
+"""What Prometheus is told, and that the dashboard asks for nothing else."""
+
+import json
+import re
+
+import pytest
+from served_fleet import ROOT
+
+from controlplane.types import Slo, WorkerId
+
+
+@pytest.fixture
+def metrics(live_extra):
+    from dataplane.live.metrics import Metrics
+
+    return Metrics()
+
+
+def names(metrics):
+    return {sample.name for family in metrics.registry.collect() for sample in family.samples} | {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in metrics.registry.collect()
+    }
+
+
+def test_every_metric_of_ours_has_the_prefix_and_a_base_unit(metrics):
+    for family in metrics.registry.collect():
+        assert family.name.startswith("tokenfleet_")
+        assert not re.search(r"_(ms|milliseconds|kb|percent)\b", family.name)
+        assert "request_id" not in str(family.samples)
+
+
+def test_the_dashboard_asks_only_for_metrics_there_are(metrics):
+    text = (ROOT / "deploy" / "grafana" / "tokenfleet.json").read_text()
+    asked = set(re.findall(r"\btokenfleet_[a-z_]+", " ".join(expressions(json.loads(text)))))
+    known = names(metrics)
+    histograms = {f"{f.name}_bucket" for f in metrics.registry.collect() if f.type == "histogram"}
+    assert asked
+    assert asked <= known | histograms
+
+
+def expressions(dashboard):
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+
+
+def test_a_request_is_a_hit_by_its_own_figures_and_one_token_is_judged_by_ttft_alone(metrics):
+    from dataplane.live.ticket import Ticket
+    from dataplane.live.tracked import Tracked
+
+    def end(ttft_s, tokens, last_s):
+        tracked = Tracked(None, Ticket("", "k", Slo(1.0, 0.1), 0), 0.0, 1)
+        tracked.output_token_ids = [1] * tokens
+        tracked.first_token_s, tracked.last_token_s = ttft_s, last_s
+        metrics.count_end(tracked, "finished")
+
+    end(0.5, 11, 1.5)  # TPOT 0.1
+    end(0.5, 11, 1.6)  # TPOT 0.11
+    end(1.5, 1, 1.5)  # one token, too late
+    end(0.5, 1, 0.5)  # one token, in time
+    lines = metrics.exposition().decode().splitlines()
+    both = {line.split("{")[1] for line in lines if line.startswith("tokenfleet_slo_requests_total")}
+    assert 'met="true",priority="normal",target="both"} 2.0' in both
+    assert 'met="false",priority="normal",target="both"} 2.0' in both
+    assert 'met="false",priority="normal",target="tpot"} 1.0' in both
+    assert 'met="false",priority="normal",target="ttft"} 1.0' in both
+
+
+def test_a_worker_that_is_gone_leaves_no_gauge(metrics):
+    metrics.running.labels("w0").set(3)
+    metrics.forget_worker(WorkerId("w0"))
+    assert 'worker="w0"' not in metrics.exposition().decode()

@@ -1,0 +1,156 @@
+"""`tokenfleet serve` as a process: how it begins, what it refuses, how it ends."""
+
+import os
+import re
+import signal
+import socket
+
+import httpx
+import psutil
+import pytest
+from served_fleet import ROOT, serve
+
+from tokenfleet.cli import main
+
+MODEL = "tiny-llama"
+
+
+def refused(capsys, *words):
+    """The one line that `tokenfleet serve` refuses these flags with."""
+    assert main(["serve", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "/nowhere/model"], "no such folder"),
+        (["--engine", "imaginary"], "--engine"),
+        (["--slo", "ttft=0s,tpot=75ms"], "slo"),
+        (["--slo", "ttft=100"], "--slo"),
+        (["--autoscale", "4..2"], "--autoscale"),
+        (["--autoscale", "3..4"], "--workers"),
+        (["--workers", "0"], "--workers"),
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--control-host", "0.0.0.0"], "--control-key"),
+        (["--port", "8001"], "--control-port"),
+        (["--plan", "/nowhere/plan.json"], "plan.json"),
+        (["--queue-wait", "soon"], "--queue-wait"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_folder, capsys, flags, says):
+    model = [] if "--model" in flags else ["--model", str(model_folder)]
+    assert says in refused(capsys, *model, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [(["--no-such-flag"], "no-such-flag"), (["--max-model-len", "999999"], "max_model_len")],
+)
+def test_vllms_own_refusals_are_one_line_too(model_folder, capsys, monkeypatch, flags, says):
+    monkeypatch.setattr("tokenfleet.serve_command._prepare_process", lambda verbose: None)
+    assert says in refused(capsys, "--model", str(model_folder), "--engine", "emulated", "--", *flags)
+
+
+def test_a_taken_port_is_named(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr("tokenfleet.serve_command._prepare_process", lambda verbose: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ["--model", str(model_folder), "--engine", "emulated", "--port", str(port)]
+        assert f"127.0.0.1:{port}" in refused(capsys, *flags)
+
+
+def controllers(fleet):
+    """The controllers that the fleet's process has started and that run."""
+    children = psutil.Process(fleet.process.pid).children()
+    alive = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
+    return [c.pid for c in alive if "dataplane.live.controller" in c.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def guarded_fleet(model_folder, scratch):
+    """One worker with room for three requests and no queue, and two keys."""
+    keys = scratch / "keys.yaml"
+    keys.write_text(
+        "- {name: gold, key: g, priority: high}\n"
+        "- {name: tin, key: t, priority: normal, requests_per_minute: 1, burst: 2, min_ttft_ms: 800}\n"
+    )
+    profile = scratch / "small.yaml"
+    library = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
+    text = re.sub(r"max_seqs: \d+", "max_seqs: 3", library.read_text())
+    assert "max_seqs: 3" in text
+    profile.write_text(text)
+    flags = ("--workers", "1", "--queue", "0", "--api-keys", str(keys), "--shutdown-wait", "1s")
+    fleet = serve(model_folder, "--engine", "emulated", "--profile", str(profile), *flags, folder=scratch)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def post(guarded_fleet):
+    """A function that begins a stream and returns its response, its body not yet read."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 7000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=guarded_fleet.gateway, timeout=30) as client:
+
+        def begin(key, **headers):
+            headers |= {"authorization": f"Bearer {key}"}
+            request = client.build_request("POST", "/v1/completions", json=body, headers=headers)
+            return client.send(request, stream=True)
+
+        yield begin
+
+
+def requests(fleet):
+    return fleet.ask("GET", "/v1/requests")["requests"]
+
+
+def test_keys_have_bounds_and_limits_and_a_full_fleet_says_when_to_come_back(guarded_fleet, post):
+    asked = {"x-slo-ttft-ms": "1", "x-tokenfleet-priority": "high"}
+    tin = [post("t", **asked) for _ in range(3)]
+    assert [reply.status_code for reply in tin] == [200, 200, 429]
+    tin[2].read()
+    assert "tin" in tin[2].json()["error"]["message"]
+    assert 1 <= int(tin[2].headers["retry-after"]) <= 60
+    seen = {(r["key"], r["priority"], r["slo"]["ttft_s"]) for r in requests(guarded_fleet)}
+    assert seen == {("tin", "normal", 0.8)}
+    gold = [post("g", **{"x-tokenfleet-priority": "high"}) for _ in range(2)]
+    assert [reply.status_code for reply in gold] == [200, 429]
+    gold[1].read()
+    assert "full" in gold[1].json()["error"]["message"]
+    assert int(gold[1].headers["retry-after"]) >= 1
+    assert post("wrong").status_code == 401
+    assert httpx.post(f"{guarded_fleet.gateway}/v1/completions", json={}).status_code == 401
+    for reply in (*tin, *gold):
+        reply.close()
+    guarded_fleet.until(lambda: not requests(guarded_fleet))
+
+
+def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, post):
+    (controller,) = guarded_fleet.until(lambda: controllers(guarded_fleet))
+    stream = post("g")
+    lines = stream.iter_lines()
+    next(lines)
+    os.kill(controller, signal.SIGKILL)
+    guarded_fleet.until(lambda: [pid for pid in controllers(guarded_fleet) if pid != controller])
+    assert next(line for line in lines if line).startswith("data: {")
+    stream.close()
+    kinds = [decision["kind"] for decision in guarded_fleet.ask("GET", "/v1/fleet")["decisions"]]
+    assert "controller-lost" in kinds
+
+
+# The last one: it ends the module's fleet.
+def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(guarded_fleet, post):
+    stream = post("g")
+    lines = stream.iter_lines()
+    next(lines)
+    started = [child.pid for child in psutil.Process(guarded_fleet.process.pid).children(recursive=True)]
+    guarded_fleet.process.send_signal(signal.SIGTERM)
+    told = [line for line in lines if line]
+    assert '"error"' in told[-1]
+    assert "data: [DONE]" not in told
+    assert guarded_fleet.stop() == 0
+    guarded_fleet.until(lambda: not any(psutil.pid_exists(pid) for pid in started))
+    for address in (guarded_fleet.gateway, guarded_fleet.control):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{address}/health")

@@ -1,0 +1,97 @@
+"""A served fleet of two real vLLM engines: moved, drained and killed under its clients."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+from raw_stream import begun, session, stream
+
+STREAMS = 50
+
+
+def body(i, tokens):
+    return {"prompt": [(7 * i + k) % 2000 + 5 for k in range(20 + i)], "max_tokens": tokens}
+
+
+def workers(fleet, state="serving"):
+    return [w for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["state"] == state]
+
+
+async def runs(fleet, streams, tokens, disturb):
+    """The same streams undisturbed, and with `disturb` called once they run."""
+    async with session() as http:
+
+        def start():
+            return [
+                asyncio.create_task(stream(http, fleet.gateway, **body(i, tokens))) for i in range(streams)
+            ]
+
+        expected = await asyncio.gather(*start())
+        running = start()
+        await begun(fleet, streams)
+        await asyncio.to_thread(disturb)
+        return expected, await asyncio.gather(*running)
+
+
+def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vllm_fleet):
+    def moved():
+        open_move = vllm_fleet.ask("POST", "/v1/migrations", {"request_id": "moves"})["id"]
+        done = vllm_fleet.until(
+            lambda: (m := vllm_fleet.ask("GET", f"/v1/migrations/{open_move}")) and not m["open"] and m
+        )
+        assert done["outcome"] == "done", done
+
+    async def story(headers, **more):
+        async with session() as http:
+            running = asyncio.create_task(stream(http, vllm_fleet.gateway, headers, **body(1, 2500), **more))
+            if headers:
+                await begun(vllm_fleet, 1)
+                for _ in range(3):
+                    await asyncio.to_thread(moved)
+            return await running
+
+    expected = asyncio.run(story(None))
+    assert asyncio.run(story({"x-request-id": "moves"})) == expected
+    stop = expected.text[-40:-34]
+    stopped = asyncio.run(story({"x-request-id": "moves"}, stop=[stop]))
+    assert (stopped.text, stopped.finish) == (expected.text[: expected.text.index(stop)], "stop")
+
+
+def test_a_drain_under_load_loses_and_repeats_nothing(vllm_fleet):
+    leaves, stays = workers(vllm_fleet)
+    expected, got = asyncio.run(
+        runs(
+            vllm_fleet,
+            STREAMS,
+            400,
+            lambda: vllm_fleet.ask("POST", f"/v1/workers/{leaves['worker']}/drain"),
+        )
+    )
+    assert got == expected
+    vllm_fleet.until(lambda: [w["worker"] for w in workers(vllm_fleet)] == [stays["worker"]])
+    vllm_fleet.until(lambda: not psutil.pid_exists(leaves["pid"]))
+    assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > 3
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+
+
+def test_streams_go_on_when_an_engine_is_killed_and_another_takes_its_place(vllm_fleet):
+    def kill():
+        children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
+        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), signal.SIGKILL)
+
+    lost = vllm_fleet.metric("tokenfleet_workers_lost_total")
+    expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
+    assert got == expected
+    vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+
+
+def test_no_kv_block_is_in_use_once_all_is_quiet(vllm_fleet):
+    def used():
+        loads = [w["telemetry"] for w in workers(vllm_fleet)]
+        return [load["kv_used_blocks"] for load in loads if load is not None]
+
+    vllm_fleet.until(lambda: not any(used()))
+    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0

@@ -1,0 +1,171 @@
+"""`tick`: pure, quiet when there is nothing to do, and every action with its reason."""
+
+from dataclasses import replace
+
+import pytest
+
+from controlplane.control import Migrate, Reassign, RunningRequest, Scale, Settings, Snapshot, State, tick
+from controlplane.errors import BadInput
+from controlplane.migration.pairing import MoveSettings
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.rebalance import Error
+from controlplane.scaler.autoscale import ScalingSettings
+from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.target import TargetSettings
+from controlplane.snapshot import WorkerLoad
+from controlplane.types import RequestId, WorkerId
+
+STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
+STILL = Settings(moves=None, shed=None, bounds=(1, 8))
+
+
+def worker(name, tokens=(), waiting=(), state="serving", capacity=1000):
+    running = tuple(RunningRequest(RequestId(f"{name}{i}"), t, 0, 5, 50) for i, t in enumerate(tokens))
+    queue = tuple(RunningRequest(RequestId(f"{name}q{i}"), t, 0, 0, 50) for i, t in enumerate(waiting))
+    return WorkerLoad(WorkerId(name), state, capacity, running, queue, STEP)
+
+
+def at(now_s, *workers, wanted=None, **more):
+    return Snapshot(now_s, workers, len(workers) if wanted is None else wanted, **more)
+
+
+def test_an_unbalanced_fleet_is_balanced_move_by_move_and_then_left_alone():
+    held = {"a": [300, 250, 200, 150], "b": [50]}
+    state, moves = State(), 0
+    for beat in range(20):
+        fleet = [worker(name, tuple(sizes)) for name, sizes in held.items()]
+        state, actions = tick(Settings(MoveSettings(pressure=0.6, rest_s=0.0)), state, at(beat, *fleet))
+        for action in actions:
+            assert isinstance(action, Migrate)
+            source = action.request[0]
+            held[action.target].append(held[source].pop(int(action.request[1:])))
+            moves += 1
+    assert 0 < moves <= 3
+    assert max(map(sum, held.values())) < 900
+
+
+def test_the_same_sight_gives_the_same_answer_and_the_state_is_not_touched():
+    fleet = worker("a", (500, 450)), worker("b", (10,))
+    state = State()
+    assert tick(Settings(), state, at(0.0, *fleet)) == tick(Settings(), state, at(0.0, *fleet))
+    assert state == State()
+
+
+def test_what_was_asked_to_move_is_not_asked_again_until_it_has_rested():
+    fleet = worker("a", (500, 450)), worker("b", (10,))
+    state, first = tick(Settings(), State(), at(0.0, *fleet))
+    state, second = tick(Settings(), state, at(0.1, *fleet))
+    assert first[0].request != second[0].request
+    state, _ = tick(Settings(), state, at(0.2, *fleet))
+    _, later = tick(Settings(), state, at(9.0, *fleet))
+    assert later[0].request == first[0].request
+
+
+def test_every_worker_is_at_one_end_of_one_move_at_most():
+    fleet = [worker(f"a{i}", (500, 450)) for i in range(3)] + [worker(f"b{i}", (10,)) for i in range(5)]
+    _, actions = tick(Settings(), State(), at(0.0, *fleet))
+    ends = [end for a in actions for end in (a.request[:2], a.target)]
+    assert len(ends) == len(set(ends)) == 6
+
+
+def test_algorithm_2_reassigns_what_has_not_started():
+    late, early = worker("a", (100,), (50, 60)), worker("b", (100,))
+    errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3)}
+    _, actions = tick(STILL, State(), at(0.0, late, early, errors=errors))
+    reassigned = [a for a in actions if isinstance(a, Reassign)]
+    assert [(r.request, r.source, r.target) for r in reassigned] == [("aq1", "a", "b"), ("aq0", "a", "b")]
+    assert "more than planned" in reassigned[0].reason
+    _, none = tick(STILL, State(), at(0.0, late, worker("b", (980,)), errors=errors))
+    assert [a for a in none if isinstance(a, Reassign)] == []
+
+
+def test_every_action_says_why():
+    fleet = worker("a", (500, 450), (80,)), worker("b", (10,)), worker("c", (20, 10), state="draining")
+    errors = {WorkerId("a"): Error(100, 1), WorkerId("b"): Error(-100, -1)}
+    settings = Settings(hold_s=0.0, bounds=(1, 8), high=0.4)
+    _, actions = tick(settings, State(), at(0.0, *fleet, errors=errors))
+    assert len(actions) >= 2
+    assert all(action.reason for action in actions)
+
+
+def test_nobody_there_is_no_reason_to_act():
+    assert tick(Settings(), State(), at(0.0))[1] == []
+    assert tick(replace(STILL, hold_s=0.0), State(), at(0.0, wanted=2))[1] == []
+
+
+def test_a_snapshot_without_figures_holds_the_fleet():
+    unknown = worker("a", capacity=0), worker("b", capacity=0)
+    state, actions = tick(replace(STILL, hold_s=0.0), State(), at(50.0, *unknown))
+    assert actions == []
+    assert state.low_since_s is None
+
+
+def test_the_fleet_grows_once_load_was_high_for_long_enough():
+    fleet = worker("a", (800,)), worker("b", (900,))
+    state, actions = tick(STILL, State(), at(0.0, *fleet))
+    assert actions == []
+    state, actions = tick(STILL, state, at(10.0, *fleet))
+    assert [a.workers for a in actions if isinstance(a, Scale)] == [3]
+    starting = at(11.0, *fleet, worker("c", state="starting", capacity=0), wanted=3)
+    assert tick(STILL, state, starting)[1] == []
+
+
+def test_the_fleet_shrinks_from_two_to_one_when_nothing_comes():
+    fleet = worker("a"), worker("b")
+    state, _ = tick(STILL, State(), at(0.0, *fleet))
+    _, actions = tick(STILL, state, at(10.0, *fleet))
+    assert [a.workers for a in actions if isinstance(a, Scale)] == [1]
+
+
+def test_the_bounds_hold_whatever_the_load():
+    outside = at(0.0, worker("a"), wanted=12)
+    assert [a.workers for a in tick(STILL, State(), outside)[1]] == [8]
+
+
+def test_thresholds_the_wrong_way_round_are_refused():
+    with pytest.raises(BadInput, match="control"):
+        Settings(high=0.2, low=0.3)
+
+
+def by_demand(wanted, counts, state=None, fixed=None, start_s=0.0):
+    """Ten heartbeats a bin of 10 s; the wanted numbers as they go, and the state."""
+    settings = Settings(
+        moves=None,
+        shed=None,
+        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8), HoldSettings(0.0, 60.0)),
+    )
+    state, seen, now_s = state or State(), [], start_s
+    for count in counts:
+        for part in range(10):
+            now_s += 1.0
+            arrivals = None if count is None else count // 10 + (part < count % 10)
+            snapshot = replace(at(now_s, worker("a"), wanted=wanted), arrivals=arrivals, fixed=fixed)
+            state, actions = tick(settings, state, snapshot)
+            for action in actions:
+                assert action.reason
+                wanted = action.workers
+        seen.append(wanted)
+    return seen, state
+
+
+def test_demand_that_doubles_is_followed_within_three_bins_and_silence_brings_it_down():
+    seen, state = by_demand(1, [40] * 6)
+    assert seen[-1] == 3  # 0.5 · 4/s + 0.2, with what a minute leaves unsure
+    seen, state = by_demand(3, [80] * 8, state, start_s=60.0)
+    assert seen[3] == 5
+    seen, _ = by_demand(5, [0] * 20, state, start_s=140.0)
+    assert seen[-1] == 1
+
+
+def test_an_outage_of_the_metrics_keeps_the_fleet():
+    _, state = by_demand(1, [100] * 6)
+    seen, _ = by_demand(6, [None] * 30, state, start_s=60.0)
+    assert set(seen) == {6}
+
+
+def test_a_hand_edited_number_is_where_the_scaler_goes_on_from_and_a_fixed_one_stays():
+    _, state = by_demand(1, [40] * 6)
+    seen, state = by_demand(7, [40] * 4, state, start_s=60.0)
+    assert seen[0] == 7  # not pulled back at once: it is held down first
+    seen, _ = by_demand(7, [40] * 30, state, fixed=2, start_s=100.0)
+    assert set(seen) == {2}

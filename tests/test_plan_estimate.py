@@ -1,0 +1,50 @@
+"""How sure an answer is: bounds from worlds, and what a short trace cannot show."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfleet.planning.estimate import estimate, most_showable, requests_needed
+
+worlds = st.lists(st.integers(0, 200), min_size=2, max_size=24)
+
+
+@given(worlds, st.integers(200, 5000), st.floats(0.5, 0.99))
+def test_the_bounds_enclose_the_expected(misses: list[int], requests: int, confidence: float) -> None:
+    found = estimate(misses, [requests] * len(misses), confidence)
+    assert 0.0 <= found.low <= found.expected <= found.high <= 1.0
+
+
+@given(worlds, st.integers(200, 5000))
+def test_more_confidence_asks_for_a_lower_bound(misses: list[int], requests: int) -> None:
+    lows = [estimate(misses, [requests] * len(misses), c).low for c in (0.6, 0.8, 0.95, 0.99)]
+    assert lows == sorted(lows, reverse=True)
+
+
+def test_the_next_world_is_above_the_bound_as_often_as_promised() -> None:
+    rng = np.random.default_rng(3)
+    held = 0
+    for _ in range(2000):
+        shares = np.exp(rng.normal(np.log(0.004), 0.6, 9))
+        misses = rng.binomial(5000, np.minimum(shares, 1.0))
+        bound = estimate(misses[:8].tolist(), [5000] * 8, 0.9).low
+        held += 1.0 - misses[8] / 5000 >= bound
+    assert held / 2000 == pytest.approx(0.9, abs=0.02)
+
+
+def test_a_short_trace_without_a_miss_still_leaves_doubt() -> None:
+    assert estimate([0] * 8, [50] * 8, 0.95).low < 0.99
+    assert estimate([0] * 8, [5000] * 8, 0.95).low > 0.99
+
+
+@given(st.floats(0.5, 0.9995), st.floats(0.5, 0.99))
+def test_requests_needed_is_the_fewest_that_can_show_the_target(attainment: float, confidence: float) -> None:
+    need = requests_needed(attainment, confidence)
+    assert most_showable(need, confidence) >= attainment
+    assert need == 1 or most_showable(need - 1, confidence) < attainment
+
+
+def test_three_over_n_is_about_what_nothing_seen_leaves_open() -> None:
+    # The rule of three is Clopper-Pearson's; Jeffreys' bound is a little below it.
+    assert 1.0 - most_showable(10_000, 0.95) == pytest.approx(1.92e-4, rel=0.01)

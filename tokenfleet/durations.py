@@ -1,0 +1,77 @@
+"""Durations and latency targets as people write them: `1.6s`, `75ms`, `ttft=1.6s,tpot=75ms`, `10m..20m`."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from controlplane.errors import BadInput
+from controlplane.types import Slo
+
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-z]*)\s*")
+# `atgt` is the paper's word for TPOT.
+_SLO_NAMES = {"ttft": "ttft", "tpot": "tpot", "atgt": "tpot"}
+
+
+def parse_duration_s(text: str, where: str = "duration", *, unit_needed: bool = True) -> float:
+    """Seconds in `text`. A bare number is seconds when `unit_needed` is false, and refused otherwise.
+
+    A latency of `75` is 75 ms to one reader and 75 s to another, so latency targets need their unit.
+    Raises BadInput, with `where` in the message.
+    """
+    match = _DURATION.fullmatch(text)
+    unit = match[2] if match else None
+    if match is None or (unit and unit not in _UNITS_S):
+        raise BadInput(f"{where}: expected a duration such as 1.6s or 75ms, got {text!r}")
+    if not unit and unit_needed:
+        raise BadInput(f"{where}: {text.strip()} has no unit; write {text.strip()}ms or {text.strip()}s")
+    seconds = float(match[1]) * _UNITS_S[unit or "s"]
+    if not math.isfinite(seconds):
+        raise BadInput(f"{where}: {text!r} is not a finite duration")
+    return seconds
+
+
+def parse_slo(text: str) -> Slo:
+    """The targets in `ttft=1.6s,tpot=75ms`; both are needed, in any order. Raises BadInput."""
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        key = _SLO_NAMES.get(name.strip().lower())
+        if not equals or key is None:
+            raise BadInput(f"--slo: expected ttft=…,tpot=… such as ttft=1.6s,tpot=75ms, got {text!r}")
+        if key in given:
+            raise BadInput(f"--slo: {key} is given twice in {text!r}")
+        given[key] = parse_duration_s(value, f"--slo: {key}")
+    for key in ("ttft", "tpot"):
+        if key not in given:
+            raise BadInput(f"--slo: {key} is missing in {text!r}; both ttft and tpot are needed")
+    return Slo(ttft_s=given["ttft"], tpot_s=given["tpot"])
+
+
+def parse_window_s(text: str) -> tuple[float, float]:
+    """Start and end, in seconds of the trace's own clock, of `START..END` such as `10m..20m` or `600..1200`.
+
+    An empty end means the trace's end (infinity). Raises BadInput.
+    """
+    start, dots, end = text.partition("..")
+    if not dots:
+        raise BadInput(f"--window: expected START..END such as 10m..20m, got {text!r}")
+    start_s = parse_duration_s(start, "--window", unit_needed=False) if start.strip() else 0.0
+    end_s = parse_duration_s(end, "--window", unit_needed=False) if end.strip() else math.inf
+    if end_s <= start_s:
+        raise BadInput(f"--window: the end must come after the start, got {text!r}")
+    return start_s, end_s
+
+
+def duration_text(seconds: float) -> str:
+    """`seconds` as a person would write it, three figures: 75 ms, 1.6 s, 12 min."""
+    if not math.isfinite(seconds):
+        return "never"
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120.0:
+        return f"{seconds:.3g} s"
+    if seconds < 7200.0:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h"

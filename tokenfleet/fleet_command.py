@@ -1,0 +1,212 @@
+"""`tokenfleet fleet`: operate a running fleet through its control API."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from controlplane.errors import BadInput
+from tokenfleet.durations import duration_text
+
+fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operate a running fleet.")
+
+Format = Annotated[str, typer.Option("--format", help="table or json")]
+TIMEOUT_S = 10.0
+
+
+@fleet_app.callback()
+def fleet(
+    context: typer.Context,
+    control: Annotated[str, typer.Option(help="address of the control API")] = "http://127.0.0.1:8001",
+    control_key: Annotated[
+        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="its key, where it asks for one")
+    ] = None,
+) -> None:
+    """Remember where the fleet's control API is."""
+    if not control.startswith(("http://", "https://")):
+        raise BadInput(f"--control: expected an address such as http://127.0.0.1:8001, got {control!r}")
+    context.obj = ControlClient(control.rstrip("/"), control_key)
+
+
+@fleet_app.command()
+def status(context: typer.Context, format: Format = "table") -> None:
+    """Workers and their load, what is moving, and the last decisions with their reasons."""
+    view = context.obj.ask("GET", "/v1/fleet")
+    _show(view, format, _status_tables)
+
+
+@fleet_app.command()
+def scale(context: typer.Context, workers: str, format: Format = "table") -> None:
+    """Set the number of workers, or `auto` to let the controller decide."""
+    if workers != "auto" and not workers.isdigit():
+        raise BadInput(f"scale: expected a number of workers or auto, got {workers!r}")
+    order = {"auto": True} if workers == "auto" else {"workers": int(workers)}
+    reply = context.obj.ask("POST", "/v1/fleet/scale", order)
+    mode = "decided by the controller" if reply.get("auto") else "fixed"
+    _show(reply, format, lambda r: [f"workers wanted: {r['wanted_workers']} ({mode})"])
+
+
+@fleet_app.command()
+def drain(
+    context: typer.Context,
+    worker: str,
+    cancel: Annotated[bool, typer.Option("--cancel", help="let a draining worker serve again")] = False,
+    format: Format = "table",
+) -> None:
+    """Move everything off a worker, then stop it."""
+    reply = context.obj.ask("DELETE" if cancel else "POST", f"/v1/workers/{worker}/drain")
+    _show(reply, format, lambda r: [f"{r['worker']}: {r['state']}"])
+
+
+@fleet_app.command()
+def migrate(
+    context: typer.Context,
+    request: str,
+    worker: Annotated[str | None, typer.Argument(help="where to; the fleet chooses by default")] = None,
+    format: Format = "table",
+) -> None:
+    """Move a running request, with its KV cache, to another worker."""
+    order = {"request_id": request} | ({"target": worker} if worker else {})
+    reply = context.obj.ask("POST", "/v1/migrations", order)
+    _show(reply, format, lambda r: [f"migration {r['id']}: {r['request']} {r['source']} → {r['target']}"])
+
+
+@fleet_app.command()
+def explain(
+    context: typer.Context,
+    request: Annotated[str | None, typer.Argument(help="one request; all running ones by default")] = None,
+    format: Format = "table",
+) -> None:
+    """Why a request runs where it runs, and what has happened to it."""
+    if request is None:
+        _show(context.obj.ask("GET", "/v1/requests"), format, _request_tables)
+    else:
+        _show(context.obj.ask("GET", f"/v1/requests/{request}"), format, _explain_tables)
+
+
+class ControlClient:
+    """The control API as a function; every failure is one line."""
+
+    def __init__(self, address: str, key: str | None) -> None:
+        self.address, self._key = address, key
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The reply's JSON. Raises BadInput with the API's own message, or why it could not be reached."""
+        request = urllib.request.Request(
+            self.address + urllib.parse.quote(path),
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        if self._key is not None:
+            request.add_header("authorization", f"Bearer {self._key}")
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise BadInput(f"{self.address}: {_message(error)}") from None
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            reason = getattr(error, "reason", error)
+            raise BadInput(f"--control: {self.address} does not answer ({reason})") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.code}"
+
+
+def _show(reply: Any, format: str, tables: Any) -> None:
+    if format == "json":
+        print(json.dumps(reply, indent=2))
+        return
+    if format != "table":
+        raise BadInput(f"--format: expected table or json, got {format!r}")
+    console = Console()
+    for part in tables(reply):
+        console.print(part, highlight=False)
+
+
+def _status_tables(view: dict[str, Any]) -> list[Any]:
+    workers = Table(title=f"{view['model']} ({view['engine']})", title_justify="left")
+    for name in ("worker", "state", "for", "requests", "tokens", "KV used", "step", "preempted"):
+        workers.add_column(name, justify="left" if name in ("worker", "state") else "right")
+    for w in view["workers"]:
+        load = w.get("telemetry") or {}
+        kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
+        workers.add_row(
+            w["worker"],
+            w["state"],
+            duration_text(w["for_s"]),
+            str(w["requests"]),
+            str(w["tokens"]),
+            kv,
+            duration_text(load["step_s"]) if load else "–",
+            str(load.get("preemptions", "–")),
+        )
+    mode = "auto" if view["auto"] else "fixed"
+    advice = ", advisory: decisions are only said" if view["advisory"] else ""
+    counts = view["requests"]
+    parts: list[Any] = [
+        workers,
+        f"wanted {view['wanted_workers']} of at most {view['max_workers']} ({mode}{advice}); "
+        f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
+    ]
+    if view["decisions"]:
+        parts.append(_decisions_table(view["decisions"]))
+    return parts
+
+
+def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
+    table = Table(title="last decisions", title_justify="left")
+    for name in ("what", "whom", "why"):
+        table.add_column(name)
+    for decision in decisions:
+        whom = " ".join(str(decision[k]) for k in ("request", "worker") if decision.get(k))
+        table.add_row(decision["kind"], whom, decision["reason"])
+    return table
+
+
+def _request_tables(reply: dict[str, Any]) -> list[Any]:
+    table = Table()
+    for name in (
+        "request",
+        "state",
+        "worker",
+        "priority",
+        "prompt",
+        "output",
+        "age",
+        "TTFT",
+        "TPOT",
+        "moves",
+    ):
+        table.add_column(name)
+    for r in reply["requests"]:
+        table.add_row(
+            r["request"],
+            r["state"],
+            r["worker"] or "–",
+            r["priority"],
+            str(r["prompt_tokens"]),
+            str(r["output_tokens"]),
+            duration_text(r["age_s"]),
+            "–" if r["ttft_s"] is None else duration_text(r["ttft_s"]),
+            "–" if r["tpot_s"] is None else duration_text(r["tpot_s"]),
+            str(r["moves"]),
+        )
+    return [table]
+
+
+def _explain_tables(reply: dict[str, Any]) -> list[Any]:
+    running = reply["request"]
+    parts = _request_tables({"requests": [running]}) if running else ["it is not running any more"]
+    return [*parts, _decisions_table(reply["decisions"])]

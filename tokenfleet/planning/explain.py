@@ -1,0 +1,140 @@
+"""Why this many: what binds one worker short of the answer, and when.
+
+The binding constraint is the one whose relief helps most: one worker short, the trace is replayed with the
+TTFT target, the TPOT target or the KV memory a quarter larger, or with prefill a fifth cheaper, and each
+relief is worth the attainment it adds. So the answer needs no theory of queues, and says what to buy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.cluster import Outcome
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.worlds import Worlds
+
+RELIEF = 1.25
+WINDOW_S = 60.0
+CONSTRAINTS = ("ttft", "tpot", "kv", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The constraint that binds, what each relief would add to attainment, and the worst window."""
+
+    constraint: str
+    relief: dict[str, float]
+    window_s: tuple[float, float]
+    window_attainment: float
+    fleet: Fleet
+    attainment: float
+    rate_scale: float  # 1, or how much faster the trace had to run before this fleet failed
+
+
+def binding(worlds: Worlds, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
+    """What stops `fleet`, which fails the trace at `rate_scale`."""
+    workload = worlds.workload if rate_scale == 1.0 else worlds.workload.scaled(rate_scale)
+    trials = [(worlds, fleet), *(_relieved(worlds, fleet, c) for c in CONSTRAINTS)]
+    outcomes = pool.map(lambda trial: trial[0].replay(trial[1], workload=workload), trials)
+    failing = outcomes[0]
+    relief = {
+        name: outcome.attainment - failing.attainment
+        for name, outcome in zip(CONSTRAINTS, outcomes[1:], strict=True)
+    }
+    most = max(relief.values())
+    # Where no relief helps (it can be noise below one request), what was missed decides.
+    constraint = max(CONSTRAINTS, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
+    start_s, end_s, attained = worst_window(failing)
+    return Binding(
+        constraint,
+        relief,
+        (start_s * rate_scale, end_s * rate_scale),
+        attained,
+        fleet,
+        failing.attainment,
+        rate_scale,
+    )
+
+
+def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, float, float]:
+    """(start, end, attainment) of the window of arrivals that met the targets least.
+
+    Windows with less than half the usual number of requests are passed over: one miss of two is no finding.
+    """
+    arrival_s = outcome.workload.arrival_s
+    which = (arrival_s // window_s).astype(np.int64)
+    count = np.bincount(which)
+    met = np.bincount(which, weights=outcome.met)
+    usual = np.median(count[count > 0])
+    share = np.where(count >= 0.5 * usual, met / np.maximum(count, 1), np.inf)
+    # Of equally bad windows, the busier one.
+    worst = int(np.lexsort((-count, share))[0])
+    return worst * window_s, (worst + 1) * window_s, float(share[worst])
+
+
+def _missed_most(outcome: Outcome) -> str:
+    late = int((~(outcome.ttft_s <= outcome.ttft_target_s)).sum())
+    slow = int((outcome.tpot_s > outcome.tpot_target_s).sum())
+    return "ttft" if late >= slow else "tpot"
+
+
+def _relieved(worlds: Worlds, fleet: Fleet, constraint: str) -> tuple[Worlds, Fleet]:
+    """The same trial with one constraint eased."""
+    slo = worlds.slo
+    if constraint == "ttft":
+        return replace(worlds, slo=Slo(slo.ttft_s * RELIEF, slo.tpot_s)), fleet
+    if constraint == "tpot":
+        return replace(worlds, slo=Slo(slo.ttft_s, slo.tpot_s * RELIEF)), fleet
+    ease = more_kv if constraint == "kv" else cheaper_prefill
+    groups = tuple(
+        replace(group, offer=replace(group.offer, profile=ease(group.offer.profile)))
+        for group in fleet.groups
+    )
+    return worlds, Fleet(groups)
+
+
+def more_kv(profile: Profile) -> Profile:
+    """The profile with a quarter more KV memory."""
+    return replace(profile, kv=replace(profile.kv, capacity_tokens=int(profile.kv.capacity_tokens * RELIEF)))
+
+
+def cheaper_prefill(profile: Profile) -> Profile:
+    """The profile with a fifth less time for each prefill token (steps keep their base)."""
+    step = profile.step
+    eased = StepModel(
+        base_s=step.base_s,
+        per_prefill_token_s=step.per_prefill_token_s / RELIEF,
+        per_sequence_s=step.per_sequence_s,
+        per_context_token_s=step.per_context_token_s,
+        per_prefill_sum_sq_s=step.per_prefill_sum_sq_s / RELIEF,
+        hinges=tuple(
+            replace(h, per_unit_s=h.per_unit_s / RELIEF) if h.of == "prefill_tokens" else h
+            for h in step.hinges
+        ),
+    )
+    prefill = profile.prefill and PrefillModel(
+        base_s=profile.prefill.base_s,
+        per_token_s=profile.prefill.per_token_s / RELIEF,
+        per_sum_sq_s=profile.prefill.per_sum_sq_s / RELIEF,
+        hinges=tuple(replace(h, per_unit_s=h.per_unit_s / RELIEF) for h in profile.prefill.hinges),
+    )
+    return replace(profile, step=eased, prefill=prefill)
+
+
+def failing_rate(worlds: Worlds, fleet: Fleet, target: float, workload: Workload) -> float:
+    """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
+    scale = 1.25
+    while scale < 64.0:
+        most = int(8 * (1.0 - target) * len(workload)) + 1
+        outcome = worlds.replay(fleet, workload=workload.scaled(scale), max_misses=most)
+        if not outcome.complete or outcome.attainment < target:
+            return scale
+        scale *= 1.25
+    return scale

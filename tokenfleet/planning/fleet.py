@@ -1,0 +1,91 @@
+"""A fleet that could be bought: groups of equal workers, with what it costs and how it is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from controlplane.perfmodel.profile import Profile
+from dataplane.simulated.cluster import WorkerSpec
+from tokenfleet.planning.question import Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Equal workers of one role."""
+
+    offer: Offer
+    workers: int
+    role: Literal["any", "prefill", "decode"] = "any"
+
+    @property
+    def gpus(self) -> int:
+        return self.workers * self.offer.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Groups of workers that serve one stream of requests together."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def workers(self) -> int:
+        return sum(group.workers for group in self.groups)
+
+    @property
+    def gpus(self) -> int:
+        return sum(group.gpus for group in self.groups)
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of the fleet; None when any price in it is unknown."""
+        total = 0.0
+        for group in self.groups:
+            if group.offer.usd_per_worker_h is None:
+                return None
+            total += group.workers * group.offer.usd_per_worker_h
+        return total
+
+    @property
+    def cost(self) -> tuple[float, int, int]:
+        """What fleets are ranked by: dollars, then GPUs, then workers. An unknown price ranks last."""
+        usd = self.usd_per_hour
+        return (float("inf") if usd is None else usd, self.gpus, self.workers)
+
+    @property
+    def label(self) -> str:
+        return " + ".join(
+            f"{g.workers} x {g.offer.name}" + (f" ({g.role})" if g.role != "any" else "") for g in self.groups
+        )
+
+    def specs(self, as_really: Callable[[Profile], Profile] | None = None) -> list[WorkerSpec]:
+        """The workers for the simulator, each profile as `as_really` turns it out to be."""
+        return [
+            WorkerSpec(as_really(group.offer.profile) if as_really else group.offer.profile, role=group.role)
+            for group in self.groups
+            for _ in range(group.workers)
+        ]
+
+
+def apportioned(mix: Fleet, workers: int) -> Fleet:
+    """So many workers in a mix's proportions, by largest remainders; the mix itself for its own count."""
+    exact = [group.workers * workers / mix.workers for group in mix.groups]
+    counts = [int(share) for share in exact]
+    # Of equal remainders the larger worker stays: half of "one small and one large" is the large one.
+    by_rest = sorted(
+        range(len(exact)), key=lambda i: (round(counts[i] - exact[i], 9), -mix.groups[i].offer.gpus, i)
+    )
+    for i in by_rest[: workers - sum(counts)]:
+        counts[i] += 1
+    groups = (replace(group, workers=n) for group, n in zip(mix.groups, counts, strict=True))
+    return Fleet(tuple(group for group in groups if group.workers))
+
+
+def of_one_kind(offer: Offer, workers: int, prefill_share: float = 0.0, shift: int = 0) -> Fleet:
+    """`workers` of one kind. In split mode `prefill_share` of them prefill, `shift` more or fewer."""
+    if not offer.is_split:
+        return Fleet((Group(offer, workers),))
+    prefill = min(max(round(workers * prefill_share) + shift, 1), workers - 1)
+    return Fleet((Group(offer, prefill, "prefill"), Group(offer, workers - prefill, "decode")))

@@ -1,0 +1,83 @@
+"""A fleet of several kinds of workers, where that is cheaper than any one kind.
+
+On this trace one worker of kind v carries the share 1/N_v, N_v being the count (with a fraction) at which
+that kind alone just meets the target. The integer program picks the cheapest counts whose shares add up to
+one; the pick is then replayed like any fleet, since kinds that serve one stream together are more than
+their sum of shares, or less. What fails is asked to carry more, until it passes or is no bargain any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controlplane.errors import Infeasible
+from controlplane.scaler.fleet import MixOffer, cheapest_mix
+from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.fleet import Fleet, Group
+from tokenfleet.planning.question import Question
+from tokenfleet.planning.sizing import Sizing, holds
+from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.worlds import Worlds
+
+MORE = 1.06  # demand grows by this much after each mix that fails
+TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A mix that meets the target at the asked confidence, cheaper than the fleet it was held against."""
+
+    fleet: Fleet
+    estimate: Estimate
+
+
+def cheaper_mix(
+    worlds: Worlds, question: Question, sizings: Sequence[Sizing], best: Fleet, pool: Threads
+) -> Mixed | None:
+    """A verified mix cheaper than `best`, or None. Split fleets are not mixed."""
+    usable = [s for s in sizings if s.workers is not None and not s.offer.is_split]
+    if len(usable) < 2:
+        return None
+    by_variant = {s.offer.profile.variant: s.offer for s in usable}
+    kinds = [
+        MixOffer(s.offer.profile.variant, 1.0 / fraction_needed(s, question), s.offer.usd_per_worker_h)
+        for s in usable
+    ]
+    priced = all(kind.usd_per_hour is not None for kind in kinds)
+    demand = 1.0
+    for _ in range(TRIES):
+        try:
+            counts = cheapest_mix(
+                demand,
+                kinds,
+                max_gpus=question.max_gpus,
+                budget_usd_per_h=question.budget_usd_per_h if priced else None,
+            )
+        except Infeasible:
+            return None
+        mix = Fleet(tuple(Group(by_variant[v], n) for v, n in sorted(counts.items())))
+        if not mix.cost < best.cost:
+            return None
+        if len(counts) > 1:
+            allowed = (1.0 - question.attainment) * len(worlds.workload)
+            outcome = worlds.replay(mix, max_misses=int(8 * allowed) + 1)
+            if outcome.complete and outcome.attainment >= question.attainment:
+                held, verdict = holds(worlds, question, mix, pool)
+                if held:
+                    return Mixed(mix, verdict)
+        demand *= MORE
+    return None
+
+
+def fraction_needed(sizing: Sizing, question: Question) -> float:
+    """Workers, with a fraction, at which a kind just meets the target on the trace."""
+    assert sizing.workers is not None
+    passed = sizing.on_trace[sizing.workers]
+    failed = sizing.on_trace.get(sizing.workers - 1)
+    if failed is None:
+        return float(sizing.workers)
+    few, many, target = (math.log(1.0 - a + 1e-6) for a in (failed, passed, question.attainment))
+    share = (few - target) / (few - many) if few > many else 1.0
+    return sizing.workers - 1 + min(max(share, 0.05), 1.0)

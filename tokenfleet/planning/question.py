@@ -1,0 +1,71 @@
+"""What a plan is asked: the target, what may be bought and at what price, and the limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import EngineMode, Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A kind of worker that can be had: its profile and its price, None where no price is known."""
+
+    profile: Profile
+    usd_per_gpu_h: float | None = None
+    priced: str = "no price known"  # date and source of the price, for people
+
+    @property
+    def name(self) -> str:
+        return str(self.profile.variant)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one worker."""
+        return self.profile.tp_degree
+
+    @property
+    def usd_per_worker_h(self) -> float | None:
+        return None if self.usd_per_gpu_h is None else self.usd_per_gpu_h * self.gpus
+
+    @property
+    def is_split(self) -> bool:
+        return self.profile.engine.mode == EngineMode.SPLIT
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A target: `attainment` of requests within `slo`, to be held with probability `confidence`."""
+
+    slo: Slo
+    attainment: float = 0.99
+    confidence: float = 0.95
+    policy: str = "spread"
+    seed: int = 0
+    max_gpus: int | None = None
+    budget_usd_per_h: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.attainment < 1.0:
+            # 100 % is ill-defined: a two-token output behind one prefill misses any TPOT.
+            raise BadInput(f"--attainment: must be above 0 and below 1, got {self.attainment:g}")
+        if not 0.5 <= self.confidence < 1.0:
+            raise BadInput(f"--confidence: must be at least 0.5 and below 1, got {self.confidence:g}")
+        if self.max_gpus is not None and self.max_gpus < 1:
+            raise BadInput(f"--max-gpus: must be at least 1, got {self.max_gpus}")
+        if self.budget_usd_per_h is not None and not self.budget_usd_per_h > 0:
+            raise BadInput(f"--budget-usd-per-h: must be positive, got {self.budget_usd_per_h:g}")
+        if self.seed < 0:
+            raise BadInput(f"--seed: must not be negative, got {self.seed}")
+
+    def most_workers(self, offer: Offer) -> int | None:
+        """The most workers of one kind that the limits allow; None without a limit."""
+        caps = []
+        if self.max_gpus is not None:
+            caps.append(self.max_gpus // offer.gpus)
+        if self.budget_usd_per_h is not None and offer.usd_per_worker_h:
+            # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
+            caps.append(int(self.budget_usd_per_h / offer.usd_per_worker_h + 1e-9))
+        return min(caps, default=None)

@@ -1,0 +1,137 @@
+"""How many workers when: the trace cut into windows of equal length, each with the fewest that do.
+
+A window begins with a lead-in, so that it does not start on an idle fleet, and is judged by the requests
+that arrive in it. Every window must meet the target where the fleet sized on the trace can; then workers
+are given back where they save most misses, until the whole trace meets the target too. What the full fleet
+has beyond the trace's own need (its margin for doubt) every window gets in proportion.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.question import Question
+from tokenfleet.planning.search import smallest
+from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.worlds import Worlds
+
+WINDOW_S = 600.0
+MOST_WINDOWS = 48
+LEAD_IN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A time with a constant number of workers."""
+
+    start_s: float
+    end_s: float
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Stretches that cover the trace, the attainment they reach together, and the worker-hours saved."""
+
+    stretches: tuple[Stretch, ...]
+    attainment: float
+    saved_share: float  # of the worker-hours of the constant fleet
+
+
+class _Window:
+    """One window: misses by worker count, simulated when first asked for."""
+
+    def __init__(self, worlds: Worlds, sizing: Sizing, start_s: float, end_s: float) -> None:
+        lead_s = min(LEAD_IN_S, start_s)
+        self.start_s, self.end_s = start_s, end_s
+        self._worlds, self._sizing = worlds, sizing
+        self._workload = worlds.workload.window(start_s - lead_s, end_s)
+        self._judged = self._workload.arrival_s >= lead_s
+        self.requests = int(self._judged.sum())
+        self._misses: dict[int, int] = {}
+
+    def misses(self, workers: int) -> int:
+        if self.requests == 0:
+            return 0
+        if workers not in self._misses:
+            outcome = self._worlds.replay(self._sizing.fleet(workers), workload=self._workload)
+            self._misses[workers] = int((~outcome.met & self._judged).sum())
+        return self._misses[workers]
+
+    def fewest(self, target: float, low: int, guess: int, most: int) -> int:
+        """The fewest workers that meet the target here; `most` where none of fewer do."""
+        if self.requests == 0:
+            return low
+        allowed = (1.0 - target) * self.requests
+        found = smallest(lambda n: self.misses(n) <= allowed, low, guess, most - 1)
+        return most if found is None else found
+
+
+def make_schedule(worlds: Worlds, question: Question, sizing: Sizing, full: Fleet, pool: Threads) -> Schedule:
+    """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through."""
+    most = sizing.workers or full.workers
+    end_s = float(worlds.workload.arrival_s[-1])
+    length_s = max(WINDOW_S * math.ceil(end_s / (WINDOW_S * MOST_WINDOWS)), 1e-9)
+    if end_s < 2 * WINDOW_S:
+        length_s = max(end_s / 4, 1e-9)  # a short trace is still worth cutting
+    edges = np.append(np.arange(0.0, end_s, length_s), end_s)
+    if len(edges) > 2 and edges[-1] - edges[-2] < length_s / 4:
+        edges = np.delete(edges, -2)  # a rest too short to judge joins the window before it
+    edges[-1] = np.nextafter(end_s, np.inf)  # the last request belongs to the last window
+    windows = [_Window(worlds, sizing, float(a), float(b)) for a, b in pairwise(edges)]
+    low = sizing.fewest
+    busiest = max(w.requests / (w.end_s - w.start_s) for w in windows)
+
+    def fewest(window: _Window) -> int:
+        share = window.requests / (window.end_s - window.start_s) / busiest
+        return window.fewest(question.attainment, low, max(round(most * share), low), most)
+
+    workers = pool.map(fewest, windows)
+    misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
+    _give_back(windows, workers, misses, most, (1.0 - question.attainment) * len(worlds.workload))
+    margin = full.workers / most
+    workers = [min(math.ceil(n * margin - 1e-9), full.workers) for n in workers]
+    misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
+    lengths = np.array([w.end_s - w.start_s for w in windows])
+    return Schedule(
+        _merged(windows, workers),
+        1.0 - sum(misses) / max(len(worlds.workload), 1),
+        1.0 - float((lengths * workers).sum() / (lengths.sum() * full.workers)),
+    )
+
+
+def _give_back(
+    windows: list[_Window], workers: list[int], misses: list[int], most: int, allowed: float
+) -> None:
+    """Add workers, the most misses saved per worker-second first, until at most `allowed` are missed."""
+    while sum(misses) > allowed:
+        open_ = [i for i, n in enumerate(workers) if n < most and misses[i] > 0]
+        if not open_:
+            return
+        best = max(
+            open_,
+            key=lambda i: (
+                (misses[i] - windows[i].misses(workers[i] + 1)) / (windows[i].end_s - windows[i].start_s),
+                misses[i],
+                -i,
+            ),
+        )
+        workers[best] += 1
+        misses[best] = windows[best].misses(workers[best])
+
+
+def _merged(windows: list[_Window], workers: list[int]) -> tuple[Stretch, ...]:
+    """Neighbours with the same count become one stretch."""
+    stretches: list[Stretch] = []
+    for window, count in zip(windows, workers, strict=True):
+        if stretches and stretches[-1].workers == count:
+            stretches[-1] = Stretch(stretches[-1].start_s, window.end_s, count)
+        else:
+            stretches.append(Stretch(window.start_s, window.end_s, count))
+    return tuple(stretches)

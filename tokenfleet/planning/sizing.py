@@ -1,0 +1,256 @@
+"""How many workers of one kind? A bound from below, a search on the trace as it is, then other worlds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from controlplane.errors import Infeasible
+from controlplane.perfmodel.fluid import fluid_workers_of
+from controlplane.perfmodel.tensor_parallel import decode_throughput
+from dataplane.simulated.cluster import Outcome
+from tokenfleet.planning.alone import ceiling
+from tokenfleet.planning.estimate import Estimate, estimate
+from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
+from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.search import smallest
+from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.worlds import Worlds, missed
+
+ROUNDS = (8, 16, 24)  # worlds looked at before a verdict, growing while it is open
+HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
+MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers
+FIRST_KINDS = 4
+PAST_HOPE = 3.0  # kinds whose floor costs more than so many times the cheapest found are not searched
+FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
+_STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed
+
+
+@dataclass
+class Sizing:
+    """What is known about one kind of worker for one question.
+
+    `on_trace` maps a worker count to attainment on the trace as it is; `sure` to the estimate over worlds.
+    `workers` is the smallest count that meets the target on the trace; `confirmed` the smallest that does
+    so at the asked confidence. None: there is none, and `reason` says why.
+    """
+
+    offer: Offer
+    fluid: int = 1
+    ceiling: float = 1.0
+    prefill_share: float = 0.0
+    workers: int | None = None
+    confirmed: int | None = None
+    reason: str = ""
+    mix: Fleet | None = None  # counts stand for so many workers in this mix's proportions
+    fleets: dict[int, Fleet] = field(default_factory=dict)
+    on_trace: dict[int, float] = field(default_factory=dict)
+    sure: dict[int, Estimate] = field(default_factory=dict)
+
+    def fleet(self, workers: int) -> Fleet:
+        """The fleet of that many workers, in split mode with the roles found best so far."""
+        if self.mix is not None:
+            return apportioned(self.mix, workers)
+        return self.fleets.get(workers) or of_one_kind(self.offer, workers, self.prefill_share)
+
+    @property
+    def fewest(self) -> int:
+        """The smallest fleet there is."""
+        return 2 if self.offer.is_split else 1
+
+    @property
+    def answer(self) -> Fleet | None:
+        """The confirmed fleet, else the one sized on the trace alone."""
+        count = self.confirmed or self.workers
+        return None if count is None else self.fleet(count)
+
+
+def size_on_trace(worlds: Worlds, question: Question, offer: Offer, guess: int | None = None) -> Sizing:
+    """The smallest count that meets the target on the trace as it is, or the reason why there is none.
+
+    `guess`: where to begin, when a similar question has been answered.
+    """
+    workload, profile = worlds.workload, offer.profile
+    sizing = Sizing(offer, ceiling=ceiling(profile, workload, worlds.slo))
+    if sizing.ceiling < question.attainment:
+        sizing.reason = (
+            f"alone on a worker, {1 - sizing.ceiling:.2%} of the requests already break the target:"
+            " more workers cannot mend that"
+        )
+        return sizing
+    sizing.fluid = fluid_workers_of(workload, profile, worlds.slo, question.attainment)
+    fewest = sizing.fewest
+    if offer.is_split:
+        sizing.prefill_share = prefill_share(offer, worlds)
+    limit = question.most_workers(offer)
+    far = max(FAR * sizing.fluid, 64)
+    cap = far if limit is None else min(limit, far)
+    low = max(sizing.fluid, fewest)
+    guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(worlds, offer)))
+    found = smallest(lambda n: passes_on_trace(worlds, question, sizing, n), low, guess, cap)
+    sizing.workers = found
+    if found is None:
+        best = max(sizing.on_trace.values(), default=0.0)
+        if limit is not None and limit < far:
+            sizing.reason = (
+                f"the limits allow {limit} workers, which reach {best:.4f}"
+                if limit >= low
+                else (f"the limits allow {limit} workers; the load alone needs {low}")
+            )
+        else:
+            sizing.reason = f"even {cap} workers reach only {best:.4f}"
+    return sizing
+
+
+def size_all(worlds: Worlds, question: Question, offers: Sequence[Offer], pool: Threads) -> list[Sizing]:
+    """Every kind sized on the trace, but for those whose load alone costs far more than the cheapest found.
+
+    The kinds with the lowest floor (the fluid bound, in dollars or GPUs) come first.
+    """
+    floors = pool.map(lambda offer: floor(worlds, question, offer), offers)
+    ranked = sorted(range(len(offers)), key=lambda i: (floors[i].cost, i))
+    first, rest = ranked[:FIRST_KINDS], ranked[FIRST_KINDS:]
+    sizings = pool.map(lambda i: size_on_trace(worlds, question, offers[i]), first)
+    costs = [s.fleet(s.workers).cost for s in sizings if s.workers is not None]
+    cheapest = min(costs, default=None)
+    near = [i for i in rest if cheapest is None or not _far_above(floors[i], cheapest)]
+    sizings += pool.map(lambda i: size_on_trace(worlds, question, offers[i]), near)
+    for i in rest:
+        if i not in near:
+            reason = f"the load alone needs {floors[i].label}, over {PAST_HOPE:g} times the cheapest found"
+            sizings.append(Sizing(offers[i], reason=reason))
+    return sizings
+
+
+def floor(worlds: Worlds, question: Question, offer: Offer) -> Fleet:
+    """The smallest fleet of a kind that the fluid bound allows."""
+    fewest = 2 if offer.is_split else 1
+    if ceiling(offer.profile, worlds.workload, worlds.slo) < question.attainment:
+        return of_one_kind(offer, fewest, 0.5)
+    bound = fluid_workers_of(worlds.workload, offer.profile, worlds.slo, question.attainment)
+    return of_one_kind(offer, max(bound, fewest), 0.5)
+
+
+def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
+    usd, gpus, _ = fleet.cost
+    if math.isfinite(usd) and math.isfinite(cheapest[0]):
+        return usd > PAST_HOPE * cheapest[0]
+    return gpus > PAST_HOPE * cheapest[1]
+
+
+def passes_on_trace(worlds: Worlds, question: Question, sizing: Sizing, workers: int) -> bool:
+    """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
+    allowed = (1.0 - question.attainment) * len(worlds.workload)
+    if workers < sizing.fewest:
+        return False
+    fleets = [sizing.fleet(workers)]
+    if sizing.offer.is_split:
+        fleets = [of_one_kind(sizing.offer, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)]
+    for fleet in fleets:
+        outcome = worlds.replay(fleet, max_misses=max(int(_STOP_AT * allowed), 1))
+        if outcome.complete:
+            sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
+        if _meets(outcome, question):
+            sizing.fleets[workers] = fleet
+            return True
+    return False
+
+
+def confirm(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -> None:
+    """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
+
+    The search begins at the count found on the trace, since what fails there is no answer.
+    """
+    assert sizing.workers is not None
+    limit = question.most_workers(sizing.offer)
+    # Past twice the count the doubt is not about capacity any more, and more workers do not end it.
+    cap = 2 * sizing.workers + 2 if limit is None else min(limit, 2 * sizing.workers + 2)
+
+    def passes(workers: int) -> bool:
+        held, sizing.sure[workers] = holds(worlds, question, sizing.fleet(workers), pool)
+        return held
+
+    guess = math.ceil(MORE_FOR_DOUBT * sizing.workers)
+    sizing.confirmed = smallest(passes, sizing.workers, guess, cap)
+    if sizing.confirmed is None:
+        last = max(sizing.sure)
+        sizing.reason = (
+            f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"
+            f" at confidence {question.confidence:g}"
+        )
+
+
+def holds(worlds: Worlds, question: Question, fleet: Fleet, pool: Threads) -> tuple[bool, Estimate]:
+    """Whether a fleet's lower bound meets the target, looking at more worlds while it is open."""
+    misses: list[int] = []
+    requests: list[int] = []
+    verdict: Estimate | None = None
+    for upto in ROUNDS:
+        outcomes = look(worlds, fleet, range(len(misses) + 1, upto + 1), pool)
+        misses += [m for m, _ in outcomes]
+        requests += [n for _, n in outcomes]
+        verdict = estimate(misses, requests, question.confidence)
+        if verdict.low >= question.attainment:
+            return True, verdict
+        if verdict.expected < question.attainment or not open_still(misses, requests, question):
+            break
+    assert verdict is not None
+    return False, verdict
+
+
+def open_still(misses: Sequence[int], requests: Sequence[int], question: Question) -> bool:
+    """Whether as many worlds as we would look at, scattered like these, could still bring the bound home."""
+    repeats = -(-ROUNDS[-1] // len(misses))
+    hoped = estimate(list(misses) * repeats, list(requests) * repeats, question.confidence)
+    return hoped.low >= question.attainment
+
+
+def look(
+    worlds: Worlds, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads
+) -> list[tuple[int, int]]:
+    """(missed, requests) of a fleet in each of the worlds.
+
+    A hopeless world is broken off: with a fifth of its requests missed, the rest counts as missed too.
+    """
+    hopeless = max(len(worlds.workload) // 5, 1)
+
+    def one(world: int) -> tuple[int, int]:
+        outcome = worlds.replay(fleet, world, max_misses=hopeless)
+        return missed(outcome), len(outcome.workload)
+
+    return pool.map(one, numbers)
+
+
+def by_decode(worlds: Worlds, offer: Offer) -> float:
+    """Workers by Eq 6, which looks at decode alone: a first guess, no bound."""
+    workload = worlds.workload
+    context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
+    try:
+        per_gpu = decode_throughput(offer.profile, worlds.slo.tpot_s, context).tokens_per_s_per_gpu
+    except Infeasible:
+        return 1.0
+    seconds = max(workload.duration_s, 1.0)
+    return float(workload.output_tokens.sum()) / seconds / (per_gpu * offer.gpus)
+
+
+def prefill_share(offer: Offer, worlds: Worlds) -> float:
+    """Share of the workers that should prefill, by the work each phase brings (split mode)."""
+    profile, workload = offer.profile, worlds.workload
+    assert profile.prefill is not None
+    prefill_s = float(profile.prefill.prefill_s(workload.prompt_tokens).sum())
+    context = workload.prompt_tokens + workload.output_tokens / 2.0
+    # A decode worker is shared by as many sequences as the TPOT target lets into one step.
+    batch = 1
+    while (
+        batch < profile.engine.max_seqs
+        and profile.step.context_limit(batch + 1, worlds.slo.tpot_s) >= (batch + 1) * context.mean()
+        and (batch + 1) * context.mean() <= profile.kv.capacity_tokens
+    ):
+        batch += 1
+    decode_s = float((profile.step.step_s(0, batch, batch * context) * workload.output_tokens).sum()) / batch
+    return prefill_s / (prefill_s + decode_s)
+
+
+def _meets(outcome: Outcome, question: Question) -> bool:
+    return outcome.complete and outcome.attainment >= question.attainment

@@ -1,0 +1,163 @@
+"""The trace doctor: is this trace fit to size a fleet from?
+
+Each finding states its own rule. A warning is something to know before trusting a plan made from the
+trace; none stops it from being used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, half_width, shape_of
+from tokenfleet.traces.trace import Trace
+
+SLOW_RPS = 0.02  # below: likelier milliseconds read as seconds than a service worth a fleet
+FAST_RPS = 1000.0  # above: likelier seconds read as milliseconds than one model's own traffic
+LONG_PROMPT_TOKENS = 1_000_000
+LONG_OUTPUT_TOKENS = 100_000
+SILENCE_FACTOR = 20.0  # of the mean gap; a Poisson trace of n has its longest near ln(n) mean gaps
+SHORTEST_S = 600.0
+DRIFTED = 1.25  # either way
+BURSTY_CV = 1.5
+BURSTY_FANO = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at: `name`, whether it `warns`, and what was found, in a sentence."""
+
+    name: str
+    warns: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """What the doctor found."""
+
+    trace: Trace
+    shape: Shape
+    findings: tuple[Finding, ...]
+
+    @property
+    def warnings(self) -> int:
+        """How many findings warn."""
+        return sum(finding.warns for finding in self.findings)
+
+
+def check(trace: Trace) -> Checkup:
+    """Look at everything that could make a plan from this trace wrong."""
+    shape = shape_of(trace.workload)
+    look = (_order, _duplicates, _units, _resolution, _lengths, _empty, _gaps, _bursts, _drift, _enough)
+    return Checkup(trace, shape, tuple(each(trace, shape) for each in look))
+
+
+def _order(trace: Trace, shape: Shape) -> Finding:
+    if trace.out_of_order:
+        return Finding(
+            "order", True, f"{trace.out_of_order} rows came before the row above; sorted by arrival"
+        )
+    return Finding("order", False, "rows are in order of arrival")
+
+
+def _duplicates(trace: Trace, shape: Shape) -> Finding:
+    share = shape.same_rows / shape.requests
+    words = (
+        f"{shape.same_time} arrivals at the instant of the one before, {shape.same_rows} of its lengths too"
+    )
+    if share > 0.01:
+        return Finding("duplicates", True, f"{words} ({share:.1%}): were rows written twice?")
+    return Finding("duplicates", False, words)
+
+
+def _units(trace: Trace, shape: Shape) -> Finding:
+    rate = shape.rate_rps
+    if 0 < rate < SLOW_RPS and shape.requests >= 100:
+        scaled = f"in milliseconds it would be {rate * 1000:.3g}/s"
+        return Finding("units", True, f"{rate:.3g} requests/s over {shape.duration_s:.3g} s; {scaled}")
+    if rate > FAST_RPS:
+        scaled = f"read as seconds it would be {rate / 1000:.3g}/s"
+        return Finding("units", True, f"{rate:.3g} requests/s is more than one service sees; {scaled}")
+    if shape.requests > 1 and shape.duration_s == 0:
+        return Finding("units", True, "every request arrives at the same instant: there is no rate")
+    return Finding("units", False, f"{rate:.3g} requests/s over {shape.duration_s:.0f} s is plausible")
+
+
+def _resolution(trace: Trace, shape: Shape) -> Finding:
+    if shape.resolution_s >= 0.1 and shape.rate_rps * shape.resolution_s > 0.1:
+        hidden = "bursts shorter than that are invisible, and arrivals look simultaneous that were not"
+        return Finding(
+            "resolution", True, f"arrivals are whole multiples of {shape.resolution_s:g} s: {hidden}"
+        )
+    step = f"{shape.resolution_s:g} s" if shape.resolution_s else "below 1 ms"
+    return Finding("resolution", False, f"arrivals are told apart to {step}")
+
+
+def _lengths(trace: Trace, shape: Shape) -> Finding:
+    if shape.prompt.most > LONG_PROMPT_TOKENS or shape.output.most > LONG_OUTPUT_TOKENS:
+        words = (
+            f"up to {shape.prompt.most} prompt and {shape.output.most} output tokens: are these characters?"
+        )
+        return Finding("lengths", True, words)
+    if (
+        shape.requests >= 100
+        and shape.prompt.p50 == shape.prompt.most
+        and shape.output.p50 == shape.output.most
+    ):
+        return Finding("lengths", True, "nearly all requests are of one length; real traffic has a tail")
+    words = f"p99/p50 is {shape.prompt.p99 / shape.prompt.p50:.1f} for prompts"
+    return Finding("lengths", False, f"{words}, {shape.output.p99 / shape.output.p50:.1f} for outputs")
+
+
+def _empty(trace: Trace, shape: Shape) -> Finding:
+    if trace.empty_outputs:
+        share = trace.empty_outputs / (trace.empty_outputs + shape.requests)
+        words = f"{trace.empty_outputs} requests ({share:.1%}) returned nothing and are left out"
+        return Finding("empty outputs", True, words)
+    return Finding("empty outputs", False, "every request returned something")
+
+
+def _gaps(trace: Trace, shape: Shape) -> Finding:
+    words = f"longest {shape.longest_gap_s:.3g} s, at {shape.longest_gap_at_s:.0f} s"
+    expected_s = (math.log(max(shape.requests, 2)) + SILENCE_FACTOR) * shape.duration_s / shape.requests
+    if shape.longest_gap_s > expected_s:
+        return Finding(
+            "gaps", True, f"{words}: was recording interrupted? (more than {expected_s:.3g} s is unusual)"
+        )
+    return Finding("gaps", False, words)
+
+
+def _bursts(trace: Trace, shape: Shape) -> Finding:
+    fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in shape.fano.items())
+    words = f"gap CV {shape.gap_cv:.2f}, Fano index {fano} (Poisson: 1)"
+    if shape.gap_cv > BURSTY_CV or any(value > BURSTY_FANO for value in shape.fano.values()):
+        return Finding("bursts", True, f"{words}: a plan from the mean rate alone would be too small")
+    return Finding("bursts", False, words)
+
+
+def _drift(trace: Trace, shape: Shape) -> Finding:
+    drift = shape.drift
+    ratios = {"rate": drift.rate, "prompt": drift.prompt_tokens, "output": drift.output_tokens}
+    words = "last third over first: " + ", ".join(f"{name} ×{ratio:.2f}" for name, ratio in ratios.items())
+    if shape.requests >= 300 and any(not 1 / DRIFTED <= r <= DRIFTED for r in ratios.values()):
+        return Finding("drift", True, f"{words}: plan for the part that will recur (--window), or a schedule")
+    return Finding("drift", False, words)
+
+
+def _enough(trace: Trace, shape: Shape) -> Finding:
+    minute = shape.fano[60.0]
+    crowd = max(1.0, minute) if math.isfinite(minute) else 1.0
+    apart, together = shape.half_width * 100, half_width(shape.requests / crowd) * 100
+    known = f"{JUDGED_SHARE:.0%} is judged to ±{apart:.2f} points"
+    if crowd > 1:
+        known += f" (±{together:.2f} if requests of one minute share their fate)"
+    if shape.requests < shape.requests_needed:
+        rule = f"{shape.requests_needed} are needed for ±{ASKED_HALF_WIDTH * 100:g} points at 95 %"
+        return Finding(
+            "enough for p99", True, f"too short to judge a p99: {shape.requests} requests, {rule}; {known}"
+        )
+    if shape.duration_s < SHORTEST_S:
+        short = f"only {shape.duration_s:.0f} s long: slow swings of load are not in it"
+        return Finding("enough for p99", True, f"{short}; {known}")
+    return Finding("enough for p99", False, known)

@@ -1,0 +1,199 @@
+"""Read a trace: any known format in any known file, checked and put in order.
+
+Strict where the data would be meaningless (a missing column, a value that is no number, NaN, a negative
+time or token count, an empty prompt): BadInput names file, row, column, value and what was expected.
+Lenient, with a warning, where a real log is merely untidy: rows out of order are sorted, requests that
+returned nothing are dropped, blank rows and unknown further columns are passed over. Equal arrival times
+are fine.
+
+Times become seconds. Dates and other clocks count from the first arrival; `arrival_s` of the plain format
+and of our own request history is kept as written, as its zero is the start of the recording, unless the
+first arrival comes later than the whole recording lasts, which no recording's start does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.workload import Workload
+from tokenfleet.traces.containers import ROW, UNREADABLE, Container, blame, open_container
+from tokenfleet.traces.formats import Clock, Match, match
+from tokenfleet.traces.trace import Trace
+
+MOST_TOKENS = 100_000_000
+LATEST_S = 1e15  # beyond any date in milliseconds, far below where sums of squares overflow
+EPOCH_S = 631_152_000.0  # 1990-01-01: seconds this large are dates, not offsets
+NS = 1e9
+DATE_FORM = "YYYY-MM-DD HH:MM:SS"
+HIGH = ("high", "1", "1.0")
+NORMAL = ("normal", "0", "0.0")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the values of one column must be: `fault` is true of a row that breaks it."""
+
+    column: str
+    fault: pl.Expr
+    expected: str
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read one trace file; its format is found by its content.
+
+    Raises BadInput, in one line, for anything that cannot be used.
+    """
+    container = open_container(Path(path))
+    found = match(container.columns, str(path))
+    frame, rules = _numbers(container, found)
+    table = _collect(container, frame)
+    faults = table.select(pl.col("^__fault_.*$").any())
+    for rule, column in zip(rules, faults.iter_columns(), strict=True):
+        if column.item():
+            raise _first_fault(container, table, rule, column.name)
+    return _in_order(Path(path), found, table)
+
+
+def _numbers(container: Container, found: Match) -> tuple[pl.LazyFrame, list[Rule]]:
+    """The columns as numbers, a fault column for each rule, blank and empty rows still in."""
+    wanted = [found.arrival, found.prompt, found.output, *found.optional.values()]
+    raw = container.scan(wanted)
+    try:
+        types = raw.collect_schema()
+    except UNREADABLE as error:
+        raise blame(container, error) from error
+    dated = found.format.clock is Clock.DATE or types[found.arrival].is_temporal()
+    arrival = _date_ns(found.arrival, types[found.arrival]) if dated else _number(found.arrival)
+    late = pl.lit(False) if dated else ~pl.col("arrival").is_between(0, LATEST_S)
+    expected = f"a date and time, {DATE_FORM}" if dated else f"{found.format.clock}, not negative"
+    rules = [Rule(found.arrival, pl.col("arrival").is_null() | late, expected)]
+    columns = [arrival.alias("arrival")]
+    for name, column, least in (("prompt", found.prompt, 1), ("output", found.output, 0)):
+        columns.append(_number(column).alias(name))
+        value = pl.col(name)
+        fault = value.is_null() | ~value.is_between(least, MOST_TOKENS) | (value != value.floor())
+        rules.append(Rule(column, fault, f"a whole number of tokens from {least} to {MOST_TOKENS}"))
+    if "priority" in found.optional:
+        word = pl.col(found.optional["priority"]).cast(pl.String).str.strip_chars().str.to_lowercase()
+        known = word.is_in([*HIGH, *NORMAL, ""]) | word.is_null()
+        columns += [word.is_in(HIGH).fill_null(False).alias("priority"), known.alias("known_priority")]
+        rules.append(Rule(found.optional["priority"], ~pl.col("known_priority"), "high or normal (1 or 0)"))
+    for name in ("tenant", "slo_class"):
+        if name in found.optional:
+            text = pl.col(found.optional[name]).cast(pl.String).str.strip_chars().replace("", None)
+            columns.append(text.fill_null("default").cast(pl.Categorical).alias(name))
+    faults = [(rule.fault & ~pl.col("__blank")).alias(f"__fault_{n}") for n, rule in enumerate(rules)]
+    kept = raw.select(ROW, "__blank", *columns).with_columns(*faults)
+    return kept.drop("known_priority", strict=False), rules
+
+
+def _number(column: str) -> pl.Expr:
+    """A column as floats; null where it is no finite number."""
+    text = pl.col(column).cast(pl.String).str.strip_chars()
+    value = text.cast(pl.Float64, strict=False)
+    return pl.when(value.is_finite()).then(value)
+
+
+def _date_ns(column: str, kind: pl.DataType) -> pl.Expr:
+    """Nanoseconds since 1970; dates without an offset are taken as UTC."""
+    if kind.is_temporal():
+        return pl.col(column).dt.epoch("ns")
+    text = pl.col(column).cast(pl.String).str.strip_chars()
+    text = text.str.replace(r"^(\d{4}-\d\d-\d\d)T", "$1 ").str.replace(r" ?[zZ]$", "+00:00")
+    text = text.str.replace(r" ([+-]\d\d:?\d\d)$", "$1")
+    # Nanoseconds wrap round outside 1677-2262 instead of failing.
+    text = pl.when(text.str.contains(r"^(19|20|21)\d\d-")).then(text)
+    here = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", strict=False, time_unit="ns")
+    there = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f%z", strict=False, time_unit="ns", time_zone="UTC")
+    return pl.coalesce(here, there.dt.replace_time_zone(None)).dt.epoch("ns")
+
+
+def _collect(container: Container, frame: pl.LazyFrame) -> pl.DataFrame:
+    try:
+        return frame.collect(engine="streaming")
+    except UNREADABLE as error:
+        raise blame(container, error) from error
+
+
+def _first_fault(container: Container, table: pl.DataFrame, rule: Rule, fault: str) -> BadInput:
+    row = int(table.filter(pl.col(fault))[ROW][0])
+    raw = container.scan([rule.column]).filter(pl.col(ROW) == row).select(pl.col(rule.column).cast(pl.String))
+    value = _collect(container, raw).item()
+    shown = "no value" if value is None else repr(value[:40])
+    return BadInput(f"{container.path}: row {row + 1}: {rule.column}: {shown}, expected {rule.expected}")
+
+
+def _in_order(path: Path, found: Match, table: pl.DataFrame) -> Trace:
+    blank_rows = int(table["__blank"].sum())
+    silent = int((table["output"] == 0).sum())
+    table = table.filter(~pl.col("__blank") & (pl.col("output") > 0))
+    if not len(table):
+        found_rows = f"{silent} requests, all of which returned nothing" if silent else "no requests"
+        raise BadInput(f"{path}: {found_rows}; expected at least one with output tokens")
+    arrival_s, clock_start_s, moved = _seconds(found, table["arrival"].to_numpy())
+    late = int((np.diff(arrival_s) < 0).sum())
+    if late:
+        order = np.argsort(arrival_s, kind="stable")
+        arrival_s, table = arrival_s[order], table[order]
+    slo_class, slo_classes = _names(table, "slo_class")
+    tenant, tenants = _names(table, "tenant")
+    workload = Workload(
+        arrival_s=arrival_s,
+        prompt_tokens=table["prompt"].to_numpy().astype(np.int64),
+        output_tokens=table["output"].to_numpy().astype(np.int64),
+        priority=table["priority"].to_numpy().astype(np.int64) if "priority" in table.columns else _none(),
+        slo_class=slo_class,
+        slo_classes=slo_classes,
+    )
+    remarks = [
+        (late, f"rows that arrive before the row above them: {late}; sorted by arrival"),
+        (silent, f"requests that returned no tokens: {silent}; dropped"),
+        (blank_rows, f"blank rows: {blank_rows}; skipped"),
+        (moved, f"{found.arrival} begins at {moved:.0f} s; counted from the first arrival instead"),
+        (len(found.ignored), f"columns not used: {', '.join(found.ignored[:12])}"),
+    ]
+    return Trace(
+        name=path.name,
+        format=found.name,
+        workload=workload,
+        warnings=[f"{path}: {remark}" for count, remark in remarks if count],
+        clock_start_s=clock_start_s,
+        tenant=tenant,
+        tenants=tenants,
+        out_of_order=late,
+        empty_outputs=silent,
+        blank_rows=blank_rows,
+    )
+
+
+def _seconds(found: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.float64], float | None, float]:
+    """Arrivals in seconds from the workload's zero; that zero's Unix time; a start moved away, if any."""
+    first = arrival.min()
+    if np.issubdtype(arrival.dtype, np.integer):  # dates: subtract before floats lose the nanoseconds
+        return (arrival - first) / NS, float(first) / NS, 0.0
+    unit_s = 1e-3 if found.format.clock is Clock.MILLISECONDS else 1.0
+    start_s, span_s = float(first) * unit_s, float(arrival.max() - first) * unit_s
+    clock_start_s = start_s if start_s > EPOCH_S else None
+    if found.format.relative and start_s <= span_s:
+        return arrival.astype(np.float64), None, 0.0
+    return (arrival - first) * unit_s, clock_start_s, start_s if found.format.relative else 0.0
+
+
+def _names(table: pl.DataFrame, column: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """A text column as indices into its distinct values, in order of first appearance."""
+    if column not in table.columns:
+        return _none(), ("default",)
+    values = table[column].unique(maintain_order=True)
+    index = pl.DataFrame({column: values, "index": np.arange(len(values))})
+    joined = table.select(column).join(index, on=column, how="left", maintain_order="left")
+    return joined["index"].to_numpy().astype(np.int64), tuple(values.cast(pl.String).to_list())
+
+
+def _none() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)

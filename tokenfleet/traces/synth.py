@@ -1,0 +1,126 @@
+"""Made-up traces from a few words: `poisson:5`, `azure-conv`.
+
+    arrivals   poisson:RATE · gamma:RATE:CV · diurnal:LOW:HIGH:PERIOD_S[:CV]        (rates per second)
+    lengths    a name (S, M, L, azure-conv, sharegpt), or one for prompts and one for outputs: S-L
+               fixed:PROMPT:OUTPUT · or a side each of fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV
+
+Prompts, outputs and gaps are drawn in this order from one legacy RandomState: its stream never changes
+between numpy versions, and with the published seed `S-S`, `M-M`, `L-L` are Llumnix's workloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.workload import Workload
+from dataplane.simulated import arrivals
+from dataplane.simulated.length_mixes import NAMED, PUBLISHED_SEED, LengthMix, Lognormal, Side, Uniform
+
+MOST_REQUESTS = 50_000_000
+
+Arrive = Callable[[int, arrivals.Randomness], NDArray[np.float64]]
+ARRIVALS = {
+    "poisson": ("RATE",),
+    "gamma": ("RATE", "CV"),
+    "diurnal": ("LOW", "HIGH", "PERIOD_S"),
+}
+SIDES = {"fixed": ("TOKENS",), "uniform": ("LOW", "HIGH"), "lognormal": ("MEAN", "CV")}
+
+
+def synthesise(arrival_law: str, lengths: str, requests: int, seed: int = PUBLISHED_SEED) -> Workload:
+    """A workload drawn from laws written as in the module's heading.
+
+    Raises BadInput for a law that does not exist or has impossible figures.
+    """
+    if not 1 <= requests <= MOST_REQUESTS:
+        raise BadInput(f"--requests: {requests}, expected 1 to {MOST_REQUESTS}")
+    if not 0 <= seed < 2**32:
+        raise BadInput(f"--seed: {seed}, expected 0 to {2**32 - 1}")
+    arrive, mix = arrival_law_of(arrival_law), length_mix_of(lengths)
+    rng = np.random.RandomState(seed)  # legacy: the published workloads' stream
+    prompt_tokens, output_tokens = mix.draw(requests, rng)
+    return Workload(arrive(requests, rng), prompt_tokens, output_tokens)
+
+
+def arrival_law_of(text: str) -> Arrive:
+    """What `--arrivals` asks for: a function of a number of requests and a source of randomness."""
+    kind, *words = text.split(":")
+    if kind not in ARRIVALS:
+        raise BadInput(f"--arrivals: {text!r}, expected one of {_forms(ARRIVALS)}")
+    optional = ("CV",) if kind == "diurnal" and len(words) > len(ARRIVALS[kind]) else ()
+    values = _figures("--arrivals", text, words, (*ARRIVALS[kind], *optional))
+    if kind == "poisson":
+        return lambda requests, rng: arrivals.poisson(values[0], requests, rng)
+    if kind == "gamma":
+        return lambda requests, rng: arrivals.gamma(values[0], values[1], requests, rng)
+    low, high, period_s, *cv = values
+    return lambda requests, rng: arrivals.diurnal(low, high, period_s, requests, rng, *cv)
+
+
+def length_mix_of(text: str) -> LengthMix:
+    """What `--lengths` asks for: one name for both sides, or PROMPT-OUTPUT."""
+    kind, *words = text.split(":")
+    if kind == "fixed" and len(words) == 2 and "-" not in text:
+        prompt, output = _figures("--lengths", text, words, ("PROMPT", "OUTPUT"))
+        return LengthMix(_fixed(text, prompt), _fixed(text, output))
+    for cut in (n for n, letter in enumerate(text) if letter == "-"):
+        prompts, outputs = _mix(text[:cut]), _mix(text[cut + 1 :])
+        if prompts is not None and outputs is not None:
+            return LengthMix(prompts.prompt, outputs.output)
+    if (both := _mix(text)) is not None:
+        return both
+    raise BadInput(
+        f"--lengths: {text!r}, expected one of {', '.join(NAMED)}, fixed:PROMPT:OUTPUT, {_forms(SIDES)},"
+        " or two of them as PROMPT-OUTPUT"
+    )
+
+
+def _mix(text: str) -> LengthMix | None:
+    """A single word of the language; None if it is not one."""
+    if text in NAMED:
+        return NAMED[text]
+    kind, *words = text.split(":")
+    if kind not in SIDES or len(words) != len(SIDES[kind]):
+        return None
+    first, *rest = _figures("--lengths", text, words, SIDES[kind])
+    side: Side
+    if kind == "fixed":
+        side = _fixed(text, first)
+    elif kind == "uniform":
+        side = Uniform(_whole(text, first), _whole(text, rest[0]))
+    else:
+        side = Lognormal(first, rest[0])
+    return LengthMix(side, side)
+
+
+def _fixed(text: str, tokens: float) -> Uniform:
+    return Uniform(_whole(text, tokens), _whole(text, tokens))
+
+
+def _whole(text: str, tokens: float) -> int:
+    if not tokens.is_integer():
+        raise BadInput(f"--lengths: {text!r}: {tokens:g}, expected a whole number of tokens")
+    return int(tokens)
+
+
+def _figures(flag: str, text: str, words: list[str], names: tuple[str, ...]) -> list[float]:
+    if len(words) != len(names):
+        raise BadInput(f"{flag}: {text!r}, expected {':'.join((text.split(':')[0], *names))}")
+    values = []
+    for word, name in zip(words, names, strict=True):
+        try:
+            value = float(word)
+        except ValueError:
+            value = float("nan")
+        if not np.isfinite(value):
+            raise BadInput(f"{flag}: {text!r}: {name}: {word!r}, expected a number")
+        values.append(value)
+    return values
+
+
+def _forms(laws: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(":".join((kind, *names)) for kind, names in laws.items())
