@@ -27,7 +27,8 @@ unit: .venv/all  ## tests that start no engine; the kernels are compiled once, b
 
 # What fails on a machine that was busy with something else gets a second chance; what fails twice fails.
 live: .venv/all  ## tests on real vLLM engines, Ray and servers
-	timeout 1500 $(BIN)/pytest tests/live || timeout 900 $(BIN)/pytest tests/live --last-failed --last-failed-no-failures none
+	timeout -k 30 1200 $(BIN)/pytest tests/live --durations 10 || \
+	  timeout -k 30 600 $(BIN)/pytest tests/live --last-failed --last-failed-no-failures none
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2

@@ -26,7 +26,7 @@ async def drain(server: Server, streams: int, rng: np.random.Generator) -> dict[
     async with session() as http:
         expected = await asyncio.gather(*(stream(http, server.gateway, body) for body in bodies))
         running = [asyncio.create_task(stream(http, server.gateway, body)) for body in bodies]
-        await begun(server, streams)
+        await begun(server, streams, running)
         workers = await asyncio.to_thread(server.workers)
         leaving = workers[0]
         began_s = time.monotonic()

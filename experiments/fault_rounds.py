@@ -211,7 +211,7 @@ async def served_round(server: Server, kind: str, rng: np.random.Generator) -> d
     async with session() as http:
         expected = await asyncio.gather(*(stream(http, server.gateway, body) for body in bodies))
         running = [asyncio.create_task(stream(http, server.gateway, body)) for body in bodies]
-        await begun(server, len(bodies))
+        await begun(server, len(bodies), running)
         os.kill(await asyncio.to_thread(victim_of, server, kind), signal.SIGKILL)
         got = await asyncio.gather(*running)
     equal = [not s.error and s.content == e.content for s, e in zip(got, expected, strict=True)]

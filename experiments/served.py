@@ -180,16 +180,22 @@ def session() -> aiohttp.ClientSession:
     )
 
 
-async def begun(server: Server, streams: int) -> None:
-    """Return once this many requests of a fleet decode, or fewer than before do: some have ended already."""
+async def begun(server: Server, streams: int, running: Sequence[asyncio.Task[Any]]) -> None:
+    """Return once this many requests of a fleet decode, or fewer than before do: some have ended already.
+
+    Raises what a stream of `running` failed with.
+    """
     most = 0
-    while True:
+    while not any(task.done() for task in running):
         requests = (await asyncio.to_thread(server.ask, "GET", "/v1/requests"))["requests"]
         decoding = sum(r["output_tokens"] > 0 for r in requests)
         if decoding >= streams or decoding < most:
             return
         most = decoding
         await asyncio.sleep(0.01)
+    for task in running:
+        if task.done():
+            task.result()
 
 
 def _spawn(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:

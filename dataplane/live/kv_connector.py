@@ -1,7 +1,7 @@
 """The KV connector that vLLM loads: its hooks, turned into the calls of `Holds` and `Loads`.
 
 Loaded through vLLM's public out-of-tree hook (`kv_connector_module_path`), once in the scheduler's process
-and once in each rank's. Only what NIXL's and LMCache's connectors use is used; nothing of vLLM is patched.
+and once in each rank's. Only what NIXL's and LMCache's connectors use is used.
 
 An engine that uses it needs prefix caching on, `kv_load_failure_policy="fail"`, and one KV cache group.
 """
@@ -29,6 +29,8 @@ from dataplane.live.vllm_surface import (
     KVConnectorStats,
     KVConnectorTransferResults,
     SupportsHMA,
+    current_platform,
+    sleep_while_spinning,
 )
 
 
@@ -64,6 +66,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         exit_with_parent()
+        if current_platform.is_cpu():
+            sleep_while_spinning()
         groups = len(kv_cache_config.kv_cache_groups)
         if groups != 1:
             raise BadInput(f"model: {groups} KV cache groups; live migration knows one")

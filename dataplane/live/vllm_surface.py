@@ -25,6 +25,7 @@ if vllm_version.split("+")[0] != SUPPORTED_VERSION:
         f"vllm: version {vllm_version} is installed, the live plane is built on {SUPPORTED_VERSION}"
     )
 
+from vllm.distributed import utils as _utils  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -81,5 +82,17 @@ __all__ = [
     "SupportsHMA",
     "UsageContext",
     "current_platform",
+    "sleep_while_spinning",
     "vllm_version",
 ]
+
+
+def sleep_while_spinning() -> None:
+    """Make this process give its core away while it waits for vLLM's shared-memory queues.
+
+    They spin on `sched_yield`. On a host whose cores are the engine's accelerator the spinning takes a core
+    from everyone else, and since Linux 6.18 (a yielding task forfeits its virtual runtime) two processes that
+    yield on one core keep the kernel's own threads waiting: loopback connections stood still for seconds.
+    vLLM's other way, for old Pythons, is `sleep(0)`, which sleeps some 50 us.
+    """
+    _utils.USE_SCHED_YIELD = False

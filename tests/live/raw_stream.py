@@ -51,13 +51,19 @@ async def stream(
     return got
 
 
-async def begun(fleet, streams):
-    """Return once this many requests decode, or fewer than before do: some have ended already."""
+async def begun(fleet, streams, running):
+    """Return once this many requests decode, or fewer than before do: some have ended already.
+
+    Raises what a stream of `running` failed with; a stream that has ended well was one too fast to see.
+    """
     most = 0
-    while True:
+    while not any(task.done() for task in running):
         requests = (await asyncio.to_thread(fleet.ask, "GET", "/v1/requests"))["requests"]
         decoding = sum(r["output_tokens"] > 0 for r in requests)
         if decoding >= streams or decoding < most:
             return
         most = decoding
         await asyncio.sleep(0.01)
+    for task in running:
+        if task.done():
+            task.result()

@@ -29,7 +29,7 @@ async def runs(fleet, streams, tokens, disturb):
 
         expected = await asyncio.gather(*start())
         running = start()
-        await begun(fleet, streams)
+        await begun(fleet, streams, running)
         await asyncio.to_thread(disturb)
         return expected, await asyncio.gather(*running)
 
@@ -46,7 +46,7 @@ def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vl
         async with session() as http:
             running = asyncio.create_task(stream(http, vllm_fleet.gateway, headers, **body(1, 2500), **more))
             if headers:
-                await begun(vllm_fleet, 1)
+                await begun(vllm_fleet, 1, [running])
                 for _ in range(3):
                     await asyncio.to_thread(moved)
             return await running

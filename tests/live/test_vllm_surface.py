@@ -33,6 +33,17 @@ def test_every_name_of_the_surface_exists():
     assert all(hasattr(surface, name) for name in surface.__all__)
 
 
+def test_a_process_told_to_sleep_no_longer_yields(monkeypatch):
+    from vllm.distributed import utils
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    assert shm_broadcast.sched_yield is utils.sched_yield  # what its queues call while they wait
+    monkeypatch.setattr(utils, "USE_SCHED_YIELD", True)
+    monkeypatch.setattr("os.sched_yield", lambda: pytest.fail("it yields"))
+    surface.sleep_while_spinning()
+    utils.sched_yield()
+
+
 def test_requests_and_outputs_survive_the_codec():
     sent = segment_request(request(), [4], "r#1", Transfer(Load(("a",), "r", 3), hold=True, drop=("x",)))
     back = surface.MsgpackDecoder(surface.EngineCoreRequest).decode(surface.MsgpackEncoder().encode(sent))
