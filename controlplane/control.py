@@ -6,10 +6,10 @@ Move. The least free workers shed to the most free (migration.pairing), and drai
 Shed. A worker whose TPOT or KV forecast broke sheds to one with slack (migration.shedding).
 Reassign. Requests that have not started follow Algorithm 2 (placement.rebalance), where the plane keeps
 its errors.
-Scale. By demand (scaler.autoscale) where a line is known. Without one by load: used and waiting tokens over
-the capacity of serving and starting workers. Above `high` or below `low` for `hold_s` without a break, the
-wanted number changes by one, within the bounds. A snapshot without load figures holds everything: absence of
-news is not idleness.
+Scale. By demand (scaler.autoscale) where a line is known. Without one, or until there is one, by load: used
+and waiting tokens over the capacity of serving and starting workers. Above `high` or below `low` for `hold_s`
+without a break, the wanted number changes by one, within the bounds. A snapshot without load figures holds
+everything: absence of news is not idleness.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from controlplane.migration.pairing import MoveSettings, Recent, Seen, look, pla
 from controlplane.migration.shedding import ShedSettings, plan_shedding
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import rebalance
-from controlplane.scaler.autoscale import Scaling, ScalingSettings, scale
+from controlplane.scaler.autoscale import Scaling, ScalingSettings, has_line, scale
 from controlplane.snapshot import (
     SERVING,
     STARTING,
@@ -110,7 +110,8 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
     change: Scale | None = None
     if settings.scaling is not None:
         scaling, change = scale(settings.scaling, scaling, snapshot)
-    elif settings.bounds is not None:
+    by_demand = settings.scaling is not None and (change is not None or has_line(settings.scaling, scaling))
+    if settings.bounds is not None and not by_demand and snapshot.fixed is None:
         high_since_s, low_since_s, change = _by_load(settings, state, snapshot, seen)
     if change is not None:
         actions.append(change)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
+from controlplane.scaler.mix import ClassArrivals
 from controlplane.types import RequestId, WorkerId
 
 SERVING, DRAINING, STARTING = "serving", "draining", "starting"
@@ -106,7 +107,9 @@ class Snapshot:
 
     `moving` and `busy`: requests on the move, and workers at either end of a move. `errors`: Algorithm 2's
     outstanding surprises, where the plane keeps them. `arrivals`: requests that arrived since the last
-    snapshot, None = nobody counted. `fixed`: the number of workers an operator has fixed.
+    snapshot, None = nobody counted; `by_class` the same with their lengths. `fixed`: the number of workers an
+    operator has fixed. `waiting_requests`: those that no worker has taken. `cold_start_s`, `drain_s`: what a
+    launch and a drain have lately taken here, 0 = not known.
     """
 
     now_s: float
@@ -118,6 +121,10 @@ class Snapshot:
     errors: Mapping[WorkerId, Error] = field(default_factory=dict)
     arrivals: float | None = None
     fixed: int | None = None
+    by_class: tuple[ClassArrivals, ...] = ()
+    waiting_requests: int = 0
+    cold_start_s: float = 0.0
+    drain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +148,11 @@ class Reassign:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Want another number of workers."""
+    """Want another number of workers. `facts`: what was seen, what was compared, and what it costs."""
 
     workers: int
     reason: str
+    facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 Action = Migrate | Reassign | Scale

@@ -1,34 +1,65 @@
-"""Demand to a wanted number of workers, one heartbeat at a time: arrivals, regime, target, hold."""
+"""Demand to a wanted number of workers, one heartbeat at a time: arrivals, regime, line, target, hold.
+
+Besides the regime's rate three others must be covered, and the highest counts:
+
+    burst      what the bin in progress has brought already, where the regime cannot explain it
+    backlog    the regime's rate and what waits without a worker, to be caught up in `catch_up_s`
+    forecast   the coming cold start's highest rate (scaler.forecast)
+
+A rise is followed at once. A fall must last: `hold.down_s`, and at least a cold start and a drain, since a
+worker let go and wanted back costs both.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
-from controlplane.scaler.changepoint import Regimes, follow
+from controlplane.scaler.changepoint import Regime, Regimes, follow
 from controlplane.scaler.demand import Demand, observe
+from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
 from controlplane.scaler.hold import Held, HoldSettings, hold
-from controlplane.scaler.target import TargetSettings, target
-from controlplane.snapshot import Scale, Snapshot
+from controlplane.scaler.line import Line, Speed, line_of
+from controlplane.scaler.mix import Mix, blend
+from controlplane.scaler.target import Rate, Target, TargetSettings, target
+from controlplane.snapshot import SERVING, STARTING, Scale, Snapshot
+
+BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand errs
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """How demand becomes workers. `stale_s`: counts older than this are no news."""
+    """How demand becomes workers. `stale_s`: counts older than this are no news.
+
+    `speed`: what a worker can do, where the target has no line of its own. `bin_s`: a bin of the counts.
+    `catch_up_s`: in which a backlog is to be served. `ahead`: whether and how to forecast.
+    """
 
     target: TargetSettings
     hold: HoldSettings = field(default_factory=HoldSettings)
     strictness: float = 4.0
     stale_s: float = 60.0
+    speed: Speed | None = None
+    bin_s: float = 10.0
+    catch_up_s: float = 30.0
+    ahead: ForecastSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the scaler remembers; empty at the start, and after a restart, which loses only the hold."""
+    """What the scaler remembers; empty at the start, and after a restart, which loses hold and history.
 
-    demand: Demand = field(default_factory=Demand)
+    `past`: the forecast's bins; `past_rps`: the regime's rate as each of them closed.
+    """
+
+    demand: Demand | None = None
     regimes: Regimes = field(default_factory=Regimes)
     held: Held | None = None
     counted_s: float | None = None  # when arrivals were last reported
+    mix: Mix = field(default_factory=Mix)
+    past: Demand | None = None
+    past_rps: tuple[float, ...] = ()
+    coming: Forecast | None = None
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -38,17 +69,139 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     is where this one goes on from.
     """
     now_s = snapshot.now_s
-    demand = observe(state.demand, now_s, snapshot.arrivals)
+    demand = observe(state.demand or Demand(settings.bin_s), now_s, snapshot.arrivals)
     regimes = follow(state.regimes, demand, settings.strictness)
     counted_s = state.counted_s if snapshot.arrivals is None else now_s
     stale = counted_s is None or now_s - counted_s > settings.stale_s
-    found = target(settings.target, regimes.current, demand.bin_s, stale=stale, fixed=snapshot.fixed)
+    mix = blend(state.mix, snapshot.by_class, now_s)
+    after = replace(state, demand=demand, regimes=regimes, counted_s=counted_s, mix=mix)
+    after = _foreseen(settings, after, snapshot)
+    line = None if settings.speed is None else line_of(settings.speed, mix)
+    also = _also(settings, after, snapshot)
+    found = target(
+        settings.target,
+        regimes.current,
+        demand.bin_s,
+        stale=stale,
+        fixed=snapshot.fixed,
+        line=line,
+        also=also,
+    )
+    if _must_wake(settings, snapshot, found):
+        why = f"{snapshot.waiting_requests} requests wait and nobody serves"
+        found = Target(max(found.workers or 0, settings.target.low, 1), why, found.compared)
     held = state.held
     if held is None or held.wanted != snapshot.wanted:
         held = Held(snapshot.wanted)
     if snapshot.fixed is not None:
         held = Held(snapshot.fixed)
+    elif snapshot.wanted == 0 and found.workers:
+        held = Held(found.workers)  # nobody is kept waiting for a hold to end
     else:
-        held = hold(settings.hold, held, found.workers, now_s)
-    after = Scaling(demand, regimes, held, counted_s)
-    return after, Scale(held.wanted, found.reason) if held.wanted != snapshot.wanted else None
+        held = hold(_held_for(settings.hold, snapshot), held, found.workers, now_s)
+    after = replace(after, held=held)
+    if held.wanted == snapshot.wanted:
+        return after, None
+    return after, Scale(
+        held.wanted, found.reason, _facts(settings, after, snapshot, found, line, held.wanted)
+    )
+
+
+def has_line(settings: ScalingSettings, state: Scaling) -> bool:
+    """Whether demand says how many workers: else another rule must."""
+    if settings.target.workers_per_rps is not None:
+        return True
+    return settings.speed is not None and line_of(settings.speed, state.mix) is not None
+
+
+def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list[Rate]:
+    """The rates besides the regime's."""
+    rates: list[Rate] = []
+    demand, regime = state.demand, state.regimes.current
+    assert demand is not None
+    if regime is not None and demand.open_count:
+        burst = _burst_rps(regime, demand, settings)
+        if burst is not None:
+            why = (
+                f"{demand.open_count} arrivals in a bin of {demand.bin_s:g} s, {regime.rate_rps:.3g}/s before"
+            )
+            rates.append(Rate("burst", burst, why))
+    if snapshot.waiting_requests and regime is not None:
+        rps = regime.rate_rps + snapshot.waiting_requests / settings.catch_up_s
+        why = f"{regime.rate_rps:.3g} requests/s, and {snapshot.waiting_requests} wait for a worker"
+        rates.append(Rate("backlog", rps, why))
+    if state.coming is not None:
+        rates.append(Rate("forecast", state.coming.rps, state.coming.why))
+    return rates
+
+
+def _burst_rps(regime: Regime, demand: Demand, settings: ScalingSettings) -> float | None:
+    """The rate of the bin in progress, where its count is beyond what the regime's noise explains."""
+    count = float(demand.open_count or 0)
+    expected = regime.upper_rps(demand.bin_s, settings.target.z) * demand.bin_s
+    limit = expected + BURST_Z * math.sqrt(regime.noise * max(expected, 1.0))
+    return count / demand.bin_s if count > limit else None
+
+
+def _foreseen(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
+    """The state with this look in the forecast's bins; a new forecast when one of them has closed."""
+    ahead = settings.ahead
+    if ahead is None:
+        return state
+    before = state.past or Demand(ahead.bin_s, ahead.keep)
+    past = observe(before, snapshot.now_s, snapshot.arrivals)
+    new = past.first_bin + len(past.closed) - before.first_bin - len(before.closed)
+    if new == 0 or not past.closed:
+        return replace(state, past=past)
+    rate = 0.0 if state.regimes.current is None else state.regimes.current.rate_rps
+    past_rps = (*state.past_rps, *(rate,) * new)[-len(past.closed) :]
+    past_rps = (rate,) * (len(past.closed) - len(past_rps)) + past_rps
+    lead = max(math.ceil(snapshot.cold_start_s / ahead.bin_s), 1)
+    return replace(state, past=past, past_rps=past_rps, coming=forecast(ahead, past.closed, past_rps, lead))
+
+
+def _must_wake(settings: ScalingSettings, snapshot: Snapshot, found: Target) -> bool:
+    """Whether a fleet at zero has somebody waiting; what the demand says may come too late for them."""
+    nobody = snapshot.wanted == 0 and snapshot.fixed is None and not found.workers
+    return nobody and settings.target.to_zero and snapshot.waiting_requests > 0
+
+
+def _held_for(settings: HoldSettings, snapshot: Snapshot) -> HoldSettings:
+    return replace(settings, down_s=max(settings.down_s, snapshot.cold_start_s + snapshot.drain_s))
+
+
+def _facts(
+    settings: ScalingSettings,
+    state: Scaling,
+    snapshot: Snapshot,
+    found: Target,
+    line: Line | None,
+    wanted: int,
+) -> dict[str, dict[str, float]]:
+    """What was seen, what was compared (workers by each rate), and what the change costs."""
+    regime, mix = state.regimes.current, state.mix
+    seen: dict[str, float] = {
+        "serving": sum(w.state == SERVING for w in snapshot.workers),
+        "starting": sum(w.state == STARTING for w in snapshot.workers),
+        "waiting_requests": snapshot.waiting_requests,
+    }
+    if regime is not None:
+        seen |= {"rate_rps": regime.rate_rps, "noise": regime.noise}
+    if mix.requests > 0:
+        seen["prompt_tokens"] = sum(c.prompt_tokens for c in mix.classes) / mix.requests
+        seen["output_tokens"] = sum(c.output_tokens for c in mix.classes) / mix.requests
+    if state.coming is not None:
+        seen |= {"forecast_rps": state.coming.rps, "forecast_error": state.coming.error}
+    if line is not None:
+        seen |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
+    change = wanted - snapshot.wanted
+    cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}
+    if change < 0:
+        cost = {"workers": change, "drained_after_s": snapshot.drain_s}
+    if settings.target.usd_per_worker_h is not None:
+        cost["usd_per_h"] = change * settings.target.usd_per_worker_h
+    return {
+        "seen": {name: round(float(value), 4) for name, value in seen.items()},
+        "compared": found.compared,
+        "cost": {name: round(float(value), 4) for name, value in cost.items()},
+    }

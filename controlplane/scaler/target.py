@@ -1,17 +1,21 @@
 """How many workers the demand needs: Aladdin's Eq 7, N = ⌈k5·r + c5⌉, within the limits.
 
-The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.line), so what no number
-of workers can serve (one prompt whose prefill alone exceeds the target) does not ask for more of them. r is
-the upper end of the regime's rate: too few workers cost the target, one too many costs a worker.
+The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.line), or from a worker's
+speed (scaler.line), so what no number of workers can serve (one prompt whose prefill alone exceeds the
+target) does not ask for more of them. r is the upper end of the regime's rate: too few workers cost the
+target, one too many costs a worker. Where other rates must be covered too (a burst that is no regime yet, a
+forecast, a backlog), the highest counts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from controlplane.errors import BadInput
 from controlplane.scaler.changepoint import Regime
+from controlplane.scaler.line import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +57,69 @@ class TargetSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """A rate the fleet must carry, and what says so: a short name, and a clause for the reason."""
+
+    name: str
+    rps: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
-    """A number of workers and why; None: hold what there is."""
+    """A number of workers and why; None: hold what there is. `compared`: workers by each rate looked at."""
 
     workers: int | None
     reason: str
+    compared: dict[str, float] = field(default_factory=dict)
 
 
 def target(
-    settings: TargetSettings, regime: Regime | None, bin_s: float, *, stale: bool, fixed: int | None = None
+    settings: TargetSettings,
+    regime: Regime | None,
+    bin_s: float,
+    *,
+    stale: bool,
+    fixed: int | None = None,
+    line: Line | None = None,
+    also: Sequence[Rate] = (),
 ) -> Target:
-    """The target now. `stale`: the newest counts are too old, or missing. `fixed`: an operator's number."""
+    """The target now. `stale`: the newest counts are too old, or missing. `fixed`: an operator's number.
+
+    `line`: used where the settings have none. `also`: other rates that must be covered.
+    """
     if fixed is not None:
         if fixed < 0:
             raise BadInput(f"target: fixed: must not be negative, got {fixed}")
         return Target(fixed, f"an operator fixed {fixed}")
     if stale or regime is None:
         return Target(None, "no news of the demand: holding")
-    if settings.workers_per_rps is None or settings.intercept is None:
+    if settings.workers_per_rps is not None and settings.intercept is not None:
+        line = Line(settings.workers_per_rps, settings.intercept, "the line given")
+    if line is None:
         return Target(None, "no line for this traffic: holding")
-    if settings.to_zero and regime.rate_rps == 0:
-        return _within(settings, 0, "nothing arrives")
-    rate_rps = regime.upper_rps(bin_s, settings.z) if regime.rate_rps > 0 else 0.0
-    asked = math.ceil(settings.workers_per_rps * rate_rps + settings.intercept - 1e-9)
-    why = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:g} s, at most {rate_rps:.3g}"
-    return _within(settings, max(asked, 0 if settings.to_zero else 1), why)
+    upper_rps = regime.upper_rps(bin_s, settings.z) if regime.rate_rps > 0 else 0.0
+    said = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:g} s, at most {upper_rps:.3g}"
+    rates = [Rate("regime", upper_rps, said), *also]
+    compared = {rate.name: _workers(line, rate.rps) for rate in rates}
+    highest = max(rates, key=lambda rate: rate.rps)
+    if settings.to_zero and highest.rps == 0:
+        return _within(settings, 0, "nothing arrives", compared)
+    asked = math.ceil(compared[highest.name] - 1e-9)
+    return _within(settings, max(asked, 0 if settings.to_zero else 1), highest.why, compared)
 
 
-def _within(settings: TargetSettings, asked: int, why: str) -> Target:
+def _workers(line: Line, rate_rps: float) -> float:
+    return round(line.workers_per_rps * rate_rps + line.intercept, 3)
+
+
+def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float]) -> Target:
     most = settings.most
     if most is not None and asked > most:
-        return Target(most, f"{why}: {asked} workers, but no more than {most} are allowed")
+        return Target(most, f"{why}: {asked} workers, but no more than {most} are allowed", compared)
     low = 0 if asked == 0 and settings.to_zero else settings.low
     if most is not None:
         low = min(low, most)
     if asked < low:
-        return Target(low, f"{why}: {asked} workers, but at least {low} are kept")
-    return Target(asked, f"{why}: {asked} workers")
+        return Target(low, f"{why}: {asked} workers, but at least {low} are kept", compared)
+    return Target(asked, f"{why}: {asked} workers", compared)

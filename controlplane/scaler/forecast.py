@@ -1,0 +1,178 @@
+"""The rate to be ready for: the highest of the coming bins, at a stated quantile, by the best candidate.
+
+A launch made now serves only after the cold start, so what counts is the rate until then. Each candidate
+says, from the counts before, the mean rate of each of the next `lead` bins:
+
+    last       the last bin again
+    ewma       an exponentially weighted mean (weight 0.3)
+    regime     the mean since the last change point
+    seasonal   one season ago
+    scaled     one season ago, times how the last hour's bins compare to those a season before
+
+To the highest of these goes the `quantile` of the candidate's own past errors (relative, so that busy hours
+do not lend their errors to quiet ones). The candidate with the least pinball loss at that quantile over the past
+is taken: it is scored on forecasts made before what they foretold, as they would have been made then.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+
+Floats = NDArray[np.float64]
+CANDIDATES = ("last", "ewma", "regime", "seasonal", "scaled")
+EWMA = 0.3
+LEAST_ORIGINS = 12  # past forecasts before an error is believed
+MOST_ORIGINS = 576
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastSettings:
+    """`bin_s`: bins of the history; `season`: bins of a season (a day); `quantile`: how sure to be.
+
+    `keep`: bins remembered.
+    """
+
+    bin_s: float = 300.0
+    season: int = 288
+    quantile: float = 0.9
+    keep: int = 4032
+
+    def __post_init__(self) -> None:
+        if not self.bin_s > 0 or self.season < 2 or self.keep < 2:
+            raise BadInput(f"forecast: need bin_s > 0, season and keep of at least 2, got {self}")
+        if not 0.5 <= self.quantile < 1.0:
+            raise BadInput(f"forecast: quantile: must be from 0.5 to below 1, got {self.quantile:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The rate to be ready for, by which candidate, and how good that has been.
+
+    `error`: mean absolute error of its forecasts as a share of the mean rate. `covered`: the share of past
+    times at which what was said was enough. `origins`: how many there were.
+    """
+
+    rps: float
+    candidate: str
+    quantile: float
+    error: float
+    covered: float
+    origins: int
+
+    @property
+    def why(self) -> str:
+        return (
+            f"forecast {self.rps:.3g} requests/s at the {self.quantile:.0%} quantile ({self.candidate}:"
+            f" mean error {self.error:.0%}, was enough {self.covered:.0%} of {self.origins} times)"
+        )
+
+
+def forecast(
+    settings: ForecastSettings, counts: Sequence[int | None], regimes: Sequence[float], lead: int
+) -> Forecast | None:
+    """The rate to be ready for in the `lead` bins after `counts` (oldest first, None = not counted).
+
+    `regimes`: the mean rate (requests a second) of the regime that each bin was seen in, when it closed. None
+    where the history is too short for any candidate to have been tried.
+    """
+    if lead < 1:
+        raise BadInput(f"forecast: lead: must be at least 1 bin, got {lead}")
+    if len(regimes) != len(counts):
+        raise BadInput(f"forecast: {len(counts)} bins and {len(regimes)} regimes; need one of each")
+    rates = _filled(counts) / settings.bin_s
+    n = len(rates)
+    if n == 0:
+        return None
+    said = {
+        name: _said(name, rates, np.asarray(regimes, float), settings.season, lead) for name in CANDIDATES
+    }
+    # Origin i knows bins up to i and foretells i + 1 .. i + lead.
+    came = np.array([rates[i + 1 : i + 1 + lead].max() for i in range(max(n - lead, 0))])
+    best: tuple[float, Forecast] | None = None
+    for name, column in said.items():
+        now, past = column[-1], column[: len(came)]
+        known = np.flatnonzero(np.isfinite(past))[-MOST_ORIGINS:]
+        learn = LEAST_ORIGINS + lead  # errors of so many origins are known at the first one that is scored
+        if not np.isfinite(now) or len(known) < learn + LEAST_ORIGINS:
+            continue
+        base, truth = past[known], came[known]
+        scale = np.maximum(base, 1.0 / settings.bin_s)
+        lift = _lift((truth - base) / scale, settings.quantile, lead)
+        ready = np.maximum(base + lift[:-1] * scale, 0.0)[learn:]
+        base, truth = base[learn:], truth[learn:]
+        loss = float(np.mean(_pinball(truth - ready, settings.quantile)))
+        found = Forecast(
+            max(float(now + lift[-1] * max(now, 1.0 / settings.bin_s)), 0.0),
+            name,
+            settings.quantile,
+            float(np.abs(truth - base).mean() / max(float(truth.mean()), 1e-9)),
+            float((ready >= truth).mean()),
+            len(truth),
+        )
+        if best is None or loss < best[0]:
+            best = loss, found
+    return None if best is None else best[1]
+
+
+def _filled(counts: Sequence[int | None]) -> Floats:
+    """Counts with what nobody counted taken as the bin before."""
+    filled, last = [], 0.0
+    for count in counts:
+        last = last if count is None else float(count)
+        filled.append(last)
+    return np.array(filled)
+
+
+def _said(name: str, rates: Floats, regimes: Floats, season: int, lead: int) -> Floats:
+    """What a candidate says at each origin: the highest mean rate of the next `lead` bins; NaN = nothing."""
+    n = len(rates)
+    if name == "last":
+        return rates.copy()
+    if name == "regime":
+        return regimes.copy()
+    if name == "ewma":
+        out, level = np.empty(n), float(rates[0])
+        for i, rate in enumerate(rates):
+            level += EWMA * (float(rate) - level)
+            out[i] = level
+        return out
+    out = np.full(n, np.nan)
+    for i in range(season, n):
+        ahead = i + 1 - season
+        top = rates[ahead : min(ahead + lead, i + 1)].max()
+        if name == "scaled":
+            near = max(season // 24, 1)
+            then, now = rates[max(i + 1 - season - near, 0) : i + 1 - season], rates[i + 1 - near : i + 1]
+            top *= min(max(now.mean() / then.mean(), 0.25), 4.0) if then.size and then.mean() > 0 else 1.0
+        out[i] = top
+    return out
+
+
+def _lift(errors: Floats, quantile: float, lead: int) -> Floats:
+    """What is added at each origin, and now: the quantile of the errors known by then; NaN for too few.
+
+    An origin's error is known once its `lead` bins have come.
+    """
+    n = len(errors)
+    out = np.full(n + 1, np.nan)
+    ordered: list[float] = []
+    for i in range(n + 1):
+        if i >= lead:
+            insort(ordered, float(errors[i - lead]))
+        if len(ordered) >= LEAST_ORIGINS:
+            place = quantile * (len(ordered) - 1)
+            low = int(place)
+            high = min(low + 1, len(ordered) - 1)
+            out[i] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return out
+
+
+def _pinball(short: Floats, quantile: float) -> Floats:
+    return np.maximum(quantile * short, (quantile - 1.0) * short)
