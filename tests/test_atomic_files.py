@@ -41,3 +41,10 @@ def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with pytest.raises(BadInput, match=r"report\.html: is a folder"):
         write_files({tmp_path / "report.html": "x"})
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="pipe: not a regular file"):
+        write_files({tmp_path / "pipe": "x"})
+    assert (tmp_path / "pipe").is_fifo()

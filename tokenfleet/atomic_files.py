@@ -22,6 +22,8 @@ def write_files(contents: Mapping[Path, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise BadInput(f"{path}: is a folder, expected a file")
+            if path.exists() and not path.is_file():
+                raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
             handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             ready.append((beside, path))
             with os.fdopen(handle, "w", encoding="utf-8") as file:

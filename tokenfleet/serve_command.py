@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import os
 import secrets
@@ -19,6 +18,7 @@ from controlplane.placement.assign import Policy
 from controlplane.types import Slo
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.profile_files import find_profiles, read_profile
+from tokenfleet.serve_scaling import autoscale_of, bounds_of, read_plan, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     RunFleet = Callable[[FleetSettings, Callable[[str], None]], Coroutine[None, None, None]]
 
-INSTALL = "pip install -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
+INSTALL = "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EMULATED = ("llama-3.1-8b", ["h100-sxm"])  # what an emulated engine is like unless --profile says
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
@@ -53,6 +53,9 @@ def serve_command(
     slo: Annotated[str | None, typer.Option(help="default targets: ttft=1.6s,tpot=75ms")] = None,
     plan: Annotated[Path | None, typer.Option(help="take workers, TP and SLOs from a plan's JSON")] = None,
     autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None,
+    scale_in_after: Annotated[
+        str, typer.Option(help="how long fewer workers must be enough before some are drained")
+    ] = "2m",
     max_workers: Annotated[
         int | None, typer.Option(min=1, help="never more (default: twice, at least 8)")
     ] = None,
@@ -74,10 +77,11 @@ def serve_command(
     """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
     if engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {engine!r}")
-    if plan is not None:
-        workers, tp, planned = _from_plan(plan)
+    found = None if plan is None else (plan, read_plan(plan))
+    if found is not None:
+        workers, tp, planned = workers_of(found[1])
         slo = slo or planned
-    bounds = None if autoscale is None else _bounds(autoscale)
+    bounds = None if autoscale is None else bounds_of(autoscale)
     most = max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
     if workers > most or (bounds is not None and bounds[1] > most):
         raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
@@ -131,7 +135,7 @@ def serve_command(
         keys=tuple(keys),
         slo=targets,
         waiting=WaitingSettings(queue, queue_wait_s),
-        autoscale=bounds,
+        autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, found),
         advisory=advisory,
         profile=step_times,
         policy=placement,
@@ -185,33 +189,6 @@ def _prepare_process(verbose: bool) -> None:
         os.environ.setdefault(name, value)
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenfleet").setLevel(logging.INFO)
-
-
-def _bounds(text: str) -> tuple[int, int]:
-    low, dots, high = text.partition("..")
-    if not dots or not low.isdigit() or not high.isdigit() or not 1 <= int(low) <= int(high):
-        raise BadInput(f"--autoscale: expected MIN..MAX such as 1..8, got {text!r}")
-    return int(low), int(high)
-
-
-def _from_plan(path: Path) -> tuple[int, int, str | None]:
-    """Workers, TP degree and SLO text of a plan. Raises BadInput for anything but a feasible plan."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise BadInput(f"{path}: is not JSON: {error}") from None
-    if not isinstance(plan, dict) or plan.get("schema") != "tokenfleet.plan/1":
-        raise BadInput(f"{path}: schema: expected tokenfleet.plan/1 (plan --format json)")
-    if not plan.get("feasible") or not plan.get("fleet"):
-        raise BadInput(f"{path}: feasible: this plan found no fleet, so there is none to serve")
-    degrees = {part["tp_degree"] for part in plan["fleet"]}
-    if len(degrees) > 1:
-        raise BadInput(f"{path}: fleet: mixes TP degrees {sorted(degrees)}; serve one part of it with --tp")
-    slo = plan.get("inputs", {}).get("slo")
-    text = f"ttft={slo['ttft_s']}s,tpot={slo['tpot_s']}s" if isinstance(slo, dict) else None
-    return int(plan["workers"]), int(degrees.pop()), text
 
 
 def _profile(path: Path | None, engine: str, tp: int) -> Profile | None:

@@ -2,8 +2,7 @@
 
 The ledger counts a worker's decode steps; here a step is a batch of outputs in which decoding requests got
 a token. A request that got none (preempted, or its chunk fell out of the step) is set back by one, so
-generated = key + step stays exact. The order of rules is the simulated plane's: assign; the last chance of
-a request about to lose its TTFT; and past `PATIENCE` of its TTFT the least loaded worker.
+generated = key + step stays exact. What decides is `decide`, as in the simulated plane.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from controlplane.perfmodel.coefficients import (
     decode_base_s,
 )
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.assign import POLICY_CODE, PlacementSettings, Policy, assign, last_chance
-from controlplane.placement.constraints import prefill_lasts_s
+from controlplane.placement.assign import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.placement.decide import decide
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODING,
@@ -47,8 +46,8 @@ from controlplane.types import RequestId, WorkerId
 from dataplane.live.link import WorkerInfo
 from dataplane.live.tracked import Tracked
 
-PATIENCE = 4.0
-CONSTRAINED = (Policy.SPREAD, Policy.BEST_FIT)
+PATIENCE = 4.0  # TTFT targets that a request is held for at most
+RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
 class LedgerPlacement:
@@ -70,7 +69,7 @@ class LedgerPlacement:
         self._profile_row = coefficient_row(profile)
         rows = np.tile(self._profile_row, (workers, 1))
         self._led = new_ledger(rows, np.arange(workers), requests, slots, lengths)
-        self._policy, self._code = policy, POLICY_CODE[policy]
+        self._code = POLICY_CODE[policy]
         self._knobs = (settings or PlacementSettings()).knobs()
         self._rng = rng
         self._worker_rows: dict[WorkerId, int] = {}
@@ -78,7 +77,8 @@ class LedgerPlacement:
         self._rows: dict[RequestId, int] = {}
         self._free = list(range(requests))
         # Compiled now rather than under the first client's request.
-        assign(self._led, self._code, self._knobs, 0, 0.0, False, ANY_PHASE, self._draw())
+        for moving in (False, True):
+            self._choose(0, 0.0, moving)
 
     def learn(self, lengths: LengthTable) -> None:
         """Use another table for requests that outlive their prediction."""
@@ -132,15 +132,12 @@ class LedgerPlacement:
         return None if w == NONE else self._workers[w]
 
     def _choose(self, r: int, now_s: float, moving: bool) -> int:
-        row = self._led.requests[r]
-        due_s = row["arrival_s"] + row["ttft_s"]
-        late = moving or not math.isnan(row["first_s"]) or now_s + self._alone_s(r) > due_s
-        chosen = int(assign(self._led, self._code, self._knobs, r, now_s, late, ANY_PHASE, self._draw()))
-        if chosen == NONE and not late and self._policy in CONSTRAINED:
-            chosen = int(last_chance(self._led, self._knobs, r, now_s, ANY_PHASE))
-        if chosen == NONE and (moving or now_s - row["arrival_s"] >= PATIENCE * row["ttft_s"]):
-            chosen = self._least_loaded()
-        return chosen
+        led, knobs, draw = self._led, self._knobs, self._draw()
+        if not moving:
+            return int(decide(led, self._code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+        # One that must leave its worker goes somewhere now, whatever it breaks.
+        chosen = int(assign(led, self._code, knobs, r, now_s, True, ANY_PHASE, draw))
+        return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
 
     def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
         r = self._row(request)
@@ -245,21 +242,6 @@ class LedgerPlacement:
             running[: len(kept)] = kept
             at["running_n"] = len(kept)
             row["worker"] = NONE
-
-    def _alone_s(self, r: int) -> float:
-        """Seconds an idle worker takes to prefill the request."""
-        tokens = float(self._led.requests[r]["prompt"] + self._led.requests[r]["key"])
-        return float(prefill_lasts_s(self._profile_row, tokens, tokens, 0, 0.0))
-
-    def _least_loaded(self) -> int:
-        at = self._led.workers
-        open_rows = [
-            w
-            for w in self._workers
-            if at[w]["status"] == SERVING
-            and at[w]["decoding"] + at[w]["queued"] < self._led.coefficients[w, MAX_SEQS]
-        ]
-        return min(open_rows, key=lambda w: int(at[w]["decoding"] + at[w]["queued"]), default=NONE)
 
     def _draw(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return self._rng.random(2)
