@@ -17,3 +17,8 @@ def read_policy(name: str) -> tuple[Policy, bool]:
         raise BadInput(
             f"policy: one of {', '.join(Policy)}, each also with {MIGRATE}, got {name!r}"
         ) from None
+
+
+def policy_names() -> list[str]:
+    """Every name `read_policy` knows."""
+    return [name + suffix for name in Policy for suffix in ("", MIGRATE)]

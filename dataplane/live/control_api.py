@@ -1,45 +1,22 @@
-"""The control API: the fleet over HTTP, on a port of its own.
-
-Errors have OpenAI's shape, as the gateway's do. Without a key it answers only requests that name a
-loopback host and come from no foreign web page, so that no site a person visits can steer their fleet.
-"""
+"""The control API: the fleet over HTTP, on a port of its own. Who may call, and errors: http_rules.py."""
 
 from __future__ import annotations
 
-import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import uvicorn
-from fastapi import Body, FastAPI, Header, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi import Body, FastAPI, Header, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
-from starlette.exceptions import HTTPException
 
 from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.gateway import is_loopback
-from dataplane.live.operations import Operations, UnknownName
-
-OPEN_PATHS = frozenset({"/health", "/ready"})
-
-
-class ErrorBody(BaseModel):
-    """One line that says what was wrong."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorReply(BaseModel):
-    error: ErrorBody
+from dataplane.live.extension import Extension
+from dataplane.live.http_rules import ERRORS, OPEN_PATHS, ErrorReply, error_reply, keep_house_rules
+from dataplane.live.operations import Operations
 
 
 class ScaleOrder(BaseModel):
@@ -66,38 +43,29 @@ class Decision(BaseModel):
     reason: str = Field(min_length=1, max_length=500)
     advisory: bool = False
     workers: int | None = Field(None, ge=0, le=10_000)
+    facts: dict[Literal["seen", "compared", "cost"], dict[str, float]] = Field(default_factory=dict)
     request_id: str | None = Field(None, min_length=1, max_length=256)
     target: str | None = Field(None, min_length=1, max_length=64)
 
     def action(self) -> Scale | Migrate:
         """The decision as the core's noun. Raises BadInput when a field its kind needs is missing."""
         if self.kind == "scale" and self.workers is not None:
-            return Scale(self.workers, self.reason)
+            return Scale(self.workers, self.reason, {str(part): told for part, told in self.facts.items()})
         if self.kind == "migrate" and self.request_id is not None and self.target is not None:
             return Migrate(RequestId(self.request_id), WorkerId(self.target), self.reason)
         raise BadInput(f"decision: a {self.kind} needs other fields, see /openapi.json")
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply} for status in (400, 401, 403, 404, 405, 422)
-}
-
-
-def control_app(operations: Operations, key: str | None) -> FastAPI:
+def control_app(operations: Operations, key: str | None, extensions: Sequence[Extension] = ()) -> FastAPI:
     """The application; `key` None lets loopback callers in without one."""
-    app = FastAPI(
-        title="Tokenfleet control", version="1", responses=_ERRORS, docs_url="/docs", redoc_url=None
-    )
+    app = FastAPI(title="Tokenfleet control", version="1", responses=ERRORS, docs_url="/docs", redoc_url=None)
     app.state.operations = operations
-
-    @app.middleware("http")
-    async def guard(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-        refusal = _refusal(request, key)
-        return refusal if refusal is not None else await proceed(request)
-
-    app.add_exception_handler(BadInput, _bad_input)
-    app.add_exception_handler(RequestValidationError, _bad_body)
-    app.add_exception_handler(HTTPException, _http_error)
+    keep_house_rules(
+        app,
+        key,
+        OPEN_PATHS.union(*(extension.open_paths for extension in extensions)),
+        {path: most for extension in extensions for path, most in extension.body_bytes.items()},
+    )
 
     @app.get("/v1/fleet")
     async def fleet() -> dict[str, Any]:
@@ -175,55 +143,17 @@ def control_app(operations: Operations, key: str | None) -> FastAPI:
         """Whether a worker serves."""
         if operations.is_ready:
             return {"status": "ready"}
-        return _error(503, "service_unavailable", "no worker is serving")
+        return error_reply(503, "no worker is serving", "service_unavailable")
 
+    for extension in extensions:
+        for router in extension.routers:
+            app.include_router(router)
     return app
 
 
 async def _event_lines(operations: Operations, after_id: int) -> AsyncIterator[dict[str, str]]:
     async for event in operations.events.follow(after_id):
         yield {"id": str(event.id), "event": event.kind, "data": json.dumps(event.as_json())}
-
-
-def _refusal(request: Request, key: str | None) -> JSONResponse | None:
-    if request.url.path in OPEN_PATHS:
-        return None
-    if key is not None:
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(secret.encode(), key.encode()):
-            return None
-        return _error(401, "invalid_request_error", "the control key is missing or wrong")
-    if not is_loopback(request.url.hostname or ""):
-        return _error(403, "invalid_request_error", "without a key, only loopback hosts may be named")
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.url.netloc:
-        return _error(403, "invalid_request_error", "without a key, no other site's page may call")
-    return None
-
-
-def _error(status: int, kind: str, message: str) -> JSONResponse:
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    headers = {"www-authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
-
-
-async def _bad_input(request: Request, error: Exception) -> Response:
-    status = 404 if isinstance(error, UnknownName) else 400
-    return _error(status, "invalid_request_error", str(error))
-
-
-async def _bad_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return _error(422, "invalid_request_error", f"{where}: {first['msg']}")
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    reply = _error(error.status_code, "invalid_request_error", str(error.detail))
-    reply.headers.update(error.headers or {})
-    return reply
 
 
 class QuietServer(uvicorn.Server):

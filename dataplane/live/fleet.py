@@ -26,12 +26,14 @@ from dataplane.live.cluster import Cluster, Host
 from dataplane.live.control_api import control_app, control_server
 from dataplane.live.controller_process import ControllerProcess
 from dataplane.live.events import EventLog
+from dataplane.live.extension import Extension
 from dataplane.live.fleet_core import CoreSettings, FleetCore
 from dataplane.live.front_door import DoorPolicy
-from dataplane.live.gateway import Gateway, GatewaySettings, bind, until_answering
+from dataplane.live.gateway import Gateway, GatewaySettings
 from dataplane.live.history import History
 from dataplane.live.keys import ApiKey, KeyRing
 from dataplane.live.ledger_placement import LedgerPlacement
+from dataplane.live.listening import bind, until_answering
 from dataplane.live.metrics import EngineFamilies, Metrics
 from dataplane.live.operations import FleetFacts, Operations
 from dataplane.live.placement import LeastLoaded, Placement
@@ -62,6 +64,7 @@ class FleetSettings:
     profile: Profile | None = None
     policy: Policy = Policy.SPREAD
     data: Path | None = None
+    extensions: tuple[Extension, ...] = ()
 
 
 async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) -> None:
@@ -108,7 +111,11 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         )
         operations = Operations(facts, core, cluster, metrics, events)
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
-        control = control_server(control_app(operations, settings.control_key))
+        for extension in settings.extensions:
+            for collector in extension.collectors:
+                metrics.registry.register(collector)
+            await cleanup.enter_async_context(extension.running())
+        control = control_server(control_app(operations, settings.control_key, settings.extensions))
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 

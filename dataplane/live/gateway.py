@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import socket
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controlplane.errors import BadInput
 from dataplane.live.fleet_core import FleetCore
 from dataplane.live.front_door import DoorPolicy
 from dataplane.live.vllm_serving import FRONT_DOOR, FleetLLM, engine_config, parse_flags, serve_http
@@ -57,45 +55,6 @@ class Gateway:
         """Answer until SIGTERM or SIGINT, then end every stream and return."""
         address = f"http://{self.settings.host}:{self.settings.port}"
         await serve_http(FleetLLM(self.config, core, door), listening, address, self.arguments)
-
-
-def bind(host: str, port: int, what: str) -> socket.socket:
-    """A bound socket for a server; BadInput naming the flag when the port is taken.
-
-    Bound before any engine starts: a taken port is told at once, not after a model has loaded.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        raise BadInput(f"{what}: cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}") from error
-    return listening
-
-
-async def until_answering(host: str, port: int, server: asyncio.Task[None]) -> None:
-    """Return once the port answers HTTP; raises what ended the server if it ended first."""
-    host = "127.0.0.1" if host in ("0.0.0.0", "") else host
-    while not server.done():
-        try:
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: tokenfleet\r\nConnection: close\r\n\r\n")
-            status = await reader.readline()
-            writer.close()
-            if b" 200 " in status:
-                return
-        except OSError:
-            pass
-        await asyncio.sleep(0.05)
-    server.result()
-    raise RuntimeError("the server ended before it answered")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def clean_environment(flags: Sequence[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from controlplane.types import WorkerId
 from dataplane.live.cluster import Cluster, Member
 from dataplane.live.events import EventLog
 from dataplane.live.fleet_core import Attached, FleetCore
+from dataplane.live.http_rules import UnknownName
 from dataplane.live.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.migration import Move
 from dataplane.live.tracked import Tracked
@@ -29,10 +30,6 @@ class FleetFacts:
     gateway: str
     advisory: bool
     autoscale: tuple[int, int] | None
-
-
-class UnknownName(BadInput):
-    """No worker, request or migration of that name."""
 
 
 class Operations:

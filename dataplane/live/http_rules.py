@@ -1,0 +1,194 @@
+"""What each of our HTTP APIs keeps to: who may call, how large and slow a body may be, how errors look.
+
+Errors have OpenAI's shape, as the gateway's do. Without a key only requests that name a loopback host and
+come from no foreign web page are answered, so that no site a person visits can steer their fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from controlplane.errors import BadInput, ControlPlaneError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+BODY_BYTES = 1 << 20
+BODY_IDLE_S = 30.0  # a body of which nothing more comes for so long is given up
+
+
+class ErrorBody(BaseModel):
+    """One line that says what was wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    error: ErrorBody
+
+
+class UnknownName(BadInput):
+    """Nothing of that name is here: 404."""
+
+
+class Conflict(BadInput):
+    """It cannot be done to what stands there now: 409."""
+
+
+class TooBusy(BadInput):
+    """Come again in `retry_after_s`: 429."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": says}
+    for status, says in {
+        400: "What was asked for cannot be done; the message says why",
+        401: "The key is missing or wrong",
+        403: "Without a key, only this machine's own pages and programs may call",
+        404: "Nothing of that name is here",
+        405: "The path has other methods",
+        408: "The body did not come in time",
+        413: "The body is too large",
+        422: "A field has a value it cannot have; the message names it",
+    }.items()
+}
+
+
+def keep_house_rules(
+    app: FastAPI,
+    key: str | None,
+    open_paths: frozenset[str] = OPEN_PATHS,
+    body_bytes: Mapping[str, int] | None = None,
+) -> None:
+    """Put the rules before an app. `key` None lets loopback callers in without one; `body_bytes` allows the
+    paths it names more than BODY_BYTES."""
+    app.add_middleware(HouseRules, key=key, open_paths=open_paths, body_bytes=body_bytes or {})
+    app.add_exception_handler(ControlPlaneError, _bad_input)
+    app.add_exception_handler(RequestValidationError, _bad_body)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+class HouseRules:
+    """ASGI middleware: refuses callers without a right to call, and bodies beyond their bounds."""
+
+    def __init__(
+        self, app: App, key: str | None, open_paths: frozenset[str], body_bytes: Mapping[str, int]
+    ) -> None:
+        self._app, self._key = app, key
+        self._open_paths, self._body_bytes = open_paths, body_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        refusal = None if request.url.path in self._open_paths else _refusal(request, self._key)
+        most = self._body_bytes.get(request.url.path, BODY_BYTES)
+        stated = request.headers.get("content-length", "")
+        if refusal is None and stated.isdigit() and int(stated) > most:
+            refusal = _too_large(most)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, _bounded(receive, most), send)
+
+
+def _bounded(receive: Receive, most: int) -> Receive:
+    """`receive` that raises once the body is too large (its length may be unstated) or stays away."""
+    read, whole = 0, False
+
+    async def bounded() -> Message:
+        nonlocal read, whole
+        if whole:
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), BODY_IDLE_S)
+        except TimeoutError:
+            raise HTTPException(408, f"nothing more of the body came within {BODY_IDLE_S:g} s") from None
+        read += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if read > most:
+            raise HTTPException(413, _too_large_says(most))
+        return message
+
+    return bounded
+
+
+def error_reply(
+    status: int, message: str, kind: str = "invalid_request_error", **headers: str
+) -> JSONResponse:
+    """An error in OpenAI's shape; `headers` have _ where HTTP has -."""
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return JSONResponse({"error": error}, status_code=status, headers=named)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _refusal(request: Request, key: str | None) -> JSONResponse | None:
+    if key is not None:
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(secret.encode(), key.encode()):
+            return None
+        return error_reply(401, "the control key is missing or wrong", www_authenticate="Bearer")
+    if not is_loopback(request.url.hostname or ""):
+        return error_reply(403, "without a key, only loopback hosts may be named")
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.url.netloc:
+        return error_reply(403, "without a key, no other site's page may call")
+    return None
+
+
+def _too_large_says(most: int) -> str:
+    return f"the body must be at most {most} bytes"
+
+
+def _too_large(most: int) -> JSONResponse:
+    return error_reply(413, _too_large_says(most), connection="close")
+
+
+async def _bad_input(request: Request, error: Exception) -> Response:
+    if isinstance(error, UnknownName):
+        return error_reply(404, str(error))
+    if isinstance(error, Conflict):
+        return error_reply(409, str(error))
+    if isinstance(error, TooBusy):
+        return error_reply(429, str(error), "rate_limit_error", retry_after=str(error.retry_after_s))
+    return error_reply(400, str(error))
+
+
+async def _bad_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return error_reply(422, f"{where}: {first['msg']}")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reply = error_reply(error.status_code, str(error.detail))
+    reply.headers.update(error.headers or {})
+    return reply

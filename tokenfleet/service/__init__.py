@@ -1,0 +1,1 @@
+"""Plan jobs over HTTP: kept in SQLite, run in processes of their own, outliving the service."""

@@ -1,0 +1,138 @@
+"""One plan job in a process of its own: a question on stdin, progress and the answer on stdout.
+
+The question is one line of JSON; each line written is `{"says", "progress", "simulations"}`, the last one
+`{"plan": …}` or `{"error": …}`. Stdin stays open as long as whoever asked lives: when it closes, this process
+ends at once, so that a killed service leaves no planner behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any, TextIO
+
+from controlplane.errors import ControlPlaneError
+from controlplane.types import Slo
+from tokenfleet.plan import make_plan
+from tokenfleet.plan_inputs import gather, known_policy
+from tokenfleet.plan_json import plan_json
+from tokenfleet.planning.question import Question
+from tokenfleet.planning.threads import threads
+from tokenfleet.planning.watch import Watch
+from tokenfleet.traces import read_trace
+
+TELL_EVERY_S = 0.2
+NICENESS = 10  # a fleet served beside it comes first
+
+
+class Teller(Watch):
+    """Writes how far the plan is, some times a second."""
+
+    def __init__(self, to: TextIO) -> None:
+        self._to, self._lock = to, threading.Lock()
+        self._says, self._share, self._simulations = "starting", 0.0, 0
+        self._told_s = 0.0
+
+    def stage(self, says: str, share: float) -> None:
+        with self._lock:
+            self._says, self._share = says, share
+            self._tell()
+
+    def simulated(self) -> None:
+        with self._lock:
+            self._simulations += 1
+            if time.monotonic() - self._told_s >= TELL_EVERY_S:
+                self._tell()
+
+    def _tell(self) -> None:
+        self._told_s = time.monotonic()
+        say(self._to, says=self._says, progress=self._share, simulations=self._simulations)
+
+
+def say(to: TextIO, **what: Any) -> None:
+    """One line of JSON."""
+    to.write(json.dumps(what) + "\n")
+    to.flush()
+
+
+def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
+    """The `tokenfleet.plan/1` to an order (forms.PlanOrder) whose trace lies at `trace_path`.
+
+    Raises BadInput and its like, one line each.
+    """
+    order = asked["question"]
+    question = Question(
+        Slo(**order["slo"]),
+        order["attainment"],
+        order["confidence"],
+        known_policy(order["policy"]),
+        order["seed"],
+        order["max_gpus"],
+        order["budget_usd_per_h"],
+    )
+    trace = replace(read_trace(asked["trace_path"]), name=asked["trace_name"])
+    with tempfile.TemporaryDirectory() as scratch:
+        gathered = gather(
+            trace,
+            model=order["model"],
+            gpus=order["gpu"],
+            tps=order["tp"],
+            profiles=[
+                _written(scratch, f"profile-{i + 1}.yaml", text) for i, text in enumerate(order["profiles"])
+            ],
+            prices=None if order["prices"] is None else _written(scratch, "prices.yaml", order["prices"]),
+            spot=order["spot"],
+            engine=order["engine"],
+            rate_scale=order["rate_scale"],
+            window=order["window"],
+            drop_too_long=order["drop_too_long"],
+            budgeted=order["budget_usd_per_h"] is not None,
+            today=date.today(),
+        )
+    with threads(asked["threads"]) as pool:
+        return plan_json(
+            make_plan(gathered.workload, gathered.offers, question, gathered.inputs, pool, watch)
+        )
+
+
+def _written(folder: str, name: str, text: str) -> Path:
+    path = Path(folder) / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _end_with_asker() -> None:
+    sys.stdin.buffer.read()
+    os._exit(3)
+
+
+def main() -> int:
+    """Answer the question on stdin; 0 whether the answer is a plan or an error."""
+    os.nice(NICENESS)
+    # What a library prints must not look like one of our lines.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 3
+    threading.Thread(target=_end_with_asker, name="end-with-asker", daemon=True).start()
+    try:
+        say(out, plan=answer(json.loads(line), Teller(out)))
+    except (ControlPlaneError, OSError) as error:
+        say(out, error=" ".join(str(error).split()))
+    except Exception as error:
+        traceback.print_exc()
+        say(out, error=f"internal error ({type(error).__name__}); the service's log has more")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

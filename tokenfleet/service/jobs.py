@@ -1,0 +1,223 @@
+"""Plan jobs as they are kept: queued, claimed, ended; each change is one transaction.
+
+A job is begun by `claim`, which no two callers can win, and ended by `finish`, which writes the plan and the
+state together and only while the attempt it belongs to is still the job's present one. So whatever is
+killed in between, a job has at most one result, and one that has none is queued again by `requeue`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenfleet.service.database import Database
+
+MOST_ATTEMPTS = 3  # a job that takes the service down with it is not begun for ever
+BRIEF = ("feasible", "reason", "fleet", "workers", "gpus", "usd_per_hour")
+
+_JOB = """
+    SELECT jobs.*, uploads.summary AS trace, plans.brief AS brief FROM jobs
+    JOIN uploads ON uploads.id = jobs.upload LEFT JOIN plans ON plans.id = jobs.id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A job to be run now, `attempt` counting from 1."""
+
+    id: str
+    attempt: int
+    question: dict[str, Any]
+    upload: str
+    timeout_s: float
+
+
+class Jobs:
+    """The jobs of one database. Times are Unix seconds."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(
+        self,
+        question: Mapping[str, Any],
+        upload: str,
+        timeout_s: float,
+        most_queued: int,
+        idempotency_key: str | None = None,
+    ) -> dict[str, Any] | None:
+        """A new job, or the one this key has made before; None when as many wait as may."""
+        with self._database.transaction() as cursor:
+            if idempotency_key is not None:
+                row = cursor.execute(f"{_JOB} WHERE jobs.idempotency_key = ?", (idempotency_key,)).fetchone()
+                if row is not None:
+                    return _view(row)
+            waiting = cursor.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()[0]
+            if waiting >= most_queued:
+                return None
+            name = secrets.token_hex(8)
+            cursor.execute(
+                "INSERT INTO jobs (id, idempotency_key, state, question, upload, timeout_s, created_s)"
+                " VALUES (?, ?, 'queued', ?, ?, ?, ?)",
+                (name, idempotency_key, json.dumps(question), upload, timeout_s, time.time()),
+            )
+            return _view(cursor.execute(f"{_JOB} WHERE jobs.id = ?", (name,)).fetchone())
+
+    def find(self, job: str) -> dict[str, Any] | None:
+        """A job without its plan; None if there is none of that id."""
+        rows = self._database.rows(f"{_JOB} WHERE jobs.id = ?", job)
+        return _view(rows[0]) if rows else None
+
+    def newest(self, limit: int, state: str | None = None) -> list[dict[str, Any]]:
+        """The last jobs, newest first."""
+        where, values = ("WHERE state = ?", [state]) if state else ("", [])
+        rows = self._database.rows(f"{_JOB} {where} ORDER BY number DESC LIMIT ?", *values, limit)
+        return [_view(row) for row in rows]
+
+    def counts(self) -> dict[str, int]:
+        """How many jobs are in each state."""
+        rows = self._database.rows("SELECT state, count(*) AS n FROM jobs GROUP BY state")
+        return {row["state"]: row["n"] for row in rows}
+
+    def claim(self) -> Claimed | None:
+        """Begin the job that has waited longest; None when none waits."""
+        with self._database.transaction() as cursor:
+            row = cursor.execute(
+                "UPDATE jobs SET state = 'running', attempts = attempts + 1, started_s = ?, progress = 0,"
+                " simulations = 0, says = 'starting' WHERE number ="
+                " (SELECT number FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1) RETURNING *",
+                (time.time(),),
+            ).fetchone()
+            if row is None:
+                return None
+            cursor.execute(
+                "INSERT INTO runs (job, attempt, started_s) VALUES (?, ?, ?)",
+                (row["id"], row["attempts"], row["started_s"]),
+            )
+            question = json.loads(row["question"])
+            return Claimed(row["id"], row["attempts"], question, row["upload"], row["timeout_s"])
+
+    def advance(self, job: Claimed, progress: float, says: str, simulations: int) -> None:
+        """Note how far a running job is."""
+        with self._database.transaction() as cursor:
+            cursor.execute(
+                "UPDATE jobs SET progress = ?, says = ?, simulations = ?"
+                " WHERE id = ? AND attempts = ? AND state = 'running'",
+                (progress, says, simulations, job.id, job.attempt),
+            )
+
+    def finish(
+        self, job: Claimed, state: str, says: str, plan: str | None = None, error: str | None = None
+    ) -> bool:
+        """End an attempt, its plan with it; False if it is not the job's present one (nothing is written)."""
+        now_s = time.time()
+        with self._database.transaction() as cursor:
+            changed = cursor.execute(
+                "UPDATE jobs SET state = ?, says = ?, error = ?, finished_s = ?,"
+                " progress = CASE WHEN ? = 'done' THEN 1.0 ELSE progress END"
+                " WHERE id = ? AND attempts = ? AND state = 'running'",
+                (state, says, error, now_s, state, job.id, job.attempt),
+            ).rowcount
+            if changed and plan is not None:
+                keep_plan(cursor, job.id, "job", plan, now_s)
+            _end_run(cursor, job.id, job.attempt, state if changed else "superseded", now_s)
+            return bool(changed)
+
+    def cancel(self, job: str) -> dict[str, Any] | None:
+        """Cancel a job: at once while it waits, by whoever runs it while it runs; None if unknown."""
+        with self._database.transaction() as cursor:
+            cursor.execute(
+                "UPDATE jobs SET state = 'cancelled', says = 'cancelled before it began', finished_s = ?"
+                " WHERE id = ? AND state = 'queued'",
+                (time.time(), job),
+            )
+            cursor.execute("UPDATE jobs SET cancel = 1 WHERE id = ? AND state = 'running'", (job,))
+            row = cursor.execute(f"{_JOB} WHERE jobs.id = ?", (job,)).fetchone()
+            return None if row is None else _view(row)
+
+    def to_cancel(self) -> set[str]:
+        """Running jobs that somebody wants ended."""
+        return {
+            r["id"] for r in self._database.rows("SELECT id FROM jobs WHERE state = 'running' AND cancel")
+        }
+
+    def release(self, job: Claimed) -> None:
+        """Put an attempt back that was interrupted on purpose; it does not count."""
+        with self._database.transaction() as cursor:
+            cursor.execute(
+                "UPDATE jobs SET state = 'queued', says = 'interrupted; waiting to be begun again',"
+                " progress = 0 WHERE id = ? AND attempts = ? AND state = 'running'",
+                (job.id, job.attempt),
+            )
+            _end_run(cursor, job.id, job.attempt, "released", time.time())
+
+    def requeue(self) -> int:
+        """Queue again what a killed service left running; only whoever holds the runner's lock may.
+
+        A job asked to be cancelled is cancelled; one whose every attempt went down with the service fails.
+        """
+        now_s = time.time()
+        with self._database.transaction() as cursor:
+            left = cursor.execute("SELECT id, attempts, cancel FROM jobs WHERE state = 'running'").fetchall()
+            for row in left:
+                killed = cursor.execute(
+                    "SELECT count(*) FROM runs WHERE job = ? AND (outcome IS NULL OR outcome = 'killed')",
+                    (row["id"],),
+                ).fetchone()[0]
+                state, says, error = "queued", "its service was killed; waiting to be begun again", None
+                if row["cancel"]:
+                    state, says = "cancelled", "cancelled"
+                elif killed >= MOST_ATTEMPTS:
+                    state, says = "failed", "failed"
+                    error = f"the service was killed {killed} times while this job ran"
+                ended_s = None if state == "queued" else now_s
+                cursor.execute(
+                    "UPDATE jobs SET state = ?, says = ?, error = ?, finished_s = ?, progress = 0"
+                    " WHERE id = ?",
+                    (state, says, error, ended_s, row["id"]),
+                )
+                _end_run(cursor, row["id"], row["attempts"], "killed", now_s)
+            return len(left)
+
+    def runs(self, job: str) -> list[tuple[int, str | None]]:
+        """Every attempt at a job and how it ended."""
+        rows = self._database.rows("SELECT attempt, outcome FROM runs WHERE job = ? ORDER BY attempt", job)
+        return [(row["attempt"], row["outcome"]) for row in rows]
+
+
+def keep_plan(cursor: sqlite3.Cursor, name: str, source: str, plan: str, made_s: float) -> None:
+    """Keep a plan under its name, its line beside it so that lists need not read the whole."""
+    whole = json.loads(plan)
+    brief = json.dumps({field: whole.get(field) for field in BRIEF})
+    cursor.execute(
+        "INSERT OR IGNORE INTO plans (id, source, made_s, brief, plan) VALUES (?, ?, ?, ?, ?)",
+        (name, source, made_s, brief, plan),
+    )
+
+
+def _end_run(cursor: sqlite3.Cursor, job: str, attempt: int, outcome: str, now_s: float) -> None:
+    cursor.execute(
+        "UPDATE runs SET ended_s = ?, outcome = ? WHERE job = ? AND attempt = ? AND outcome IS NULL",
+        (now_s, outcome, job, attempt),
+    )
+
+
+_SHOWN: Sequence[str] = (
+    "id", "state", "progress", "says", "simulations", "error", "created_s", "started_s", "finished_s",
+    "attempts",
+)  # fmt: skip
+
+
+def _view(row: sqlite3.Row) -> dict[str, Any]:
+    """A job as JSON says it (forms.JobBrief)."""
+    return {
+        **{name: row[name] for name in _SHOWN},
+        "question": json.loads(row["question"]),
+        "trace": json.loads(row["trace"]),
+        "brief": json.loads(row["brief"]) if row["brief"] else None,
+    }

@@ -1,0 +1,134 @@
+"""The plan service: orders checked and queued, jobs shown and cancelled. HTTP is routes.py's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from controlplane.errors import BadInput
+from dataplane.live.http_rules import Conflict, TooBusy, UnknownName
+from tokenfleet.durations import parse_window_s
+from tokenfleet.plan_inputs import chosen_profiles, known_policy
+from tokenfleet.service.catalogue import known_gpus, known_models, known_names
+from tokenfleet.service.data_folder import made_folder
+from tokenfleet.service.database import Database
+from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace
+from tokenfleet.service.job_runner import JobRunner
+from tokenfleet.service.jobs import Jobs
+from tokenfleet.service.plans import Plans
+from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
+from tokenfleet.traces import read_trace
+
+RETRY_AFTER_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Bounds on what the service takes. `parallel` jobs run at a time, each on its share of the cores."""
+
+    parallel: int = 1
+    queued_jobs: int = 100
+    job_timeout_s: float = 900.0
+    upload_bytes: int = 64 << 20
+    kept_upload_bytes: int = 1 << 30
+
+
+class PlanService:
+    """Plan jobs over one data folder."""
+
+    def __init__(self, folder: Path, limits: ServiceLimits) -> None:
+        """Open the folder. Raises BadInput where it cannot be used."""
+        self.folder, self.limits = made_folder(folder), limits
+        self._database = Database(folder / "tokenfleet.db")
+        self.jobs, self.plans = Jobs(self._database), Plans(self._database)
+        self.uploads = Uploads(folder / "uploads", self._database, limits.kept_upload_bytes)
+        self._runner = JobRunner(folder, self.jobs, self.uploads, limits.parallel)
+        self._fixed: dict[str, Any] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run jobs until left."""
+        async with self._runner.running():
+            yield
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+    def order(self, order: PlanOrder, idempotency_key: str | None = None) -> dict[str, Any]:
+        """Queue a job. Raises BadInput for what no plan can be made of, TooBusy when too many wait."""
+        _check(order)
+        trace = self._trace(order)
+        question = order.model_dump(exclude={"timeout_s"})
+        timeout_s = min(order.timeout_s or self.limits.job_timeout_s, self.limits.job_timeout_s)
+        job = self.jobs.add(question, trace["id"], timeout_s, self.limits.queued_jobs, idempotency_key)
+        if job is None:
+            raise TooBusy(f"{self.limits.queued_jobs} plans wait already", RETRY_AFTER_S)
+        return job
+
+    def job(self, name: str) -> dict[str, Any]:
+        """A job without its plan. Raises UnknownName."""
+        job = self.jobs.find(name)
+        if job is None:
+            raise UnknownName(f"plan {name}: there is no such job")
+        return job
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        """Cancel a job. Raises UnknownName, or Conflict for one that is over otherwise."""
+        job = self.jobs.cancel(name)
+        if job is None:
+            raise UnknownName(f"plan {name}: there is no such job")
+        if job["state"] in OVER and job["state"] != "cancelled":
+            raise Conflict(f"plan {name}: is {job['state']} already; what is over is kept")
+        return job
+
+    def catalogue(self) -> dict[str, Any]:
+        """What can be asked for (forms.Catalogue)."""
+        from tokenfleet import __version__
+
+        if self._fixed is None:
+            sample = sample_path()
+            self._fixed = {
+                "version": __version__,
+                "models": known_models(),
+                "gpus": known_gpus(),
+                **known_names(),
+                "sample": None
+                if sample is None
+                else summary_of(read_trace(sample), "sample", SAMPLE, sample.stat().st_size),
+                "limits": {
+                    "upload_bytes": self.limits.upload_bytes,
+                    "queued_jobs": self.limits.queued_jobs,
+                    "job_timeout_s": self.limits.job_timeout_s,
+                },
+            }
+        return {**self._fixed, "history": {"requests": 0, "first_s": None, "last_s": None}}
+
+    def _trace(self, order: PlanOrder) -> dict[str, Any]:
+        """The summary of the order's trace, which lies in the folder from now on."""
+        source = order.trace
+        if isinstance(source, UploadedTrace):
+            return self.uploads.find(source.upload)
+        if isinstance(source, InlineTrace):
+            return self.uploads.keep_text(source.inline_csv, "inline trace")
+        if isinstance(source, HistoryTrace):
+            raise BadInput("trace: since: no history is kept here")
+        sample = sample_path()
+        if sample is None:
+            raise BadInput("trace: sample: the sample trace is not installed here")
+        return self.uploads.keep_text(sample.read_text(encoding="utf-8"), SAMPLE)
+
+
+def _check(order: PlanOrder) -> None:
+    """Raise BadInput or ProfileMissing for what the planner would refuse before it reads the trace."""
+    known_policy(order.policy)
+    if order.window is not None:
+        parse_window_s(order.window)
+    if order.profiles:
+        if order.gpu or order.tp:
+            raise BadInput("profiles: say which workers to plan with; leave out gpu and tp")
+    else:
+        chosen_profiles(order.model, order.gpu, order.tp, (), order.engine)

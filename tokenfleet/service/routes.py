@@ -1,0 +1,153 @@
+"""The plan service over HTTP.
+
+`POST /v1/traces` takes a trace, `POST /v1/plans` makes a job of a trace and targets, and the other routes
+follow, show, list and cancel jobs. Handlers are plain functions, so that FastAPI runs them beside the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Query, Request, Response
+from fastapi import Path as InPath
+from fastapi.responses import JSONResponse
+from sse_starlette.sse import EventSourceResponse
+
+from controlplane.errors import BadInput
+from dataplane.live.extension import Extension
+from dataplane.live.http_rules import ERRORS, ErrorReply, TooBusy
+from tokenfleet.service.forms import OVER, Catalogue, Job, JobBrief, JobList, PlanOrder, State, TraceSummary
+from tokenfleet.service.job_metrics import JobCollector
+from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
+
+INLINE_BODY_BYTES = 8 << 20
+LOOK_EVERY_S = 0.2
+MOST_FOLLOWERS = 200
+
+JobId = Annotated[str, InPath(min_length=1, max_length=64, description="the `id` of a job")]
+_BUSY: dict[int | str, dict[str, Any]] = {
+    429: {
+        "model": ErrorReply,
+        "description": "Too many wait already",
+        "headers": {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}},
+    }
+}
+_CONFLICT: dict[int | str, dict[str, Any]] = {
+    409: {"model": ErrorReply, "description": "The job is over already"}
+}
+
+
+def plan_extension(service: PlanService) -> Extension:
+    """The service as a part of an API."""
+    return Extension(
+        routers=[plan_router(service)],
+        running=service.running,
+        collectors=[JobCollector(service.jobs)],
+        body_bytes={"/v1/traces": service.limits.upload_bytes, "/v1/plans": INLINE_BODY_BYTES},
+    )
+
+
+def plan_router(service: PlanService) -> APIRouter:
+    """The routes over a service; who mounts them also enters `service.running()`."""
+    router = APIRouter(prefix="/v1", tags=["plans"], responses=ERRORS)
+    followers = asyncio.Semaphore(MOST_FOLLOWERS)
+
+    @router.get("/catalogue")
+    def catalogue() -> Catalogue:
+        """Models, kinds of worker, prices and policies to plan with, and what history is here."""
+        return Catalogue.model_validate(service.catalogue())
+
+    @router.post(
+        "/traces",
+        status_code=201,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "description": "CSV, JSON lines or Parquet, in any format `tokenfleet trace check` reads",
+                "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def upload(
+        request: Request,
+        name: Annotated[
+            str, Query(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f]+$", description="for people")
+        ] = "trace",
+    ) -> TraceSummary:
+        """Send a trace as the body; `id` of the reply is what `POST /v1/plans` calls it."""
+        draft = await asyncio.to_thread(service.uploads.draft)
+        try:
+            with draft.open("wb") as file:
+                async for block in request.stream():
+                    await asyncio.to_thread(file.write, block)
+            summary = await asyncio.to_thread(service.uploads.keep, draft, name)
+        finally:
+            draft.unlink(missing_ok=True)
+        return TraceSummary.model_validate(summary)
+
+    @router.post("/plans", status_code=202, responses=_BUSY)
+    def order(
+        response: Response,
+        order: Annotated[PlanOrder, Body()],
+        idempotency_key: Annotated[
+            str | None,
+            Header(min_length=1, max_length=128, description="the same key again gives the same job"),
+        ] = None,
+    ) -> JobBrief:
+        """Queue a plan job. It outlives the service: after a crash it is begun again."""
+        job = service.order(order, idempotency_key)
+        response.headers["location"] = f"/v1/plans/{job['id']}"
+        return JobBrief.model_validate(job)
+
+    @router.get("/plans")
+    def plans(
+        limit: Annotated[int, Query(ge=1, le=500)] = 50, state: Annotated[State | None, Query()] = None
+    ) -> JobList:
+        """The last jobs, newest first, without their plans."""
+        return JobList.model_validate({"plans": service.jobs.newest(limit, state)})
+
+    @router.get("/plans/{job}", response_model=Job)
+    def plan(job: JobId) -> Response:
+        """A job, and its plan once it is done."""
+        found = service.job(job)
+        text = service.plans.text(job)
+        # The plan goes out as it was made; a model in between could change a digit.
+        return JSONResponse(found | {"plan": None if text is None else json.loads(text)})
+
+    @router.delete("/plans/{job}", status_code=202, responses=_CONFLICT)
+    def cancel(job: JobId) -> JobBrief:
+        """Cancel a job: at once while it waits, within a moment while it runs."""
+        return JobBrief.model_validate(service.cancel(job))
+
+    @router.get("/plans/{job}/events", response_class=EventSourceResponse, responses=_BUSY)
+    async def follow(job: JobId) -> EventSourceResponse:
+        """Server-sent events: the job (as in `GET /v1/plans`) whenever it has changed. The event's name is
+        the job's state; after `done`, `failed` or `cancelled` the stream ends."""
+        await asyncio.to_thread(service.job, job)
+        if followers.locked():
+            raise TooBusy(f"{MOST_FOLLOWERS} jobs are being followed already", RETRY_AFTER_S)
+        return EventSourceResponse(_changes(service, job, followers))
+
+    return router
+
+
+async def _changes(
+    service: PlanService, job: str, followers: asyncio.Semaphore
+) -> AsyncIterator[dict[str, str]]:
+    async with followers:
+        last, number = "", 0
+        while True:
+            try:
+                view = await asyncio.to_thread(service.job, job)
+            except BadInput:
+                return
+            text = json.dumps(view)
+            if text != last:
+                last, number = text, number + 1
+                yield {"id": str(number), "event": view["state"], "data": text}
+            if view["state"] in OVER:
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
