@@ -84,9 +84,11 @@ def explain(
     request: Annotated[str | None, typer.Argument(help="one request; all running ones by default")] = None,
     format: Format = "table",
 ) -> None:
-    """Why a request runs where it runs, and what has happened to it."""
+    """Why a request runs where it runs; without one, why the fleet has the size it has."""
     if request is None:
-        _show(context.obj.ask("GET", "/v1/requests"), format, _request_tables)
+        reply = context.obj.ask("GET", "/v1/requests")
+        reply["scaling"] = context.obj.ask("GET", "/v1/fleet")["scaling"]
+        _show(reply, format, lambda r: [*_request_tables(r), *_scaling_tables(r["scaling"])])
     else:
         _show(context.obj.ask("GET", f"/v1/requests/{request}"), format, _explain_tables)
 
@@ -173,6 +175,28 @@ def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
         whom = " ".join(str(decision[k]) for k in ("request", "worker") if decision.get(k))
         table.add_row(decision["kind"], whom, decision["reason"])
     return table
+
+
+def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
+    """The last changes of the fleet's size: what was seen, compared and chosen, and what it costs."""
+    if not decisions:
+        return ["the number of workers has not changed"]
+    table = Table(title="number of workers", title_justify="left")
+    for name in ("what", "workers", "why", "seen", "workers by rate", "cost"):
+        table.add_column(name)
+    for decision in decisions:
+        before = f"{decision['before']} → " if "before" in decision else ""
+        table.add_row(
+            decision["kind"],
+            f"{before}{decision['workers']}",
+            decision["reason"],
+            *(_figures(decision.get(part) or {}) for part in ("seen", "compared", "cost")),
+        )
+    return [table]
+
+
+def _figures(values: dict[str, float]) -> str:
+    return "\n".join(f"{name} {value:.4g}" for name, value in values.items()) or "–"
 
 
 def _request_tables(reply: dict[str, Any]) -> list[Any]:

@@ -10,8 +10,8 @@ says, from the counts before, the mean rate of each of the next `lead` bins:
     scaled     one season ago, times how the last hour's bins compare to those a season before
 
 To the highest of these goes the `quantile` of the candidate's own past errors (relative, so that busy hours
-do not lend their errors to quiet ones). The candidate with the least pinball loss at that quantile over the past
-is taken: it is scored on forecasts made before what they foretold, as they would have been made then.
+do not lend their errors to quiet ones). The candidate with the least pinball loss at that quantile over the
+past is taken: it is scored on forecasts made before what they foretold, as they would have been made then.
 """
 
 from __future__ import annotations

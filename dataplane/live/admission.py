@@ -17,7 +17,10 @@ LOOK_EVERY_S = 0.25
 
 
 class Admission:
-    """The queue before the fleet. `begin` starts a request on a worker, `turn_away` ends it with a reason."""
+    """The queue before the fleet. `begin` starts a request on a worker, `turn_away` ends it with a reason.
+
+    `is_coming`: whether the first worker is starting; nobody is turned away for having waited for it.
+    """
 
     def __init__(
         self,
@@ -25,8 +28,10 @@ class Admission:
         placement: Placement,
         begin: Callable[[Tracked, WorkerId], Awaitable[None]],
         turn_away: Callable[[Tracked, str], None],
+        is_coming: Callable[[], bool] = lambda: False,
     ) -> None:
         self._placement, self._begin, self._turn_away = placement, begin, turn_away
+        self._is_coming = is_coming
         self._room: WaitingRoom[Tracked] = WaitingRoom(settings)
         self._wake = asyncio.Event()
         self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
@@ -80,7 +85,7 @@ class Admission:
                 await asyncio.wait_for(self._wake.wait(), timeout_s)
             self._wake.clear()
             now_s = time.monotonic()
-            for late in self._room.overdue(now_s):
+            for late in () if self._is_coming() else self._room.overdue(now_s):
                 self._turn_away(late, f"no worker had room within {self._room.settings.max_wait_s:g} s")
             refused = 0
             for waiting in self._room.in_order():

@@ -1,8 +1,8 @@
 """The workers of a fleet and their lives: launch, warm, watch, drain, stop, and launch again when lost.
 
-A worker is `starting`, `serving`, `draining`, or gone. The wanted number of workers is kept: a lost worker
-is replaced, with growing pauses when its replacements die young, so that a model that cannot run does not
-spin.
+A worker is `starting`, `serving`, `draining`, or gone. The steps to a wanted number are scaler.drain's, as in
+the simulated plane. The number is kept: a lost worker is replaced, with growing pauses when its replacements
+die young, so that a model that cannot run does not spin; a start that takes too long is given up.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from controlplane.errors import BadInput, ControlPlaneError
+from controlplane.scaler.drain import Drain, Launch, Standing, Step, Undrain, steps_to
 from controlplane.types import WorkerId
 from dataplane.live.events import EventLog
 from dataplane.live.fleet_core import FleetCore
@@ -28,6 +29,7 @@ WorkerState = Literal["starting", "serving", "draining"]
 LONGEST_PAUSE_S = 30.0
 YOUNG_S = 30.0
 MISSED_CHECKS = 3
+START_LIMIT_S = 1800.0  # a large model loads for minutes
 
 
 class Host(Protocol):
@@ -61,11 +63,20 @@ class Cluster:
     """Keeps the wanted number of workers running behind one FleetCore."""
 
     def __init__(
-        self, host: Host, core: FleetCore, events: EventLog, max_workers: int, health_every_s: float = 5.0
+        self,
+        host: Host,
+        core: FleetCore,
+        events: EventLog,
+        max_workers: int,
+        health_every_s: float = 5.0,
+        start_limit_s: float = START_LIMIT_S,
     ) -> None:
         self.host, self.core, self.events = host, core, events
         self.max_workers = max_workers
+        self.start_limit_s = start_limit_s
         self.wanted = 0
+        self.cold_start_s = 0.0  # what the last launch took, and
+        self.drain_s = 0.0  # the last drain
         self._members: dict[WorkerId, Member] = {}
         self._numbers = itertools.count()
         self._pause_s = 0.0
@@ -85,11 +96,17 @@ class Cluster:
     def serving(self) -> int:
         return sum(member.state == "serving" for member in self._members.values())
 
+    @property
+    def starting(self) -> int:
+        return sum(member.state == "starting" for member in self._members.values())
+
     async def start(self, workers: int) -> None:
         """Launch the first workers, side by side. Raises RuntimeError if one cannot start."""
         self._check(workers)
         self.wanted = workers
-        launches = [self._spawn(self._launch(self._enroll("the fleet starts"))) for _ in range(workers)]
+        launches = [
+            self._begin_launch(self._enroll("the fleet starts"), report=False) for _ in range(workers)
+        ]
         try:
             await asyncio.gather(*launches)
         except BaseException:
@@ -98,21 +115,19 @@ class Cluster:
             await asyncio.gather(*launches, return_exceptions=True)
             raise
 
-    def scale(self, workers: int, reason: str) -> None:
-        """Set the wanted number; launches and drains follow. Raises BadInput beyond `max_workers`."""
+    def scale(
+        self, workers: int, reason: str, facts: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Set the wanted number; launches and drains follow. Raises BadInput beyond `max_workers`.
+
+        `facts`: what the decision saw, compared and costs, for the event it leaves.
+        """
         self._check(workers)
         if workers != self.wanted:
-            self._record("scale", reason, workers=workers, before=self.wanted)
+            self._record("scale", reason, workers=workers, before=self.wanted, **(facts or {}))
         self.wanted = workers
-        staying = [m for m in self._members.values() if m.state != "draining"]
-        for _ in range(workers - len(staying)):
-            self._spawn(self._launch_or_report(self._enroll(reason)))
-        # The emptiest go first: they have least to move. One still starting has nothing at all.
-        staying.sort(
-            key=lambda m: (m.state == "serving", len(self.core.requests.on_worker(m.worker)), -m.since_s)
-        )
-        for member in staying[: max(0, len(staying) - workers)]:
-            self._begin_drain(member, reason)
+        for step in self._steps(reason):
+            self._take(step)
 
     def drain(self, worker: WorkerId, reason: str) -> None:
         """Move everything off a worker, then stop it; the wanted number falls by one.
@@ -125,18 +140,18 @@ class Cluster:
         if member.state == "serving" and self.serving == 1 and len(self.core.requests):
             raise BadInput(f"worker {worker}: is the only one serving and has requests; scale up first")
         self.wanted = max(0, self.wanted - 1)
-        self._begin_drain(member, reason)
+        if member.state == "starting":
+            self._give_up(member, f"{reason}; it was not ready yet")
+        else:
+            self._begin_drain(member, reason)
 
     def cancel_drain(self, worker: WorkerId, reason: str) -> None:
         """Let a draining worker serve again. Raises BadInput if it is not draining."""
         member = self._known(worker)
         if member.state != "draining":
             raise BadInput(f"worker {worker}: is not draining")
-        if member.task is not None:
-            member.task.cancel()
-        self._become(member, "serving", reason)
         self.wanted += 1
-        self.core.set_open(worker, True)
+        self._undrain(member, reason)
 
     async def close(self) -> None:
         """Stop every worker and the host; returns when nothing of them is left."""
@@ -158,6 +173,45 @@ class Cluster:
         self._record("launch", reason, worker=worker)
         return member
 
+    def _steps(self, reason: str) -> list[Step]:
+        now_s = time.monotonic()
+        standing = [
+            Standing(m.worker, m.state, m.since_s, len(self.core.requests.on_worker(m.worker)))
+            for m in self._members.values()
+        ]
+        return steps_to(self.wanted, standing, now_s, self.start_limit_s, reason)
+
+    def _take(self, step: Step) -> None:
+        if isinstance(step, Launch):
+            for _ in range(step.workers):
+                self._begin_launch(self._enroll(step.reason))
+            return
+        member = self._members[step.worker]
+        if isinstance(step, Drain):
+            self._begin_drain(member, step.reason)
+        elif isinstance(step, Undrain):
+            self._undrain(member, step.reason)
+        elif member.state == "starting":
+            self._give_up(member, step.reason)
+        # What is drained stops by itself: its task sees it first.
+
+    def _begin_launch(self, member: Member, report: bool = True) -> asyncio.Task[None]:
+        member.task = self._spawn(self._launch_or_report(member) if report else self._launch(member))
+        return member.task
+
+    def _give_up(self, member: Member, reason: str) -> None:
+        """End a worker that is not ready yet; its launch cleans up after itself."""
+        self._members.pop(member.worker, None)
+        self._record("stop", reason, worker=member.worker)
+        if member.task is not None:
+            member.task.cancel()
+
+    def _undrain(self, member: Member, reason: str) -> None:
+        if member.task is not None:
+            member.task.cancel()
+        self._become(member, "serving", reason)
+        self.core.set_open(member.worker, True)
+
     async def _launch(self, member: Member) -> None:
         try:
             link = await self.host.launch(member.worker)
@@ -166,9 +220,7 @@ class Cluster:
             await self.host.stop(member.worker)
             raise
         self.core.attach(link)
-        if member.state == "draining":
-            self.core.set_open(member.worker, False)
-            return
+        self.cold_start_s = time.monotonic() - member.since_s
         self._become(member, "serving", "its engine is ready and warm")
 
     async def _launch_or_report(self, member: Member) -> None:
@@ -203,7 +255,7 @@ class Cluster:
     async def _replace_after(self, pause_s: float, reason: str) -> None:
         await asyncio.sleep(pause_s)
         if sum(m.state != "draining" for m in self._members.values()) < self.wanted:
-            await self._launch_or_report(self._enroll(reason))
+            self._begin_launch(self._enroll(reason))
 
     def _begin_drain(self, member: Member, reason: str) -> None:
         self._become(member, "draining", reason)
@@ -211,10 +263,6 @@ class Cluster:
         member.task = self._spawn(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
-        while self.core.link(member.worker) is None:  # still starting: nothing to move, but to stop
-            if member.worker not in self._members:
-                return
-            await asyncio.sleep(0.1)
         while left := self.core.requests.on_worker(member.worker):
             moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in left))
             if not any(moved):
@@ -222,6 +270,7 @@ class Cluster:
         await self.core.detach(member.worker)
         await self.host.stop(member.worker)
         self._members.pop(member.worker, None)
+        self.drain_s = time.monotonic() - member.since_s
         self._record("stop", "drained: nothing runs on it any more", worker=member.worker)
 
     async def _move_off(self, request: str, source: WorkerId) -> bool:
@@ -243,7 +292,12 @@ class Cluster:
         silent: Counter[WorkerId] = Counter()
         while True:
             await asyncio.sleep(every_s)
+            now_s = time.monotonic()
             for member in self.members():
+                if member.state == "starting" and now_s - member.since_s > self.start_limit_s:
+                    self._give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
+                    self._spawn(self._replace_after(self._pause_s, f"replaces {member.worker}"))
+                    continue
                 if member.state == "starting" or await self.host.is_healthy(member.worker):
                     silent.pop(member.worker, None)
                     continue

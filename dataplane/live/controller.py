@@ -15,69 +15,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from typing import Any
 
-from controlplane.control import (
-    Action,
-    RunningRequest,
-    Scale,
-    Settings,
-    Snapshot,
-    State,
-    WorkerLoad,
-    tick,
-)
-from controlplane.migration.pairing import MoveSettings
-from controlplane.types import RequestId, WorkerId
+from controlplane.control import Action, Scale, State, tick
+from controlplane.snapshot import Snapshot
+from dataplane.live.controller_settings import ControllerSettings
+from dataplane.live.seeing import Seeing
 
 HEARTBEAT_S = 0.5
 TIMEOUT_S = 5.0
-PRIORITIES = {"normal": 0, "high": 1}
-MOVES = MoveSettings(pressure=0.6, drains=False)  # the fleet empties its draining workers itself
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerSettings:
-    """Where the control API is, and what tick is told."""
-
-    control: str
-    key: str | None
-    advisory: bool
-    bounds: tuple[int, int] | None
-    parent: int
-
-
-def snapshot_from(fleet: dict[str, Any], requests: list[dict[str, Any]], now_s: float) -> Snapshot:
-    """The core's view of the control API's replies."""
-    by_worker: dict[str, list[RunningRequest]] = {}
-    waiting_tokens = 0
-    for r in requests:
-        tokens = int(r["prompt_tokens"]) + int(r["output_tokens"])
-        if r["worker"] is None:
-            waiting_tokens += tokens
-        else:
-            running = RunningRequest(
-                RequestId(r["request"]),
-                tokens,
-                PRIORITIES[r["priority"]],
-                generated=int(r["output_tokens"]),
-                remaining_tokens=max(int(r["expected_tokens"]) - int(r["output_tokens"]), 1),
-                tpot_s=float(r["slo"]["tpot_s"]),
-            )
-            by_worker.setdefault(r["worker"], []).append(running)
-    workers = tuple(
-        WorkerLoad(
-            WorkerId(w["worker"]),
-            w["state"],
-            int(w.get("kv_blocks", 0)) * int(w.get("block_tokens", 0)),
-            tuple(by_worker.get(w["worker"], ())),
-        )
-        for w in fleet["workers"]
-    )
-    moving = frozenset(RequestId(move["request"]) for move in fleet["moving"])
-    busy = frozenset(WorkerId(move[end]) for move in fleet["moving"] for end in ("source", "target"))
-    return Snapshot(now_s, workers, int(fleet["wanted_workers"]), waiting_tokens, moving, busy)
 
 
 class ControlPort:
@@ -85,6 +31,7 @@ class ControlPort:
 
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
+        self._advised: tuple[int, int] | None = None
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The reply's JSON. Raises OSError (urllib's errors are) when there is none."""
@@ -96,18 +43,16 @@ class ControlPort:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             return json.load(reply)
 
-    def observe(self, now_s: float) -> tuple[Snapshot, bool]:
-        """The fleet now, and whether its size is the controller's to decide."""
-        fleet = self.ask("GET", "/v1/fleet")
-        requests = self.ask("GET", "/v1/requests")["requests"]
-        return snapshot_from(fleet, requests, now_s), bool(fleet["auto"])
-
-    def apply(self, action: Action) -> None:
-        """Do it, or only say it where the fleet is advisory."""
+    def apply(self, action: Action, snapshot: Snapshot) -> None:
+        """Do it, or only say it where the fleet is advisory; the same advice is given once."""
         kind = "scale" if isinstance(action, Scale) else "migrate"  # one that waits moves as one that runs
         order: dict[str, Any] = {"kind": kind, "reason": action.reason, "advisory": self._settings.advisory}
         if isinstance(action, Scale):
-            order |= {"workers": action.workers}
+            advice = (snapshot.wanted, action.workers)
+            if self._settings.advisory and advice == self._advised:
+                return
+            self._advised = advice
+            order |= {"workers": action.workers, "facts": action.facts}
         else:
             order |= {"request_id": action.request, "target": action.target}
         self.ask("POST", "/v1/decisions", order)
@@ -115,15 +60,16 @@ class ControlPort:
 
 def run(settings: ControllerSettings) -> None:
     """Tick until the parent is gone. What cannot be done now is looked at again in the next round."""
-    port, state = ControlPort(settings), State()
+    port, seeing, state = ControlPort(settings), Seeing(settings.speed), State()
     while os.getppid() == settings.parent:
         began_s = time.monotonic()
         try:
-            snapshot, auto = port.observe(began_s)
-            bounds = settings.bounds if auto else None
-            state, actions = tick(Settings(MOVES, bounds=bounds), state, snapshot)
+            fleet = port.ask("GET", "/v1/fleet")
+            requests = port.ask("GET", "/v1/requests")["requests"]
+            snapshot = seeing.snapshot(fleet, requests, began_s)
+            state, actions = tick(settings.tick(seeing.speed), state, snapshot)
             for action in actions:
-                port.apply(action)
+                port.apply(action, snapshot)
         except urllib.error.HTTPError as error:
             print(f"controller: refused: {error.read(300).decode(errors='replace')}", file=sys.stderr)
         except OSError as error:
@@ -133,10 +79,7 @@ def run(settings: ControllerSettings) -> None:
 
 def main() -> None:
     """Read the settings from stdin and run."""
-    given = json.load(sys.stdin)
-    bounds = given["bounds"]
-    given["bounds"] = None if bounds is None else (int(bounds[0]), int(bounds[1]))
-    run(ControllerSettings(**given))
+    run(ControllerSettings.from_json(json.load(sys.stdin)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from dataplane.live.controller_settings import ControllerSettings
 from dataplane.live.events import EventLog
 
 RESTART_AFTER_S = 2.0
@@ -19,21 +20,8 @@ ROOT = str(Path(__file__).resolve().parents[2])  # our packages, also in a check
 class ControllerProcess:
     """Keeps one controller running; `pid` is its process while there is one."""
 
-    def __init__(
-        self,
-        control_url: str,
-        key: str | None,
-        advisory: bool,
-        bounds: tuple[int, int] | None,
-        events: EventLog,
-    ) -> None:
-        self._settings = {
-            "control": control_url,
-            "key": key,
-            "advisory": advisory,
-            "bounds": bounds,
-            "parent": os.getpid(),
-        }
+    def __init__(self, settings: ControllerSettings, events: EventLog) -> None:
+        self._settings = settings
         self._events = events
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -69,7 +57,7 @@ class ControllerProcess:
             )
             assert self._process.stdin is not None
             # The settings carry a key, and other users can read a command line but no pipe.
-            self._process.stdin.write(json.dumps(self._settings).encode())
+            self._process.stdin.write(json.dumps(self._settings.as_json()).encode())
             self._process.stdin.close()
             code = await self._process.wait()
             self._events.record(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from controlplane.types import Slo
 from dataplane.live.cluster import Cluster, Host
 from dataplane.live.control_api import control_app, control_server
 from dataplane.live.controller_process import ControllerProcess
+from dataplane.live.controller_settings import Autoscale, ControllerSettings, speed_of
+from dataplane.live.demand_count import DemandCount
 from dataplane.live.events import EventLog
 from dataplane.live.extension import Extension
 from dataplane.live.fleet_core import CoreSettings, FleetCore
@@ -59,7 +62,7 @@ class FleetSettings:
     keys: tuple[ApiKey, ...]
     slo: Slo
     waiting: WaitingSettings
-    autoscale: tuple[int, int] | None = None
+    autoscale: Autoscale | None = None
     advisory: bool = False
     profile: Profile | None = None
     policy: Policy = Policy.SPREAD
@@ -99,7 +102,11 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         )
         core.on_end.append(history.add)
         core.on_step.append(history.add_step)
+        core.predict_anew = history.expected_tokens
+        arrived = DemandCount()
+        core.on_arrival.append(arrived.add)
         cluster = Cluster(host, core, events, settings.max_workers)
+        core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
         await cluster.start(settings.workers)
         gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
@@ -109,7 +116,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         facts = FleetFacts(
             settings.gateway.model, settings.engine, gateway_url, settings.advisory, settings.autoscale
         )
-        operations = Operations(facts, core, cluster, metrics, events)
+        operations = Operations(facts, core, cluster, metrics, events, arrived)
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
         for extension in settings.extensions:
             for collector in extension.collectors:
@@ -124,9 +131,15 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
         await until_answering(settings.control_host, settings.control_port, answering)
         await until_answering(settings.gateway.host, settings.gateway.port, serving)
-        controller = ControllerProcess(
-            control_url, settings.control_key, settings.advisory, settings.autoscale, events
+        told = ControllerSettings(
+            control_url,
+            settings.control_key,
+            settings.advisory,
+            os.getpid(),
+            settings.autoscale,
+            None if settings.profile is None else speed_of(settings.profile),
         )
+        controller = ControllerProcess(told, events)
         cleanup.push_async_callback(controller.close)
         controller.start()
         announce(f"ready {gateway_url} control {control_url}")

@@ -79,8 +79,10 @@ class Attached:
 class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
     """The fleet as one engine. Construct it inside the event loop it will live in.
 
-    Hooks, called in the loop: `on_lost(worker, reason)`, `on_end(request, outcome)`, `on_step(telemetry)`,
-    `on_closing(reason)`.
+    Hooks, called in the loop: `on_lost(worker, reason)`, `on_arrival(request)`, `on_end(request, outcome)`,
+    `on_step(telemetry)`, `on_closing(reason)`. `is_starting`: whether a worker is on its way to a fleet that
+    has none; requests then wait for it, however long. `predict_anew(prompt, generated)`: what to expect of a
+    request that has outlived its prediction (Algorithm 2).
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.requests = RequestBook()
         self.migrations = Migrations(self)
         self.on_lost: list[Callable[[WorkerId, str], None]] = []
+        self.on_arrival: list[Callable[[Tracked], None]] = []
         self.on_end: list[Callable[[Tracked, str], None]] = []
         self.on_step: list[Callable[[Telemetry], None]] = []
         self.on_closing: list[Callable[[str], None]] = []
@@ -105,7 +108,15 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attached: dict[WorkerId, Attached] = {}
         self._unread = Unread(settings.max_unread)
-        self._admission = Admission(settings.waiting, placement, self._begin, self._turn_away)
+        self.is_starting: Callable[[], bool] = lambda: False
+        self.predict_anew: Callable[[int, int], int] | None = None
+        self._admission = Admission(
+            settings.waiting,
+            placement,
+            self._begin,
+            self._turn_away,
+            lambda: not self._attached and self.is_starting(),
+        )
 
     # What AsyncLLM calls.
 
@@ -123,6 +134,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         """Track a new request; it is placed at once where a worker has room, or waits."""
         tracked = tracked_from(request, self.settings.default_slo, self._predict, time.monotonic())
         self.requests.add(tracked)
+        for tell in self.on_arrival:
+            tell(tracked)
         await self._admission.take_in(tracked)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
@@ -215,7 +228,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
         said = f"{reason}; {move.outcome}" + (f": {move.reason}" if move.reason else "")
         facts = {"request": request, "worker": target, "source": move.source, "migration": move.id}
-        self.events.record(time.time(), "migrate", said, **facts)
+        cost = {"bytes": move.bytes, "downtime_s": move.downtime_s}
+        self.events.record(time.time(), "migrate", said, **facts, cost=cost)
         return move
 
     async def abandon(self, ticket: Ticket) -> None:
@@ -289,6 +303,9 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 tracked.first_token_s = now_s
             if tracked.cut is not None:
                 tracked.settle_cut(True)
+            if self.predict_anew is not None and tracked.has_outlived:
+                made = len(tracked.output_token_ids)
+                tracked.expect(self.predict_anew(tracked.prompt_tokens, made))
         output.request_id = tracked.id
         output.kv_transfer_params = None  # ours, and no client's business
         if not is_first:

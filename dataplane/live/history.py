@@ -45,9 +45,9 @@ class History:
         if self._steps is not None and self._steps.tell() == 0:
             self._steps.write(",".join(STEP_COLUMNS) + "\n")
 
-    def expected_tokens(self, prompt_tokens: int) -> int:
-        """Output tokens to expect of a new request."""
-        return max(1, round(float(self.lengths.predict(prompt_tokens))))
+    def expected_tokens(self, prompt_tokens: int, generated: int = 0) -> int:
+        """Output tokens to expect in all of a request that has made so many and goes on."""
+        return max(generated + 1, round(float(self.lengths.predict(prompt_tokens, generated))))
 
     def add(self, tracked: Tracked, outcome: str) -> None:
         """Remember a request that is over; only finished ones teach."""

@@ -11,6 +11,8 @@ from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.cluster import Cluster, Member
+from dataplane.live.controller_settings import Autoscale
+from dataplane.live.demand_count import DemandCount
 from dataplane.live.events import EventLog
 from dataplane.live.fleet_core import Attached, FleetCore
 from dataplane.live.http_rules import UnknownName
@@ -19,6 +21,8 @@ from dataplane.live.migration import Move
 from dataplane.live.tracked import Tracked
 
 LAST_DECISIONS = 20
+LAST_SCALING = 5
+SCALING_KINDS = ("scale", "advice-scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +33,32 @@ class FleetFacts:
     engine: str
     gateway: str
     advisory: bool
-    autoscale: tuple[int, int] | None
+    autoscale: Autoscale | None
 
 
 class Operations:
     """Verbs and views over one FleetCore and its cluster."""
 
     def __init__(
-        self, facts: FleetFacts, core: FleetCore, cluster: Cluster, metrics: Metrics, events: EventLog
+        self,
+        facts: FleetFacts,
+        core: FleetCore,
+        cluster: Cluster,
+        metrics: Metrics,
+        events: EventLog,
+        arrived: DemandCount,
     ) -> None:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
+        self.arrived = arrived
         self.auto = facts.autoscale is not None
         self._moves: set[asyncio.Task[Move]] = set()
 
     @property
     def is_ready(self) -> bool:
-        return self.cluster.serving > 0
+        """Whether a request will be served: by a worker, or by one that its arrival would launch."""
+        scale = self.facts.autoscale
+        at_zero = scale is not None and scale.low == 0 and self.auto and not self.facts.advisory
+        return self.cluster.serving > 0 or at_zero
 
     # Views.
 
@@ -66,8 +80,12 @@ class Operations:
                 "waiting": self.core.waiting,
             },
             "workers": [_worker_view(m, attached.get(m.worker), requests) for m in self.cluster.members()],
+            "arrivals": self.arrived.as_json(),
+            "cold_start_s": round(self.cluster.cold_start_s, 3),
+            "drain_s": round(self.cluster.drain_s, 3),
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
+            "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
         }
 
     def requests(self) -> list[dict[str, Any]]:
@@ -157,10 +175,13 @@ class Operations:
         """Carry out what the controller decided, or only record it."""
         kind = "scale" if isinstance(decision, Scale) else "migrate"
         if advisory:
-            facts = {name: value for name, value in asdict(decision).items() if name != "reason"}
-            self.events.record(time.time(), f"advice-{kind}", decision.reason, **facts)
+            said = {name: value for name, value in asdict(decision).items() if name != "reason"}
+            said |= said.pop("facts", {})
+            self.events.record(time.time(), f"advice-{kind}", decision.reason, **said)
         elif isinstance(decision, Scale):
-            self.cluster.scale(decision.workers, decision.reason)
+            if not self.auto:  # an operator fixed the number while this was being decided
+                raise BadInput("decision: scale: the number of workers is an operator's now")
+            self.cluster.scale(decision.workers, decision.reason, decision.facts)
         else:
             await self.migrate(decision.request, decision.target, decision.reason)
 

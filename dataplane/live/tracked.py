@@ -60,6 +60,20 @@ class Tracked:
             return "waiting"
         return "decoding" if self.output_token_ids else "prefilling"
 
+    @property
+    def has_outlived(self) -> bool:
+        """Whether it has made all the tokens that were expected of it, and may make more."""
+        params = self.request.sampling_params
+        most = None if params is None else params.max_tokens
+        made = len(self.output_token_ids)
+        return made >= self.predicted_tokens and (most is None or made < most)
+
+    def expect(self, tokens: int) -> None:
+        """Take another prediction; what the client allows is still the most."""
+        params = self.request.sampling_params
+        most = None if params is None else params.max_tokens
+        self.predicted_tokens = tokens if most is None else min(tokens, int(most))
+
     def next_segment(self) -> str:
         """Begin a new segment id: the request's own for the first stay, then `#1`, `#2`, …"""
         self.segment = self.id if self.stays == 0 else f"{self.id}#{self.stays}"

@@ -1,0 +1,115 @@
+"""What the controller is told by the fleet that starts it: plain values, over a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from controlplane.control import Settings
+from controlplane.errors import BadInput
+from controlplane.migration.pairing import MoveSettings
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.scaler.autoscale import ScalingSettings
+from controlplane.scaler.forecast import ForecastSettings
+from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.line import Speed
+from controlplane.scaler.target import TargetSettings
+
+# The fleet empties its draining workers itself. Shedding is off until a worker's speed is known.
+MOVES = MoveSettings(pressure=0.6, drains=False)
+BIN_S = 10.0
+BINS_A_HOLD = 6  # a fall is seen in a few bins, so a short hold asks for short ones
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscale:
+    """Bounds of the number of workers, and how it follows demand.
+
+    `low` 0 lets an idle fleet have none. `line`: Eq 7's slope (workers per request a second) and intercept,
+    as a plan learned them; None takes them from what a worker can do. `hold_s`: how long fewer must be
+    enough before workers are drained. `usd_per_worker_h`: a worker's price, where it is known.
+    """
+
+    low: int
+    high: int
+    line: tuple[float, float] | None = None
+    hold_s: float = 120.0
+    usd_per_worker_h: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high or self.high < 1:
+            raise BadInput(
+                f"autoscale: need 0 <= MIN <= MAX and MAX of at least 1, got {self.low}..{self.high}"
+            )
+
+    def settings(self, speed: Speed | None) -> ScalingSettings:
+        slope, intercept = self.line or (None, None)
+        return ScalingSettings(
+            TargetSettings(
+                slope,
+                intercept,
+                self.low,
+                self.high,
+                usd_per_worker_h=self.usd_per_worker_h,
+                to_zero=self.low == 0,
+            ),
+            HoldSettings(0.0, self.hold_s),
+            speed=speed,
+            bin_s=max(min(BIN_S, self.hold_s / BINS_A_HOLD), 1.0),
+            ahead=ForecastSettings(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """Where the control API is, and what tick is told. `parent`: the process to end with."""
+
+    control: str
+    key: str | None
+    advisory: bool
+    parent: int
+    autoscale: Autoscale | None = None
+    speed: Speed | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> ControllerSettings:
+        scaled, speed = given["autoscale"], given["speed"]
+        if scaled is not None:
+            line = scaled["line"]
+            scaled = Autoscale(**(scaled | {"line": None if line is None else (line[0], line[1])}))
+        if speed is not None:
+            step = StepModel(**(speed["step"] | {"hinges": _hinges(speed["step"])}))
+            prefill = speed["prefill"]
+            if prefill is not None:
+                prefill = PrefillModel(**(prefill | {"hinges": _hinges(prefill)}))
+            speed = Speed(**(speed | {"step": step, "prefill": prefill}))
+        return cls(**(given | {"autoscale": scaled, "speed": speed}))
+
+    def tick(self, speed: Speed | None) -> Settings:
+        """The settings of this heartbeat; `speed` as known by now."""
+        shed = Settings().shed if speed is not None else None
+        plain = Settings(MOVES, shed)
+        if self.autoscale is None:
+            return plain
+        # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
+        bounds = (max(self.autoscale.low, 1), self.autoscale.high)
+        return replace(plain, bounds=bounds, scaling=self.autoscale.settings(speed))
+
+
+def speed_of(profile: Profile) -> Speed:
+    """What a worker of this profile can do."""
+    return Speed(
+        profile.step,
+        profile.kv.capacity_tokens,
+        profile.engine.max_seqs,
+        profile.prefill if profile.engine.mode != "chunked" else None,
+        f"the profile {profile.model} on {profile.gpu}",
+    )
+
+
+def _hinges(of: dict[str, Any]) -> tuple[Hinge, ...]:
+    return tuple(Hinge(**hinge) for hinge in of["hinges"])
