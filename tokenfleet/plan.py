@@ -8,7 +8,7 @@ answer: one worker fewer, what binds and when, the worker line, the schedule, ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import stdev
 
@@ -17,6 +17,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import Outcome
 from tokenfleet.planning.answer import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
+from tokenfleet.planning.cold_start import paid
 from tokenfleet.planning.comparisons import baselines, cost_by_slo, counts_around
 from tokenfleet.planning.estimate import Estimate, estimate, most_showable, requests_needed
 from tokenfleet.planning.explain import Binding, binding, failing_rate
@@ -28,6 +29,7 @@ from tokenfleet.planning.question import Offer, Question
 from tokenfleet.planning.schedule import make_schedule
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all
+from tokenfleet.planning.spot import no_spares_do, stricter, with_spares
 from tokenfleet.planning.threads import Threads
 from tokenfleet.planning.watch import Watch
 from tokenfleet.planning.worlds import Worlds
@@ -46,9 +48,12 @@ def make_plan(
     watch: Watch | None = None,
     *,
     explained: bool = True,
+    scheduled: bool = False,
+    worlds_of: type[Worlds] | Callable[..., Worlds] = Worlds,
 ) -> Plan:
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
 
+    `scheduled`: the schedule even so. `worlds_of` makes the worlds; what-ifs remember their replays there.
     An infeasible question is a plan with a reason. Raises BadInput on an empty workload or no offers.
     """
     if len(workload) == 0:
@@ -56,15 +61,35 @@ def make_plan(
     if not offers:
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
-    worlds = Worlds(
-        workload,
-        question.slo,
-        question.policy,
-        question.seed,
-        LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
-        watch.simulated,
-    )
-    blank = Plan(question, inputs, tuple(offers), None)
+
+    def serving(asked: Question) -> Plan:
+        worlds = worlds_of(
+            workload,
+            asked.slo,
+            asked.policy,
+            asked.seed,
+            LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
+            watch.simulated,
+        )
+        return _serving(Plan(asked, inputs, tuple(offers), None), worlds, pool, watch, explained, scheduled)
+
+    plan = serving(question)
+    if question.reclaims_per_h is not None and plan.best is not None:
+        spared = with_spares(plan, question, workload)
+        if spared is None:
+            harder = serving(stricter(question))
+            spared = with_spares(harder, question, workload) if harder.best else None
+        plan = spared or no_spares_do(plan, question)
+    if plan.schedule is not None and question.cold_start_s is not None:
+        plan = replace(plan, paid=paid(plan.schedule.stretches, question.cold_start_s))
+    return plan
+
+
+def _serving(
+    blank: Plan, worlds: Worlds, pool: Threads, watch: Watch, explained: bool, scheduled: bool
+) -> Plan:
+    """The plan of the fleet that serves; what spot workers need beyond it comes later."""
+    question, offers, workload = blank.question, blank.offers, worlds.workload
     watch.stage("sizing each kind of worker on the trace", 0.0)
     sizings = size_all(worlds, question, offers, pool)
     possible = sorted(
@@ -99,7 +124,12 @@ def make_plan(
         on_trace=dict(winner.on_trace),
         sure=dict(winner.sure),
     )
-    return _explained(plan, worlds, winner, best, pool, watch) if explained else plan
+    if explained:
+        return _explained(plan, worlds, winner, best, pool, watch)
+    if scheduled:
+        full = winner.fleet(winner.confirmed or 0)
+        return replace(plan, schedule=make_schedule(worlds, question, winner, full, pool))
+    return plan
 
 
 def _confirm_cheapest(worlds: Worlds, question: Question, possible: list[Sizing], pool: Threads) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from controlplane.errors import BadInput
 from controlplane.types import EngineMode
-from tokenfleet.durations import parse_slo
+from tokenfleet.durations import parse_duration_s, parse_slo
 
 
 class OutputFormat(StrEnum):
@@ -35,7 +36,16 @@ def plan_command(
     spot: Annotated[bool, typer.Option("--spot", help="spot prices instead of on demand")] = False,
     engine: Annotated[EngineMode | None, typer.Option(help="engine mode instead of the profile's")] = None,
     policy: Annotated[str, typer.Option(help="how requests are placed on workers")] = "spread",
+    reclaims_per_h: Annotated[
+        float | None, typer.Option(help="how often an hour a spot worker is taken away; buys spares")
+    ] = None,
+    cold_start: Annotated[
+        str | None, typer.Option(help="until an ordered worker serves (2m): orders and pays for it in time")
+    ] = None,
     rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0,
+    prompt_scale: Annotated[float, typer.Option(help="prompts are this many times as long")] = 1.0,
+    output_scale: Annotated[float, typer.Option(help="outputs are this many times as long")] = 1.0,
+    price_scale: Annotated[float, typer.Option(help="prices are this many times as high")] = 1.0,
     window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
     budget_usd_per_h: Annotated[float | None, typer.Option(help="most that may be spent")] = None,
     max_gpus: Annotated[int | None, typer.Option(help="most GPUs that may be used")] = None,
@@ -55,6 +65,9 @@ def plan_command(
     --slo ttft=1.6s,tpot=75ms --attainment 0.999 --max-gpus 64 --output-dir out
     """
     targets = parse_slo(slo)
+    cold_start_s = None if cold_start is None else parse_duration_s(cold_start, "--cold-start")
+    if reclaims_per_h is not None and not spot:
+        raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.atomic_files import write_files
     from tokenfleet.plan import make_plan
@@ -67,7 +80,15 @@ def plan_command(
     from tokenfleet.traces import read_traces
 
     question = Question(
-        targets, attainment, confidence, known_policy(policy), seed, max_gpus, budget_usd_per_h
+        targets,
+        attainment,
+        confidence,
+        known_policy(policy),
+        seed,
+        max_gpus,
+        budget_usd_per_h,
+        cold_start_s,
+        reclaims_per_h,
     )
     with console(stderr=True).status("reading"):
         gathered = gather(
@@ -80,6 +101,9 @@ def plan_command(
             spot=spot,
             engine=engine,
             rate_scale=rate_scale,
+            prompt_scale=prompt_scale,
+            output_scale=output_scale,
+            price_scale=price_scale,
             window=window,
             drop_too_long=drop_too_long,
             budgeted=budget_usd_per_h is not None,

@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
@@ -50,17 +51,21 @@ def gather(
     drop_too_long: bool = False,
     budgeted: bool = False,
     price_scale: float = 1.0,
+    prompt_scale: float = 1.0,
+    output_scale: float = 1.0,
     today: date | None = None,
 ) -> Gathered:
     """Everything a plan needs, for a trace as read. Raises BadInput or ProfileMissing, one line each.
 
-    `price_scale` multiplies every price, for what-ifs. `today` ages the prices; without it none is called
-    old. With `budgeted` every price must be known.
+    `price_scale` multiplies every price, `prompt_scale` and `output_scale` every length. `today` ages the
+    prices; without it none is called old. With `budgeted` every price must be known.
     """
     if profiles and (gpus or tps):
         raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
     found = chosen_profiles(model, gpus, tps, profiles, engine)
     offers, price_warnings = priced(found, read_prices(prices), spot, today)
+    if not 0.0 < price_scale < math.inf:
+        raise BadInput(f"--price-scale: must be positive, got {price_scale:g}")
     if price_scale != 1.0:
         offers = [_dearer(offer, price_scale) for offer in offers]
     unpriced = sorted({o.profile.gpu for o in offers if o.usd_per_gpu_h is None})
@@ -69,6 +74,7 @@ def gather(
             f"--budget-usd-per-h: no price known for {', '.join(unpriced)}; give one with --prices"
         )
     workload = trimmed(trace.workload, window, rate_scale, trace.name)
+    workload = longer(workload, prompt_scale, output_scale)
     workload, length_warnings = within_context(workload, found, drop_too_long, trace.name)
     usable, kv_warnings = within_kv(workload, offers, trace.name)
     slow = []
@@ -152,6 +158,25 @@ def trimmed(workload: Workload, window: str | None, rate_scale: float, name: str
         if len(workload) == 0:
             raise BadInput(f"{name}: no requests between {start_s:g} s and {end_s:g} s")
     return workload.scaled(rate_scale) if rate_scale != 1.0 else workload
+
+
+def longer(workload: Workload, prompt_scale: float, output_scale: float) -> Workload:
+    """The same arrivals with prompts and outputs so many times as long, at least one token each."""
+    for flag, scale in (("--prompt-scale", prompt_scale), ("--output-scale", output_scale)):
+        if not 0.0 < scale < math.inf:
+            raise BadInput(f"{flag}: must be positive, got {scale:g}")
+    if prompt_scale == output_scale == 1.0:
+        return workload
+    return replace(
+        workload,
+        prompt_tokens=_times(workload.prompt_tokens, prompt_scale),
+        output_tokens=_times(workload.output_tokens, output_scale),
+    )
+
+
+def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
+    # Beyond any context the length does not matter, but it must stay a number that fits.
+    return np.clip(np.rint(tokens * scale), 1, 2**40).astype(np.int64)
 
 
 def within_context(

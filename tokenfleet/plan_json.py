@@ -44,6 +44,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "demand_line": _line(plan),
         "schedule": _schedule(plan),
         "schedule_detail": _schedule_detail(plan),
+        "spares": _spares(plan),
         "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
         "passed_over": [
             {"gpu": p.offer.profile.gpu, "tp_degree": p.offer.gpus, "reason": p.reason}
@@ -196,6 +197,44 @@ def _schedule_detail(plan: Plan) -> dict[str, Any] | None:
         "attainment": _share(plan.schedule.attainment),
         "saved_share": _share(plan.schedule.saved_share),
         "each_window": "starts after a 30 s lead-in; start-up and draining between windows are not included",
+        "paid": _paid(plan),
+    }
+
+
+def _paid(plan: Plan) -> dict[str, Any] | None:
+    """The schedule with its cold starts: what is paid when, and what must be ordered when."""
+    if plan.paid is None or plan.best is None or plan.schedule is None:
+        return None
+    usd = plan.paid.usd_per_hour(plan.best.fleet)
+    hours = plan.best.fleet.workers * sum(s.end_s - s.start_s for s in plan.schedule.stretches) / 3600.0
+    return {
+        "cold_start_s": plan.paid.cold_start_s,
+        "worker_hours": _figures(plan.paid.worker_hours),
+        "saved_share": _share(1.0 - plan.paid.worker_hours / hours) if hours > 0 else None,
+        "usd_per_hour": None if usd is None else round(usd, 4),
+        "stretches": [
+            {"start_s": round(s.start_s, 3), "end_s": round(s.end_s, 3), "workers": s.workers}
+            for s in plan.paid.stretches
+        ],
+        "orders": [
+            {"order_s": round(o.order_s, 3), "ready_s": round(o.ready_s, 3), "workers": o.workers}
+            for o in plan.paid.orders
+        ],
+    }
+
+
+def _spares(plan: Plan) -> dict[str, Any] | None:
+    spares = plan.spares
+    if spares is None:
+        return None
+    return {
+        "workers": spares.workers,
+        "serving": fleet_json(spares.serving),
+        "reclaims_per_h": spares.reclaims_per_h,
+        "cold_start_s": spares.cold_start_s,
+        "availability": _share(spares.availability),
+        "untouched": _share(spares.untouched),
+        "covers": "workers reclaimed one by one; not a zone that is cleared at once",
     }
 
 

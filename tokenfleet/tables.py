@@ -139,6 +139,20 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
             f"saves {share_text(plan.schedule.saved_share)} of the worker-hours,"
             f" attainment {share_text(plan.schedule.attainment)}",
         )
+    if plan.spares is not None:
+        yield (
+            "spares",
+            f"{plan.spares.workers} of the {workers_text(best.fleet.workers)}, for spot workers reclaimed"
+            f" {plan.spares.reclaims_per_h:g} times an hour; enough stand"
+            f" {share_text(plan.spares.availability)} of the time",
+        )
+    if plan.paid is not None:
+        usd = plan.paid.usd_per_hour(best.fleet)
+        yield (
+            "cold start",
+            f"{duration_text(plan.paid.cold_start_s)}: followed in time, the schedule takes"
+            f" {plan.paid.worker_hours:.4g} worker-hours, on average {usd_text(usd)}",
+        )
     if plan.baselines:
         yield (
             "other policies",

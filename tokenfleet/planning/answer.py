@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.types import Slo
+from tokenfleet.planning.cold_start import Paid
 from tokenfleet.planning.comparisons import Baseline, Costed
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding
@@ -16,6 +17,7 @@ from tokenfleet.planning.line import DemandLine
 from tokenfleet.planning.nearest import Nearest
 from tokenfleet.planning.question import Offer, Question
 from tokenfleet.planning.schedule import Schedule
+from tokenfleet.planning.spares import Spares
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -115,6 +117,8 @@ class Plan:
     doubt: Doubt | None = None
     line: DemandLine | None = None
     schedule: Schedule | None = None
+    paid: Paid | None = None  # the schedule with its cold starts
+    spares: Spares | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
     costed: tuple[Costed, ...] = ()
     on_trace: dict[int, float] = field(default_factory=dict)

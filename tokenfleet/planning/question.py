@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
@@ -46,6 +47,8 @@ class Question:
     seed: int = 0
     max_gpus: int | None = None
     budget_usd_per_h: float | None = None
+    cold_start_s: float | None = None  # None: starts are left out of the schedule
+    reclaims_per_h: float | None = None  # of one spot worker; None: none are kept for reclaimed ones
 
     def __post_init__(self) -> None:
         if not 0.0 < self.attainment < 1.0:
@@ -57,6 +60,13 @@ class Question:
             raise BadInput(f"--max-gpus: must be at least 1, got {self.max_gpus}")
         if self.budget_usd_per_h is not None and not self.budget_usd_per_h > 0:
             raise BadInput(f"--budget-usd-per-h: must be positive, got {self.budget_usd_per_h:g}")
+        if self.cold_start_s is not None and not 0 <= self.cold_start_s < math.inf:
+            raise BadInput(f"--cold-start: must be a duration, got {self.cold_start_s:g} s")
+        if self.reclaims_per_h is not None:
+            if not 0 <= self.reclaims_per_h < math.inf:
+                raise BadInput(f"--reclaims-per-h: must not be negative, got {self.reclaims_per_h:g}")
+            if self.cold_start_s is None:
+                raise BadInput("--reclaims-per-h: needs --cold-start, how long a replacement takes")
         if self.seed < 0:
             raise BadInput(f"--seed: must not be negative, got {self.seed}")
 
