@@ -224,7 +224,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     async def move(self, request: RequestId, target: WorkerId, reason: str) -> Move:
         """Move a request and return how it went; recorded with its reason, and counted."""
-        move = await self.migrations.migrate(request, target)
+        move = await self.migrations.migrate(request, target, why=reason)
         self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
         said = f"{reason}; {move.outcome}" + (f": {move.reason}" if move.reason else "")
         facts = {"request": request, "worker": target, "source": move.source, "migration": move.id}

@@ -21,6 +21,7 @@ LATENCY_BUCKETS_S = (
 )  # fmt: skip
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 DOWNTIME_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
+SLO_TARGETS = ("ttft", "tpot", "both")
 PRIORITY_NAMES = ("normal", "high")
 
 
@@ -103,13 +104,23 @@ class Metrics:
         if outcome != "finished":
             return
         ttft_met, tpot_met = request.slo_met()
-        for target, met in (("ttft", ttft_met), ("tpot", tpot_met), ("both", ttft_met and tpot_met)):
+        for target, met in zip(SLO_TARGETS, (ttft_met, tpot_met, ttft_met and tpot_met), strict=True):
             self.slo.labels(target, "true" if met else "false", priority).inc()
         ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
         if ttft_s is not None:
             self.ttft_s.labels(priority).observe(ttft_s)
         if tpot_s is not None:
             self.tpot_s.labels(priority).observe(tpot_s)
+
+    def attainment(self) -> dict[str, dict[str, int]]:
+        """{target: {"met", "of"}} of finished requests since the fleet began; targets ttft, tpot and both."""
+        counts = {target: {"met": 0, "of": 0} for target in SLO_TARGETS}
+        for sample in next(iter(self.slo.collect())).samples:
+            if sample.name.endswith("_total"):
+                count = counts[sample.labels["target"]]
+                count["of"] += int(sample.value)
+                count["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
+        return counts
 
     def count_move(self, outcome: str, moved_bytes: int, downtime_s: float | None) -> None:
         """Count a move that is over."""

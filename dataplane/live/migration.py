@@ -87,6 +87,7 @@ class Move:
     """One move's record. `bytes` counts whole blocks taken from the source; times are wall-clock seconds.
 
     `downtime_s` runs from the cut-over to the target's first token; the source may have decoded on in it.
+    `why` it was begun; `reason` of how it went.
     """
 
     id: str
@@ -102,6 +103,7 @@ class Move:
     downtime_s: float | None = None
     finished_s: float | None = None
     reason: str = ""
+    why: str = ""
 
     @property
     def moved(self) -> bool:
@@ -146,7 +148,7 @@ class Migrations:
         self.open: dict[RequestId, Move] = {}
         self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
 
-    async def migrate(self, request: RequestId, target: WorkerId, mode: Mode = "live") -> Move:
+    async def migrate(self, request: RequestId, target: WorkerId, mode: Mode = "live", why: str = "") -> Move:
         """Move a request, waiting for the budget; return the closed move. Raises nothing of its own.
 
         `stop-and-copy` copies all KV after the cut-over, `recompute` none: what live migration is measured
@@ -155,7 +157,7 @@ class Migrations:
         running = self._fleet.running(request)
         source = None if running is None else running.worker
         name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
-        move = Move(name, request, source, target, mode, time.time())
+        move = Move(name, request, source, target, mode, time.time(), why=why)
         if request in self.open:
             move.take(Happened.REFUSED, "it is already being moved")
             return self._close(move)

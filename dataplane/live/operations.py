@@ -18,6 +18,7 @@ from dataplane.live.fleet_core import Attached, FleetCore
 from dataplane.live.http_rules import UnknownName
 from dataplane.live.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.migration import Move
+from dataplane.live.step_times import StepTimes
 from dataplane.live.tracked import Tracked
 
 LAST_DECISIONS = 20
@@ -47,9 +48,10 @@ class Operations:
         metrics: Metrics,
         events: EventLog,
         arrived: DemandCount,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
-        self.arrived = arrived
+        self.arrived, self.step_times = arrived, step_times
         self.auto = facts.autoscale is not None
         self._moves: set[asyncio.Task[Move]] = set()
 
@@ -75,12 +77,15 @@ class Operations:
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
             "advisory": self.facts.advisory,
+            "slo": asdict(self.core.settings.default_slo),
+            "attainment": self.metrics.attainment(),
             "requests": {
                 "running": sum(t.worker is not None for t in requests),
                 "waiting": self.core.waiting,
             },
             "workers": [_worker_view(m, attached.get(m.worker), requests) for m in self.cluster.members()],
             "arrivals": self.arrived.as_json(),
+            "step_times": None if self.step_times is None else self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
@@ -245,6 +250,7 @@ def _move_view(move: Move) -> dict[str, Any]:
         "mode": move.mode,
         "outcome": move.outcome,
         "open": move.finished_s is None,
+        "why": move.why,
         "reason": move.reason,
         "stages_tokens": list(move.stages),
         "tail_tokens": move.tail_tokens,
