@@ -5,8 +5,10 @@
 Bystanders decode on both of two real vLLM engines while one more request, with 32 KB of KV per token, is
 moved to and fro between them. A move is compared with the stretch just before it, which has the same requests
 on the same workers: mean gap between tokens from the move's begin to its cut-over, over mean gap before. So
-the change of batch that a move is made for does not count, only the moving. Pairs share the machine's noise;
-the interval is of the median ratio, by bootstrap.
+the change of batch that a move is made for does not count, only the moving. But every context grows by a
+token a step, so a later stretch is slower also when nothing moves: after each move comes a control, two such
+stretches without one, and a move's ratio is divided by its control's (`uncorrected`: it is not). Pairs share
+the machine's noise; the interval is of the median ratio, by bootstrap.
 """
 
 from __future__ import annotations
@@ -19,8 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 from results import bar, flags, show
 from two_workers import A, B, Pair, on_two_workers
-
-from controlplane.types import WorkerId
 
 BYSTANDERS = 4  # on each worker
 CONTEXT = 200
@@ -41,8 +41,8 @@ def mean_gap_s(streams: list[Any], start_s: float, end_s: float) -> float:
     return float(np.mean(gaps)) if gaps else float("nan")
 
 
-async def measure(pair: Pair, length: int, moves: int, seed: int) -> dict[WorkerId, list[float]]:
-    """Ratios of bystanders' token gaps, moving over not, one per move and worker (source and target)."""
+async def measure(pair: Pair, length: int, moves: int, seed: int) -> NDArray[np.float64]:
+    """[2 x moves, 2]: bystanders' token gaps, moving over not, and the same of its control; per worker."""
     rng = np.random.default_rng((seed, length))
     draw = lambda n: rng.integers(5, 2000, n).tolist()  # noqa: E731
     bystanders = {
@@ -53,26 +53,35 @@ async def measure(pair: Pair, length: int, moves: int, seed: int) -> dict[Worker
     }
     mover = await pair.fleet.start(A, draw(length), {"max_tokens": 8000})
     await mover.until(BEFORE_STEPS)
-    ratios: dict[WorkerId, list[float]] = {A: [], B: []}
-    for turn in range(moves):
-        target = B if turn % 2 == 0 else A
-        still_s = time.monotonic()
+    ratios: list[tuple[float, float]] = []
+
+    async def still() -> float:
+        """When a stretch of steps in which nothing moves began."""
+        began_s = time.monotonic()
         await mover.until(len(mover.tokens) + BEFORE_STEPS)
-        begin_s = time.monotonic()
-        move = await pair.fleet.move(mover, target)
-        end_s = time.monotonic()
+        return began_s
+
+    for turn in range(moves):
+        still_s, begin_s = await still(), time.monotonic()
+        move = await pair.fleet.move(mover, B if turn % 2 == 0 else A)
+        cut_s = time.monotonic() - (move.downtime_s or 0.0)
         if not move.moved or move.downtime_s is None:
             raise RuntimeError(f"{move.outcome}: {move.reason}")
         await mover.until(len(mover.tokens) + 3)
-        cut_s = end_s - move.downtime_s
-        for worker, streams in bystanders.items():
-            before_s, during_s = mean_gap_s(streams, still_s, begin_s), mean_gap_s(streams, begin_s, cut_s)
-            if np.isfinite(before_s) and np.isfinite(during_s):
-                ratios[worker].append(during_s / before_s)
+        control_still_s, control_s = await still(), time.monotonic()
+        control_cut_s = control_s + cut_s - begin_s
+        while time.monotonic() < control_cut_s:
+            await mover.until(len(mover.tokens) + 1)
+        for streams in bystanders.values():
+            moving = mean_gap_s(streams, begin_s, cut_s) / mean_gap_s(streams, still_s, begin_s)
+            control = mean_gap_s(streams, control_s, control_cut_s)
+            control /= mean_gap_s(streams, control_still_s, control_s)
+            if np.isfinite(moving) and np.isfinite(control):
+                ratios.append((moving, control))
     for stream in (mover, *bystanders[A], *bystanders[B]):
         await pair.fleet.abort(stream)
     await asyncio.gather(pair.forget(A), pair.forget(B))
-    return ratios
+    return np.array(ratios)
 
 
 def interval(ratios: NDArray[np.float64], seed: int) -> tuple[float, float]:
@@ -95,7 +104,7 @@ def main() -> int:
             pair = await pair.budgeted(bytes_per_s=2 * bytes_per_s)
             for length in lengths:
                 ratios = await measure(pair, length, moves, asked.seed)
-                together = np.array(ratios[A] + ratios[B])
+                together = ratios[:, 0] / ratios[:, 1]
                 low, high = interval(together, asked.seed)
                 rows.append(
                     {
@@ -103,6 +112,7 @@ def main() -> int:
                         "pace": pace,
                         "pairs": len(together),
                         "step time, moving over not (median)": float(np.median(together)),
+                        "uncorrected": float(np.median(ratios[:, 0])),
                         "low": low,
                         "high": high,
                         "mean": float(together.mean()),
