@@ -1,8 +1,9 @@
 """Read what an engine was measured to do: a table of steps (CSV) or a request log (JSONL).
 
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
-`prefill_sum_sq`, `prefill_sequences`, `repeat`. A log has one request a line with its arrival, first-token
-and last-token times and its token counts, under our names or those of common vLLM benchmarks.
+`prefill_sum_sq`, `prefill_sequences`, `repeat`, `worker` (a running fleet's `steps.csv` has it). A log has
+one request a line with its arrival, first-token and last-token times and its token counts, under our names or
+those of common vLLM benchmarks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
-OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat")
+OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker")
+LABELS = ("repeat", "worker")  # not numbers to fit
 LOG_FIELDS = {
     "arrival_s": ("queued_ts", "arrival_s", "arrival_time", "arrival_ts"),
     "first_token_s": ("first_token_ts", "first_token_s", "first_token_time"),
@@ -90,7 +92,7 @@ def read_measurements(path: Path) -> StepSamples:
         raise BadInput(f"{path}: column {odd!r}: expected {', '.join((*NEEDED, *OPTIONAL))}")
     if not rows:
         raise BadInput(f"{path}: no rows below the header")
-    column = {name: _numbers(path, rows, name) for name in names if name != "repeat"}
+    column = {name: _numbers(path, rows, name) for name in names if name not in LABELS}
     sum_sq = column.get("prefill_sum_sq")
     if sum_sq is None and "prefill_sequences" in column:
         # Prompts of one length are assumed where only their number is known.

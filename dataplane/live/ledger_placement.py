@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from controlplane.perfmodel.coefficients import (
+    BASE,
     BLOCK_TOKENS,
     KV_BLOCKS,
     MAX_BATCHED,
     MAX_SEQS,
     PER_CONTEXT,
+    PRE_BASE,
     coefficient_row,
     decode_base_s,
 )
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import StepModel
 from controlplane.placement.assign import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
 from controlplane.placement.decide import decide
 from controlplane.placement.ledger import (
@@ -66,6 +70,7 @@ class LedgerPlacement:
         requests: int = 4096,
         slots: int = 1024,
     ) -> None:
+        self._profile = profile
         self._profile_row = coefficient_row(profile)
         rows = np.tile(self._profile_row, (workers, 1))
         self._led = new_ledger(rows, np.arange(workers), requests, slots, lengths)
@@ -87,6 +92,13 @@ class LedgerPlacement:
             length_grid=np.ascontiguousarray(lengths.grid, np.int64),
             length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
         )
+
+    def refit(self, step: StepModel) -> None:
+        """Use other step times than the profile's from now on, for all workers."""
+        row = coefficient_row(replace(self._profile, step=step))
+        times = slice(BASE, PRE_BASE)
+        self._profile_row[times] = row[times]
+        self._led.coefficients[:, times] = row[times]
 
     def attach(self, info: WorkerInfo) -> None:
         w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
@@ -134,10 +146,16 @@ class LedgerPlacement:
     def _choose(self, r: int, now_s: float, moving: bool) -> int:
         led, knobs, draw = self._led, self._knobs, self._draw()
         if not moving:
-            return int(decide(led, self._code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+            w = int(decide(led, self._code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+            # Past its seats an engine only queues, where nobody may overtake; here a new worker may take it.
+            return w if w == NONE or self._has_seat(w) else NONE
         # One that must leave its worker goes somewhere now, whatever it breaks.
         chosen = int(assign(led, self._code, knobs, r, now_s, True, ANY_PHASE, draw))
         return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
+
+    def _has_seat(self, w: int) -> bool:
+        at = self._led.workers[w]
+        return bool(at["decoding"] + at["queued"] < self._led.coefficients[w, MAX_SEQS])
 
     def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
         r = self._row(request)

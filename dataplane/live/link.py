@@ -38,7 +38,8 @@ class Telemetry:
     """A worker's load after one of its steps; counters grow from the worker's start.
 
     `context_tokens` is what the decoding sequences held at the step's start, `prefill_tokens` what the step
-    computed of prompts; `since_step_s` is the telemetry's age when it was made.
+    computed of prompts, `prefill_sum_sq` its Σ (end² - start²); `since_step_s` is the telemetry's age when
+    it was made.
     """
 
     worker: WorkerId
@@ -53,6 +54,7 @@ class Telemetry:
     kv_total_blocks: int
     preemptions: int
     since_step_s: float
+    prefill_sum_sq: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class StepTrace:
             kv_total_blocks=self._kv_total_blocks,
             preemptions=self._preemptions,
             since_step_s=now_s - self._last_s if self._count else 0.0,
+            prefill_sum_sq=step.prefill_sum_sq,
         )
 
     def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:

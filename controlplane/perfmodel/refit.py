@@ -1,0 +1,212 @@
+"""Refit a variant's step model while it serves: recursive least squares on relative error.
+
+With p_j what term j of the profile adds to a step (base, prefill, sequences, context, …), t its measured time
+and t̂ what the present model predicts, the factors a_j on the profile's coefficients minimise
+
+    Σ λ^age · (Σ_j a_j·p_j / t̂ - (1 + ψ(t/t̂ - 1)))²  +  RIDGE · Σ_j (a_j - s)²      PART·s <= a_j <= s/PART
+
+kept as the two sums of its normal equations, one step at a time. ψ clips at CLIP robust standard deviations
+(Huber), so a garbage collection moves nothing. s is the common factor on the whole profile: steps that look
+alike cannot tell the terms apart, and what they cannot tell follows s in the profile's own proportions. That
+also is why forgetting does not wind up.
+
+λ follows slow change, and remembers long enough to have seen the worker both busy and idle. A sudden change
+is `drift.py`'s to find. At its alarm the model goes back to what it was when the change seems to have begun,
+is scaled by the median of t/t̂ since then, and learns those steps anew. What was known of the scale is
+forgotten then; the proportions stay, since an alarm says nothing against them.
+
+A term the profile has at 0 stays at 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.drift import BLOCK, Cusum
+from controlplane.perfmodel.profile import Profile, Residuals
+from controlplane.perfmodel.step import StepModel
+
+MEMORY_STEPS = 2000
+RIDGE = 1.0  # in steps
+TRUST_STEPS = 20  # what a scale is worth that is only believed: the profile's, or an alarm's
+PART = 0.25
+SCALE = (0.05, 20.0)  # of s
+CLIP = 3.0
+LEAST_SPREAD = 0.01
+NOISE_STEPS = 100  # memory of the errors that are reported, and of the spread
+RECENT = 400  # steps kept for an alarm
+NORMAL_MEAN_ABS = 0.7978845608
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A sudden change: since about step `since`, steps take `ratio` times what was predicted."""
+
+    step: int
+    since: int
+    ratio: float
+
+
+class Refit:
+    """The step model of one variant, as its steps have been lately."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._prior = _coefficients(profile.step)
+        self._known = self._prior > 0
+        if not self._known.any():
+            raise BadInput(f"{profile.label}: step: every coefficient is 0; there is nothing to refit")
+        terms = int(self._known.sum())
+        self._factors = np.ones(terms)
+        self._information = np.zeros((terms, terms))
+        self._evidence = np.zeros(terms)
+        self._trust, self._trusted = float(TRUST_STEPS), 1.0  # in which scale, before steps say more
+        spread = max(_spread(profile.residuals), LEAST_SPREAD)
+        self._mean_abs = spread * NORMAL_MEAN_ABS
+        self._cusum = Cusum(spread)
+        self._recent: deque[tuple[NDArray[np.float64], float]] = deque(maxlen=RECENT)
+        self._keep()
+        self.steps = 0
+        self.drifts: list[Drift] = []
+        self.error = self.profile_error = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """s: how many times as long as the profile says steps take, all in all."""
+        seen = self._evidence.sum() + self._trust * self._trusted
+        scale = float(seen / (self._information.sum() + self._trust))
+        return min(max(scale, SCALE[0]), SCALE[1])
+
+    @property
+    def spread(self) -> float:
+        """Robust standard deviation of the steps' relative errors."""
+        return max(self._mean_abs / NORMAL_MEAN_ABS, LEAST_SPREAD)
+
+    @property
+    def model(self) -> StepModel:
+        """The refitted step model, with the profile's terms."""
+        theta = self._prior.copy()
+        theta[self._known] *= self._factors
+        base, prefill, sequence, context, sum_sq, *slopes = (float(x) for x in theta)
+        pairs = zip(self.profile.step.hinges, slopes, strict=True)
+        hinges = tuple(replace(hinge, per_unit_s=slope) for hinge, slope in pairs)
+        return StepModel(base, prefill, sequence, context, sum_sq, hinges)
+
+    def take(
+        self,
+        prefill_tokens: float,
+        sequences: float,
+        context_tokens: float,
+        step_s: float,
+        prefill_sum_sq: float = 0.0,
+    ) -> Drift | None:
+        """Learn from one executed step; the drift if it shows one. Raises BadInput for what is no step."""
+        counts = (prefill_tokens, sequences, context_tokens, prefill_sum_sq)
+        if not (0 < step_s < float("inf")) or not all(0 <= x < float("inf") for x in counts):
+            raise BadInput(
+                f"step: needs a positive time and counts of at least 0, got {step_s} s for {counts}"
+            )
+        parts = (_columns(self.profile.step, *counts) * self._prior)[self._known]
+        predicted_s, profile_s = float(parts @ self._factors), float(parts.sum())
+        if predicted_s <= 0:
+            return None  # a step of nothing but terms that the profile does not have
+        self.steps += 1
+        residual = step_s / predicted_s - 1.0
+        self._recent.append((parts, step_s))
+        self._note(residual, step_s / profile_s - 1.0)
+        alarm = self._cusum.take(residual, CLIP * self.spread)
+        if alarm is not None:
+            return self._jump(alarm.steps)
+        self._learn(parts, step_s)
+        if self._cusum.is_quiet:
+            self._keep()
+        return None
+
+    def _note(self, residual: float, of_profile: float) -> None:
+        """Keep the errors' running means; early ones are plain means."""
+        weight = 1.0 / min(self.steps, NOISE_STEPS)
+        self.error += weight * (abs(residual) - self.error)
+        self.profile_error += weight * (abs(of_profile) - self.profile_error)
+        limit = CLIP * self.spread
+        self._mean_abs += (min(abs(residual), limit) - self._mean_abs) / NOISE_STEPS
+
+    def _learn(self, parts: NDArray[np.float64], step_s: float) -> None:
+        predicted_s = float(parts @ self._factors)
+        clip = CLIP * self.spread
+        row, target = parts / predicted_s, 1.0 + min(max(step_s / predicted_s - 1.0, -clip), clip)
+        keep = 1.0 - 1.0 / MEMORY_STEPS
+        self._information = keep * self._information + np.outer(row, row)
+        self._evidence = keep * self._evidence + row * target
+        self._trust *= keep
+        self._solve()
+
+    def _solve(self) -> None:
+        """Solve the normal equations; what leaves its bounds is set to them, the rest solved again."""
+        scale = self.slowdown
+        low, high = PART * scale, scale / PART
+        terms = len(self._factors)
+        matrix = self._information + RIDGE * np.eye(terms)
+        wanted = self._evidence + RIDGE * scale
+        free = np.ones(terms, np.bool_)
+        factors = np.full(terms, scale)
+        for _ in range(terms):
+            fixed = matrix[np.ix_(free, ~free)] @ factors[~free]
+            factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], wanted[free] - fixed)
+            outside = (factors < low) | (factors > high)
+            if not (outside & free).any():
+                break
+            free &= ~outside
+            factors = np.clip(factors, low, high)
+        self._factors = np.clip(factors, low, high)
+
+    def _jump(self, steps: int) -> Drift:
+        """Go back to the model before the change, scale it to the steps since, and learn those anew."""
+        since = list(self._recent)[-max(steps, BLOCK) :]
+        self._information, self._evidence, self._factors, self._trust = self._before
+        ratios = np.array([step_s / float(parts @ self._factors) for parts, step_s in since])
+        ratio = float(np.median(ratios))
+        # The change itself has passed for noise so far.
+        self._mean_abs = 1.4826 * NORMAL_MEAN_ABS * float(np.median(np.abs(ratios / ratio - 1.0)))
+        scale = min(max(self.slowdown * ratio, SCALE[0]), SCALE[1])
+        self._factors = np.clip(self._factors * ratio, PART * scale, scale / PART)
+        # What it says of the common factor is taken out (the Schur complement of that direction).
+        along = self._information.sum(axis=1)
+        total = max(float(along.sum()), 1e-300)
+        self._information = self._information - np.outer(along, along) / total
+        self._evidence = self._information @ self._factors
+        self._trust, self._trusted = float(TRUST_STEPS), scale
+        self._recent.clear()
+        for parts, step_s in since:
+            self._learn(parts, step_s)
+        self._keep()
+        drift = Drift(self.steps, self.steps - len(since), ratio)
+        self.drifts.append(drift)
+        return drift
+
+    def _keep(self) -> None:
+        self._before = (self._information, self._evidence, self._factors, self._trust)
+
+
+def _spread(residuals: Residuals) -> float:
+    """A residual's standard deviation as the profile states it."""
+    fit = max(residuals.mean_relative, residuals.held_out_mean or 0.0) / NORMAL_MEAN_ABS
+    return float(np.hypot(fit, residuals.unseen_relative))
+
+
+def _coefficients(step: StepModel) -> NDArray[np.float64]:
+    """Coefficients in the order of `_columns`, shape [5 + hinges]."""
+    plain = [step.base_s, step.per_prefill_token_s, step.per_sequence_s, step.per_context_token_s]
+    return np.array([*plain, step.per_prefill_sum_sq_s, *(h.per_unit_s for h in step.hinges)])
+
+
+def _columns(
+    step: StepModel, prefill_tokens: float, sequences: float, context_tokens: float, sum_sq: float
+) -> NDArray[np.float64]:
+    """What each coefficient is multiplied by in this step, shape [5 + hinges]."""
+    over = [max((sequences if h.of == "sequences" else prefill_tokens) - h.start, 0.0) for h in step.hinges]
+    return np.array([1.0, prefill_tokens, sequences, context_tokens, sum_sq, *over])
