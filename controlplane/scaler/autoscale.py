@@ -90,6 +90,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if _must_wake(settings, snapshot, found):
         why = f"{snapshot.waiting_requests} requests wait and nobody serves"
         found = Target(max(found.workers or 0, settings.target.low, 1), why, found.compared)
+    found = _kept_for_those_here(snapshot, found)
     held = state.held
     if held is None or held.wanted != snapshot.wanted:
         held = Held(snapshot.wanted)
@@ -164,6 +165,22 @@ def _must_wake(settings: ScalingSettings, snapshot: Snapshot, found: Target) -> 
     """Whether a fleet at zero has somebody waiting; what the demand says may come too late for them."""
     nobody = snapshot.wanted == 0 and snapshot.fixed is None and not found.workers
     return nobody and settings.target.to_zero and snapshot.waiting_requests > 0
+
+
+def _kept_for_those_here(snapshot: Snapshot, found: Target) -> Target:
+    """The target, but no fewer workers than those who are here need: the demand knows arrivals alone."""
+    if found.workers is None or found.workers >= snapshot.wanted or snapshot.fixed is not None:
+        return found
+    serving = [w for w in snapshot.workers if w.state == SERVING]
+    running = sum(len(w.requests) + len(w.waiting) for w in snapshot.workers)
+    if snapshot.waiting_requests:
+        why = f"{found.reason}; kept, {snapshot.waiting_requests} requests wait"
+        return Target(snapshot.wanted, why, found.compared)
+    seats = min((w.max_seqs for w in serving), default=1)
+    needed = min(math.ceil(running / seats), snapshot.wanted)
+    if needed <= found.workers:
+        return found
+    return Target(needed, f"{found.reason}; {needed} hold the {running} requests here", found.compared)
 
 
 def _held_for(settings: HoldSettings, snapshot: Snapshot) -> HoldSettings:

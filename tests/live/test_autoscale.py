@@ -1,0 +1,92 @@
+"""`tokenfleet serve --autoscale`: up with a burst, down by migration, and nothing lost on the way."""
+
+import asyncio
+import re
+import subprocess
+import sys
+
+import pytest
+from raw_stream import session, stream
+from served_fleet import ROOT, serve
+
+HOLD = "3s"
+
+
+def counts(fleet):
+    view = fleet.ask("GET", "/v1/fleet")
+    serving = sum(w["state"] == "serving" for w in view["workers"])
+    return view["wanted_workers"], serving, len(view["workers"])
+
+
+def check_whole(got, tokens):
+    for s in got:
+        assert (s.error, s.is_done, s.tokens, s.finish) == ("", True, tokens, "length")
+
+
+async def burst(fleet, streams, tokens, spread_s):
+    """So many streams, begun evenly over a while; what each was sent."""
+    async with session() as http:
+
+        async def one(i):
+            await asyncio.sleep(spread_s * i / streams)
+            return await stream(http, fleet.gateway, prompt=[5 + i % 50] * 20, max_tokens=tokens)
+
+        return await asyncio.gather(*(one(i) for i in range(streams)))
+
+
+def explained(fleet):
+    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "fleet"]
+    return subprocess.run(
+        [*command, "--control", fleet.control, "explain"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, env={"COLUMNS": "300"},
+    ).stdout  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small_profile(scratch):
+    """A worker that carries four requests at once, and so about five a second of 60 tokens."""
+    library = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
+    text = re.sub(r"max_seqs: \d+", "max_seqs: 4", library.read_text())
+    assert "max_seqs: 4" in text
+    path = scratch / "four_seats.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scaled_fleet(model_folder, scratch, small_profile):
+    flags = ("--engine", "emulated", "--profile", str(small_profile), "--workers", "1")
+    fleet = serve(
+        model_folder, *flags, "--autoscale", "0..4", "--scale-in-after", HOLD, "--slo", "ttft=2s,tpot=50ms",
+        folder=scratch,
+    )  # fmt: skip
+    yield fleet
+    fleet.stop()
+
+
+def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_fleet):
+    got = asyncio.run(burst(scaled_fleet, 90, 200, 3.0))
+    check_whole(got, 200)
+    view = scaled_fleet.ask("GET", "/v1/fleet")
+    up = [e for e in view["scaling"] if e["workers"] > e["before"]]
+    assert max(e["workers"] for e in up) == 4
+    assert all(e["seen"] and e["compared"] and e["cost"]["workers"] > 0 for e in up)
+    scaled_fleet.until(lambda: counts(scaled_fleet) == (0, 0, 0))
+    # Nobody serves: the next request waits for a worker to start, and is served.
+    check_whole(asyncio.run(burst(scaled_fleet, 3, 20, 0.0)), 20)
+    said = explained(scaled_fleet)
+    assert "requests/s" in said
+    assert "workers_per_rps" in said
+    assert scaled_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
+    assert scaled_fleet.metric("tokenfleet_requests_total", outcome="rejected") == 0
+
+
+def test_an_operators_number_stands_until_it_is_given_back(scaled_fleet):
+    scaled_fleet.ask("POST", "/v1/fleet/scale", {"workers": 3})
+    scaled_fleet.until(lambda: counts(scaled_fleet) == (3, 3, 3))
+    before = len(scaled_fleet.ask("GET", "/v1/fleet")["scaling"])
+    check_whole(asyncio.run(burst(scaled_fleet, 40, 40, 1.0)), 40)
+    view = scaled_fleet.ask("GET", "/v1/fleet")
+    assert (view["wanted_workers"], len(view["scaling"]), view["auto"]) == (3, before, False)
+    scaled_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
+    scaled_fleet.until(lambda: counts(scaled_fleet)[0] == 0)
