@@ -43,6 +43,7 @@ def api_command(
         raise BadInput(f"--host: {host} is reachable by others, so give --control-key")
 
     from dataplane.live.listening import bind
+    from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import plan_app
     from tokenfleet.service.data_folder import default_data_folder
     from tokenfleet.service.plan_service import PlanService, ServiceLimits
@@ -51,7 +52,7 @@ def api_command(
     listening = bind(host, port, "--port")
     limits = ServiceLimits(parallel, queue, job_timeout_s, max_upload_mb << 20)
     service = PlanService(data or default_data_folder(), limits)
-    app = plan_app(control_key, [plan_extension(service)])
+    app = plan_app(control_key, [plan_extension(service), console_extension()])
     try:
         _answer(app, listening, f"ready http://{f'[{host}]' if ':' in host else host}:{port}")
     finally:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     RunFleet = Callable[[FleetSettings, Callable[[str], None]], Coroutine[None, None, None]]
 
-INSTALL = "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
+INSTALL = (
+    "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
+)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EMULATED = ("llama-3.1-8b", ["h100-sxm"])  # what an emulated engine is like unless --profile says
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
@@ -116,6 +118,7 @@ def serve_command(
     from dataplane.live.fleet import FleetSettings, run_fleet
     from dataplane.live.gateway import GatewaySettings
     from dataplane.live.waiting_room import WaitingSettings
+    from tokenfleet.console.pages import console_extension
 
     settings = FleetSettings(
         gateway=GatewaySettings(
@@ -140,6 +143,7 @@ def serve_command(
         profile=step_times,
         policy=placement,
         data=data,
+        extensions=(console_extension(),),
     )
     _run(settings, run_fleet)
 

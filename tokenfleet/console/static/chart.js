@@ -1,0 +1,148 @@
+/* Small SVG charts, drawn at the width they have, each with its numbers in a table for whoever cannot see it. */
+
+import { make, svg, table } from "./dom.js";
+import { extent, scale } from "./scale.js";
+
+const HEIGHT = 220;
+const TOP = 12;
+const BOTTOM = 40;
+const RIGHT = 14;
+const LETTER = 6.6; // width of a letter of a tick's text, in pixels
+
+let made = 0;
+
+/** A <figure>.
+ *
+ *  `x`, `y`: {name, kind, format, domain?, zero?, ticks?}, kind as in scale.js.
+ *  `series`: {name, kind, tone, points}; points are [x, y], of a band [x, low, high]; a null y is a gap.
+ *            kinds: line, steps (each y holds until the next x), band, dots.
+ *  `marks`: {axis: "x" | "y", at, name}: a line across.
+ *  `data`: {columns, rows} of the table under it.
+ */
+export function chart({ title, says, x, y, series, marks = [], data, height = HEIGHT }) {
+  made += 1;
+  const id = `chart-${made}`;
+  const drawing = svg("svg", { role: "img", "aria-labelledby": `${id}-title`, "aria-describedby": `${id}-says`, height });
+  const draw = (width) => drawing.replaceChildren(...drawn({ x, y, series, marks, width, height }));
+  const figure = make(
+    "figure",
+    { class: "chart" },
+    make(
+      "figcaption",
+      {},
+      make("h3", { id: `${id}-title` }, title),
+      make("p", { id: `${id}-says`, class: "soft" }, says),
+    ),
+    legend(series),
+    drawing,
+    make("details", {}, make("summary", {}, "Numbers"), table(title, data.columns, data.rows)),
+  );
+  let last = 0;
+  new ResizeObserver(([entry]) => {
+    const width = Math.floor(entry.contentRect.width);
+    if (width > 0 && width !== last) draw((last = width));
+  }).observe(figure);
+  return figure;
+}
+
+function legend(series) {
+  const named = series.filter((one) => one.name);
+  if (named.length < 2) return null;
+  const swatch = (one) =>
+    svg(
+      "svg",
+      { width: 22, height: 12, "aria-hidden": "true" },
+      one.kind === "band"
+        ? svg("rect", { class: `band ${one.tone}`, width: 22, height: 12 })
+        : one.kind === "dots"
+          ? svg("circle", { class: `dot ${one.tone}`, cx: 11, cy: 6, r: 4 })
+          : svg("path", { class: `line ${one.tone}`, d: "M1 6H21" }),
+    );
+  return make("ul", { class: "legend" }, named.map((one) => make("li", {}, swatch(one), one.name)));
+}
+
+function drawn({ x, y, series, marks, width, height }) {
+  const marksOn = (axis) => marks.filter((m) => m.axis === axis).map((m) => m.at);
+  const xs = series.flatMap((s) => s.points.map((p) => p[0]));
+  const ys = series.flatMap((s) => s.points.flatMap((p) => p.slice(1))).filter((v) => v !== null);
+  const xDomain = x.domain ?? extent([...xs, ...marksOn("x")], { log: x.kind === "log", zero: x.zero });
+  const yDomain = y.domain ?? extent([...ys, ...marksOn("y")], { log: y.kind === "log", zero: y.zero });
+  const yTicks = scale(y.kind, yDomain, [height - BOTTOM, TOP]).ticks(5);
+  const left = Math.max(...yTicks.map((t) => y.format(t).length), 2) * LETTER + 14;
+  const atX = scale(x.kind, xDomain, [left, width - RIGHT]);
+  const atY = scale(y.kind, yDomain, [height - BOTTOM, TOP]);
+  const widest = Math.max(...atX.ticks(6).map((t) => x.format(t).length), 2) * LETTER + 16;
+  const xTicks = x.ticks ?? atX.ticks(Math.max(2, Math.min(8, Math.floor((width - left) / widest))));
+  const frame = [
+    ...yTicks.map((t) => svg("path", { class: "grid", d: `M${left} ${atY(t)}H${width - RIGHT}` })),
+    ...yTicks.map((t) => svg("text", { class: "tick", x: left - 8, y: atY(t) + 4, "text-anchor": "end" }, y.format(t))),
+    ...xTicks.map((t) => svg("path", { class: "grid", d: `M${atX(t)} ${height - BOTTOM}v5` })),
+    ...xTicks.map((t) => svg("text", { class: "tick", x: atX(t), y: height - BOTTOM + 18, "text-anchor": "middle" }, x.format(t))),
+    svg("text", { class: "axis", x: (left + width - RIGHT) / 2, y: height - 5, "text-anchor": "middle" }, x.name),
+  ];
+  return [
+    ...frame,
+    ...series.filter((s) => s.kind === "band").map((s) => shape(s, atX, atY)),
+    ...marks.map((m) => mark(m, atX, atY, { left, width, height })),
+    ...series.filter((s) => s.kind !== "band").map((s) => shape(s, atX, atY)),
+  ];
+}
+
+function shape({ kind, tone, points }, atX, atY) {
+  const at = ([px, py]) => `${atX(px).toFixed(1)} ${atY(py).toFixed(1)}`;
+  if (kind === "dots") {
+    const shown = points.filter((p) => p[1] !== null);
+    return svg("g", {}, shown.map((p) => svg("circle", { class: `dot ${tone}`, cx: atX(p[0]), cy: atY(p[1]), r: 4 })));
+  }
+  if (kind === "band") {
+    const whole = points.filter((p) => p[1] !== null && p[2] !== null);
+    if (whole.length === 1) {
+      // One bar of doubt: a band of no width would not be seen.
+      const [px, low, high] = whole[0];
+      return svg("path", { class: `whisker ${tone}`, d: `M${at([px, low])}V${atY(high)}m-5 0h10M${atX(px) - 5} ${atY(low)}h10` });
+    }
+    const upper = whole.map((p) => at([p[0], p[2]]));
+    const lower = whole.map((p) => at([p[0], p[1]])).reverse();
+    return svg("path", { class: `band ${tone}`, d: whole.length ? `M${[...upper, ...lower].join("L")}Z` : "" });
+  }
+  let path = "";
+  let pen = false;
+  for (const point of points) {
+    if (point[1] === null) pen = false;
+    else {
+      if (!pen) path += `M${at(point)}`;
+      else path += kind === "steps" ? `H${atX(point[0]).toFixed(1)}V${atY(point[1]).toFixed(1)}` : `L${at(point)}`;
+      pen = true;
+    }
+  }
+  return svg("path", { class: `line ${tone}`, d: path });
+}
+
+function mark({ axis, at, name }, atX, atY, { left, width, height }) {
+  if (axis === "y") {
+    return svg(
+      "g",
+      {},
+      svg("path", { class: "mark", d: `M${left} ${atY(at)}H${width - RIGHT}` }),
+      svg("text", { class: "tick strong", x: width - RIGHT, y: atY(at) + (atY(at) < TOP + 16 ? 14 : -5), "text-anchor": "end" }, name),
+    );
+  }
+  const right = atX(at) < width - RIGHT - name.length * LETTER - 8;
+  return svg(
+    "g",
+    {},
+    svg("path", { class: "mark", d: `M${atX(at)} ${TOP}V${height - BOTTOM}` }),
+    svg("text", { class: "tick strong", x: atX(at) + (right ? 6 : -6), y: TOP + 10, "text-anchor": right ? "start" : "end" }, name),
+  );
+}
+
+/** A horizontal bar, `share` of its width full; what it says must stand beside it in words. */
+export function bar(share, tone) {
+  const width = `${(Math.max(0, Math.min(1, share || 0)) * 100).toFixed(2)}%`;
+  return svg(
+    "svg",
+    { class: "bar", "aria-hidden": "true", height: 10 },
+    svg("rect", { class: "bar-back", width: "100%", height: 10, rx: 3 }),
+    svg("rect", { class: `bar-fill ${tone}`, width, height: 10, rx: 3 }),
+  );
+}

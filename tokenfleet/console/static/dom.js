@@ -1,0 +1,57 @@
+/* Elements from plain values. Text only ever becomes text: nothing in the console parses HTML, so a name from
+   the server can be as hostile as it likes. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An HTML element. Functions among `attributes` are listeners (`onclick`), false and null are left out. */
+export function make(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+/** An SVG element, in the same way. */
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) {
+      element.setAttribute(name, value === true ? "" : String(value));
+    }
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** The element of that id; the page has it or is broken. */
+export function byId(id) {
+  const found = document.getElementById(id);
+  if (found === null) throw new Error(`the page has no #${id}`);
+  return found;
+}
+
+/** Set text only where it differs, so that a live region does not speak when nothing has changed. */
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** A table with a caption; `columns` are {name, number?}, `rows` lists of text or elements. */
+export function table(caption, columns, rows, attributes = {}) {
+  const side = (column) => (column.number ? "number" : null);
+  const cell = (value, i) =>
+    i === 0
+      ? make("th", { scope: "row" }, value)
+      : make("td", { class: side(columns[i]), "data-name": columns[i].name }, value);
+  return make(
+    "div",
+    { class: "table", tabindex: "0", role: "region", "aria-label": caption },
+    make(
+      "table",
+      attributes,
+      make("caption", {}, caption),
+      make("thead", {}, make("tr", {}, columns.map((c) => make("th", { scope: "col", class: side(c) }, c.name)))),
+      make("tbody", {}, rows.map((row) => make("tr", {}, row.map(cell)))),
+    ),
+  );
+}

@@ -1,0 +1,193 @@
+/* The live page: the fleet asked for every second and at every event, and the orders a person gives it. */
+
+import { Refused, Unreachable, ask } from "./api.js";
+import { confirmed } from "./confirm_dialog.js";
+import { byId, make, say } from "./dom.js";
+import { count, counted, share } from "./format.js";
+import { EventStream } from "./event_stream.js";
+import { Attainment } from "./live_attainment.js";
+import { Decisions } from "./live_decisions.js";
+import { showMoving } from "./live_moving.js";
+import { Workers } from "./live_workers.js";
+
+const EVERY_MS = 1000;
+const HIDDEN_EVERY_MS = 5000;
+const AGAIN_MS = [500, 1000, 2000, 4000];
+
+const workers = new Workers(drain);
+const decisions = new Decisions();
+const attainment = new Attainment();
+const opened_s = Date.now() / 1e3;
+
+let fleet = null;
+let fails = 0;
+let timer = null;
+let asking = false;
+let isAskedAgain = false;
+let isStreamLost = false;
+
+const stream = new EventStream("/v1/events", {
+  onEvent: ({ data }) => {
+    const event = JSON.parse(data);
+    decisions.add(event, event.at_s > opened_s);
+    refresh();
+  },
+  onState: (state, waitS) => {
+    isStreamLost = state !== "open";
+    if (isStreamLost && !fails) connection(`The stream of decisions broke off; trying again in ${waitS} s`);
+    else if (!fails) connection("");
+  },
+});
+let isFollowing = false;
+
+/** Ask for the fleet now; while an answer is on its way, once more after it. */
+function refresh() {
+  if (asking) {
+    isAskedAgain = true;
+    return;
+  }
+  clearTimeout(timer);
+  asking = true;
+  void look().finally(() => {
+    asking = false;
+    const waitMs = fails ? AGAIN_MS[Math.min(fails, AGAIN_MS.length) - 1] : document.hidden ? HIDDEN_EVERY_MS : EVERY_MS;
+    timer = setTimeout(refresh, isAskedAgain && !fails ? 0 : waitMs);
+    isAskedAgain = false;
+  });
+}
+
+async function look() {
+  try {
+    show(await ask("GET", "/v1/fleet"));
+    fails = 0;
+    if (!isStreamLost) connection("");
+  } catch (error) {
+    if (error instanceof Refused && error.status === 404) {
+      fails = AGAIN_MS.length; // one may be started behind this address: look now and then
+      connection("");
+      absent();
+      return;
+    }
+    fails += 1;
+    if (!(error instanceof Refused || error instanceof Unreachable)) {
+      connection(`This page failed: ${error.message}`);
+      throw error;
+    }
+    const waitS = AGAIN_MS[Math.min(fails, AGAIN_MS.length) - 1] / 1e3;
+    const old = fleet === null ? "" : " What is shown is old.";
+    connection(`${error instanceof Refused ? error.message : "The control API does not answer"}; trying again in ${waitS} s.${old}`);
+    byId("present").classList.toggle("stale", fleet !== null);
+  }
+}
+
+function absent() {
+  fleet = null;
+  byId("absent").hidden = false;
+  byId("present").hidden = true;
+  say(byId("facts"), "");
+}
+
+function show(now) {
+  // Ids start at 1 with each fleet: an older one than we have seen is another fleet's.
+  const newest = now.decisions.at(-1)?.id ?? 0;
+  if (stream.lastId !== null && newest < Number(stream.lastId)) {
+    decisions.clear();
+    stream.restart(true);
+  }
+  fleet = now;
+  byId("absent").hidden = true;
+  byId("present").hidden = false;
+  byId("present").classList.remove("stale");
+  say(byId("facts"), factsOf(now));
+  showTiles(now);
+  workers.show(now.workers);
+  showMoving(now.moving);
+  byId("attainment").hidden = !now.attainment;
+  if (now.attainment) attainment.show(now.attainment, now.slo, Date.now() / 1e3);
+  if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined) byId("scale-to").value = now.wanted_workers;
+  byId("scale-to").max = now.max_workers;
+  byId("auto").disabled = now.auto;
+  if (!isFollowing) {
+    isFollowing = true;
+    stream.run().catch((error) => connection(`No stream of decisions: ${error.message}`));
+  }
+}
+
+function factsOf(now) {
+  const who = now.auto ? "the controller decides how many" : "an operator decides how many";
+  const mode = now.advisory ? "; advisory: decisions are said, not done" : "";
+  return `${now.model}, ${now.engine} engines, served at ${now.gateway}; ${who}${mode}.`;
+}
+
+function showTiles(now) {
+  const serving = now.workers.filter((w) => w.state === "serving").length;
+  const both = now.attainment?.both;
+  const tiles = [
+    [`${count(serving)} of ${count(now.wanted_workers)}`, "workers serving"],
+    [count(now.requests.running), "requests running"],
+    [count(now.requests.waiting), "requests waiting"],
+    [count(now.moving.length), "moving"],
+    [both?.of ? share(both.met / both.of) : "–", "within both targets"],
+  ];
+  const list = byId("tiles");
+  if (list.children.length !== tiles.length) {
+    list.replaceChildren(...tiles.map(([, name]) => make("li", {}, make("b"), " ", make("span", { class: "soft" }, name))));
+  }
+  tiles.forEach(([value], i) => say(list.children[i].firstElementChild, value));
+}
+
+async function drain(worker, isDraining) {
+  const title = isDraining ? `Cancel the drain of ${worker}?` : `Drain ${worker}?`;
+  const says = isDraining
+    ? "It takes new requests again."
+    : "It takes no new requests. What runs on it moves to other workers with what it has computed, and then it stops.";
+  if (!(await confirmed(title, says, isDraining ? "Cancel drain" : "Drain"))) return;
+  await give(() => ask(isDraining ? "DELETE" : "POST", `/v1/workers/${encodeURIComponent(worker)}/drain`));
+}
+
+async function scale() {
+  const wanted = Number(byId("scale-to").value);
+  if (byId("scale-to").value.trim() === "" || !Number.isInteger(wanted) || wanted < 0 || wanted > fleet.max_workers) {
+    say(byId("complaint"), `Workers wanted: a whole number from 0 to ${fleet.max_workers}.`);
+    byId("scale-to").focus();
+    return;
+  }
+  const change = wanted - fleet.wanted_workers;
+  const happens =
+    change > 0 ? `${counted(change, "worker")} will start.` : change < 0 ? `${counted(-change, "worker")} will be drained and stopped; what runs there moves.` : "No worker starts or stops.";
+  const hands = fleet.auto ? " The controller no longer decides how many." : "";
+  if (!(await confirmed(`Scale from ${fleet.wanted_workers} to ${wanted}?`, happens + hands, "Scale"))) return;
+  await give(() => ask("POST", "/v1/fleet/scale", { json: { workers: wanted } }));
+  delete byId("scale-to").dataset.typed;
+}
+
+async function automatic() {
+  if (!(await confirmed("Let the controller decide?", "It will launch and drain workers as the traffic asks.", "Let it decide"))) return;
+  await give(() => ask("POST", "/v1/fleet/scale", { json: { auto: true } }));
+}
+
+/** Give an order; a refusal is said in the API's own words. */
+async function give(order) {
+  say(byId("complaint"), "");
+  try {
+    await order();
+  } catch (error) {
+    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+    say(byId("complaint"), `${error.message}.`);
+  }
+  refresh();
+}
+
+function connection(text) {
+  byId("connection").hidden = text === "";
+  say(byId("connection"), text);
+}
+
+byId("scale").addEventListener("submit", (event) => {
+  event.preventDefault();
+  void scale();
+});
+byId("scale-to").addEventListener("input", () => (byId("scale-to").dataset.typed = "yes"));
+byId("auto").addEventListener("click", () => void automatic());
+document.addEventListener("visibilitychange", () => document.hidden || refresh());
+refresh();

@@ -1,0 +1,170 @@
+/* The answer: which fleet, what it costs, how sure that is, why, and what else was looked at. */
+
+import { bar } from "./chart.js";
+import { make, table } from "./dom.js";
+import { count, counted, dollars, duration, fleetLabel, number, share } from "./format.js";
+import { planCharts } from "./plan_charts.js";
+
+const BINDS = { ttft: "the TTFT target", tpot: "the TPOT target", kv: "KV memory", prefill: "prefill compute" };
+const RELIEF = {
+  ttft: "TTFT target a quarter longer",
+  tpot: "TPOT target a quarter longer",
+  kv: "a quarter more KV memory",
+  prefill: "prefill a fifth cheaper",
+};
+
+/** The plan in one sentence, for the heading and for whoever listens. */
+export function sentence(plan) {
+  if (!plan.feasible) return "No fleet meets these targets";
+  return `${fleetLabel(plan.fleet)}: ${counted(plan.gpus, "GPU")}, ${dollars(plan.usd_per_hour)}`;
+}
+
+/** The whole answer as elements. `tryTargets(ttft_s, tpot_s)` is what the offered targets' button does. */
+export function answer(plan, tryTargets) {
+  return [
+    make("h2", { id: "answer-title", tabindex: "-1", class: plan.feasible ? "" : "bad" }, sentence(plan)),
+    make("p", { class: "soft" }, asked(plan)),
+    plan.feasible ? tiles(plan) : nearest(plan, tryTargets),
+    warnings(plan.inputs.warnings),
+    plan.feasible ? make("section", { class: "why" }, sure(plan), why(plan), fewer(plan)) : null,
+    planCharts(plan),
+    alternatives(plan),
+    passedOver(plan),
+    madeFrom(plan),
+  ].filter(Boolean);
+}
+
+function asked({ inputs, slo, attainment, policy }) {
+  return (
+    `${share(attainment.target)} of ${count(inputs.requests)} requests within TTFT ${duration(slo.ttft_s)} and ` +
+    `TPOT ${duration(slo.tpot_s)}; ${inputs.trace}, ${duration(inputs.duration_s)}, ${number(inputs.rate_rps)} a second; ` +
+    `placed by ${policy}.`
+  );
+}
+
+function tiles(plan) {
+  const { attainment: a } = plan;
+  const row = [
+    [dollars(plan.usd_per_hour), "cost"],
+    [count(plan.gpus), plan.gpus === 1 ? "GPU" : "GPUs"],
+    [count(plan.workers), plan.workers === 1 ? "worker" : "workers"],
+    [share(a.expected ?? a.on_trace), "of requests, expected"],
+    [share(a.low), `at least, with probability ${number(a.confidence, 4)}`],
+  ];
+  return make("ul", { class: "tiles" }, row.map(([value, name]) => make("li", {}, make("b", {}, value), " ", make("span", { class: "soft" }, name))));
+}
+
+function sure({ attainment: a, doubt, ttft_s: ttft, tpot_s: tpot, utilisation }) {
+  const worlds = a.worlds
+    ? `In ${a.worlds} worlds that might as well have been (other arrivals, workers a little faster or slower) ` +
+      `between ${share(a.low)} and ${share(a.high)} of the requests stay within both targets; on the trace as it is, ${share(a.on_trace)}.`
+    : `On the trace as it is, ${share(a.on_trace)} of the requests stay within both targets.`;
+  const tails = (p) => `p50 ${duration(p.p50)}, p90 ${duration(p.p90)}, p99 ${duration(p.p99)}`;
+  return make(
+    "div",
+    {},
+    make("h3", {}, "How sure"),
+    make("p", {}, worlds, doubt ? ` The doubt comes mostly from the ${doubt.mostly}.` : ""),
+    make("p", {}, `TTFT ${tails(ttft)}. TPOT ${tails(tpot)}. Workers are busy ${number(utilisation * 100)} % of the time.`),
+  );
+}
+
+function why({ binding, binding_window_s: window, binding_detail: detail, attainment }) {
+  if (binding === null) return null;
+  const reliefs = Object.entries(detail.relief).sort((a, b) => b[1] - a[1]);
+  const most = Math.max(...reliefs.map(([, gain]) => gain), 1e-9);
+  const faster = detail.rate_scale === 1 ? "" : ` at ${number(detail.rate_scale)} times the rate`;
+  return make(
+    "div",
+    {},
+    make("h3", {}, `Why: ${BINDS[binding] ?? binding} binds`),
+    make(
+      "p",
+      {},
+      `With ${counted(detail.workers, "worker")}${faster}, ${share(detail.attainment)} would be reached ` +
+        `(${share(attainment.target)} is asked), and only ${share(detail.window_attainment)} of what arrives ` +
+        `between ${number(window[0], 5)} s and ${number(window[1], 5)} s. What would help there, in points of attainment:`,
+    ),
+    make(
+      "ul",
+      { class: "bars" },
+      reliefs.map(([name, gain]) =>
+        make("li", {}, make("span", {}, RELIEF[name] ?? name), bar(gain / most, name === binding ? "a" : "b"), make("span", { class: "number" }, `${gain >= 0 ? "+" : ""}${(gain * 100).toFixed(2)}`)),
+      ),
+    ),
+  );
+}
+
+function fewer({ one_fewer: one }) {
+  if (one === null) return null;
+  return make(
+    "div",
+    {},
+    make("h3", {}, "Why not one fewer"),
+    make(
+      "p",
+      {},
+      `With ${counted(one.workers, "worker")}, ${share(one.attainment)} is expected` +
+        (one.low === null || one.low === undefined ? "" : `, at least ${share(one.low)}`) +
+        `: ${one.fails ?? "below the target"}.`,
+    ),
+  );
+}
+
+function nearest(plan, tryTargets) {
+  const near = plan.nearest_feasible;
+  const reason = plan.reason ? make("p", {}, `${capital(plan.reason)}.`) : null;
+  if (near === null) return make("div", { class: "notice" }, reason);
+  if (near.ttft_s === undefined) {
+    return make("div", { class: "notice" }, reason, make("p", {}, `This trace can show at most ${share(near.attainment)}.`));
+  }
+  return make(
+    "div",
+    { class: "notice" },
+    reason,
+    make("h3", {}, "The nearest that can be met"),
+    make(
+      "p",
+      {},
+      `TTFT ${duration(near.ttft_s)} and TPOT ${duration(near.tpot_s)}, with ${fleetLabel(near.fleet)}: ` +
+        `${counted(near.gpus, "GPU")}, ${dollars(near.usd_per_hour)}, ${share(near.attainment)} expected, at least ${share(near.low)}.`,
+    ),
+    make("p", { class: "buttons" }, make("button", { type: "button", onclick: () => tryTargets(near.ttft_s, near.tpot_s) }, "Ask for these targets")),
+  );
+}
+
+function alternatives({ alternatives: others }) {
+  if (!others.length) return null;
+  const columns = [
+    { name: "fleet" }, { name: "cost", number: true }, { name: "GPUs", number: true }, { name: "expected", number: true },
+    { name: "at least", number: true }, { name: "TTFT p99", number: true }, { name: "TPOT p99", number: true }, { name: "note" },
+  ];
+  const rows = others.map((o) => [
+    fleetLabel(o.fleet), dollars(o.usd_per_hour), count(o.gpus), share(o.attainment.expected ?? o.attainment.on_trace),
+    share(o.attainment.low), duration(o.ttft_s?.p99), duration(o.tpot_s?.p99), o.note ?? "",
+  ]);
+  return make("section", {}, make("h3", {}, "What else was looked at"), table("Other fleets", columns, rows, { class: "cards" }));
+}
+
+function passedOver({ passed_over: passed, baselines }) {
+  const lines = [
+    ...passed.map((p) => `${p.gpu} TP${p.tp_degree}: ${p.reason}`),
+    ...baselines.map((b) => `Placed by ${b.policy}: ${b.workers === null ? `more than ${b.tried_up_to} workers` : counted(b.workers, "worker")} on the trace`),
+  ];
+  if (!lines.length) return null;
+  return make("details", {}, make("summary", {}, "Passed over, and other policies"), make("ul", {}, lines.map((line) => make("li", {}, line))));
+}
+
+function madeFrom({ inputs }) {
+  const line = (p) =>
+    `${p.model} on ${p.gpu} TP${p.tp_degree}: ${p.kind}, ${p.engine}, ${p.date}; mean error ${share(p.mean_relative_error)}; ` +
+    (p.usd_per_gpu_h === null ? p.price : `$${p.usd_per_gpu_h} a GPU-hour (${p.price})`);
+  return make("details", {}, make("summary", {}, "Profiles and prices it rests on"), make("ul", {}, inputs.profiles.map((p) => make("li", {}, line(p)))));
+}
+
+function warnings(lines) {
+  if (!lines.length) return null;
+  return make("details", { class: "notice" }, make("summary", {}, counted(lines.length, "warning")), make("ul", {}, lines.map((w) => make("li", {}, w))));
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);

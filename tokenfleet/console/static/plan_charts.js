@@ -1,0 +1,160 @@
+/* The plan's curves: cost against targets, attainment against workers, workers against the rate, latencies. */
+
+import { chart } from "./chart.js";
+import { make } from "./dom.js";
+import { dollars, duration, fleetLabel, number, share } from "./format.js";
+
+const whole = (value) => number(value, 4);
+
+/** Every chart the plan has the numbers for. */
+export function planCharts(plan) {
+  const { curves } = plan;
+  const shown = [
+    curves.cost_by_slo.length > 1 && costBySlo(plan),
+    curves.attainment_by_workers.length > 0 && attainmentByWorkers(plan),
+    curves.rate_rps.length > 1 && rate(plan),
+    plan.schedule.length > 0 && schedule(plan),
+    curves.ttft_cdf.length > 1 && latencies(plan, "ttft", "Time to first token"),
+    curves.tpot_cdf.length > 1 && latencies(plan, "tpot", "Time per output token"),
+    plan.demand_line !== null && demandLine(plan),
+  ];
+  return make("div", { class: "charts" }, shown.filter(Boolean));
+}
+
+function costBySlo({ curves, slo }) {
+  const rows = curves.cost_by_slo;
+  const isPriced = rows.every((r) => r.workers === null || r.usd_per_hour !== null);
+  const cost = (r) => (isPriced ? r.usd_per_hour : r.gpus);
+  const none = rows.filter((r) => r.workers === null).length;
+  return chart({
+    title: "What other targets would cost",
+    says:
+      `Both targets tightened or loosened together; ×1 is ${duration(slo.ttft_s)} and ${duration(slo.tpot_s)}. ` +
+      "Sized on the trace alone with workers of the best single kind: being sure costs more." +
+      (none ? ` No fleet meets the ${none === 1 ? "tightest" : `${none} tightest`}.` : ""),
+    x: { name: "targets, times what was asked", kind: "log", format: (v) => `×${number(v)}`, ticks: rows.map((r) => r.scale) },
+    y: { name: "cost", kind: "linear", zero: true, format: isPriced ? (v) => `$${whole(v)}` : whole },
+    series: [
+      { name: "", kind: "line", tone: "a", points: rows.map((r) => [r.scale, cost(r)]) },
+      { name: "", kind: "dots", tone: "a", points: rows.map((r) => [r.scale, cost(r)]) },
+    ],
+    marks: [{ axis: "x", at: 1, name: "asked" }],
+    data: {
+      columns: [
+        { name: "targets" }, { name: "TTFT", number: true }, { name: "TPOT", number: true },
+        { name: "workers", number: true }, { name: "GPUs", number: true }, { name: "cost", number: true },
+      ],
+      rows: rows.map((r) => [
+        `×${number(r.scale)}`, duration(r.ttft_s), duration(r.tpot_s),
+        ...(r.workers === null ? ["none", "–", "–"] : [whole(r.workers), whole(r.gpus), dollars(r.usd_per_hour)]),
+      ]),
+    },
+  });
+}
+
+function attainmentByWorkers({ curves, attainment }) {
+  const rows = curves.attainment_by_workers;
+  const values = rows.flatMap((r) => [r.on_trace, r.expected, r.low]).filter((v) => v !== null);
+  const lowest = Math.min(...values, attainment.target);
+  const workers = rows.map((r) => r.workers);
+  const says = attainment.confidence === null ? "" : ` The band is what other arrivals and faster or slower workers would give, at confidence ${number(attainment.confidence, 4)}.`;
+  return chart({
+    title: "What each worker adds",
+    says: `Share of requests within both targets, with workers of the best single kind.${says}`,
+    x: { name: "workers", kind: "whole", format: whole, domain: [Math.min(...workers) - 0.5, Math.max(...workers) + 0.5] },
+    y: { name: "attainment", kind: "linear", format: (v) => `${number(v * 100, 5)} %`, domain: [lowest - (1 - lowest) * 0.08, 1] },
+    series: [
+      { name: "range", kind: "band", tone: "a", points: rows.filter((r) => r.low !== null).map((r) => [r.workers, r.low, r.high]) },
+      { name: "expected", kind: "dots", tone: "a", points: rows.map((r) => [r.workers, r.expected]) },
+      { name: "on the trace as it is", kind: "dots", tone: "b hollow", points: rows.map((r) => [r.workers, r.on_trace]) },
+    ].filter((s) => s.points.some((p) => p[1] !== null)),
+    marks: [{ axis: "y", at: attainment.target, name: `target ${share(attainment.target)}` }],
+    data: {
+      columns: [
+        { name: "workers" }, { name: "expected", number: true }, { name: "at least", number: true },
+        { name: "at most", number: true }, { name: "on the trace", number: true },
+      ],
+      rows: rows.map((r) => [whole(r.workers), share(r.expected), share(r.low), share(r.high), share(r.on_trace)]),
+    },
+  });
+}
+
+/** Minutes where the trace is longer than that. */
+function timeAxis(end) {
+  const [per, unit] = end > 7200 ? [3600, "hours"] : end > 180 ? [60, "minutes"] : [1, "seconds"];
+  return { name: `${unit} into the trace`, kind: "linear", domain: [0, end], format: (v) => whole(v), per };
+}
+
+function rate({ curves, inputs, binding_window_s: window }) {
+  const { per, ...axis } = timeAxis(inputs.duration_s);
+  const points = curves.rate_rps.map(([t, r]) => [t / per, r]);
+  return chart({
+    title: "What arrives",
+    says: `${number(inputs.rate_rps)} requests a second on average.`,
+    x: { ...axis, domain: [0, inputs.duration_s / per] },
+    y: { name: "requests a second", kind: "linear", zero: true, format: whole },
+    series: [{ name: "", kind: "steps", tone: "a", points }],
+    marks: window ? [{ axis: "x", at: window[0] / per, name: "worst window" }] : [],
+    data: {
+      columns: [{ name: axis.name }, { name: "requests a second", number: true }],
+      rows: points.map(([t, r]) => [number(t, 4), number(r)]),
+    },
+  });
+}
+
+function schedule({ schedule: stretches, schedule_detail: detail, inputs }) {
+  const { per, ...axis } = timeAxis(inputs.duration_s);
+  const points = stretches.map((s) => [s.start_s / per, s.workers]);
+  points.push([stretches.at(-1).end_s / per, stretches.at(-1).workers]);
+  const saved = detail && detail.saved_share > 0 ? `saves ${share(detail.saved_share)} of the worker-hours` : "saves nothing here";
+  return chart({
+    title: "How many workers when",
+    says: `Following the rate ${saved}. Start-up and draining between stretches are left out.`,
+    x: { ...axis, domain: [0, inputs.duration_s / per] },
+    y: { name: "workers", kind: "whole", zero: true, format: whole },
+    series: [{ name: "", kind: "steps", tone: "b", points }],
+    data: {
+      columns: [{ name: `from, ${axis.name}` }, { name: "to", number: true }, { name: "workers", number: true }, { name: "GPUs", number: true }, { name: "fleet" }],
+      rows: stretches.map((s) => [number(s.start_s / per, 4), number(s.end_s / per, 4), whole(s.workers), whole(s.gpus), s.fleet ?? ""]),
+    },
+  });
+}
+
+function latencies(plan, name, title) {
+  const points = plan.curves[`${name}_cdf`].filter(([s]) => s > 0);
+  const tail = points.filter(([, p]) => p >= 0.5);
+  const missed = ([s]) => s > plan.slo[`${name}_s`];
+  return chart({
+    title,
+    says: `Share of requests that had it within so long; the target is ${duration(plan.slo[`${name}_s`])}.`,
+    x: { name: title.toLowerCase(), kind: "log", format: (v) => duration(v) },
+    y: { name: "share", kind: "linear", domain: [0, 1], format: (v) => `${number(v * 100)} %` },
+    series: [{ name: "", kind: "line", tone: "a", points }],
+    marks: [{ axis: "x", at: plan.slo[`${name}_s`], name: "target" }],
+    data: {
+      columns: [{ name: "share of requests" }, { name: "within", number: true }, { name: "target" }],
+      rows: tail.filter((_, i) => i % 3 === 0).map((p) => [share(p[1]), duration(p[0]), missed(p) ? "missed" : "met"]),
+    },
+  });
+}
+
+function demandLine({ demand_line: line, fleet }) {
+  const ends = [0, Math.max(...line.points.map((p) => p[0]))];
+  const at = (x) => line.workers_per_rps * x + line.intercept;
+  return chart({
+    title: "Workers by rate",
+    says:
+      `This traffic, faster and slower, on ${fleet.length === 1 ? fleetLabel(fleet).replace(/^\d+ × /, "") : "workers of one kind"}:` +
+      ` ${number(line.workers_per_rps)} workers for each request a second, and ${number(line.intercept)} (R² ${number(line.r2, 4)}).`,
+    x: { name: "requests a second", kind: "linear", zero: true, format: whole },
+    y: { name: "workers", kind: "linear", zero: true, format: whole },
+    series: [
+      { name: "line", kind: "line", tone: "b", points: ends.map((x) => [x, at(x)]) },
+      { name: "simulated", kind: "dots", tone: "a", points: line.points },
+    ],
+    data: {
+      columns: [{ name: "requests a second" }, { name: "workers needed", number: true }],
+      rows: line.points.map(([x, y]) => [number(x), number(y)]),
+    },
+  });
+}

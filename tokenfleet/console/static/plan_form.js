@@ -1,0 +1,195 @@
+/* The form: filled from what the API says can be planned, read as a question, and set from one. */
+
+import { byId, make } from "./dom.js";
+import { bytes, clock, counted, duration, number } from "./format.js";
+import { DEFAULTS } from "./plan_question.js";
+import { slider } from "./slider.js";
+
+const SLIDERS = {
+  rate: {
+    name: "Rate", suffix: "times the trace's", low: 0.1, high: 10, least: 0.001, most: 1000,
+    spoken: (v) => `${number(v)} times the trace's rate`,
+  },
+  ttft: {
+    name: "Time to first token (TTFT)", unit: 1000, suffix: "ms", low: 0.05, high: 20, least: 0.001, most: 3600, spoken: (v) => duration(v),
+  },
+  tpot: {
+    name: "Time per output token (TPOT)", unit: 1000, suffix: "ms", low: 0.005, high: 0.5, least: 0.0005, most: 3600, spoken: (v) => duration(v),
+  },
+  attainment: {
+    name: "Attainment: share of requests within both", unit: 100, suffix: "%",
+    stops: [0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995], least: 0.01, most: 0.999999,
+    spoken: (v) => `${number(v * 100, 5)} percent of requests`,
+  },
+  confidence: {
+    name: "Confidence: probability that it is reached", unit: 100, suffix: "%",
+    stops: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99], least: 0.5, most: 0.999, spoken: (v) => `${number(v * 100, 4)} percent`,
+  },
+};
+
+const LOOKING_BACK = { "1h": "the last hour", "1d": "the last day", "7d": "the last week" };
+
+/** The form's fields over a catalogue. `changed()` is called after every change a person makes. */
+export class PlanForm {
+  #catalogue;
+  #sliders = {};
+  #upload = null; // the trace last sent, as the API has read it
+
+  constructor(catalogue, changed) {
+    this.#catalogue = catalogue;
+    for (const place of document.querySelectorAll("[data-slider]")) {
+      const id = place.dataset.slider;
+      const value = { ...DEFAULTS, ttft: DEFAULTS.ttft_s, tpot: DEFAULTS.tpot_s }[id];
+      this.#sliders[id] = slider(place, { id, value, ...SLIDERS[id] });
+    }
+    options(byId("model"), catalogue.models.map((m) => [m.name, m.name]));
+    options(byId("policy"), catalogue.policies.map((name) => [name, name]));
+    options(byId("engine"), [["", "the profile's own"], ...catalogue.engine_modes.map((name) => [name, name])]);
+    this.#showTraces();
+    byId("model").addEventListener("change", () => this.#showKinds([], []));
+    byId("trace").addEventListener("change", () => this.#showTraceFacts());
+    byId("file").addEventListener("change", () => this.#showTraceFacts());
+    for (const event of ["change", "change-value"]) byId("question").addEventListener(event, changed);
+  }
+
+  /** The question asked; its trace is {kind: "file"} while a file is chosen that has not been sent. */
+  get question() {
+    const text = (id) => byId(id).value.trim();
+    const amount = (id) => (text(id) === "" ? null : Number(text(id)));
+    const ticked = (id) => [...byId(id).querySelectorAll("input:checked")].map((box) => box.value);
+    return {
+      trace: this.#trace,
+      model: byId("model").value,
+      ttft_s: this.#sliders.ttft.value,
+      tpot_s: this.#sliders.tpot.value,
+      attainment: this.#sliders.attainment.value,
+      confidence: this.#sliders.confidence.value,
+      rate: this.#sliders.rate.value,
+      gpu: ticked("gpus"),
+      tp: ticked("tps").map(Number),
+      window: text("window"),
+      max_gpus: amount("max-gpus"),
+      budget: amount("budget"),
+      policy: byId("policy").value,
+      engine: byId("engine").value,
+      spot: byId("spot").checked,
+      drop_too_long: byId("drop").checked,
+      seed: amount("seed") ?? 0,
+    };
+  }
+
+  /** Show a question; names that are not known here are left out. */
+  set question(question) {
+    const { trace } = question;
+    if (trace.kind === "upload" && this.#upload?.id !== trace.id) this.uploaded({ id: trace.id, name: trace.name });
+    choose(byId("trace"), { sample: "sample", upload: "upload", since: `since:${trace.since}` }[trace.kind]);
+    choose(byId("model"), question.model);
+    for (const [id, value] of [["ttft", question.ttft_s], ["tpot", question.tpot_s], ["attainment", question.attainment], ["confidence", question.confidence], ["rate", question.rate]]) {
+      this.#sliders[id].value = value;
+    }
+    this.#showKinds(question.gpu, question.tp);
+    byId("window").value = question.window;
+    byId("max-gpus").value = question.max_gpus ?? "";
+    byId("budget").value = question.budget ?? "";
+    byId("seed").value = question.seed;
+    choose(byId("policy"), question.policy);
+    choose(byId("engine"), question.engine);
+    byId("spot").checked = question.spot;
+    byId("drop").checked = question.drop_too_long;
+    const hidden = [question.window, question.max_gpus, question.budget, question.engine, question.spot, question.drop_too_long, question.seed];
+    if (hidden.some(Boolean) || question.policy !== DEFAULTS.policy) byId("more").open = true;
+    this.#showTraceFacts();
+  }
+
+  /** Remember a trace the API has taken, and choose it. */
+  uploaded(summary) {
+    this.#upload = summary;
+    this.#showTraces();
+    byId("trace").value = "upload";
+    this.#showTraceFacts();
+  }
+
+  /** The file to send before planning, if one is chosen. */
+  get file() {
+    return byId("trace").value === "file" ? (byId("file").files[0] ?? null) : null;
+  }
+
+  /** What stops the form from being sent, in one line; the field it is about has the focus. */
+  complaint() {
+    for (const one of Object.values(this.#sliders)) {
+      if (one.complaint) {
+        one.focus();
+        return one.complaint;
+      }
+    }
+    for (const [id, says] of [["max-gpus", "Most GPUs: a whole number from 1"], ["budget", "Most dollars an hour: a number above 0"], ["seed", "Seed: a whole number from 0"]]) {
+      if (!byId(id).checkValidity()) {
+        byId("more").open = true;
+        byId(id).focus();
+        return says;
+      }
+    }
+    if (byId("trace").value === "file") {
+      const most = this.#catalogue.limits.upload_bytes;
+      const { file } = this;
+      if (file === null || file.size > most) {
+        byId("file").focus();
+        return file === null ? "Trace: choose a file" : `Trace: ${bytes(file.size)} is more than this API takes, ${bytes(most)}; cut it, or plan on a terminal`;
+      }
+    }
+    return "";
+  }
+
+  get #trace() {
+    const [kind, since] = byId("trace").value.split(":");
+    if (kind === "upload") return { kind, id: this.#upload.id, name: this.#upload.name };
+    return kind === "since" ? { kind, since } : { kind };
+  }
+
+  #showTraces() {
+    const { sample, history } = this.#catalogue;
+    const chosen = byId("trace").value;
+    const listed = [];
+    if (sample) listed.push(["sample", `The sample: ${sample.name}`]);
+    if (history.requests > 0) {
+      for (const [since, says] of Object.entries(LOOKING_BACK)) listed.push([`since:${since}`, `What this fleet served in ${says}`]);
+    }
+    if (this.#upload) listed.push(["upload", this.#upload.name]);
+    listed.push(["file", "A file of mine…"]);
+    options(byId("trace"), listed);
+    choose(byId("trace"), chosen);
+  }
+
+  #showTraceFacts() {
+    const { value } = byId("trace");
+    byId("upload-field").hidden = value !== "file";
+    const known = { sample: this.#catalogue.sample, upload: this.#upload }[value];
+    const facts = (t) => `${counted(t.requests, "request")} in ${duration(t.duration_s)}, ${number(t.rate_rps)} a second.`;
+    const { history } = this.#catalogue;
+    const kept = `${counted(history.requests, "request")} are kept` + (history.last_s ? `, the last of ${clock(history.last_s)}.` : ".");
+    byId("trace-facts").textContent = known?.requests ? facts(known) : value.startsWith("since") ? kept : "";
+  }
+
+  #showKinds(gpus, tps) {
+    const model = this.#catalogue.models.find((m) => m.name === byId("model").value);
+    const kinds = model?.kinds ?? [];
+    const price = (gpu) => this.#catalogue.gpus.find((g) => g.name === gpu)?.on_demand?.usd_per_gpu_h;
+    const names = [...new Set(kinds.map((k) => k.gpu))];
+    const degrees = [...new Set(kinds.map((k) => k.tp_degree))].sort((a, b) => a - b);
+    const says = (gpu) => (price(gpu) === undefined ? `${gpu}, no price known` : `${gpu}, $${price(gpu)} an hour`);
+    // An address may have the short names that the command line takes: h100 for h100-sxm.
+    const isAsked = (gpu) => gpus.some((asked) => gpu === asked || gpu.startsWith(`${asked}-`));
+    const box = (value, label, checked) => make("label", { class: "choice" }, make("input", { type: "checkbox", value, checked }), ` ${label}`);
+    byId("gpus").replaceChildren(...names.map((gpu) => box(gpu, says(gpu), isAsked(gpu))));
+    byId("tps").replaceChildren(...degrees.map((tp) => box(tp, `TP${tp}`, tps.includes(tp))));
+  }
+}
+
+function options(select, listed) {
+  select.replaceChildren(...listed.map(([value, text]) => make("option", { value }, text)));
+}
+
+/** Choose an option if there is such a one. */
+function choose(select, value) {
+  if ([...select.options].some((option) => option.value === value)) select.value = value;
+}

@@ -1,0 +1,226 @@
+/* The plan page: form, address, job and answer brought together. */
+
+import { Refused, Unreachable, ask } from "./api.js";
+import { byId, make, say } from "./dom.js";
+import { clock, dollars, duration, fleetLabel, percent, stamp } from "./format.js";
+import { answer, sentence } from "./plan_answer.js";
+import { PlanForm } from "./plan_form.js";
+import { cancel, followed, job as jobOf, order, recent, sendTrace } from "./plan_job.js";
+import { fromJob, fromQuery, toCommand, toQuery } from "./plan_question.js";
+
+const RECENT = 8;
+const AGAIN_S = [1, 2, 4];
+
+let form = null;
+let shown = null; // the job whose answer stands on the page
+let following = null; // {id, abort} of the job being waited for
+
+async function start() {
+  form = new PlanForm(await catalogue(), onChange);
+  byId("question").addEventListener("submit", (event) => {
+    event.preventDefault();
+    void plan();
+  });
+  byId("cancel").addEventListener("click", () => following?.id && guarded(() => cancel(following.id)));
+  byId("copy-command").addEventListener("click", () => copy("Command", byId("command").textContent));
+  byId("copy-link").addEventListener("click", () => copy("Link", location.href));
+  byId("download").addEventListener("click", download);
+  window.addEventListener("popstate", open);
+  byId("submit").disabled = false;
+  await open();
+}
+
+/** What can be planned; tried again until somebody answers. */
+async function catalogue() {
+  for (let tries = 0; ; tries += 1) {
+    try {
+      const known = await ask("GET", "/v1/catalogue");
+      connection("");
+      return known;
+    } catch (error) {
+      if (error instanceof Refused && error.status === 404) {
+        byId("question").hidden = true;
+        byId("before").textContent = "This control API has no planner. Start one with “tokenfleet api”, or see the fleet on the Live page.";
+        throw error;
+      }
+      const waitS = AGAIN_S[Math.min(tries, AGAIN_S.length - 1)];
+      connection(`${error.message}; trying again in ${waitS} s`);
+      await new Promise((resolve) => setTimeout(resolve, waitS * 1e3));
+    }
+  }
+}
+
+/** Show what the address says: a question, or a job with its answer. */
+async function open() {
+  const query = new URLSearchParams(location.search);
+  const id = query.get("job");
+  if (id === null) {
+    form.question = fromQuery(location.search);
+    onChange();
+  } else if (shown?.id !== id) await guarded(() => watch(id.slice(0, 64)));
+  await showRecent();
+}
+
+
+function onChange() {
+  const { question } = form;
+  say(byId("complaint"), "");
+  if (question.trace.kind === "file") return;
+  history.replaceState(null, "", `?${toQuery(question)}`);
+}
+
+async function plan() {
+  const complaint = form.complaint();
+  say(byId("complaint"), complaint);
+  if (complaint) return;
+  following?.abort.abort();
+  byId("submit").disabled = true;
+  byId("result").scrollIntoView({ block: "start" });
+  await guarded(async () => {
+    if (form.file) {
+      waiting("Sending the trace");
+      form.uploaded(await sendTrace(form.file));
+    }
+    waiting("Asking");
+    const { id } = await order(form.question);
+    history.pushState(null, "", `?${toQuery(form.question)}&job=${id}`);
+    await watch(id);
+  });
+  byId("submit").disabled = false;
+}
+
+/** Wait for a job, and show what it says. */
+async function watch(id) {
+  const abort = new AbortController();
+  following = { id, abort };
+  let isAsked = false;
+  const onJob = (job) => {
+    if (!isAsked) form.question = fromJob(job);
+    isAsked = true;
+    const left = job.state === "running" ? `, ${percent(job.progress)}` : "";
+    waiting(`${job.state === "queued" ? "Queued" : "Planning"}: ${job.says}${left}`, job.progress, true);
+  };
+  try {
+    const job = await followed(id, { onChange: onJob, onState: onStream, signal: abort.signal });
+    if (!abort.signal.aborted) show(job);
+  } finally {
+    if (following?.abort === abort) following = null;
+  }
+}
+
+function onStream(state, waitS) {
+  connection(state === "open" ? "" : `The control API does not answer; the plan goes on there. Trying again in ${waitS} s`);
+}
+
+function waiting(text, progress = null, isCancellable = false) {
+  const bar = byId("progress");
+  bar.hidden = false;
+  if (progress) bar.value = progress;
+  else bar.removeAttribute("value");
+  byId("cancel").hidden = !isCancellable;
+  byId("answer").classList.toggle("old", shown !== null);
+  say(byId("status"), text);
+}
+
+function settled(text) {
+  byId("progress").hidden = true;
+  byId("cancel").hidden = true;
+  byId("answer").classList.remove("old");
+  say(byId("status"), text);
+}
+
+function show(job) {
+  const { plan: found } = job;
+  shown = job;
+  if (found === null) {
+    settled(job.state === "cancelled" ? "Cancelled." : "");
+    say(byId("complaint"), job.error ?? "");
+    void showRecent();
+    return;
+  }
+  const tryTargets = (ttft_s, tpot_s) => {
+    form.question = { ...form.question, ttft_s, tpot_s };
+    onChange();
+    void plan();
+  };
+  const before = byId("answer").contains(document.activeElement) || byId("question").contains(document.activeElement);
+  byId("answer").replaceChildren(...answer(found, tryTargets));
+  settled(`Planned in ${duration(job.finished_s - job.started_s)} (${job.simulations.toLocaleString("en-US")} simulations): ${sentence(found)}.`);
+  byId("command").textContent = toCommand(fromJob(job));
+  byId("take").hidden = false;
+  document.title = `${sentence(found)} · Tokenfleet`;
+  if (before || document.activeElement === document.body) byId("answer-title").focus();
+  void showRecent();
+}
+
+async function showRecent() {
+  let jobs = [];
+  try {
+    jobs = await recent(RECENT);
+  } catch (error) {
+    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+  }
+  byId("recent").hidden = jobs.length === 0;
+  byId("recent-list").replaceChildren(...jobs.map(recentLine));
+}
+
+function recentLine(job) {
+  const query = toQuery(fromJob(job));
+  query.append("job", job.id);
+  const { brief } = job;
+  const result = brief === null ? job.state : brief.feasible ? `${fleetLabel(brief.fleet)}, ${dollars(brief.usd_per_hour)}` : "no fleet meets it";
+  const { model, slo } = job.question;
+  const open = (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    history.pushState(null, "", `?${query}`);
+    following?.abort.abort();
+    void guarded(() => watch(job.id));
+  };
+  return make(
+    "li",
+    {},
+    make("a", { href: `?${query}`, onclick: open }, `${model ?? "own profile"}, TTFT ${duration(slo.ttft_s)}, TPOT ${duration(slo.tpot_s)}`),
+    ` ${result} `,
+    make("time", { class: "soft", datetime: stamp(job.created_s) }, clock(job.created_s)),
+  );
+}
+
+/** Do it; what goes wrong is said beside the button, in the API's own words. */
+async function guarded(action) {
+  try {
+    await action();
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    settled("");
+    const soon = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
+    say(byId("complaint"), `${error.message}.${soon}`);
+    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+  }
+}
+
+function connection(text) {
+  byId("connection").hidden = text === "";
+  say(byId("connection"), text);
+}
+
+async function copy(what, text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say(byId("copied"), `${what} copied.`);
+  } catch {
+    // Not allowed, or no secure context.
+    say(byId("copied"), `This browser does not let the page copy. ${what}: ${text}`);
+  }
+}
+
+async function download() {
+  const { plan: found, id } = shown.plan ? shown : await jobOf(shown.id);
+  const url = URL.createObjectURL(new Blob([`${JSON.stringify(found, null, 1)}\n`], { type: "application/json" }));
+  make("a", { href: url, download: `plan-${id}.json` }).click();
+  URL.revokeObjectURL(url);
+}
+
+start().catch((error) => {
+  if (!(error instanceof Refused)) throw error;
+});
