@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from dataplane.live.fleet_core import CoreSettings, FleetCore
 from dataplane.live.front_door import DoorPolicy
 from dataplane.live.gateway import Gateway, GatewaySettings
 from dataplane.live.history import History
+from dataplane.live.history_files import HistoryLimits
 from dataplane.live.keys import ApiKey, KeyRing
 from dataplane.live.ledger_placement import LedgerPlacement
 from dataplane.live.listening import bind, until_answering
@@ -67,6 +67,7 @@ class FleetSettings:
     profile: Profile | None = None
     policy: Policy = Policy.SPREAD
     data: Path | None = None
+    history_limits: HistoryLimits | None = None
     extensions: tuple[Extension, ...] = ()
 
 
@@ -88,7 +89,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         cleanup.callback(control_socket.close)
 
         events, metrics = EventLog(), Metrics()
-        history = History(PRIOR_OUTPUT_TOKENS, time.monotonic(), settings.data)
+        history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
         cleanup.callback(history.close)
         placement = _placement(settings, history)
         gateway = Gateway(settings.gateway)

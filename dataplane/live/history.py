@@ -1,13 +1,14 @@
 """What the fleet has served and how long its steps took: for predicting lengths, and for refitting.
 
-Two files in the data folder, where one was given. `requests.jsonl` has a line per finished request and reads
-as a trace (`tokenfleet plan --trace`); `steps.csv` has a line per sampled engine step and reads as
-measurements (`tokenfleet fit --measurements`).
+In the data folder, where one was given: `history/` has a row for each ended request (history_files.py;
+`tokenfleet plan --since 1h` reads it), and `steps.csv` a line for each sampled engine step, which reads as
+measurements (`tokenfleet fit --measurements`); beyond STEP_FILE_BYTES the older half of those is let go.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TextIO
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
+from dataplane.live.history_files import HistoryLimits, HistoryWriter
 from dataplane.live.link import Telemetry
 from dataplane.live.metrics import PRIORITY_NAMES
 from dataplane.live.tracked import Tracked
@@ -22,6 +24,7 @@ from dataplane.live.tracked import Tracked
 REMEMBERED = 20_000
 LEARN_FROM = 50  # finished requests before history is believed
 LEARN_EVERY = 200
+STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before it
 STEP_COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s", "worker")
 
 
@@ -32,18 +35,25 @@ class History:
     that cannot be written.
     """
 
-    def __init__(self, prior_tokens: float, started_s: float, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        prior_tokens: float,
+        folder: Path | None = None,
+        model: str = "",
+        limits: HistoryLimits | None = None,
+    ) -> None:
         self.lengths = LengthTable.constant(prior_tokens)
-        self._started_s = started_s
+        self._model = model
         self._prompts: deque[int] = deque(maxlen=REMEMBERED)
         self._outputs: deque[int] = deque(maxlen=REMEMBERED)
         self._since_learnt = 0
         self.on_learnt: list[Callable[[LengthTable], None]] = []
         self._last_step: dict[str, int] = {}
-        self._requests = None if folder is None else _open(folder, "requests.jsonl")
-        self._steps = None if folder is None else _open(folder, "steps.csv")
-        if self._steps is not None and self._steps.tell() == 0:
-            self._steps.write(",".join(STEP_COLUMNS) + "\n")
+        self._folder = folder
+        self._requests = None
+        if folder is not None:
+            self._requests = HistoryWriter(folder / "history", limits or HistoryLimits())
+        self._steps = None if folder is None else _open_steps(folder)
 
     def expected_tokens(self, prompt_tokens: int, generated: int = 0) -> int:
         """Output tokens to expect in all of a request that has made so many and goes on."""
@@ -51,6 +61,8 @@ class History:
 
     def add(self, tracked: Tracked, outcome: str) -> None:
         """Remember a request that is over; only finished ones teach."""
+        if self._requests is not None:
+            self._requests.add(self._row(tracked, outcome))
         if outcome != "finished" or not tracked.output_token_ids:
             return
         self._prompts.append(max(1, tracked.prompt_tokens))
@@ -61,19 +73,26 @@ class History:
             self.lengths = LengthTable.from_history(list(self._prompts), list(self._outputs))
             for tell in self.on_learnt:
                 tell(self.lengths)
-        if self._requests is not None:
-            row = {
-                "arrival_s": round(tracked.arrival_s - self._started_s, 6),
-                "prompt_tokens": tracked.prompt_tokens,
-                "output_tokens": len(tracked.output_token_ids),
-                "priority": PRIORITY_NAMES[tracked.ticket.priority],
-                "tenant": tracked.ticket.key,
-                "ttft_s": tracked.ttft_s(),
-                "tpot_s": tracked.tpot_s(),
-                "moves": tracked.moves,
-                "replays": tracked.replays,
-            }
-            self._requests.write(json.dumps(row) + "\n")
+
+    def _row(self, tracked: Tracked, outcome: str) -> dict[str, object]:
+        """A request as history_files.SCHEMA has it: numbers and names, never its text."""
+        return {
+            # The gateway's clock has no date; its distance to now does.
+            "arrival_s": round(time.time() - (time.monotonic() - tracked.arrival_s), 6),
+            "prompt_tokens": tracked.prompt_tokens,
+            "output_tokens": len(tracked.output_token_ids),
+            "priority": PRIORITY_NAMES[tracked.ticket.priority],
+            "tenant": tracked.ticket.key,
+            "outcome": outcome,
+            "ttft_s": tracked.ttft_s(),
+            "tpot_s": tracked.tpot_s(),
+            "ttft_target_s": tracked.slo.ttft_s,
+            "tpot_target_s": tracked.slo.tpot_s,
+            "worker": tracked.worker,
+            "moves": tracked.moves,
+            "replays": tracked.replays,
+            "model": self._model,
+        }
 
     def add_step(self, load: Telemetry) -> None:
         """Remember a worker's last step, once."""
@@ -89,6 +108,10 @@ class History:
                 load.worker,
             )
             self._steps.write(",".join(str(value) for value in row) + "\n")
+            if self._steps.tell() > STEP_FILE_BYTES and self._folder is not None:
+                self._steps.close()
+                os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
+                self._steps = _open_steps(self._folder)
 
     def close(self) -> None:
         """Write what is buffered."""
@@ -97,9 +120,13 @@ class History:
                 file.close()
 
 
-def _open(folder: Path, name: str) -> TextIO:
+def _open_steps(folder: Path) -> TextIO:
+    path = folder / "steps.csv"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return (folder / name).open("a", encoding="utf-8", buffering=1)
+        file = path.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise BadInput(f"--data: {folder / name}: cannot be written: {error.strerror}") from error
+        raise BadInput(f"--data: {path}: cannot be written: {error.strerror}") from error
+    if file.tell() == 0:
+        file.write(",".join(STEP_COLUMNS) + "\n")
+    return file

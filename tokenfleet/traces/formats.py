@@ -60,11 +60,14 @@ FORMATS = (
     ),
     Format(
         "plain", "arrival_s", "prompt_tokens", "output_tokens", Clock.SECONDS, relative=True,
-        known=("request", "worker", "first_token_s", "finish_s", "preemptions", "migrations"),
+        known=(
+            "request", "worker", "first_token_s", "finish_s", "preemptions", "migrations", "outcome",
+            "ttft_s", "tpot_s", "ttft_target_s", "tpot_target_s", "moves", "replays", "model",
+        ),
     ),
 )  # fmt: skip
-# The rows `simulate --per-request` writes: the plain columns and what became of each request.
-HISTORY_COLUMNS = ("worker", "first_token_s", "finish_s")
+# What became of each request: `simulate --per-request` and a served fleet write it beside the plain columns.
+HISTORY_COLUMNS = (("worker", "first_token_s", "finish_s"), ("worker", "ttft_s", "tpot_s", "outcome"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,9 @@ def _matched(form: Format, spelled: dict[str, str]) -> Match:
     arrival, prompt, output = (spelled[plain_name(column)] for column in form.needed)
     optional = {name: spelled[plain_name(name)] for name in OPTIONAL if plain_name(name) in spelled}
     expected = {plain_name(c) for c in (*form.needed, *form.known, *OPTIONAL)}
-    history = form.name == "plain" and all(plain_name(c) in spelled for c in HISTORY_COLUMNS)
+    history = form.name == "plain" and any(
+        all(plain_name(c) in spelled for c in columns) for columns in HISTORY_COLUMNS
+    )
     return Match(
         format=form,
         name="history" if history else form.name,

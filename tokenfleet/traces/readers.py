@@ -182,7 +182,8 @@ def _seconds(found: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.flo
     clock_start_s = start_s if start_s > EPOCH_S else None
     if found.format.relative and start_s <= span_s:
         return arrival.astype(np.float64), None, 0.0
-    return (arrival - first) * unit_s, clock_start_s, start_s if found.format.relative else 0.0
+    moved = found.format.relative and found.name != "history"  # of our own times we know that they are dates
+    return (arrival - first) * unit_s, clock_start_s, start_s if moved else 0.0
 
 
 def _names(table: pl.DataFrame, column: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:

@@ -1,0 +1,176 @@
+"""Request history on disk: segments of JSON lines while they are written, Parquet once they are full.
+
+`requests-<Unix ms>-<pid>.jsonl` belongs to the process that holds its lock; one that nobody holds was left by
+a killed one and is packed by the next. A row is an ended request, arrival (Unix seconds) to outcome; texts
+are never written. Every file reads as a trace (`tokenfleet plan --trace`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import polars as pl
+
+from controlplane.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+SCHEMA: Mapping[str, type[pl.DataType]] = {
+    "arrival_s": pl.Float64,
+    "prompt_tokens": pl.Int64,
+    "output_tokens": pl.Int64,
+    "priority": pl.String,
+    "tenant": pl.String,
+    "outcome": pl.String,
+    "ttft_s": pl.Float64,
+    "tpot_s": pl.Float64,
+    "ttft_target_s": pl.Float64,
+    "tpot_target_s": pl.Float64,
+    "worker": pl.String,
+    "moves": pl.Int64,
+    "replays": pl.Int64,
+    "model": pl.String,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLimits:
+    """What is kept: rows of `keep_days`, at most `keep_bytes`. A segment is packed at a size or an age."""
+
+    keep_days: float = 30.0
+    keep_bytes: int = 1 << 30
+    segment_rows: int = 20_000
+    segment_s: float = 600.0
+
+
+class HistoryWriter:
+    """Appends rows to the present segment; packing and letting go happen in a thread of its own."""
+
+    def __init__(self, folder: Path, limits: HistoryLimits) -> None:
+        """Take over what killed writers left. Raises BadInput for a folder that cannot be written."""
+        self._folder, self._limits = folder, limits
+        self._segment: TextIO | None = None
+        self._rows, self._opened_s = 0, 0.0
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="history")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            raise BadInput(f"--data: {folder}: cannot be written: {error.strerror}") from None
+        self._packer.submit(self._tidy)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Keep a row; it is with the kernel when this returns, so only a dead machine loses it."""
+        if self._segment is None:
+            return
+        try:
+            full = self._rows >= self._limits.segment_rows
+            if full or (self._rows and time.monotonic() - self._opened_s >= self._limits.segment_s):
+                self._segment.close()
+                self._open()
+                self._packer.submit(self._tidy)
+            self._segment.write(json.dumps(row) + "\n")
+            self._rows += 1
+        except OSError as error:  # a full disk must not end a request
+            log.error("request history ends here: %s: %s", self._folder, error.strerror)
+            self._segment = None
+
+    def close(self) -> None:
+        """Pack what is there."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        self._packer.submit(self._tidy)
+        self._packer.shutdown()
+
+    def _open(self) -> None:
+        stem = f"requests-{time.time_ns() // 1_000_000:013d}-{os.getpid()}"
+        self._segment = (self._folder / f"{stem}.jsonl").open("x", encoding="utf-8", buffering=1)
+        fcntl.flock(self._segment, fcntl.LOCK_EX)
+        self._rows, self._opened_s = 0, time.monotonic()
+
+    def _tidy(self) -> None:
+        try:
+            for path in sorted(self._folder.glob("requests-*.jsonl")):
+                pack(path)
+            let_go(self._folder, self._limits, time.time())
+        except (OSError, pl.exceptions.PolarsError):
+            log.exception("request history: %s cannot be packed", self._folder)
+
+
+def pack(path: Path) -> None:
+    """Make a segment that nobody writes a Parquet file: whole beside its place, then renamed into it."""
+    try:
+        segment = path.open("rb")
+    except FileNotFoundError:
+        return  # another process was faster
+    with segment:
+        try:
+            fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        rows = _rows_of(segment.read())
+        if len(rows):
+            beside = path.with_suffix(".packing")
+            with beside.open("wb") as file:
+                rows.sort("arrival_s").write_parquet(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path.with_suffix(".parquet"))
+        path.unlink(missing_ok=True)
+
+
+def let_go(folder: Path, limits: HistoryLimits, now_s: float) -> None:
+    """Remove packed segments that are too old, then the oldest of what is too much."""
+    total = 0
+    for path in sorted(folder.glob("requests-*.parquet"), reverse=True):
+        with suppress(FileNotFoundError):
+            facts = path.stat()
+            total += facts.st_size
+            if facts.st_mtime < now_s - limits.keep_days * 86_400 or total > limits.keep_bytes:
+                path.unlink()
+
+
+def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
+    """The rows (SCHEMA) that arrived in [start_s, end_s), in order; segments still written are read, too.
+
+    Raises BadInput naming a file that cannot be read.
+    """
+    within = pl.col("arrival_s").is_between(start_s, end_s, closed="left")
+    parts = [pl.DataFrame(schema=SCHEMA)]
+    # Open segments first: one that is packed meanwhile is then read twice rather than not at all, and the
+    # copy under the same name is passed over.
+    seen = set()
+    for path in sorted(folder.glob("requests-*.jsonl")):
+        with suppress(FileNotFoundError):
+            parts.append(_rows_of(path.read_bytes()).filter(within))
+            seen.add(path.stem)
+    for path in sorted(folder.glob("requests-*.parquet")):
+        if path.stem in seen:
+            continue
+        try:
+            parts.append(pl.scan_parquet(path, glob=False).select(*SCHEMA).filter(within).collect())
+        except FileNotFoundError:
+            continue  # let go of meanwhile
+        except (OSError, pl.exceptions.PolarsError) as error:
+            raise BadInput(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    return pl.concat(parts).sort("arrival_s")
+
+
+def _rows_of(text: bytes) -> pl.DataFrame:
+    """The rows of a segment. A killed writer leaves half a line at the end; that is no row."""
+    whole = text[: text.rfind(b"\n") + 1]
+    if not whole:
+        return pl.DataFrame(schema=SCHEMA)
+    return pl.read_ndjson(io.BytesIO(whole), schema=SCHEMA, ignore_errors=True)
