@@ -1,6 +1,6 @@
 """Request history on disk: segments of JSON lines while they are written, Parquet once they are full.
 
-`requests-<Unix ms>-<pid>.jsonl` belongs to the process that holds its lock; one that nobody holds was left by
+`requests-<Unix ns>-<pid>.jsonl` belongs to the process that holds its lock; one that nobody holds was left by
 a killed one and is packed by the next. A row is an ended request, arrival (Unix seconds) to outcome; texts
 are never written. Every file reads as a trace (`tokenfleet plan --trace`).
 """
@@ -95,9 +95,13 @@ class HistoryWriter:
         self._packer.shutdown()
 
     def _open(self) -> None:
-        stem = f"requests-{time.time_ns() // 1_000_000:013d}-{os.getpid()}"
-        self._segment = (self._folder / f"{stem}.jsonl").open("x", encoding="utf-8", buffering=1)
+        stem = f"requests-{time.time_ns():019d}-{os.getpid()}"
+        # Under the name that packers look for only once the lock is held: an empty segment without one is
+        # anybody's to remove.
+        beside = self._folder / f"{stem}.opening"
+        self._segment = beside.open("x", encoding="utf-8", buffering=1)
         fcntl.flock(self._segment, fcntl.LOCK_EX)
+        os.rename(beside, self._folder / f"{stem}.jsonl")
         self._rows, self._opened_s = 0, time.monotonic()
 
     def _tidy(self) -> None:
