@@ -80,7 +80,7 @@ def published_moves(threshold_blocks: float, priorities: bool) -> ControlSetting
     moves = MoveSettings(
         reading, steps, steps, None, Order.LAST_COME, check_after=False, waiting=False, rest_s=0.0
     )
-    return ControlSettings(Settings(moves, shed=None), beat_s=BEAT_S)
+    return ControlSettings(Settings(moves, shed=None), beat_s=BEAT_S, errors=False)
 
 
 def our_moves(priorities: bool = False) -> ControlSettings:

@@ -24,6 +24,7 @@ from controlplane.scaler.mix import Mix, blend
 from controlplane.scaler.target import Rate, Target, TargetSettings, target
 from controlplane.snapshot import SERVING, STARTING, Scale, Snapshot
 
+SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
 BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand errs
 
 
@@ -87,6 +88,9 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         line=line,
         also=also,
     )
+    if settings.target.to_zero and snapshot.fixed is None and not stale and _is_silent(demand):
+        why = f"nothing has arrived for {SILENT_BINS * demand.bin_s:g} s"
+        found = Target(0, why, found.compared)
     if _must_wake(settings, snapshot, found):
         why = f"{snapshot.waiting_requests} requests wait and nobody serves"
         found = Target(max(found.workers or 0, settings.target.low, 1), why, found.compared)
@@ -159,6 +163,12 @@ def _foreseen(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> 
     past_rps = (rate,) * (len(past.closed) - len(past_rps)) + past_rps
     lead = max(math.ceil(snapshot.cold_start_s / ahead.bin_s), 1)
     return replace(state, past=past, past_rps=past_rps, coming=forecast(ahead, past.closed, past_rps, lead))
+
+
+def _is_silent(demand: Demand) -> bool:
+    """Whether nothing arrives any more: the rare arrivals of a regime are no regime of their own."""
+    last = demand.closed[-SILENT_BINS:]
+    return len(last) == SILENT_BINS and not any(last) and None not in last and demand.open_count == 0
 
 
 def _must_wake(settings: ScalingSettings, snapshot: Snapshot, found: Target) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.control import State
 from controlplane.placement.assign import EXACT, PlacementSettings, Policy
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.closed_loop import ControlSettings, drive
+from dataplane.simulated.elastic import Decide, Elastic, ElasticSettings, FleetRecord
 from dataplane.simulated.loop import advance
 from dataplane.simulated.outcome import Outcome
 from dataplane.simulated.state import OFFER_EVERY_S, RunState, WorkerSpec, prepare
@@ -19,11 +21,14 @@ from dataplane.simulated.state import OFFER_EVERY_S, RunState, WorkerSpec, prepa
 __all__ = [
     "OFFER_EVERY_S",
     "ControlSettings",
+    "ElasticSettings",
+    "FleetRecord",
     "Outcome",
     "RunState",
     "WorkerSpec",
     "prepare",
     "simulate",
+    "simulate_elastic",
 ]
 
 
@@ -69,3 +74,43 @@ def simulate(
     else:
         drive(state, control)
     return state.outcome()
+
+
+def simulate_elastic(
+    workload: Workload,
+    slots: Sequence[WorkerSpec],
+    slo: Slo | Sequence[Slo],
+    elastic: ElasticSettings,
+    control: ControlSettings,
+    policy: Policy | str = Policy.SPREAD,
+    *,
+    decide: Decide | None = None,
+    state: State | None = None,
+    settings: PlacementSettings | None = None,
+    predictor: LengthTable | None = None,
+    predicted_tokens: NDArray[np.int64] | None = None,
+    seed: int = 0,
+    patience: float = 4.0,
+) -> tuple[Outcome, FleetRecord]:
+    """Run `workload` on a fleet whose size `control.tick` decides; the outcome, and what the fleet was.
+
+    `slots`: the workers there may be at once. `decide`: another brain, for comparison; `state`: what it
+    remembers at the start (a forecast's history). The rest as in `simulate`. The fleet is paid for until the
+    last request has arrived and all have finished.
+    """
+    run = prepare(
+        workload,
+        slots,
+        slo,
+        policy,
+        settings=settings,
+        predictor=predictor,
+        predicted_tokens=predicted_tokens,
+        seed=seed,
+        transfer_s=0.0,
+        patience=patience,
+        max_misses=None,
+    )
+    fleet = Elastic(run, elastic)
+    drive(run, control, fleet, decide, state)
+    return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))

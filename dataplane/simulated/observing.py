@@ -168,10 +168,12 @@ def observe(
     moving: frozenset[int],
     busy: frozenset[int],
     watermark: float,
+    states: Sequence[str | None] | None = None,
 ) -> Snapshot:
     """The fleet at `now_s`, the ledger brought up to it before; workers and requests go by their numbers.
 
-    `watermark`: the share of KV that an engine keeps back at admission.
+    `watermark`: the share of KV that an engine keeps back at admission. `states`: of an elastic fleet's
+    workers, None for those that are not there.
     """
     table = loads(led).tolist()
     status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
@@ -179,12 +181,15 @@ def observe(
     capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
     workers = []
     for w, row in enumerate(table):
+        state = _STATES.get(status[w], SERVES) if states is None else states[w]
+        if state is None:
+            continue
         profile = profiles[variant[w]]
         running, held, waiting, head, waiting_tokens, high, growth, tpot_s, peak = row
         workers.append(
             WorkerLoad(
                 WorkerId(str(w)),
-                _STATES.get(status[w], SERVES),
+                state,
                 capacity[variant[w]] if status[w] != OFF else 0,
                 Listed(led, w, False, decoding[w]),
                 Listed(led, w, True, int(waiting)),

@@ -1,0 +1,136 @@
+"""A simulated fleet that grows and shrinks mid-run: everyone served, everything paid for, nothing stuck."""
+
+import numpy as np
+import pytest
+from test_simulated_moves import check, profile
+
+from controlplane.control import Scale, Settings, State
+from controlplane.errors import BadInput
+from controlplane.migration.pairing import MoveSettings
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.ledger import OFF
+from controlplane.scaler.autoscale import ScalingSettings
+from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.line import Speed
+from controlplane.scaler.target import TargetSettings
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated import closed_loop
+from dataplane.simulated.cluster import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
+
+SLO = Slo(2.0, 0.1)
+
+
+def traffic(seed=0, quiet=1.0, busy=12.0):
+    """Two quiet minutes, three busy ones, four quiet ones."""
+    rng = np.random.default_rng(seed)
+    times = np.concatenate(
+        [
+            start + np.sort(rng.uniform(0, length, rng.poisson(rate * length)))
+            for start, length, rate in ((0, 120, quiet), (120, 180, busy), (300, 240, quiet))
+        ]
+    )
+    return Workload(times, rng.integers(20, 200, len(times)), rng.integers(10, 80, len(times)))
+
+
+def scaling(**more):
+    p: Profile = profile(capacity=4096)
+    speed = Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill)
+    target = TargetSettings(None, None, **({"low": 1, "high": 12} | more))
+    return ControlSettings(
+        Settings(
+            MoveSettings(),
+            scaling=ScalingSettings(target, HoldSettings(0.0, 30.0), speed=speed, bin_s=5.0),
+        ),
+        beat_s=0.5,
+    )
+
+
+def run(workload, elastic, control=None, policy="spread+migrate", **more):
+    slots = [WorkerSpec(profile(capacity=4096))] * 12
+    return simulate_elastic(workload, slots, SLO, elastic, control or scaling(), policy, **more)
+
+
+def most(record):
+    return max(wanted for _, wanted, _ in record.changes)
+
+
+def test_the_fleet_follows_a_burst_up_and_down_and_everyone_is_served():
+    workload = traffic()
+    outcome, record = run(workload, ElasticSettings(1, cold_start_s=10.0))
+    assert np.isfinite(outcome.finish_s).all()
+    assert 2 < most(record) <= 12
+    assert record.changes[-1][1] < most(record)
+    assert record.launches == record.drains + record.changes[-1][2] - 1
+    assert all(why for _, why in record.reasons)
+    always, _ = run(workload, ElasticSettings(12), decide=lambda state, seen: (state, []))
+    assert outcome.attainment > 0.9
+    assert record.worker_s < 0.5 * 12 * always.end_s
+
+
+def test_a_fleet_at_zero_is_woken_by_the_first_request_and_goes_back():
+    times = np.array([100.0, 100.1, 400.0])
+    workload = Workload(times, np.full(3, 50), np.full(3, 20))
+    outcome, record = run(workload, ElasticSettings(0, cold_start_s=10.0), scaling(low=0, to_zero=True))
+    assert 10.0 <= outcome.ttft_s[0] < 12.0
+    assert np.isfinite(outcome.finish_s).all()
+    assert record.changes[0][1:] == (0, 0)
+    assert record.drains == 1
+    assert record.worker_s < 200.0
+
+
+def test_a_worker_that_never_comes_up_is_given_up_and_replaced():
+    stuck = ElasticSettings(1, cold_start_s=5.0, start_limit_s=30.0, never_ready=frozenset({0, 1}))
+    outcome, record = run(traffic(), stuck)
+    assert np.isfinite(outcome.finish_s).all()
+    fine, plain = run(traffic(), ElasticSettings(1, cold_start_s=5.0))
+    assert record.launches >= plain.launches + 2
+    assert fine.attainment > outcome.attainment > 0.5
+
+
+def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
+    n = 24
+    workload = Workload(np.linspace(0.0, 5.0, n), np.full(n, 60), np.full(n, 400))
+
+    def shrink(state, seen):
+        return state, [Scale(1, "a test")] if 6.0 < seen.now_s < 7.0 else []
+
+    seen = []
+    beat = closed_loop._beat
+
+    def checked(run, told, state, moves, now_s, *rest):
+        state = beat(run, told, state, moves, now_s, *rest)
+        check(run, moves)
+        seen.append(sum(run.ledger.workers["status"] != OFF))
+        return state
+
+    monkeypatch.setattr(closed_loop, "_beat", checked)
+    outcome, record = run(workload, ElasticSettings(4), decide=shrink)
+    assert np.isfinite(outcome.finish_s).all()
+    assert record.drains == 3
+    assert seen[-1] == 1
+    assert outcome.preemptions.sum() == 0
+
+
+def test_the_same_inputs_give_the_same_fleet():
+    first, second = (run(traffic(1), ElasticSettings(1, cold_start_s=10.0))[1] for _ in range(2))
+    assert first == second
+
+
+def test_a_brain_of_another_kind_can_be_compared():
+    def never(state: State, seen):
+        return state, []
+
+    _, record = run(traffic(), ElasticSettings(3), decide=never)
+    assert (record.launches, record.drains) == (0, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: ElasticSettings(-1), lambda: ElasticSettings(1, cold_start_s=-1.0)])
+def test_fleets_that_cannot_be_are_refused(make):
+    with pytest.raises(BadInput):
+        make()
+
+
+def test_more_workers_than_slots_are_refused():
+    with pytest.raises(BadInput, match="start"):
+        run(traffic(), ElasticSettings(13))
