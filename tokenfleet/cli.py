@@ -35,6 +35,7 @@ VERBS = {
     "plan": Verb("tokenfleet.plan_command", "plan_command", "trace + SLOs: the cheapest fleet, and why"),
     "whatif": Verb("tokenfleet.whatif_command", "whatif_command", "the plan over a grid of changes"),
     "simulate": Verb("tokenfleet.simulate_command", "simulate_command", "one fleet, one trace, one policy"),
+    "profile": Verb("tokenfleet.profile_command", "profile_command", "measure a real engine's steps"),
     "fit": Verb("tokenfleet.fit_command", "fit_command", "measurements: a profile with its errors"),
     "trace": Verb("tokenfleet.traces.command", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.serve_command", "serve_command", "run a fleet behind one OpenAI endpoint"),

@@ -1,9 +1,9 @@
 """Read what an engine was measured to do: a table of steps (CSV) or a request log (JSONL).
 
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
-`prefill_sum_sq`, `prefill_sequences`, `repeat`, `worker` (a running fleet's `steps.csv` has it). A log has
-one request a line with its arrival, first-token and last-token times and its token counts, under our names or
-those of common vLLM benchmarks.
+`prefill_sum_sq`, `prefill_sequences`, and the labels `point` and `repeat` (of `tokenfleet profile`) and
+`worker` (of a running fleet's `steps.csv`). A log has one request a line with its arrival, first-token and
+last-token times and its token counts, under our names or those of common vLLM benchmarks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
-OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker")
-LABELS = ("repeat", "worker")  # not numbers to fit
+OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point")
+LABELS = ("repeat", "worker", "point")  # not numbers to fit
 LOG_FIELDS = {
     "arrival_s": ("queued_ts", "arrival_s", "arrival_time", "arrival_ts"),
     "first_token_s": ("first_token_ts", "first_token_s", "first_token_time"),

@@ -33,12 +33,16 @@ WARM_UP_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class KvDoor:
-    """Where this engine's ranks serve their KV, and the secret a reader must know."""
+    """Where this engine's ranks serve their KV, and the secret a reader must know.
+
+    `cpu_clock`: steps also tell the processor time of the engine so far (profiled_engine.py).
+    """
 
     addresses: tuple[str, ...]
     token: str
     lease_s: float = 60.0
     hold_s: float = 30.0
+    cpu_clock: bool = False
 
 
 def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
@@ -75,6 +79,7 @@ def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
                 "token": door.token,
                 "lease_s": door.lease_s,
                 "hold_s": door.hold_s,
+                "cpu_clock": door.cpu_clock,
             },
         },
     }

@@ -19,7 +19,7 @@ from controlplane.errors import BadInput
 from dataplane.live.kv_holds import Holds, StepOrders
 from dataplane.live.kv_loads import Loads
 from dataplane.live.kv_transport import SocketTransport
-from dataplane.live.parent import exit_with_parent
+from dataplane.live.parent import cpu_s, descendants, exit_with_parent
 from dataplane.live.step_load import step_load
 from dataplane.live.transfer import Control, Transfer, message_from
 from dataplane.live.vllm_surface import (
@@ -74,6 +74,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
             self._running: set[str] = set()
+            self._ranks: list[int] = []
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
             self._step_loads: deque[dict[str, int]] = deque()
             self._answers: dict[str, bool] = {}
@@ -192,7 +193,11 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._role != KVConnectorRole.SCHEDULER or not self._step_loads:
             return None
         answers, self._answers = self._answers, {}
-        return StepStats(data={"load": self._step_loads.popleft(), "answers": answers})
+        told: dict[str, Any] = {"load": self._step_loads.popleft(), "answers": answers}
+        if self._settings.get("cpu_clock"):
+            self._ranks = self._ranks or descendants()  # looked for once: it takes longer than a step
+            told["cpu_s"] = cpu_s(self._ranks)
+        return StepStats(data=told)
 
     def shutdown(self) -> None:
         if self._role == KVConnectorRole.WORKER and hasattr(self, "_loads"):

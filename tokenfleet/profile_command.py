@@ -1,0 +1,217 @@
+"""`tokenfleet profile`: run a real engine over a grid of batches, and write how long its steps took."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from controlplane.errors import BadInput
+from tokenfleet.durations import parse_duration_s
+from tokenfleet.terminal import console
+
+if TYPE_CHECKING:
+    from controlplane.perfmodel.design import Burst
+    from dataplane.live.profiled_engine import ProfiledEngine
+    from dataplane.live.step_trace import Step
+    from tokenfleet.measurement_file import MeasurementFile
+
+SCHEMA = "tokenfleet.measured/1"
+# A repeat is outlying when the slowest of its steps took this many times the median of that step's repeats;
+# such a repeat met something else on the machine and is run once more. What stays outlying is kept.
+OUTLYING = 1.5
+EXTRA_REPEATS = 2
+
+
+def profile_command(
+    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")],
+    out: Annotated[Path, typer.Option(help="the measurements (CSV); an unfinished one is continued")],
+    budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m",
+    repeats: Annotated[
+        int, typer.Option(min=1, max=50, help="of every grid point, after one to warm up")
+    ] = 3,
+    points: Annotated[int | None, typer.Option(min=1, help="at most so many grid points")] = None,
+    max_context: Annotated[int | None, typer.Option(min=64, help="longest context measured")] = None,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, for a CPU host that is busy otherwise")
+    ] = "wall",
+    cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0,
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    engine_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
+    ] = None,
+) -> None:
+    """Measure a real engine.
+
+    tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
+    tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
+    """
+    if output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {output_format!r}")
+    if clock not in ("wall", "cpu"):
+        raise BadInput(f"--clock: wall or cpu, got {clock!r}")
+    budget_s = parse_duration_s(budget, "--budget")
+    folder = Path(model).expanduser()
+    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not (folder / "config.json").is_file():
+        raise BadInput(f"--model: {model}: no model folder (there is no config.json in it)")
+    if out.is_dir():
+        raise BadInput(f"--out: {out}: is a folder, expected a file")
+    if importlib.util.find_spec("vllm") is None:
+        raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
+    _prepare_process(cores)
+    name = str(folder.resolve()) if folder.is_dir() else model
+    told = asyncio.run(
+        _measure(name, engine_flags or [], out, budget_s, repeats, points, max_context, clock, seed)
+    )
+    _say(told, out, output_format)
+
+
+async def _measure(
+    model: str,
+    flags: Sequence[str],
+    out: Path,
+    budget_s: float,
+    repeats: int,
+    points: int | None,
+    max_context: int | None,
+    clock: Any,
+    seed: int,
+) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from controlplane.perfmodel.design import grid
+    from dataplane.live.profiled_engine import ProfiledEngine
+    from dataplane.live.ray_host import asked_engine_args
+    from dataplane.live.vllm_serving import parse_flags
+    from tokenfleet.measurement_file import MeasurementFile
+
+    asked = asked_engine_args(parse_flags(["--model", model, *flags]))
+    began_s = time.monotonic()
+    with console(stderr=True).status("starting the engine"):
+        engine = await ProfiledEngine.start(asked, clock)
+    try:
+        file = MeasurementFile(out, engine.environment())
+        room = engine.room
+        if max_context is not None:
+            room = replace(room, max_context_tokens=min(room.max_context_tokens, max_context))
+        bursts = grid(room, np.random.default_rng(seed))[:points]
+        if not bursts:
+            raise BadInput("profile: the engine's KV has no room for any grid point")
+        left = [b for b in bursts if b.name not in file.done]
+        await _visit(engine, file, left, len(bursts), repeats, began_s + budget_s, seed)
+    finally:
+        await engine.close()
+    return {
+        "points": len(bursts),
+        "done": len([b for b in bursts if b.name in file.done]),
+        "seconds": time.monotonic() - began_s,
+        "environment": engine.environment(),
+    }
+
+
+async def _visit(
+    engine: ProfiledEngine,
+    file: MeasurementFile,
+    left: Sequence[Burst],
+    points: int,
+    repeats: int,
+    until_s: float,
+    seed: int,
+) -> None:
+    """Measure points until they or the time are over. Raises BadInput when the engine dies, points kept."""
+    from dataplane.live.profiled_engine import EngineDied
+
+    to = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
+        task = progress.add_task("measuring", total=points, completed=points - len(left))
+        for burst in left:
+            if time.monotonic() > until_s:
+                return
+            progress.update(task, description=f"{burst.name:>16}")
+            try:
+                measured = await _repeated(engine, burst, repeats, seed)
+            except EngineDied as error:
+                raise EngineDied(
+                    f"{error}, at grid point {burst.name}; the {len(file.done)} points before it are kept in"
+                    f" {file.path}, and the same command goes on from there"
+                ) from error
+            file.add(burst.name, measured)
+            progress.advance(task)
+
+
+async def _repeated(engine: ProfiledEngine, burst: Burst, repeats: int, seed: int) -> list[list[Step]]:
+    """The steps of a burst by repeat; the first run of a new shape is slower, and thrown away."""
+
+    def lots(repeat: int) -> np.random.Generator:
+        # By name, so that a point is measured on the same prompts whatever was measured before it.
+        return np.random.default_rng([seed, repeat, *burst.name.encode()])
+
+    await engine.run(burst, lots(0))
+    measured = [await engine.run(burst, lots(1 + i)) for i in range(repeats)]
+    for extra in range(EXTRA_REPEATS):
+        outlying = [i for i in range(repeats) if is_outlying(measured, i)]
+        if not outlying:
+            break
+        for i in outlying:
+            measured[i] = await engine.run(burst, lots(1 + repeats * (1 + extra) + i))
+    return measured
+
+
+def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:
+    """Whether a step of this repeat took OUTLYING times the median of the same step over all repeats."""
+    for step in measured[repeat]:
+        alike = [
+            s.step_s
+            for steps in measured
+            for s in steps
+            if (s.prefill_tokens, s.sequences, s.context_tokens, s.prefill_sum_sq)
+            == (step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq)
+        ]
+        if len(alike) > 2 and step.step_s > OUTLYING * float(np.median(alike)):
+            return True
+    return False
+
+
+def _prepare_process(cores: str) -> None:
+    """Logs to stderr and no telemetry to anyone, for this process and the engine's."""
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is ours
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}),
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+
+
+def _say(told: dict[str, Any], out: Path, output_format: str) -> None:
+    environment = told["environment"]
+    fit = (
+        f"tokenfleet fit --measurements {out} --robust --model {environment['model']} --gpu GPU"
+        f" --tp {environment['tp_degree']} --kv-tokens {environment['kv_tokens']}"
+        f" --block-tokens {environment['block_tokens']} --engine-version {environment['vllm']}"
+        f" --max-batched-tokens {environment['max_batched_tokens']} --max-seqs {environment['max_seqs']}"
+        " --out PROFILE.yaml"
+    )
+    if output_format == "json":
+        print(json.dumps({"schema": SCHEMA, "measurements": str(out), **told, "fit": fit}))
+        return
+    rest = told["points"] - told["done"]
+    print(f"{told['done']} of {told['points']} grid points in {out}, after {told['seconds']:.0f} s")
+    if rest:
+        print(f"the time is over with {rest} points to go; the same command goes on from here")
+    print(fit)
