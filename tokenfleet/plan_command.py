@@ -24,8 +24,16 @@ class OutputFormat(StrEnum):
 
 
 def plan_command(
-    trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
     slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="requests, any known format; repeat to merge several")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="instead: what the fleet has served in the last 1h, 7d, …")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="the fleet's folder, for --since (default: $TOKENFLEET_DATA)")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="a model of the library, e.g. llama-3.1-8b")] = None,
     attainment: Annotated[float, typer.Option(help="share of requests within both targets")] = 0.99,
     confidence: Annotated[float, typer.Option(help="probability that the share is reached")] = 0.95,
@@ -70,6 +78,7 @@ def plan_command(
         raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.atomic_files import write_files
+    from tokenfleet.forks import asked_traces
     from tokenfleet.plan import make_plan
     from tokenfleet.plan_inputs import gather, known_policy
     from tokenfleet.plan_json import plan_json
@@ -91,8 +100,9 @@ def plan_command(
         reclaims_per_h,
     )
     with console(stderr=True).status("reading"):
+        paths, said = asked_traces(trace, since, data)
         gathered = gather(
-            read_traces([str(path) for path in trace]),
+            read_traces(paths),
             model=model,
             gpus=gpu or (),
             tps=tp or (),
@@ -109,7 +119,7 @@ def plan_command(
             budgeted=budget_usd_per_h is not None,
             today=date.today(),
         )
-    warn(gathered.inputs.warnings)
+    warn([*said, *gathered.inputs.warnings])
     with threads(jobs or os.cpu_count() or 1) as pool, progress_bar("planning") as bar:
         plan = make_plan(gathered.workload, gathered.offers, question, gathered.inputs, pool, bar)
     answer = plan_json(plan)

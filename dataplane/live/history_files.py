@@ -172,6 +172,24 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
     return pl.concat(parts).sort("arrival_s")
 
 
+def history_span(folder: Path) -> tuple[int, float | None, float | None]:
+    """How many rows there are, and the first and last arrival (Unix seconds); reads no more than that."""
+    arrivals = [
+        _rows_of(path.read_bytes()).lazy().select("arrival_s") for path in folder.glob("requests-*.jsonl")
+    ]
+    packed = [pl.scan_parquet(p, glob=False).select("arrival_s") for p in folder.glob("requests-*.parquet")]
+    if not arrivals and not packed:
+        return 0, None, None
+    column = pl.col("arrival_s")
+    found = (
+        pl.concat([*arrivals, *packed])
+        .select(n=pl.len(), first=column.min(), last=column.max())
+        .collect()
+        .row(0)
+    )
+    return int(found[0]), found[1], found[2]
+
+
 def _rows_of(text: bytes) -> pl.DataFrame:
     """The rows of a segment. A killed writer leaves half a line at the end; that is no row."""
     whole = text[: text.rfind(b"\n") + 1]

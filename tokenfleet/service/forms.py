@@ -74,7 +74,16 @@ class PlanOrder(_Form):
     spot: bool = False
     engine: Mode | None = None
     policy: Name = "spread"
+    cold_start_s: Annotated[
+        float | None, Field(gt=0, le=86_400, description="until an ordered worker serves")
+    ] = None
+    reclaims_per_h: Annotated[
+        float | None, Field(gt=0, le=60, description="how often an hour a spot worker is taken away")
+    ] = None
     rate_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    prompt_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    output_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    price_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
     window: Annotated[str | None, Field(max_length=40, examples=["10m..20m"])] = None
     budget_usd_per_h: Annotated[float | None, Field(gt=0)] = None
     max_gpus: Annotated[int | None, Field(ge=1, le=1_000_000)] = None

@@ -77,6 +77,8 @@ def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
         order["seed"],
         order["max_gpus"],
         order["budget_usd_per_h"],
+        order["cold_start_s"],
+        order["reclaims_per_h"],
     )
     trace = replace(read_trace(asked["trace_path"]), name=asked["trace_name"])
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,6 +94,9 @@ def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
             spot=order["spot"],
             engine=order["engine"],
             rate_scale=order["rate_scale"],
+            prompt_scale=order["prompt_scale"],
+            output_scale=order["output_scale"],
+            price_scale=order["price_scale"],
             window=order["window"],
             drop_too_long=order["drop_too_long"],
             budgeted=order["budget_usd_per_h"] is not None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput
+from dataplane.live.history_files import history_span
 from dataplane.live.http_rules import Conflict, TooBusy, UnknownName
 from tokenfleet.durations import parse_window_s
+from tokenfleet.forks import fork
 from tokenfleet.plan_inputs import chosen_profiles, known_policy
 from tokenfleet.service.catalogue import known_gpus, known_models, known_names
 from tokenfleet.service.data_folder import made_folder
@@ -105,7 +109,23 @@ class PlanService:
                     "job_timeout_s": self.limits.job_timeout_s,
                 },
             }
-        return {**self._fixed, "history": {"requests": 0, "first_s": None, "last_s": None}}
+        return {**self._fixed, "history": self._history()}
+
+    def _history(self) -> dict[str, Any]:
+        try:
+            requests, first_s, last_s = history_span(self.folder / "history")
+        except OSError:  # a segment was packed or let go of meanwhile
+            requests, first_s, last_s = history_span(self.folder / "history")
+        return {"requests": requests, "first_s": first_s, "last_s": last_s}
+
+    def _fork(self, since: str) -> dict[str, Any]:
+        """The last `since` of this fleet's history as a kept trace."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            try:
+                forked = fork(self.folder, since, time.time(), Path(scratch))
+            except BadInput as error:
+                raise BadInput(f"trace: {str(error).removeprefix('--')}") from None
+            return self.uploads.keep(forked.path, forked.name, forked.warnings)
 
     def _trace(self, order: PlanOrder) -> dict[str, Any]:
         """The summary of the order's trace, which lies in the folder from now on."""
@@ -115,7 +135,7 @@ class PlanService:
         if isinstance(source, InlineTrace):
             return self.uploads.keep_text(source.inline_csv, "inline trace")
         if isinstance(source, HistoryTrace):
-            raise BadInput("trace: since: no history is kept here")
+            return self._fork(source.since)
         sample = sample_path()
         if sample is None:
             raise BadInput("trace: sample: the sample trace is not installed here")
@@ -125,6 +145,8 @@ class PlanService:
 def _check(order: PlanOrder) -> None:
     """Raise BadInput or ProfileMissing for what the planner would refuse before it reads the trace."""
     known_policy(order.policy)
+    if order.reclaims_per_h is not None and not order.spot:
+        raise BadInput("reclaims_per_h: only spot workers are reclaimed; give spot too")
     if order.window is not None:
         parse_window_s(order.window)
     if order.profiles:

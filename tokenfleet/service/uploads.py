@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Uploads:
         os.close(handle)
         return Path(path)
 
-    def keep(self, draft: Path, name: str) -> dict[str, Any]:
+    def keep(self, draft: Path, name: str, warnings: Sequence[str] = ()) -> dict[str, Any]:
         """Read and keep a drafted trace, and return its summary; the draft is gone afterwards.
 
         Raises BadInput, naming `name`, for what is no trace.
@@ -57,7 +58,9 @@ class Uploads:
                     digest.update(block)
                 os.fsync(file.fileno())
             upload = digest.hexdigest()[:16]
-            summary = summary_of(_read(draft, name), upload, name, draft.stat().st_size)
+            trace = _read(draft, name)
+            trace.warnings[:0] = warnings
+            summary = summary_of(trace, upload, name, draft.stat().st_size)
             with self._database.transaction() as cursor:
                 # Under the database's lock, so that nobody lets the file go between these two.
                 os.replace(draft, self.path(upload))
