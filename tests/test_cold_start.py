@@ -1,4 +1,4 @@
-"""A schedule with cold starts, against looking at every second; spares, against every case that can happen."""
+"""A schedule with cold starts, against looking at every second; spares, against every case there is."""
 
 import json
 from itertools import pairwise, product

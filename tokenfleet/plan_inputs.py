@@ -176,7 +176,7 @@ def longer(workload: Workload, prompt_scale: float, output_scale: float) -> Work
 
 def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
     # Beyond any context the length does not matter, but it must stay a number that fits.
-    return np.clip(np.rint(tokens * scale), 1, 2**40).astype(np.int64)
+    return np.asarray(np.clip(np.rint(tokens * scale), 1, 2**40), np.int64)
 
 
 def within_context(

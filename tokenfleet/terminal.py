@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tokenfleet.planning.watch import Watch
 
@@ -64,3 +71,15 @@ def progress_bar(says: str) -> Iterator[Watch]:
     )
     with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
         yield Bar(progress, progress.add_task(says, total=1.0, simulations=0))
+
+
+@contextmanager
+def counted_bar(says: str, total: int) -> Iterator[Callable[[], None]]:
+    """The same for `total` equal things: what it gives is called after each."""
+    to = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=to, transient=True, disable=not to.is_terminal
+    ) as progress:
+        task = progress.add_task(says, total=total)
+        yield lambda: progress.advance(task)

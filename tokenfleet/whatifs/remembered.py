@@ -1,0 +1,131 @@
+"""Replays remembered across scenarios: other prices, kinds on offer or attainments need no new simulation.
+
+A replay is a function of requests, workers, targets, policy, seed and world; prices, confidence and what else
+is on offer are none of its arguments. So scenarios that differ only there share their replays, and their
+plans are the very ones they would have had alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.cluster import Outcome
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.worlds import AS_IT_IS, Worlds
+
+MOST_BYTES = 300_000_000  # of outcomes kept by one process; the least recently used go first
+
+
+def workload_digest(workload: Workload) -> str:
+    """What tells one workload from another, whatever it is called."""
+    digest = hashlib.sha256(repr(workload.slo_classes).encode())
+    for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class"):
+        digest.update(getattr(workload, name).tobytes())
+    return digest.hexdigest()
+
+
+class Memory:
+    """Outcomes by what they are a function of. Used from several threads."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], Outcome] = OrderedDict()
+        self._most, self._bytes = most_bytes, 0
+        self._lock = Lock()
+        self.simulated = 0
+        self.recalled = 0
+
+    def worlds(
+        self,
+        workload: Workload,
+        slo: Slo,
+        policy: str,
+        seed: int,
+        predictor: LengthTable,
+        told: Callable[[], None],
+    ) -> Worlds:
+        """Worlds, as `Worlds` makes them, that look here before they simulate."""
+        return _Remembering(workload, slo, policy, seed, predictor, told, self)
+
+    def get(self, key: tuple[Any, ...], most_misses: int | None, simulate: Callable[[], Outcome]) -> Outcome:
+        """The outcome of `key` when stopped past `most_misses`; `simulate` makes it where it is not known.
+
+        A run that went to its end answers every question that it would not have been stopped by.
+        """
+        whole = (*key, None)
+        with self._lock:
+            found = self._kept.get((*key, most_misses))
+            if found is None and (ended := self._kept.get(whole)) is not None:
+                found = ended if most_misses is None or ended.misses <= most_misses else None
+            if found is not None:
+                self.recalled += 1
+                self._kept.move_to_end(whole if found.complete else (*key, most_misses))
+                return found
+        outcome = simulate()
+        with self._lock:
+            self.simulated += 1
+            self._keep(whole if outcome.complete else (*key, most_misses), outcome)
+        return outcome
+
+    def _keep(self, key: tuple[Any, ...], outcome: Outcome) -> None:
+        if key in self._kept:
+            return
+        self._kept[key] = outcome
+        self._bytes += size_of(outcome)
+        while self._bytes > self._most and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= size_of(oldest)
+
+
+def size_of(outcome: Outcome) -> int:
+    """Bytes of its columns, its workload's included."""
+    columns = [v for of in (vars(outcome), vars(outcome.workload)) for v in of.values()]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+@dataclass(frozen=True)
+class _Remembering(Worlds):
+    """Worlds whose replays are looked up first."""
+
+    memory: Memory = field(default_factory=Memory)
+
+    @cached_property
+    def _digest(self) -> str:
+        return workload_digest(self.workload)
+
+    def replay(
+        self,
+        fleet: Fleet,
+        world: int = AS_IT_IS,
+        *,
+        workload: Workload | None = None,
+        max_misses: int | None = None,
+        draw_arrivals: bool = True,
+        draw_profiles: bool = True,
+    ) -> Outcome:
+        groups = tuple((repr(g.offer.profile), g.role, g.workers) for g in fleet.groups)
+        of = "" if workload is None else workload_digest(workload)
+        drawn = (world, draw_arrivals, draw_profiles) if world != AS_IT_IS else (world, False, False)
+        key = (self._digest, of, self.slo, self.policy, self.seed, groups, *drawn)
+
+        def simulate() -> Outcome:
+            return super(_Remembering, self).replay(
+                fleet,
+                world,
+                workload=workload,
+                max_misses=max_misses,
+                draw_arrivals=draw_arrivals,
+                draw_profiles=draw_profiles,
+            )
+
+        return self.memory.get(key, max_misses, simulate)
