@@ -16,8 +16,8 @@ Detectors, each started afresh on every series and fed one bin at a time:
             drift 0.5
     EWMA    a control chart with weight 0.2 on the same residuals
 
-The thresholds of the others are set, on steady Poisson series of their own, to as many false alarms as ours has
-there or fewer. A change is seen when an alarm comes within 30 bins after it; all other alarms are false.
+The thresholds of the others are set, on steady Poisson series of their own, to as many false alarms as ours
+has there, or fewer. A change is seen when an alarm comes within 30 bins after it; all other alarms are false.
 In the real series some may be right: the traffic's own changes are not labelled.
 """
 
