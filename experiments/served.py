@@ -106,7 +106,8 @@ def fleet(model: Path, *flags: str, engine_flags: Sequence[str] = ENGINE_FLAGS) 
     gateway, control = free_port(), free_port()
     run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())"]
     ports = ["--port", str(gateway), "--control-port", str(control)]
-    process = _spawn([*run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags])
+    command = [*run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
+    process = _spawn(command, TOKENFLEET_DATA=str(model.parent / "data"))
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.startswith("ready "):

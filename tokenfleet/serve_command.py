@@ -66,7 +66,12 @@ def serve_command(
     profile: Annotated[
         Path | None, typer.Option(help="step times of emulated engines, and what placement expects")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="folder for request history and step times")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="folder for request history, step times and plans (default: $TOKENFLEET_DATA)"),
+    ] = None,
+    history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0,
+    history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024,
     policy: Annotated[str, typer.Option(help="placement, where step times are known")] = "spread",
     queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256,
     queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s",
@@ -117,9 +122,13 @@ def serve_command(
     _prepare_process(verbose)
     from dataplane.live.fleet import FleetSettings, run_fleet
     from dataplane.live.gateway import GatewaySettings
+    from dataplane.live.history_files import HistoryLimits
     from dataplane.live.waiting_room import WaitingSettings
     from tokenfleet.console.pages import console_extension
+    from tokenfleet.service.beside_fleet import fleet_extension, folder_of_fleet
 
+    folder = folder_of_fleet(data)
+    planning = () if folder is None else (fleet_extension(folder, None if found is None else found[1]),)
     settings = FleetSettings(
         gateway=GatewaySettings(
             model=str(Path(model).expanduser().resolve()) if looks_like_path else model,
@@ -142,8 +151,9 @@ def serve_command(
         advisory=advisory,
         profile=step_times,
         policy=placement,
-        data=data,
-        extensions=(console_extension(),),
+        data=folder,
+        history_limits=HistoryLimits(history_days, history_mb << 20),
+        extensions=(*planning, console_extension()),
     )
     _run(settings, run_fleet)
 

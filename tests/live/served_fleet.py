@@ -84,7 +84,8 @@ def serve(model: Path, *flags: str, engine_flags: tuple[str, ...] = (), folder: 
             stderr=errors,
             text=True,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENFLEET_DATA": str(folder / "data")},
         )
     assert process.stdout is not None
     line = process.stdout.readline()
