@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +21,7 @@ from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
 from tokenfleet.fit_log import fit_log
+from tokenfleet.linear_breaks import Break, form_of, linear_breaks
 from tokenfleet.measurements import RequestLog, is_request_log, read_measurements, read_request_log
 from tokenfleet.profile_files import canonical_gpus, canonical_model, find_profiles, write_profile
 
@@ -93,7 +94,8 @@ def fit_command(
     else:
         profile = fitted_profile(read, shape, robust, not plain)
     write_profile(profile, out)
-    _say(profile, out, output_format)
+    breaks = linear_breaks(read, robust) if isinstance(read, StepSamples) else []
+    _say(profile, out, output_format, breaks)
 
 
 def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_terms: bool) -> Profile:
@@ -136,7 +138,7 @@ def _day(text: str | None) -> str:
         raise BadInput(f"--measured-on: expected YYYY-MM-DD, got {text!r}") from None
 
 
-def _say(profile: Profile, out: Path, output_format: str) -> None:
+def _say(profile: Profile, out: Path, output_format: str, breaks: list[Break]) -> None:
     step, residuals = profile.step, profile.residuals
     within = {f"{c:g}": relative_error(residuals, c) for c in CONFIDENCES}
     rows: dict[str, float | int | None] = {
@@ -153,7 +155,9 @@ def _say(profile: Profile, out: Path, output_format: str) -> None:
         "held_out_mean": residuals.held_out_mean,
     }
     if output_format == "json":
-        print(json.dumps({"schema": "tokenfleet.fit/1", "profile": str(out), **rows, "error_within": within}))
+        answer = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows, "error_within": within}
+        answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
+        print(json.dumps(answer))
         return
     table = Table(title=profile.label)
     table.add_column("figure")
@@ -163,4 +167,7 @@ def _say(profile: Profile, out: Path, output_format: str) -> None:
     for confidence, error in within.items():
         table.add_row(f"error within, {float(confidence):.0%} sure", f"{error:.2%}")
     Console().print(table)
+    print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
+    for cell in breaks:
+        print(f"the linear form breaks: {cell.says}")
     Console(stderr=True).print(f"wrote {out}", soft_wrap=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,36 @@ def read_measurements(path: Path) -> StepSamples:
         # Prompts of one length are assumed where only their number is known.
         sum_sq = column["prefill_tokens"] ** 2 / np.maximum(column["prefill_sequences"], 1)
     try:
-        return StepSamples(**{name: column[name] for name in NEEDED}, prefill_sum_sq=sum_sq)
+        samples = StepSamples(**{name: column[name] for name in NEEDED}, prefill_sum_sq=sum_sq)
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from error
+    if "point" in names and "repeat" in names:
+        return by_point(samples, [row["point"] for row in rows], [row["repeat"] for row in rows])
+    return samples
+
+
+def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]) -> StepSamples:
+    """A designed grid's steps, those of one point that carry the same work as one: the median of their times.
+
+    Decode steps of a point count as the same work, at their mean context. Without this a point that decodes
+    would weigh as many times as it has steps. Steps that less than half of a point's repeats have met (a
+    prompt that arrived a moment late) are left out.
+    """
+    name = np.unique(np.asarray(points), return_inverse=True)[1]
+    sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
+    work = np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
+    _, first, group = np.unique(work, axis=0, return_index=True, return_inverse=True)
+    group, repeat = group.reshape(-1), np.asarray(repeats)
+    of_point = [len(np.unique(repeat[name == n])) for n in range(name.max() + 1)]
+    kept = [
+        g for g in range(len(first)) if 2 * len(np.unique(repeat[group == g])) >= of_point[name[first[g]]]
+    ]
+    once = samples.take(first[kept])
+    return replace(
+        once,
+        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in kept]),
+        step_s=np.array([np.median(samples.step_s[group == g]) for g in kept]),
+    )
 
 
 def _numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.float64]:
