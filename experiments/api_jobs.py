@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 class Service:
     """A `tokenfleet api` on one port and folder, however often it is killed."""
 
-    def __init__(self, data: Path, parallel: int) -> None:
+    def __init__(self, data: Path, parallel: int, *flags: str) -> None:
         self.port, self.data = free_port(), data
-        self._flags = ["--port", str(self.port), "--data", str(data), "--parallel", str(parallel)]
+        self._flags = ["--port", str(self.port), "--data", str(data), "--parallel", str(parallel), *flags]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from controlplane.errors import BadInput, ControlPlaneError
 
@@ -191,4 +192,16 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reply = error_reply(error.status_code, str(error.detail))
     reply.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # Starlette names the methods of the first route on the path; a path may have several.
+        reply.headers["allow"] = ", ".join(sorted(_methods(request)))
     return reply
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path can be asked for with."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return found

@@ -67,6 +67,8 @@ class PlanService:
         _check(order)
         trace = self._trace(order)
         question = order.model_dump(exclude={"timeout_s"})
+        if isinstance(order.trace, InlineTrace):  # kept once, not in every list of jobs
+            question["trace"] = {"upload": trace["id"]}
         timeout_s = min(order.timeout_s or self.limits.job_timeout_s, self.limits.job_timeout_s)
         job = self.jobs.add(question, trace["id"], timeout_s, self.limits.queued_jobs, idempotency_key)
         if job is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi import Path as InPath
+from fastapi.openapi.models import Example
 from fastapi.responses import JSONResponse
 from sse_starlette.sse import EventSourceResponse
 
@@ -35,6 +36,29 @@ _BUSY: dict[int | str, dict[str, Any]] = {
         "headers": {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}},
     }
 }
+_ID = {"job": "$response.body#/id"}
+_ORDERED: dict[int | str, dict[str, Any]] = {
+    202: {
+        "description": "Queued",
+        "headers": {"Location": {"description": "where the job is", "schema": {"type": "string"}}},
+        "links": {
+            "job": {"operationId": "get_plan", "parameters": _ID},
+            "cancel": {"operationId": "cancel_plan", "parameters": _ID},
+        },
+    }
+}
+_EXAMPLES: dict[str, Example] = {
+    "sample": {
+        "summary": "The sample trace on one kind of worker",
+        "value": {
+            "trace": {"sample": True},
+            "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
+            "model": "llama-3.1-8b",
+            "gpu": ["h100"],
+            "tp": [1],
+        },
+    }
+}
 _CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {"model": ErrorReply, "description": "The job is over already"}
 }
@@ -55,13 +79,14 @@ def plan_router(service: PlanService) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["plans"], responses=ERRORS)
     followers = asyncio.Semaphore(MOST_FOLLOWERS)
 
-    @router.get("/catalogue")
+    @router.get("/catalogue", operation_id="get_catalogue")
     def catalogue() -> Catalogue:
         """Models, kinds of worker, prices and policies to plan with, and what history is here."""
         return Catalogue.model_validate(service.catalogue())
 
     @router.post(
         "/traces",
+        operation_id="send_trace",
         status_code=201,
         openapi_extra={
             "requestBody": {
@@ -88,10 +113,10 @@ def plan_router(service: PlanService) -> APIRouter:
             draft.unlink(missing_ok=True)
         return TraceSummary.model_validate(summary)
 
-    @router.post("/plans", status_code=202, responses=_BUSY)
+    @router.post("/plans", operation_id="order_plan", status_code=202, responses=_BUSY | _ORDERED)
     def order(
         response: Response,
-        order: Annotated[PlanOrder, Body()],
+        order: Annotated[PlanOrder, Body(openapi_examples=_EXAMPLES)],
         idempotency_key: Annotated[
             str | None,
             Header(min_length=1, max_length=128, description="the same key again gives the same job"),
@@ -102,14 +127,14 @@ def plan_router(service: PlanService) -> APIRouter:
         response.headers["location"] = f"/v1/plans/{job['id']}"
         return JobBrief.model_validate(job)
 
-    @router.get("/plans")
+    @router.get("/plans", operation_id="list_plans")
     def plans(
         limit: Annotated[int, Query(ge=1, le=500)] = 50, state: Annotated[State | None, Query()] = None
     ) -> JobList:
         """The last jobs, newest first, without their plans."""
         return JobList.model_validate({"plans": service.jobs.newest(limit, state)})
 
-    @router.get("/plans/{job}", response_model=Job)
+    @router.get("/plans/{job}", operation_id="get_plan", response_model=Job)
     def plan(job: JobId) -> Response:
         """A job, and its plan once it is done."""
         found = service.job(job)
@@ -117,12 +142,17 @@ def plan_router(service: PlanService) -> APIRouter:
         # The plan goes out as it was made; a model in between could change a digit.
         return JSONResponse(found | {"plan": None if text is None else json.loads(text)})
 
-    @router.delete("/plans/{job}", status_code=202, responses=_CONFLICT)
+    @router.delete("/plans/{job}", operation_id="cancel_plan", status_code=202, responses=_CONFLICT)
     def cancel(job: JobId) -> JobBrief:
         """Cancel a job: at once while it waits, within a moment while it runs."""
         return JobBrief.model_validate(service.cancel(job))
 
-    @router.get("/plans/{job}/events", response_class=EventSourceResponse, responses=_BUSY)
+    @router.get(
+        "/plans/{job}/events",
+        operation_id="follow_plan",
+        response_class=EventSourceResponse,
+        responses=_BUSY,
+    )
     async def follow(job: JobId) -> EventSourceResponse:
         """Server-sent events: the job (as in `GET /v1/plans`) whenever it has changed. The event's name is
         the job's state; after `done`, `failed` or `cancelled` the stream ends."""
