@@ -3,8 +3,8 @@
     python experiments/engine_profile.py [--quick] [--measurements M.csv] [--clock cpu|wall]
 
 Runs `tokenfleet profile` on the tiny Llama (CPU engine), or takes measurements that are there. Grid points
-are split into five parts; each part is judged by a model fitted to the other four. A batch is one kind of step
-of one point (its prefill, its decode steps at their mean context), its time the median over the repeats.
+are split into five parts; each part is judged by a model fitted to the other four. A batch is one kind of
+step of one point (its prefill, its decode steps at their mean context), its time the median over repeats.
 
 The machine's own noise stands beside the errors: how far a single step, and the median of a batch, would be
 from themselves if they were measured again. No model can be closer than that.

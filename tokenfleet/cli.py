@@ -36,6 +36,7 @@ VERBS = {
     "whatif": Verb("tokenfleet.whatif_command", "whatif_command", "the plan over a grid of changes"),
     "simulate": Verb("tokenfleet.simulate_command", "simulate_command", "one fleet, one trace, one policy"),
     "profile": Verb("tokenfleet.profile_command", "profile_command", "measure a real engine's steps"),
+    "compare": Verb("tokenfleet.compare_command", "compare_command", "a running fleet against the simulator"),
     "fit": Verb("tokenfleet.fit_command", "fit_command", "measurements: a profile with its errors"),
     "trace": Verb("tokenfleet.traces.command", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.serve_command", "serve_command", "run a fleet behind one OpenAI endpoint"),

@@ -155,7 +155,8 @@ def _say(profile: Profile, out: Path, output_format: str, breaks: list[Break]) -
         "held_out_mean": residuals.held_out_mean,
     }
     if output_format == "json":
-        answer = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows, "error_within": within}
+        answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows}
+        answer["error_within"] = within
         answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
         print(json.dumps(answer))
         return

@@ -40,6 +40,7 @@ from dataplane.live.listening import bind, until_answering
 from dataplane.live.metrics import EngineFamilies, Metrics
 from dataplane.live.operations import FleetFacts, Operations
 from dataplane.live.placement import LeastLoaded, Placement
+from dataplane.live.step_times import StepTimes
 from dataplane.live.waiting_room import WaitingSettings
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         events, metrics = EventLog(), Metrics()
         history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
         cleanup.callback(history.close)
-        placement = _placement(settings, history)
+        step_times = None if settings.profile is None else StepTimes(settings.profile, events)
+        placement = _placement(settings, history, step_times)
         gateway = Gateway(settings.gateway)
         host = await _host(settings, gateway)
         core = FleetCore(
@@ -103,6 +105,10 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         )
         core.on_end.append(history.add)
         core.on_step.append(history.add_step)
+        if step_times is not None:
+            core.on_step.append(step_times.add)
+            step_times.attached = lambda: {at.worker for at in core.attached()}
+            metrics.registry.register(step_times)
         core.predict_anew = history.expected_tokens
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
@@ -117,7 +123,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         facts = FleetFacts(
             settings.gateway.model, settings.engine, gateway_url, settings.advisory, settings.autoscale
         )
-        operations = Operations(facts, core, cluster, metrics, events, arrived)
+        operations = Operations(facts, core, cluster, metrics, events, arrived, step_times)
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
         for extension in settings.extensions:
             for collector in extension.collectors:
@@ -147,14 +153,15 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         await serving
 
 
-def _placement(settings: FleetSettings, history: History) -> Placement:
+def _placement(settings: FleetSettings, history: History, step_times: StepTimes | None) -> Placement:
     """By the core's `assign` where step times are known, by load alone where they are not."""
-    if settings.profile is None:
+    if settings.profile is None or step_times is None:
         return LeastLoaded()
     placement = LedgerPlacement(
         settings.profile, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
     )
     history.on_learnt.append(placement.learn)
+    step_times.on_refit.append(placement.refit)
     return placement
 
 

@@ -25,7 +25,7 @@ REMEMBERED = 20_000
 LEARN_FROM = 50  # finished requests before history is believed
 LEARN_EVERY = 200
 STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before it
-STEP_COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s", "worker")
+STEP_COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker")
 
 
 class History:
@@ -105,6 +105,7 @@ class History:
                 load.sequences,
                 load.context_tokens,
                 f"{load.step_s:.7f}",
+                load.prefill_sum_sq,
                 load.worker,
             )
             self._steps.write(",".join(str(value) for value in row) + "\n")
@@ -120,6 +121,14 @@ class History:
                 file.close()
 
 
+def _same_columns(path: Path) -> None:
+    """Raise BadInput for a file of another version: rows of two forms in it would be of use to nobody."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        header = file.readline().strip()
+    if header != ",".join(STEP_COLUMNS):
+        raise BadInput(f"--data: {path}: has columns {header[:80]!r}, expected {','.join(STEP_COLUMNS)}")
+
+
 def _open_steps(folder: Path) -> TextIO:
     path = folder / "steps.csv"
     try:
@@ -129,4 +138,6 @@ def _open_steps(folder: Path) -> TextIO:
         raise BadInput(f"--data: {path}: cannot be written: {error.strerror}") from error
     if file.tell() == 0:
         file.write(",".join(STEP_COLUMNS) + "\n")
+    else:
+        _same_columns(path)
     return file

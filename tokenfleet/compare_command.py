@@ -1,0 +1,212 @@
+"""`tokenfleet compare`: replay a trace on a running fleet, simulate the same, say how far apart they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from controlplane.errors import BadInput
+from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
+from tokenfleet.terminal import console, show, warn
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from controlplane.types import Slo
+    from controlplane.workload import Workload
+    from tokenfleet.replay import Replayed
+
+SCHEMA = "tokenfleet.comparison/1"
+COUNTERS = ("preemptions", "migrations")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One compared figure; by `kind` its error is relative, or a difference of shares or counts."""
+
+    name: str
+    live: float
+    simulated: float
+    kind: str
+
+    @property
+    def error(self) -> float | None:
+        """None where there is nothing to be relative to."""
+        if self.kind != "relative":
+            return self.simulated - self.live
+        return self.simulated / self.live - 1 if self.live > 0 else None
+
+
+def compare_command(
+    trace: Annotated[list[Path], typer.Option(help="requests to replay, any known format")],
+    endpoint: Annotated[str, typer.Option(help="the OpenAI endpoint, e.g. http://127.0.0.1:8000")],
+    profile: Annotated[Path, typer.Option(help="the workers' profile, as fitted")],
+    slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
+    control: Annotated[str | None, typer.Option(help="the fleet's control API: workers, moves")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="of the endpoint; else the control API's")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="placement, as the fleet has it")] = "spread",
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the endpoint")] = None,
+    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0,
+    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
+    overhead: Annotated[
+        str | None, typer.Option(help="HTTP's share of a first token; measured on lone requests if not given")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0,
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+) -> int:
+    """Hold the simulator against a running fleet.
+
+    tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
+    --profile fitted.yaml --slo ttft=1.6s,tpot=75ms
+    """
+    if output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {output_format!r}")
+    if control is None and workers is None:
+        raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
+    targets = parse_slo(slo)
+    fixed_s = None if overhead is None else parse_duration_s(overhead, "--overhead")
+    from tokenfleet.plan_inputs import known_policy, trimmed
+    from tokenfleet.profile_files import read_profile
+    from tokenfleet.traces import read_traces
+
+    worker = read_profile(profile)
+    known_policy(policy)
+    read = read_traces([str(path) for path in trace])
+    workload = trimmed(read.workload, window, rate_scale, read.name)
+    if not len(workload):
+        raise BadInput(f"{read.name}: no requests to replay")
+    warn(read.warnings)
+    told = asyncio.run(_replayed(workload, endpoint, api_key, control, worker, fixed_s, seed))
+    count = workers or told["workers"]
+    from dataplane.simulated.cluster import WorkerSpec, simulate
+
+    replayed: Replayed = told["replayed"]
+    if not replayed.finished.any():
+        raise BadInput(f"--endpoint: no request finished; the first error: {replayed.errors[0]}")
+    if replayed.errors:
+        warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
+    outcome = simulate(replayed.workload, [WorkerSpec(worker)] * count, targets, policy, seed=seed)
+    simulated = {
+        "ttft_s": outcome.ttft_s + told["overhead_s"],
+        "tpot_s": outcome.tpot_s,
+        "preemptions": int(outcome.preemptions.sum()),
+        "migrations": int(outcome.migrations.sum()),
+    }
+    figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, told["counters"])
+    _say(figures, told, count, int(replayed.finished.sum()), output_format)
+    return 0
+
+
+def compared(
+    ttft_s: NDArray[np.float64],
+    tpot_s: NDArray[np.float64],
+    simulated: dict[str, Any],
+    slo: Slo,
+    counters: dict[str, int],
+) -> list[Figure]:
+    """The figures, live beside simulated; both columns of the same requests. `counters` of the live fleet."""
+    theirs = simulated["ttft_s"], simulated["tpot_s"]
+    figures = [Figure("attainment", met(ttft_s, tpot_s, slo), met(*theirs, slo), "share")]
+    for name, live, other in (("TTFT", ttft_s, theirs[0]), ("TPOT", tpot_s, theirs[1])):
+        figures.append(Figure(f"{name} mean", float(np.nanmean(live)), float(np.nanmean(other)), "relative"))
+        for q in (0.5, 0.9, 0.99):
+            here, there = (float(np.nanquantile(x, q)) for x in (live, other))
+            figures.append(Figure(f"{name} p{q * 100:.0f}", here, there, "relative"))
+    for name in COUNTERS:
+        if name in counters:
+            figures.append(Figure(name, float(counters[name]), float(simulated[name]), "count"))
+    return figures
+
+
+def met(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], slo: Slo) -> float:
+    """Share of requests within both targets; one of a single token has no TPOT to miss."""
+    return float(np.mean((ttft_s <= slo.ttft_s) & (np.isnan(tpot_s) | (tpot_s <= slo.tpot_s))))
+
+
+async def _replayed(
+    workload: Workload,
+    endpoint: str,
+    key: str | None,
+    control: str | None,
+    worker: Any,
+    fixed_s: float | None,
+    seed: int,
+) -> dict[str, Any]:
+    from tokenfleet.replay import overhead_s, replay, served_model
+
+    rng = np.random.default_rng(seed)
+    to = await served_model(endpoint, key)
+    extra_s = await overhead_s(to, worker.alone_ttft_s(8), rng) if fixed_s is None else fixed_s
+    before = await _counters(control)
+    shown = console(stderr=True)
+    columns = (TextColumn("replaying"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
+        task = progress.add_task("", total=len(workload))
+        replayed = await replay(workload, to, rng, lambda done: progress.update(task, completed=done))
+    after = await _counters(control)
+    counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
+    workers = after.get("workers", 0)
+    return {"replayed": replayed, "overhead_s": extra_s, "counters": counters, "workers": workers}
+
+
+async def _counters(control: str | None) -> dict[str, int]:
+    """Workers, preemptions and moves of the fleet so far; nothing without a control API."""
+    if control is None:
+        return {}
+    import aiohttp
+
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+            async with session.get(f"{control.rstrip('/')}/v1/fleet") as reply:
+                fleet = await reply.json(content_type=None)
+            async with session.get(f"{control.rstrip('/')}/metrics") as reply:
+                metrics = await reply.text()
+    except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+        raise BadInput(f"--control: {control}: does not answer as a fleet does: {error!r}") from None
+    serving = [w for w in fleet.get("workers", []) if w.get("state") == "serving"]
+    preemptions = sum((w.get("telemetry") or {}).get("preemptions", 0) for w in serving)
+    moved = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith('tokenfleet_migrations_total{outcome="done"')
+    )
+    return {"workers": len(serving), "preemptions": preemptions, "migrations": int(moved)}
+
+
+def _say(
+    figures: list[Figure], told: dict[str, Any], workers: int, requests: int, output_format: str
+) -> None:
+    if output_format == "json":
+        rows = [
+            {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
+            for f in figures
+        ]
+        answer = {"schema": SCHEMA, "requests": requests, "workers": workers, "figures": rows}
+        answer |= {"failed": len(told["replayed"].errors), "overhead_s": told["overhead_s"]}
+        print(json.dumps(answer, indent=1))
+        return
+    table = Table(title=f"{requests:,} requests on {workers} workers")
+    table.add_column("figure")
+    for name in ("live", "simulated", "error"):
+        table.add_column(name, justify="right")
+    for f in figures:
+        if f.kind == "relative":
+            error = "-" if f.error is None else f"{f.error:+.1%}"
+            table.add_row(f.name, duration_text(f.live), duration_text(f.simulated), error)
+        elif f.kind == "share":
+            points = f"{100 * (f.simulated - f.live):+.2f} points"
+            table.add_row(f.name, f"{f.live:.2%}", f"{f.simulated:.2%}", points)
+        else:
+            table.add_row(f.name, f"{f.live:.0f}", f"{f.simulated:.0f}", f"{f.simulated - f.live:+.0f}")
+    show([table])
+    print(f"simulated TTFTs have {duration_text(told['overhead_s'])} for HTTP and the way to the engine")

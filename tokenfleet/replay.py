@@ -1,0 +1,183 @@
+"""Replay a workload on a running OpenAI endpoint: each request at its time, tokens as a client sees them.
+
+Prompts are random token ids of the trace's lengths, so no prefix is cached and nothing is tokenized; outputs
+are made to have the trace's lengths (`ignore_eos`, vLLM's). What is compared later begins when a request was
+really sent, so that a busy client is not taken for a slow server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.workload import Workload
+
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 3, 1000  # ids that any vocabulary has
+REQUEST_S = 600.0
+PROBES = 10
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a client saw; columns of shape [requests], seconds since the replay began. NaN: no token came."""
+
+    sent_s: NDArray[np.float64]
+    first_token_s: NDArray[np.float64]
+    last_token_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    errors: tuple[str, ...]
+
+    @property
+    def finished(self) -> NDArray[np.bool_]:
+        return ~np.isnan(self.last_token_s)
+
+    @property
+    def workload(self) -> Workload:
+        """The finished requests as they were: sent then, with outputs of these lengths."""
+        rows = np.flatnonzero(self.finished)
+        rows = rows[np.argsort(self.sent_s[rows], kind="stable")]
+        sent = self.sent_s[rows]
+        return Workload(sent - sent[0], self.prompt_tokens[rows], np.maximum(self.output_tokens[rows], 1))
+
+    @property
+    def ttft_s(self) -> NDArray[np.float64]:
+        """In order of `workload`."""
+        return self._ordered(self.first_token_s - self.sent_s)
+
+    @property
+    def tpot_s(self) -> NDArray[np.float64]:
+        """In order of `workload`; NaN for an output of one token."""
+        gaps = self.output_tokens - 1
+        tpot = np.where(gaps > 0, (self.last_token_s - self.first_token_s) / np.maximum(gaps, 1), np.nan)
+        return self._ordered(tpot)
+
+    def _ordered(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        rows = np.flatnonzero(self.finished)
+        return values[rows[np.argsort(self.sent_s[rows], kind="stable")]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where to send requests."""
+
+    url: str
+    model: str
+    key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+
+
+async def served_model(url: str, key: str | None) -> Endpoint:
+    """The endpoint and the first model it serves. Raises BadInput when it does not answer as one."""
+    endpoint = Endpoint(url.rstrip("/"), "", key)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+            session.get(f"{endpoint.url}/v1/models", headers=endpoint.headers) as reply,
+        ):
+            answer = await reply.json(content_type=None)
+            return Endpoint(endpoint.url, str(answer["data"][0]["id"]), key)
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError, TimeoutError) as error:
+        raise BadInput(f"--endpoint: {url}: no OpenAI endpoint answers there: {error!r}") from None
+
+
+async def overhead_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> float:
+    """What HTTP and the way to the engine add to a first token: the median over a few lone requests.
+
+    `alone_s` is what the profile says of such a request.
+    """
+    one = Workload(np.zeros(1), np.array([8]), np.array([1]))
+    seen = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES)]
+    known = np.concatenate(seen)
+    return max(float(np.median(known)) - alone_s, 0.0) if len(known) else 0.0
+
+
+async def replay(
+    workload: Workload,
+    endpoint: Endpoint,
+    rng: np.random.Generator,
+    tell: Callable[[int], None] = lambda done: None,
+) -> Replayed:
+    """Send every request at its time and wait for all of them. `tell(done)` is called as they end."""
+    n = len(workload)
+    sent, first, last = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
+    made = np.zeros(n, np.int64)
+    errors: list[str] = []
+    done = 0
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        # Prompts are made before the clock starts: drawing them must not delay anyone.
+        prompts = [
+            rng.integers(FIRST_TOKEN_ID, LAST_TOKEN_ID, int(p)).tolist() for p in workload.prompt_tokens
+        ]
+        began = time.perf_counter() - float(workload.arrival_s[0])
+
+        async def one(i: int) -> None:
+            nonlocal done
+            await asyncio.sleep(max(0.0, began + float(workload.arrival_s[i]) - time.perf_counter()))
+            tokens = int(workload.output_tokens[i])
+            body = {
+                "model": endpoint.model,
+                "prompt": prompts[i],
+                "max_tokens": tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            sent[i] = time.perf_counter() - began
+            try:
+                async with session.post(
+                    f"{endpoint.url}/v1/completions", json=body, headers=endpoint.headers
+                ) as reply:
+                    if reply.status != 200:
+                        raise BadInput(f"HTTP {reply.status}: {(await reply.text())[:200]}")
+                    async for line in reply.content:
+                        _take(line, i, time.perf_counter() - began, first, last, made)
+            except (aiohttp.ClientError, OSError, TimeoutError, BadInput) as error:
+                errors.append(str(error) or repr(error))
+                last[i] = np.nan
+            if made[i] == 0:
+                last[i] = np.nan
+            done += 1
+            tell(done)
+
+        await asyncio.gather(*(one(i) for i in range(n)))
+    return Replayed(sent, first, last, workload.prompt_tokens, made, tuple(errors))
+
+
+def _take(
+    line: bytes,
+    i: int,
+    now_s: float,
+    first: NDArray[np.float64],
+    last: NDArray[np.float64],
+    made: NDArray[np.int64],
+) -> None:
+    """One line of a stream. Raises BadInput for an error in it."""
+    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+        return
+    try:
+        chunk = json.loads(line[6:])
+    except ValueError:
+        raise BadInput(f"endpoint: a chunk that is not JSON: {line[:80]!r}") from None
+    if "error" in chunk:
+        raise BadInput(f"endpoint: {chunk['error'].get('message', 'an error')}")
+    if chunk.get("choices"):
+        if np.isnan(first[i]):
+            first[i] = now_s
+        last[i] = now_s
+    if chunk.get("usage"):
+        made[i] = int(chunk["usage"]["completion_tokens"])
