@@ -157,8 +157,9 @@ class EmulatedEngine:
                 await self._tell(outputs)
                 self._work.clear()
                 await self._tell_load(ends_s, step, 0.0)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._work.wait(), IDLE_LOOK_S)
+                with suppress(TimeoutError):  # not wait_for: before Python 3.12 it may swallow a cancellation
+                    async with asyncio.timeout(IDLE_LOOK_S):
+                        await self._work.wait()
                 ends_s = time.monotonic()
                 continue
             lasts_s += self._step_s(step)

@@ -80,9 +80,9 @@ class Admission:
     async def _dispatch(self) -> None:
         """Place what waits, in order of rank, whenever something may have changed."""
         while True:
-            with suppress(TimeoutError):
-                timeout_s = LOOK_EVERY_S if len(self._room) else None
-                await asyncio.wait_for(self._wake.wait(), timeout_s)
+            with suppress(TimeoutError):  # not wait_for: before Python 3.12 it may swallow a cancellation
+                async with asyncio.timeout(LOOK_EVERY_S if len(self._room) else None):
+                    await self._wake.wait()
             self._wake.clear()
             now_s = time.monotonic()
             for late in () if self._is_coming() else self._room.overdue(now_s):

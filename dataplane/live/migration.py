@@ -233,7 +233,7 @@ class Migrations:
         loader: str | None = None
         copied = 0
         move.take(Happened.ACCEPTED)
-        switched = False
+        resumed = False
         try:
             if move.mode != "recompute":
                 await self._begin(move, running)
@@ -250,14 +250,14 @@ class Migrations:
             self._check(move, running)
             transfer = self._last_load(move, running, copied, loader)
             move.take(Happened.SWITCHED)
-            switched = True
-            await self._cut_over(move, running, transfer)
+            resumed = await self._cut_over(move, running, transfer)
         except RequestEnded:
             move.take(Happened.ENDED, "it ended, or left its worker, while it was copied")
         except CopyFailed as failure:
             move.take(Happened.COPY_FAILED, str(failure))
         finally:
-            if loader is not None and not (switched and move.stage is Stage.DONE):
+            # The continuation drops the loader as it is admitted; one that gave no token may never have been.
+            if loader is not None and not resumed:
                 await self._release(move, running, move.target, loader)
             if move.mode != "recompute":
                 await self._release(move, running, running.worker, running.segment)
@@ -276,11 +276,13 @@ class Migrations:
         load = Load(info.kv_addresses, running.segment, tokens, inline)
         return Transfer(load, drop=() if loader is None else (loader,))
 
-    async def _cut_over(self, move: Move, running: Running, transfer: Transfer) -> None:
+    async def _cut_over(self, move: Move, running: Running, transfer: Transfer) -> bool:
+        """Switch the stream; return whether the target gave a token."""
         began_s = time.monotonic()
         # Runs up to its first wait in this very turn of the loop, so `running` is not stale in it.
         arrival = await self._fleet.cut_over(move.request, move.target, transfer)
-        if await arrival:
+        resumed = await arrival
+        if resumed:
             if running.output_token_ids:
                 move.downtime_s = time.monotonic() - began_s
             move.take(Happened.RESUMED)
@@ -288,6 +290,7 @@ class Migrations:
             move.take(Happened.ENDED, "it ended before the target's first token")
         else:
             move.take(Happened.RESUME_FAILED, f"{move.target} could not go on; replayed from its tokens")
+        return resumed
 
     async def _copy(self, move: Move, running: Running, tokens: int, previous: str | None) -> str:
         """One pre-copy: bring the KV of [0, tokens) to the target; return the loader that holds it."""

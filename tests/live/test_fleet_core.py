@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from front import SLO, A, B, C, Front, profile
 
+from controlplane.migration.protocol import Stage
 from controlplane.types import Slo, WorkerId
 
 
@@ -164,6 +165,41 @@ def test_streams_are_whole_whatever_moves_and_dies(live_extra, seed, ledger):
             assert front.finish[name] == "LENGTH"
 
     play(story, workers=(A, B, C), ledger=ledger)
+
+
+def test_a_fleet_closes_in_the_middle_of_a_move(live_extra):
+    async def story():
+        front = Front((A, B), profile(), WaitingSettings())
+        await front.send("r", [1] * 200, max_tokens=1000)
+        await front.until("r", 3)
+        moving = asyncio.ensure_future(front.core.move("r", B, "a test"))
+        async with asyncio.timeout(20):
+            await front.close()
+            moving.cancel()
+            await asyncio.wait([moving])
+
+    from dataplane.live.waiting_room import WaitingSettings
+
+    asyncio.run(story())
+
+
+def test_a_client_that_leaves_while_its_stream_is_cut_over_leaves_no_kv_behind(live_extra):
+    async def story(front):
+        for turn in range(20):  # whether the target has admitted it by then is a race
+            name = f"r{turn}"
+            await front.send(name, [turn + 1] * 200, max_tokens=1000)
+            await front.until(name, 3)
+            target = B if front.core.requests.get(name).worker == A else A
+            moving = asyncio.ensure_future(front.core.move(name, target, "a test"))
+            while getattr(front.core.migrations.open.get(name), "stage", None) is not Stage.CUTTING_OVER:
+                await asyncio.sleep(0)
+            await front.core.abort_requests_async([name])
+            await moving
+        async with asyncio.timeout(10):  # well before a hold that nobody released would run out
+            while any(e.batch.free_blocks < e.batch.total_blocks for e in front.engines.values()):
+                await asyncio.sleep(0.01)
+
+    play(story)
 
 
 def test_an_abort_ends_a_request_in_the_engine_and_nothing_more_is_said_of_it(live_extra):
