@@ -50,6 +50,11 @@ export async function ask(method, path, { json, headers = {}, ...rest } = {}) {
   }
 }
 
+/** Whether this API has that path: asking for one that is not there would stand on the console as an error. */
+export async function offers(path) {
+  return path in (await ask("GET", "/openapi.json")).paths;
+}
+
 async function refusal(reply) {
   let message = `${reply.status} ${reply.statusText}`.trim();
   try {

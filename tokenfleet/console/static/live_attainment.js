@@ -59,7 +59,7 @@ export class Attainment {
     const figure = chart({
       title: "The last ten minutes",
       says: `Share of the requests that finished in each ${BUCKET_S} s, while this page is open.`,
-      x: { name: "minutes from now", kind: "linear", domain: [Math.min(-1, points("both")[0][0]), 0], format: (v) => String(v) },
+      x: { name: "minutes from now", kind: "linear", domain: [Math.min(-2, points("both")[0][0]), 0], format: (v) => String(v) },
       y: { name: "attainment", kind: "linear", domain: [Math.max(0, lowest - 0.05), 1.01], format: (v) => (v > 1 ? "" : `${Math.round(v * 1000) / 10} %`) },
       series: TARGETS.map(([name, label, tone]) => ({ name: label, kind: "line", tone, points: points(name) })),
       height: 180,

@@ -1,7 +1,7 @@
 /* Decisions as a stream, newest first, each with its reason and its facts. */
 
 import { byId, make, say } from "./dom.js";
-import { clock, counted, stamp } from "./format.js";
+import { bytes, clock, counted, duration, stamp } from "./format.js";
 
 const SHOWN = 300;
 const GATHER_MS = 200;
@@ -113,9 +113,15 @@ function lineOf(event, isNews) {
       "span",
       { class: "says" },
       event.reason,
-      event.gap ? null : make("span", { class: "soft" }, ` ${facts.map(([name, value]) => `${name} ${plain(value)}`).join(", ")}`),
+      event.gap ? null : make("span", { class: "soft" }, ` ${facts.map(([name, value]) => `${name} ${plain(name, value)}`).join(", ")}`),
     ),
   );
 }
 
-const plain = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
+/** A fact in words; its name says the unit. */
+function plain(name, value) {
+  if (value === null) return "–";
+  if (typeof value === "object") return Object.entries(value).map(([inner, v]) => `${inner} ${plain(inner, v)}`).join(", ");
+  if (typeof value === "number" && name.endsWith("_s")) return duration(value, 2);
+  return name === "bytes" ? bytes(value) : String(value);
+}

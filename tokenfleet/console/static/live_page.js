@@ -1,13 +1,13 @@
 /* The live page: the fleet asked for every second and at every event, and the orders a person gives it. */
 
-import { Refused, Unreachable, ask } from "./api.js";
+import { Refused, Unreachable, ask, offers } from "./api.js";
 import { confirmed } from "./confirm_dialog.js";
 import { byId, make, say } from "./dom.js";
 import { count, counted, share } from "./format.js";
 import { EventStream } from "./event_stream.js";
 import { Attainment } from "./live_attainment.js";
 import { Decisions } from "./live_decisions.js";
-import { showMoving } from "./live_moving.js";
+import { forgetMoved, showMoved, showMoving } from "./live_moving.js";
 import { Workers } from "./live_workers.js";
 
 const EVERY_MS = 1000;
@@ -30,6 +30,7 @@ const stream = new EventStream("/v1/events", {
   onEvent: ({ data }) => {
     const event = JSON.parse(data);
     decisions.add(event, event.at_s > opened_s);
+    if (event.kind === "migrate") showMoved(event);
     refresh();
   },
   onState: (state, waitS) => {
@@ -58,17 +59,16 @@ function refresh() {
 
 async function look() {
   try {
+    if (fleet === null && !(await offers("/v1/fleet"))) {
+      absent();
+      return;
+    }
     show(await ask("GET", "/v1/fleet"));
     fails = 0;
     if (!isStreamLost) connection("");
   } catch (error) {
-    if (error instanceof Refused && error.status === 404) {
-      fails = AGAIN_MS.length; // one may be started behind this address: look now and then
-      connection("");
-      absent();
-      return;
-    }
     fails += 1;
+    if (error instanceof Refused && error.status === 404) fleet = null; // another API answers here now
     if (!(error instanceof Refused || error instanceof Unreachable)) {
       connection(`This page failed: ${error.message}`);
       throw error;
@@ -81,7 +81,8 @@ async function look() {
 }
 
 function absent() {
-  fleet = null;
+  fails = AGAIN_MS.length; // a fleet may be started behind this address: look now and then
+  connection("");
   byId("absent").hidden = false;
   byId("present").hidden = true;
   say(byId("facts"), "");
@@ -92,6 +93,7 @@ function show(now) {
   const newest = now.decisions.at(-1)?.id ?? 0;
   if (stream.lastId !== null && newest < Number(stream.lastId)) {
     decisions.clear();
+    forgetMoved();
     stream.restart(true);
   }
   fleet = now;

@@ -21,7 +21,7 @@ export class Workers {
     byId("workers").replaceChildren(
       make(
         "div",
-        { class: "table", tabindex: "0", role: "region", "aria-labelledby": "workers-title" },
+        { class: "table", tabindex: "0", role: "region", "aria-label": "Workers, one a row" },
         make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), this.#body),
       ),
     );
@@ -58,6 +58,7 @@ function newRow(name, onDrain) {
   row.button = make("button", { type: "button", onclick: () => onDrain(name, row.isDraining) });
   cells.state.append(state, make("br"), reason);
   cells["KV in use"].classList.add("kv");
+  for (const column of ["state", "KV in use", "action"]) cells[column].classList.add("wide");
   cells["KV in use"].append(make("span", {}, fill, full));
   cells.action.append(row.button);
   row.element = make("tr", { "data-worker": name }, make("th", { scope: "row" }, name), Object.values(cells));
@@ -71,7 +72,7 @@ function update(row, worker) {
   say(row.reason, `${duration(worker.for_s, 2)}: ${worker.reason}`);
   const used = load === null ? null : load.kv_used_blocks / Math.max(1, load.kv_total_blocks);
   row.fill.replaceChildren(bar(used, used > 0.95 ? "bad" : used > 0.8 ? "warn" : "good"));
-  say(row.full, used === null ? "not known yet" : `${percent(used)} of ${count(load.kv_total_blocks * (worker.block_tokens ?? 1))} tokens`);
+  say(row.full, used === null ? "nothing has run here yet" : `${percent(used)} of ${count(load.kv_total_blocks * (worker.block_tokens ?? 1))} tokens`);
   // What the fleet has put on it; its engine may not have begun all of them.
   say(row.cells.running, count(load?.running ?? worker.requests));
   say(row.cells.waiting, count(load?.waiting ?? null));

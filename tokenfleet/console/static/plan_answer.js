@@ -36,7 +36,7 @@ export function answer(plan, tryTargets) {
 
 function asked({ inputs, slo, attainment, policy }) {
   return (
-    `${share(attainment.target)} of ${count(inputs.requests)} requests within TTFT ${duration(slo.ttft_s)} and ` +
+    `${target(attainment.target)} of ${count(inputs.requests)} requests within TTFT ${duration(slo.ttft_s)} and ` +
     `TPOT ${duration(slo.tpot_s)}; ${inputs.trace}, ${duration(inputs.duration_s)}, ${number(inputs.rate_rps)} a second; ` +
     `placed by ${policy}.`
   );
@@ -56,8 +56,9 @@ function tiles(plan) {
 
 function sure({ attainment: a, doubt, ttft_s: ttft, tpot_s: tpot, utilisation }) {
   const worlds = a.worlds
-    ? `In ${a.worlds} worlds that might as well have been (other arrivals, workers a little faster or slower) ` +
-      `between ${share(a.low)} and ${share(a.high)} of the requests stay within both targets; on the trace as it is, ${share(a.on_trace)}.`
+    ? `Judged in ${a.worlds} worlds that might as well have been (other arrivals, workers a little faster or slower), ` +
+      `${share(a.low)} to ${share(a.high)} of the requests stay within both targets, with probability ${number(a.confidence, 4)}; ` +
+      `on the trace as it is, ${share(a.on_trace)}.`
     : `On the trace as it is, ${share(a.on_trace)} of the requests stay within both targets.`;
   const tails = (p) => `p50 ${duration(p.p50)}, p90 ${duration(p.p90)}, p99 ${duration(p.p99)}`;
   return make(
@@ -82,7 +83,7 @@ function why({ binding, binding_window_s: window, binding_detail: detail, attain
       "p",
       {},
       `With ${counted(detail.workers, "worker")}${faster}, ${share(detail.attainment)} would be reached ` +
-        `(${share(attainment.target)} is asked), and only ${share(detail.window_attainment)} of what arrives ` +
+        `(${target(attainment.target)} is asked), and only ${share(detail.window_attainment)} of what arrives ` +
         `between ${number(window[0], 5)} s and ${number(window[1], 5)} s. What would help there, in points of attainment:`,
     ),
     make(
@@ -113,7 +114,7 @@ function fewer({ one_fewer: one }) {
 
 function nearest(plan, tryTargets) {
   const near = plan.nearest_feasible;
-  const reason = plan.reason ? make("p", {}, `${capital(plan.reason)}.`) : null;
+  const reason = plan.reason ? make("p", {}, `${plan.reason}.`) : null;
   if (near === null) return make("div", { class: "notice" }, reason);
   if (near.ttft_s === undefined) {
     return make("div", { class: "notice" }, reason, make("p", {}, `This trace can show at most ${share(near.attainment)}.`));
@@ -167,4 +168,5 @@ function warnings(lines) {
   return make("details", { class: "notice" }, make("summary", {}, counted(lines.length, "warning")), make("ul", {}, lines.map((w) => make("li", {}, w))));
 }
 
-const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+/** A target as it was asked: without digits that nobody typed. */
+const target = (value) => `${number(value * 100, 6)} %`;

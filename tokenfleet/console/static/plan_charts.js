@@ -68,7 +68,7 @@ function attainmentByWorkers({ curves, attainment }) {
       { name: "expected", kind: "dots", tone: "a", points: rows.map((r) => [r.workers, r.expected]) },
       { name: "on the trace as it is", kind: "dots", tone: "b hollow", points: rows.map((r) => [r.workers, r.on_trace]) },
     ].filter((s) => s.points.some((p) => p[1] !== null)),
-    marks: [{ axis: "y", at: attainment.target, name: `target ${share(attainment.target)}` }],
+    marks: [{ axis: "y", at: attainment.target, name: `target ${number(attainment.target * 100, 6)} %` }],
     data: {
       columns: [
         { name: "workers" }, { name: "expected", number: true }, { name: "at least", number: true },

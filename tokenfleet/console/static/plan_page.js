@@ -1,6 +1,6 @@
 /* The plan page: form, address, job and answer brought together. */
 
-import { Refused, Unreachable, ask } from "./api.js";
+import { Refused, Unreachable, ask, offers } from "./api.js";
 import { byId, make, say } from "./dom.js";
 import { clock, dollars, duration, fleetLabel, percent, stamp } from "./format.js";
 import { answer, sentence } from "./plan_answer.js";
@@ -16,7 +16,13 @@ let shown = null; // the job whose answer stands on the page
 let following = null; // {id, abort} of the job being waited for
 
 async function start() {
-  form = new PlanForm(await catalogue(), onChange);
+  const known = await catalogue();
+  if (known === null) {
+    byId("question").hidden = true;
+    byId("before").textContent = "This control API runs a fleet and does not plan. Start one that does with “tokenfleet api”; the fleet is on the Live page.";
+    return;
+  }
+  form = new PlanForm(known, onChange);
   byId("question").addEventListener("submit", (event) => {
     event.preventDefault();
     void plan();
@@ -30,19 +36,15 @@ async function start() {
   await open();
 }
 
-/** What can be planned; tried again until somebody answers. */
+/** What can be planned, null if this API does not plan; tried again until somebody answers. */
 async function catalogue() {
   for (let tries = 0; ; tries += 1) {
     try {
-      const known = await ask("GET", "/v1/catalogue");
+      const known = (await offers("/v1/catalogue")) ? await ask("GET", "/v1/catalogue") : null;
       connection("");
       return known;
     } catch (error) {
-      if (error instanceof Refused && error.status === 404) {
-        byId("question").hidden = true;
-        byId("before").textContent = "This control API has no planner. Start one with “tokenfleet api”, or see the fleet on the Live page.";
-        throw error;
-      }
+      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
       const waitS = AGAIN_S[Math.min(tries, AGAIN_S.length - 1)];
       connection(`${error.message}; trying again in ${waitS} s`);
       await new Promise((resolve) => setTimeout(resolve, waitS * 1e3));
@@ -221,6 +223,4 @@ async function download() {
   URL.revokeObjectURL(url);
 }
 
-start().catch((error) => {
-  if (!(error instanceof Refused)) throw error;
-});
+void start();

@@ -1,0 +1,190 @@
+"""The plan page: asked, answered, refused, shared."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+from served_fleet import ROOT
+
+from console.browser import HOSTILE, QUICK, submitted
+
+
+def test_pages_may_run_nothing_but_their_own_files(api):
+    for path in ("/", "/plan", "/live", "/console/console.css", "/console/plan_page.js"):
+        with urllib.request.urlopen(api + path, timeout=20) as reply:
+            policy, body = reply.headers["content-security-policy"], reply.read().decode()
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert not re.search(r"<script(?![^>]*src=)|\son\w+=|style=|https?://(?!www\.w3\.org)", body), path
+
+
+def test_only_the_consoles_files_are_served(api):
+    for path in ("/console/plan.html", "/console/..%2fpages.py", "/console/", "/console/pages.py"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(api + path, timeout=20)
+        assert refused.value.code == 404
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(api):
+    with urllib.request.urlopen(f"{api}/console/console.css", timeout=20) as reply:
+        tag = reply.headers["etag"]
+    again = urllib.request.Request(f"{api}/console/console.css", headers={"If-None-Match": tag})
+    with pytest.raises(urllib.error.HTTPError) as answer:
+        urllib.request.urlopen(again, timeout=20)
+    assert answer.value.code == 304
+
+
+def test_a_plan_is_asked_for_and_its_answer_read(planned, visit):
+    url, job = planned
+    plan = job["plan"]
+    assert (job["state"], plan["feasible"]) == ("done", True)
+    tab = visit(url)
+    tab.page.locator("#answer-title").wait_for()
+    fleet = plan["fleet"][0]
+    assert f"{fleet['workers']} × {fleet['gpu']} TP{fleet['tp_degree']}" in tab.text("#answer-title")
+    tiles = tab.text("#answer .tiles")
+    assert f"${plan['usd_per_hour']:.2f}/h" in tiles
+    assert f"{plan['attainment']['low'] * 100:.2f} %" in tiles
+    assert "binds" in tab.text("#answer .why")
+    assert "one fewer" in tab.text("#answer .why")
+    # Every chart has been drawn, and has its numbers as a table.
+    charts = tab.page.locator("figure.chart")
+    assert charts.count() >= 5
+    for i in range(charts.count()):
+        assert charts.nth(i).locator("svg[role=img] path").count() > 0
+        assert charts.nth(i).locator("tbody tr").count() > 0
+    assert tab.page.input_value("#ttft") == "400"
+    assert tab.page.input_value("#window") == "0s..120s"
+
+
+def test_the_command_shown_gives_the_same_plan(planned, visit):
+    url, job = planned
+    tab = visit(url)
+    tab.page.locator("#command").wait_for()
+    _, *words = shlex.split(tab.text("#command"))
+    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", *words]
+    done = subprocess.run(
+        [*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert json.loads(done.stdout) == job["plan"]
+
+
+def test_the_json_downloaded_is_the_plan(planned, visit):
+    url, job = planned
+    tab = visit(url)
+    with tab.page.expect_download() as download:
+        tab.page.click("#download")
+    assert json.loads(download.value.path().read_text()) == job["plan"]
+
+
+def test_targets_out_of_reach_get_the_nearest_and_it_can_be_asked_for(api, visit):
+    tab = visit(f"{api}/?{QUICK.replace('400ms', '5ms')}")
+    assert submitted(tab)["plan"]["feasible"] is False
+    assert "No fleet" in tab.text("#answer-title")
+    tab.page.click("text=Ask for these targets")
+    tab.page.locator("#answer-title", has_text="GPU").wait_for()
+    assert float(tab.page.input_value("#ttft")) > 5
+
+
+def test_a_file_with_a_hostile_name_is_planned_for_and_its_name_is_only_a_name(api, visit, tmp_path):
+    lines = (ROOT / "examples" / "sample_trace.csv").read_text().splitlines()[:400]
+    trace = tmp_path / "upload.csv"
+    trace.write_text("\n".join(lines) + "\n")
+    tab = visit(f"{api}/?model=llama-3.1-8b&ttft=400ms&tpot=30ms&gpu=h100&tp=1")
+    tab.page.select_option("#trace", "file")
+    file = {"name": f"{HOSTILE}.csv", "mimeType": "text/csv", "buffer": trace.read_bytes()}
+    tab.page.set_input_files("#file", [file])
+    job = submitted(tab)
+    name = job["trace"]["name"]
+    assert "onerror" in name
+    assert name in tab.text("#answer")
+    assert tab.page.locator("#answer img, #recent img, select img").count() == 0
+    words = shlex.split(tab.text("#command"))
+    assert words[words.index("--trace") + 1] == name
+    assert "taken" not in tab.page.title()
+    again = visit(tab.page.url)
+    again.page.locator("#answer-title").wait_for()
+    assert again.page.locator("main img").count() == 0
+
+
+def test_a_refusal_is_said_in_the_apis_own_words(api, visit):
+    tab = visit(f"{api}/?{QUICK}")
+    tab.page.fill("#window", "noon")
+    tab.page.click("#submit:enabled")
+    tab.until("#complaint", "--window")
+    # Chromium itself notes a refused request on its console.
+    assert [w for w in tab.wrongs if "400" not in w] == []
+    tab.wrongs.clear()
+    tab.page.fill("#ttft", "-3")
+    tab.page.click("#submit:enabled")
+    tab.until("#complaint", "TTFT")
+    assert tab.focused() == "ttft"
+
+
+def test_a_running_plan_is_cancelled(api, visit):
+    tab = visit(f"{api}/?model=llama-3.1-70b&ttft=1.6s&tpot=75ms")
+    tab.page.click("#submit:enabled")
+    tab.page.click("#cancel:visible")
+    tab.until("#status", "Cancelled")
+    assert tab.page.locator("#submit").is_enabled()
+
+
+def test_the_form_keeps_its_state_in_the_address(api, visit):
+    tab = visit(f"{api}/?{QUICK}&attainment=0.999&rate=2&max-gpus=7&policy=jsq&seed=3")
+    tab.page.locator("#submit:enabled").wait_for()
+    tab.page.fill("#tpot", "31")
+    tab.page.wait_for_url("**tpot=31ms**")
+    shared = visit(tab.page.url)
+    shared.page.locator("#submit:enabled").wait_for()
+    fields = ("ttft", "tpot", "attainment", "rate", "max-gpus", "policy", "seed")
+    seen = [shared.page.input_value(f"#{name}") for name in fields]
+    assert seen == ["400", "31", "99.9", "2", "7", "jsq", "3"]
+    assert shared.page.locator("#gpus input:checked").count() == 1
+
+
+ROUND_TRIPS = """async (hostile) => {
+  const { DEFAULTS, fromQuery, toQuery } = await import("/console/plan_question.js");
+  const upload = { kind: "upload", id: "a1", name: hostile };
+  const traces = [{ kind: "sample" }, upload, { kind: "since", since: "7d" }];
+  const changed = [];
+  for (let i = 0; i < 300; i += 1) {
+    const some = (n) => 1 + Math.floor(Math.abs(Math.sin(i * 7.3 + n)) * 1e4);
+    const asked = {
+      ...DEFAULTS,
+      trace: traces[i % 3],
+      model: i % 2 ? hostile : "llama-3.1-8b",
+      ttft_s: some(1) / 1e3,
+      tpot_s: some(2) / 1e5,
+      attainment: 1 - some(3) / 1e5,
+      rate: some(4) / 1e3,
+      gpu: i % 4 ? [hostile, "h100"] : [],
+      tp: i % 5 ? [1, 8] : [],
+      max_gpus: i % 2 ? some(5) : null,
+      seed: some(6),
+      spot: i % 3 === 0,
+    };
+    const read = fromQuery(`?${toQuery(asked)}`);
+    if (JSON.stringify(read) !== JSON.stringify(asked)) changed.push([asked, read]);
+  }
+  return changed;
+}"""
+NONSENSE = (
+    "?ttft=<script>&tpot=1e999s",
+    "?seed=-1&rate=NaN&attainment=2",
+    "?trace=upload:",
+    "?tp=a&tp=-1&tp=1.5",
+)
+
+
+def test_a_question_survives_its_address_whatever_it_holds(api, visit):
+    tab = visit(f"{api}/?{QUICK}")
+    assert tab.page.evaluate(ROUND_TRIPS, HOSTILE) == []
+    read = "async (text) => (await import('/console/plan_question.js')).fromQuery(text)"
+    defaults = tab.page.evaluate(read, "")
+    assert [tab.page.evaluate(read, text) for text in NONSENSE] == [defaults] * len(NONSENSE)
