@@ -40,6 +40,9 @@ VERBS = {
     "fit": Verb("tokenfleet.fit_command", "fit_command", "measurements: a profile with its errors"),
     "trace": Verb("tokenfleet.traces.command", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.serve_command", "serve_command", "run a fleet behind one OpenAI endpoint"),
+    "scorecard": Verb(
+        "tokenfleet.scorecard_command", "scorecard_command", "what a plan predicted, and what came of it"
+    ),
     "api": Verb("tokenfleet.api_command", "api_command", "plan jobs over HTTP, and the console"),
     "fleet": Verb("tokenfleet.fleet_command", "fleet_app", "status, scale, drain, migrate, explain"),
 }

@@ -35,7 +35,7 @@ class Fork:
 
 
 def asked_traces(
-    traces: Sequence[Path] | None, since: str | None, data: Path | None
+    traces: Sequence[Path] | None, since: str | None, data: Path | None, bias_from: str | None = None
 ) -> tuple[list[Path], tuple[str, ...]]:
     """The trace files that `--trace` names or `--since` makes, and what to warn of.
 
@@ -44,8 +44,8 @@ def asked_traces(
     if since is None:
         if not traces:
             raise BadInput("--trace: missing; name a trace, or --since 1h for what this fleet has served")
-        if data is not None:
-            raise BadInput("--data: goes with --since")
+        if data is not None and bias_from is None:
+            raise BadInput("--data: says where --since finds history; without it there is no use for it")
         return list(traces), ()
     if traces:
         raise BadInput("--since: contradicts --trace; give one of them")

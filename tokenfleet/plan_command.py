@@ -32,7 +32,7 @@ def plan_command(
         str | None, typer.Option(help="instead: what the fleet has served in the last 1h, 7d, …")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="the fleet's folder, for --since (default: $TOKENFLEET_DATA)")
+        Path | None, typer.Option(help="the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
     ] = None,
     model: Annotated[str | None, typer.Option(help="a model of the library, e.g. llama-3.1-8b")] = None,
     attainment: Annotated[float, typer.Option(help="share of requests within both targets")] = 0.99,
@@ -60,6 +60,9 @@ def plan_command(
     drop_too_long: Annotated[
         bool, typer.Option("--drop-too-long", help="leave out requests beyond the model's context")
     ] = False,
+    bias_from: Annotated[
+        str | None, typer.Option(help="a kept plan (or last): lengthen step times as its scorecard found")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of every draw; the same seed gives the same plan")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="simulations side by side (one per core)")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="write plan.json and report.html there")] = None,
@@ -84,6 +87,7 @@ def plan_command(
     from tokenfleet.plan_json import plan_json
     from tokenfleet.planning.question import Question
     from tokenfleet.planning.threads import threads
+    from tokenfleet.service.scorecard import kept_bias
     from tokenfleet.tables import plan_tables
     from tokenfleet.terminal import console, progress_bar, show, warn
     from tokenfleet.traces import read_traces
@@ -100,7 +104,8 @@ def plan_command(
         reclaims_per_h,
     )
     with console(stderr=True).status("reading"):
-        paths, said = asked_traces(trace, since, data)
+        paths, said = asked_traces(trace, since, data, bias_from)
+        bias = None if bias_from is None else kept_bias(data, bias_from)
         gathered = gather(
             read_traces(paths),
             model=model,
@@ -117,6 +122,7 @@ def plan_command(
             window=window,
             drop_too_long=drop_too_long,
             budgeted=budget_usd_per_h is not None,
+            bias=bias,
             today=date.today(),
         )
     warn([*said, *gathered.inputs.warnings])

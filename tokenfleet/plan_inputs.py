@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.interval import with_times
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policy_name import read_policy
 from controlplane.types import EngineMode
@@ -36,6 +37,27 @@ class Gathered:
     inputs: Inputs
 
 
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """How many times as long as their profiles say steps were seen to take; `source` says where."""
+
+    decode: float
+    prefill: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "prefill"):
+            if not 0.05 <= getattr(self, name) <= 20.0:
+                raise BadInput(f"bias: {name}: must be between 0.05 and 20, got {getattr(self, name):g}")
+
+    @property
+    def says(self) -> str:
+        return (
+            f"step times of every kind of worker: decode x {self.decode:.3g}, prefill x {self.prefill:.3g}"
+            f" ({self.source})"
+        )
+
+
 def gather(
     trace: Trace,
     *,
@@ -53,16 +75,20 @@ def gather(
     price_scale: float = 1.0,
     prompt_scale: float = 1.0,
     output_scale: float = 1.0,
+    bias: Bias | None = None,
     today: date | None = None,
 ) -> Gathered:
     """Everything a plan needs, for a trace as read. Raises BadInput or ProfileMissing, one line each.
 
     `price_scale` multiplies every price, `prompt_scale` and `output_scale` every length. `today` ages the
-    prices; without it none is called old. With `budgeted` every price must be known.
+    prices; without it none is called old. With `budgeted` every price must be known. `bias` lengthens the
+    step times of every kind of worker, and is said among the warnings.
     """
     if profiles and (gpus or tps):
         raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
     found = chosen_profiles(model, gpus, tps, profiles, engine)
+    if bias is not None:
+        found = [with_times(profile, bias.decode, bias.prefill) for profile in found]
     offers, price_warnings = priced(found, read_prices(prices), spot, today)
     if not 0.0 < price_scale < math.inf:
         raise BadInput(f"--price-scale: must be positive, got {price_scale:g}")
@@ -83,7 +109,8 @@ def gather(
             f"{len(workload):,} requests are replayed a hundred times and more; --window plans a part sooner"
         ]
     ages = old_profiles([o.profile for o in usable], today) if today else []
-    warnings = (*trace.warnings, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow)
+    biased = [bias.says] if bias is not None else []
+    warnings = (*biased, *trace.warnings, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow)
     return Gathered(workload, usable, described(trace.name, workload, warnings))
 
 

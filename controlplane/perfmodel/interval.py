@@ -121,6 +121,11 @@ def draw_profile(profile: Profile, rng: np.random.Generator) -> Profile:
     fit = max(residuals.mean_relative, residuals.held_out_mean or 0.0) / NORMAL_MEAN_ABS
     spread = float(np.hypot(fit, residuals.unseen_relative))
     decode, prefill = (float(x) for x in np.exp(spread * rng.standard_normal(2)))
+    return with_times(profile, decode, prefill)
+
+
+def with_times(profile: Profile, decode: float, prefill: float) -> Profile:
+    """The profile with the terms of decode and of prefill so many times as long."""
     hinges = [_slower(h, prefill if h.of == "prefill_tokens" else decode) for h in profile.step.hinges]
     step = StepModel(
         base_s=profile.step.base_s * decode,

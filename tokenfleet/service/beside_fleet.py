@@ -1,4 +1,4 @@
-"""The plan service beside a live fleet, in its control API: same folder, and which plan the fleet is under."""
+"""The plan service beside a live fleet, in its control API: one folder, and which plan the fleet is under."""
 
 from __future__ import annotations
 

@@ -165,6 +165,44 @@ class JobBrief(BaseModel):
     attempts: Annotated[int, Field(description="how often it was begun; more than once after a crash")]
 
 
+class Compared(BaseModel):
+    """A figure as planned, as predicted for the traffic that came, as observed, and observed / predicted."""
+
+    planned: float | None
+    predicted: float | None
+    observed: float | None
+    ratio: float | None
+
+
+class Serving(BaseModel):
+    """When a fleet ran under the plan; Unix time."""
+
+    started_s: float
+    ended_s: float | None
+
+
+class Scorecard(BaseModel):
+    """What a kept plan predicted, and what came of it; the figures are null until enough was served."""
+
+    schema_name: Annotated[Literal["tokenfleet.scorecard/1"], Field(alias="schema")]
+    plan: str
+    fleet: list[FleetPart]
+    slo: dict[str, float]
+    served: list[Serving]
+    requests: int
+    not_served: Annotated[int, Field(description="turned away or failed; they count as missed")]
+    workers: dict[str, int]
+    rate_rps: dict[str, float] | None
+    ttft_s: dict[str, Compared] | None
+    tpot_s: dict[str, Compared] | None
+    attainment: dict[str, float | None] | None
+    capacity: dict[str, float | None] | None
+    bias: Annotated[
+        dict[str, Any] | None, Field(description="how many times as long steps took as the profile says")
+    ]
+    says: list[str]
+
+
 class Job(JobBrief):
     """A plan job with its answer."""
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from controlplane.errors import BadInput
@@ -23,6 +24,7 @@ from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder,
 from tokenfleet.service.job_runner import JobRunner
 from tokenfleet.service.jobs import Jobs
 from tokenfleet.service.plans import Plans
+from tokenfleet.service.score_process import scorecard_beside
 from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
 
@@ -50,6 +52,7 @@ class PlanService:
         self.jobs, self.plans = Jobs(self._database), Plans(self._database)
         self.uploads = Uploads(folder / "uploads", self._database, limits.kept_upload_bytes)
         self._runner = JobRunner(folder, self.jobs, self.uploads, limits.parallel)
+        self._scoring = Lock()
         self._fixed: dict[str, Any] | None = None
 
     @asynccontextmanager
@@ -90,6 +93,17 @@ class PlanService:
         if job["state"] in OVER and job["state"] != "cancelled":
             raise Conflict(f"plan {name}: is {job['state']} already; what is over is kept")
         return job
+
+    def scorecard(self, plan: str) -> dict[str, Any]:
+        """A kept plan's scorecard. Raises UnknownName, TooBusy."""
+        if plan != "last" and self.plans.text(plan) is None:
+            raise UnknownName(f"plan {plan}: no such plan is kept")
+        if not self._scoring.acquire(blocking=False):
+            raise TooBusy("another scorecard is being made", RETRY_AFTER_S)
+        try:
+            return scorecard_beside(self.folder, plan)
+        finally:
+            self._scoring.release()
 
     def catalogue(self) -> dict[str, Any]:
         """What can be asked for (forms.Catalogue)."""

@@ -50,8 +50,12 @@ class Plans:
         return name
 
     def begin_serving(self, plan: str) -> int:
-        """Note that a fleet runs under a kept plan from now on; returns the serving's number."""
+        """Note that a fleet runs under a kept plan from now on; returns the serving's number.
+
+        One that a killed fleet left open ends here: a folder is one fleet's.
+        """
         with self._database.transaction() as cursor:
+            cursor.execute("UPDATE servings SET ended_s = ? WHERE ended_s IS NULL", (time.time(),))
             cursor.execute("INSERT INTO servings (plan, started_s) VALUES (?, ?)", (plan, time.time()))
             return int(cursor.lastrowid or 0)
 
@@ -59,6 +63,11 @@ class Plans:
         """Note that it does no longer."""
         with self._database.transaction() as cursor:
             cursor.execute("UPDATE servings SET ended_s = ? WHERE number = ?", (time.time(), number))
+
+    def last_served(self) -> str | None:
+        """The plan a fleet ran under last; None if none ever did."""
+        rows = self._database.rows("SELECT plan FROM servings ORDER BY number DESC LIMIT 1")
+        return str(rows[0]["plan"]) if rows else None
 
     def servings(self, plan: str) -> list[Serving]:
         """When a fleet ran under a plan, oldest first."""

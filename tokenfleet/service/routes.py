@@ -20,7 +20,17 @@ from sse_starlette.sse import EventSourceResponse
 from controlplane.errors import BadInput
 from dataplane.live.extension import Extension
 from dataplane.live.http_rules import ERRORS, ErrorReply, TooBusy
-from tokenfleet.service.forms import OVER, Catalogue, Job, JobBrief, JobList, PlanOrder, State, TraceSummary
+from tokenfleet.service.forms import (
+    OVER,
+    Catalogue,
+    Job,
+    JobBrief,
+    JobList,
+    PlanOrder,
+    Scorecard,
+    State,
+    TraceSummary,
+)
 from tokenfleet.service.job_metrics import JobCollector
 from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
 
@@ -160,6 +170,13 @@ def plan_router(service: PlanService) -> APIRouter:
         if followers.locked():
             raise TooBusy(f"{MOST_FOLLOWERS} jobs are being followed already", RETRY_AFTER_S)
         return EventSourceResponse(_changes(service, job, followers))
+
+    @router.get(
+        "/plans/{job}/scorecard", operation_id="get_scorecard", response_model=Scorecard, responses=_BUSY
+    )
+    def scorecard(job: JobId) -> Response:
+        """What a kept plan (`last`: the one served last) predicted, and what the fleet under it did."""
+        return JSONResponse(service.scorecard(job))
 
     return router
 

@@ -1,0 +1,58 @@
+"""A scorecard in a process of its own: its replays take processor time that a gateway must not lose.
+
+Folder and plan as arguments; stdout has one line, the scorecard or `{"error", "unknown"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from controlplane.errors import BadInput, ControlPlaneError
+from dataplane.live.http_rules import UnknownName
+
+TIMEOUT_S = 120.0
+NICENESS = 10
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
+    """`scorecard_of` in another process. Raises what it raises, BadInput when it takes too long."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tokenfleet.service.score_process", str(data), plan],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=TIMEOUT_S,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+        )
+    except subprocess.TimeoutExpired:
+        raise BadInput(f"scorecard: it took longer than {TIMEOUT_S:g} s") from None
+    try:
+        said: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise BadInput(f"scorecard: its process ended with code {done.returncode}") from None
+    if "error" in said:
+        raise UnknownName(said["error"]) if said["unknown"] else BadInput(said["error"])
+    return said
+
+
+def main() -> int:
+    """Print the scorecard."""
+    os.nice(NICENESS)
+    from tokenfleet.service.scorecard import scorecard_of
+
+    try:
+        said = scorecard_of(Path(sys.argv[1]), sys.argv[2])
+    except ControlPlaneError as error:
+        said = {"error": " ".join(str(error).split()), "unknown": isinstance(error, UnknownName)}
+    print(json.dumps(said, allow_nan=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

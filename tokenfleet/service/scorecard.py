@@ -1,0 +1,212 @@
+"""A plan's scorecard: what it predicted, what the fleet that ran under it did, and its profile's bias."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from dataplane.live.history_files import read_history
+from dataplane.live.http_rules import UnknownName
+from tokenfleet.plan_inputs import Bias
+from tokenfleet.service.data_folder import default_data_folder
+from tokenfleet.service.database import Database
+from tokenfleet.service.jobs import Jobs
+from tokenfleet.service.plans import Plans, Serving
+from tokenfleet.service.replayed import Replayed, replay
+
+SCHEMA = "tokenfleet.scorecard/1"
+FEWEST_REQUESTS = 100
+CAPACITY_WINDOW_S = 60.0
+CAPACITY_REQUESTS = 20  # fewer in a window say nothing about its attainment
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
+    """The scorecard of a kept plan, by its name or `last` for the one a fleet ran under last.
+
+    Raises UnknownName where there is no such plan, BadInput where history cannot be read.
+    """
+    if not (data / "tokenfleet.db").is_file():
+        raise UnknownName(f"plan {plan}: {data} keeps no plans")
+    database = Database(data / "tokenfleet.db")
+    try:
+        plans, jobs = Plans(database), Jobs(database)
+        name = plans.last_served() if plan == "last" else plan
+        kept = None if name is None else plans.find(name)
+        if name is None or kept is None:
+            raise UnknownName(f"plan {plan}: no such plan is kept")
+        job = jobs.find(name)
+        servings = plans.servings(name)
+    finally:
+        database.close()
+    own = job["question"]["profiles"] if job else []
+    rows = pl.concat(
+        [
+            read_history(data / "history", s.started_s, time.time() if s.ended_s is None else s.ended_s)
+            for s in servings
+        ]
+        or [read_history(data / "history", 0.0, 0.0)]
+    )
+    return scorecard(name, kept, servings, rows, own)
+
+
+def scorecard(
+    name: str, plan: Mapping[str, Any], servings: Sequence[Serving], rows: pl.DataFrame, own: list[str]
+) -> dict[str, Any]:
+    """The scorecard (`tokenfleet.scorecard/1`) from the rows of history that arrived while it was served.
+
+    `planned` is the plan's own prediction for the traffic it was made for, `predicted` its fleet replayed on
+    the traffic that came, `ratio` observed / predicted. Nothing is compared below FEWEST_REQUESTS.
+    """
+    over = rows.filter(pl.col("outcome") != "aborted")  # who leaves has not been failed
+    finished = over.filter(pl.col("outcome") == "finished", pl.col("output_tokens") > 0)
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "plan": name,
+        "fleet": plan["fleet"],
+        "slo": plan["slo"],
+        "served": [{"started_s": s.started_s, "ended_s": s.ended_s} for s in servings],
+        "requests": len(finished),
+        "not_served": len(over) - len(finished),
+        "workers": {"planned": plan["workers"], "seen": finished["worker"].drop_nulls().n_unique()},
+        "rate_rps": None,
+        "ttft_s": None,
+        "tpot_s": None,
+        "attainment": None,
+        "capacity": None,
+        "bias": None,
+        "says": [],
+    }
+    if not plan["feasible"]:
+        facts["says"] = ["this plan found no fleet"]
+        return facts
+    if len(finished) < FEWEST_REQUESTS:
+        facts["says"] = [
+            f"{len(finished)} requests finished under this plan; {FEWEST_REQUESTS} are needed to compare"
+        ]
+        return facts
+    finished = finished.sort("arrival_s")
+    replayed, why = None, ""
+    try:
+        replayed = replay(plan, own, finished)
+    except BadInput as error:
+        why = str(error)
+    met = _met(finished, plan["slo"])
+    share = float(met.sum()) / len(over)
+    span_s = float(finished["arrival_s"][-1] - finished["arrival_s"][0])
+    facts |= {
+        "rate_rps": {"planned": plan["inputs"]["rate_rps"], "observed": _figures((len(over) - 1) / span_s)},
+        "ttft_s": _latency(plan["ttft_s"], replayed.ttft_s if replayed else None, finished["ttft_s"]),
+        "tpot_s": _latency(plan["tpot_s"], replayed.tpot_s if replayed else None, finished["tpot_s"]),
+        "attainment": {
+            "target": plan["attainment"]["target"],
+            "planned": plan["attainment"]["expected"],
+            "predicted": round(replayed.attainment, 6) if replayed else None,
+            "observed": round(share, 6),
+        },
+        "capacity": _capacity(plan, finished, met),
+    }
+    if replayed:
+        facts["bias"] = {
+            "decode": _figures(replayed.decode),
+            "prefill": _figures(replayed.prefill),
+            "left": {"tpot": _figures(replayed.left[0]), "ttft": _figures(replayed.left[1])},
+        }
+    facts["says"] = _says(facts, replayed, why)
+    return facts
+
+
+def kept_bias(data: Path | None, plan: str) -> Bias:
+    """The bias found under a kept plan of a folder (by default the user's). Raises BadInput."""
+    return bias_of(scorecard_of(data or default_data_folder(), plan))
+
+
+def bias_of(card: Mapping[str, Any]) -> Bias:
+    """The bias that a scorecard found, for the next plan. Raises BadInput where it found none."""
+    if card["bias"] is None:
+        raise BadInput(f"--bias-from: plan {card['plan']}: {'; '.join(card['says'])}")
+    source = f"seen over {card['requests']:,} requests under plan {card['plan']}"
+    return Bias(card["bias"]["decode"], card["bias"]["prefill"], source)
+
+
+def _met(rows: pl.DataFrame, slo: Mapping[str, float]) -> NDArray[np.bool_]:
+    """Whether each finished request was within the plan's targets; without a TPOT by TTFT alone."""
+    in_time = rows["ttft_s"].fill_null(float("inf")) <= slo["ttft_s"]
+    steady = rows["tpot_s"].fill_null(0.0) <= slo["tpot_s"]
+    return (in_time & steady).to_numpy()
+
+
+def _latency(
+    planned: Mapping[str, float | None], predicted: NDArray[np.float64] | None, observed: pl.Series
+) -> dict[str, Any]:
+    """Quantiles and mean, three ways and the ratio."""
+    seen = observed.drop_nulls().to_numpy()
+    told = None if predicted is None else predicted[~np.isnan(predicted)]
+    table = {}
+    for name in (*QUANTILES, "mean"):
+        now = _at(seen, name)
+        then = None if told is None else _at(told, name)
+        ratio = _figures(now / then) if now is not None and then else None
+        table[name] = {"planned": planned[name], "predicted": then, "observed": now, "ratio": ratio}
+    return table
+
+
+def _at(values_s: NDArray[np.float64], name: str) -> float | None:
+    if len(values_s) == 0:
+        return None
+    if name == "mean":
+        return _figures(float(values_s.mean()))
+    return _figures(float(np.quantile(values_s, QUANTILES[name], method="inverted_cdf")))
+
+
+def _capacity(plan: Mapping[str, Any], rows: pl.DataFrame, met: NDArray[np.bool_]) -> dict[str, Any]:
+    """The busiest minute that still met the target, and the least busy one that did not.
+
+    A fleet shows its capacity only where it is pressed; one that never was has carried at least so much.
+    """
+    minute = ((rows["arrival_s"] - rows["arrival_s"][0]) / CAPACITY_WINDOW_S).floor()
+    table = (
+        pl.DataFrame({"minute": minute, "met": met})
+        .group_by("minute")
+        .agg(n=pl.len(), share=pl.col("met").mean())
+        .filter(pl.col("n") >= CAPACITY_REQUESTS)
+    )
+    held = table.filter(pl.col("share") >= plan["attainment"]["target"])["n"].max()
+    failed = table.filter(pl.col("share") < plan["attainment"]["target"])["n"].min()
+    rates = [None if n is None else _figures(float(n) / CAPACITY_WINDOW_S) for n in (held, failed)]  # type: ignore[arg-type]
+    return {"planned_rps": plan["inputs"]["rate_rps"], "carried_rps": rates[0], "failed_rps": rates[1]}
+
+
+def _says(facts: Mapping[str, Any], replayed: Replayed | None, why: str) -> list[str]:
+    says = []
+    attained = facts["attainment"]
+    held = "held" if attained["observed"] >= attained["target"] else "missed"
+    says.append(f"target {held}: {attained['observed']:.2%} of {attained['target']:.2%}")
+    if facts["not_served"]:
+        says.append(f"{facts['not_served']} requests were turned away or failed, and count as missed")
+    if facts["workers"]["seen"] > facts["workers"]["planned"]:
+        says.append(f"{facts['workers']['seen']} workers served, the plan has {facts['workers']['planned']}")
+    if replayed is None:
+        says.append(f"no bias: {why}")
+    else:
+        says.append(
+            f"step times of the profile: decode x {replayed.decode:.3g}, prefill x {replayed.prefill:.3g}"
+            " fit what was seen"
+        )
+        if max(abs(ratio - 1.0) for ratio in replayed.left) > 0.1:
+            says.append(
+                f"with them TPOT is still {replayed.left[0]:.3g} and TTFT {replayed.left[1]:.3g} times the"
+                " replay's: other things than step times differ"
+            )
+    return says
+
+
+def _figures(value: float) -> float:
+    return float(f"{value:.6g}")
