@@ -48,17 +48,31 @@ def profile_command(
     cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = "",
     seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0,
     output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    predict: Annotated[
+        bool, typer.Option("--predict", help="no engine: compose a profile from operation tables")
+    ] = False,
+    gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1,
+    host: Annotated[
+        str, typer.Option(help="with --predict: the host's time a step, which no table has")
+    ] = "1ms",
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
     ] = None,
 ) -> None:
-    """Measure a real engine.
+    """Measure a real engine, or with --predict compose a profile without one.
 
     tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
+    tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
     """
     if output_format not in ("table", "json"):
         raise BadInput(f"--format: table or json, got {output_format!r}")
+    if predict:
+        _predict(model, gpu, tp, host, out, output_format)
+        return
+    if gpu is not None:
+        raise BadInput("--gpu: only with --predict; an engine runs where it runs")
     if clock not in ("wall", "cpu"):
         raise BadInput(f"--clock: wall or cpu, got {clock!r}")
     budget_s = parse_duration_s(budget, "--budget")
@@ -75,6 +89,40 @@ def profile_command(
         _measure(name, engine_flags or [], out, budget_s, repeats, points, max_context, clock, seed)
     )
     _say(told, out, output_format)
+
+
+def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_format: str) -> None:
+    from datetime import date
+
+    from tokenfleet.predict import Asked, predicted_profile
+    from tokenfleet.profile_files import write_profile
+
+    if gpu is None:
+        raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
+    host_s = parse_duration_s(host, "--host")
+    with console(stderr=True).status("composing"):
+        profile = predicted_profile(Asked(model, gpu, tp, host_s), date.today())
+    write_profile(profile, out)
+    residuals = profile.residuals
+    told: dict[str, Any] = {
+        "schema": "tokenfleet.predicted/1",
+        "profile": str(out),
+        "label": profile.label,
+        "kv_tokens": profile.kv.capacity_tokens,
+        "fit_error": residuals.mean_relative,
+        "unseen_error": residuals.unseen_relative,
+        "host_s": host_s,
+        "says": profile.source.what,
+    }
+    if output_format == "json":
+        print(json.dumps(told))
+        return
+    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {out}")
+    print(
+        f"fits its tables within {residuals.mean_relative:.1%} on average; {residuals.unseen_relative:.0%}"
+        " is added for what they do not show"
+    )
+    print(profile.source.what)
 
 
 async def _measure(
