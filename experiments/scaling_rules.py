@@ -1,0 +1,82 @@
+"""The autoscalers that ours is compared with, as brains for the simulated fleet.
+
+    hpa        Kubernetes' HorizontalPodAutoscaler on requests in the system per worker: wanted =
+               ⌈workers · metric / target⌉ unless the ratio is within 10 % of 1, every 15 s; scaling in takes
+               the highest number of the last 300 s
+    ray-serve  ±1: requests in the system per worker above the target for 30 s adds one, below it (with one
+               fewer) for 600 s takes one away
+    plan       the clairvoyant: a schedule known beforehand, each launch a cold start ahead
+
+Both rules count workers that are starting. The target is theirs to choose: the experiment tries several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from controlplane.control import Action, Scale, State
+from controlplane.snapshot import SERVING, STARTING, Snapshot
+from dataplane.simulated.elastic import Decide
+
+
+def hpa(target: float, low: int, high: int) -> Decide:
+    """Requests in the system per worker at `target`."""
+    wants: list[tuple[float, int]] = []
+    last = [-math.inf]
+
+    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        if seen.now_s - last[0] < 15.0:
+            return state, []
+        last[0] = seen.now_s
+        there, ratio = _ratio(seen, target)
+        wanted = there if abs(ratio - 1.0) <= 0.1 else math.ceil(there * ratio)
+        wanted = min(max(wanted, low), high)
+        wants.append((seen.now_s, wanted))
+        wants[:] = [w for w in wants if seen.now_s - w[0] <= 300.0]
+        if wanted < seen.wanted:
+            wanted = min(max(w for _, w in wants), seen.wanted)
+        return state, _scaled(seen, wanted)
+
+    return decide
+
+
+def ray_serve(target: float, low: int, high: int, up_s: float = 30.0, down_s: float = 600.0) -> Decide:
+    """One worker more or fewer, after the ratio has been off for so long."""
+    since: dict[str, float | None] = {"up": None, "down": None}
+
+    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        there, ratio = _ratio(seen, target)
+        fewer = ratio * there / max(there - 1, 1)
+        for name, holds in (("up", ratio > 1.0), ("down", there > 1 and fewer < 1.0)):
+            since[name] = (since[name] if since[name] is not None else seen.now_s) if holds else None
+        for name, wait_s, change in (("up", up_s, 1), ("down", down_s, -1)):
+            began = since[name]
+            if began is not None and seen.now_s - began >= wait_s:
+                since[name] = None
+                return state, _scaled(seen, min(max(seen.wanted + change, low), high))
+        return state, []
+
+    return decide
+
+
+def planned(schedule: Sequence[tuple[float, int]], lead_s: float) -> Decide:
+    """Follow (start, workers) rows: up `lead_s` before one that asks for more, down at one that asks less."""
+
+    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        now = max((row for row in schedule if row[0] <= seen.now_s), default=schedule[0])[1]
+        soon = max((row for row in schedule if row[0] <= seen.now_s + lead_s), default=schedule[0])[1]
+        return state, _scaled(seen, max(now, soon))
+
+    return decide
+
+
+def _ratio(seen: Snapshot, target: float) -> tuple[int, float]:
+    """Workers serving and starting, and requests in the system per one of them over the target."""
+    there = sum(w.state in (SERVING, STARTING) for w in seen.workers)
+    inside = sum(w.counted().running + w.counted().waiting for w in seen.workers) + seen.waiting_requests
+    return max(there, 1), inside / (max(there, 1) * target)
+
+
+def _scaled(seen: Snapshot, wanted: int) -> list[Action]:
+    return [] if wanted == seen.wanted else [Scale(wanted, "a rule")]
