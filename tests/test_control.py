@@ -157,6 +157,68 @@ def test_demand_that_doubles_is_followed_within_three_bins_and_silence_brings_it
     assert seen[-1] == 1
 
 
+def test_until_there_is_a_line_the_load_says_how_many():
+    unknown = Settings(
+        moves=None, shed=None, bounds=(1, 8), scaling=ScalingSettings(TargetSettings(None, None))
+    )
+    state, seen = State(), []
+    for now_s in (0.0, 5.0, 10.0):
+        full = at(now_s, worker("a", (900,)), arrivals=5)
+        state, actions = tick(unknown, state, full)
+        seen += [a.workers for a in actions]
+    assert seen == [2]
+    # An operator's number is no business of the load's.
+    state, actions = tick(unknown, State(high_since_s=0.0), replace(full, now_s=20.0, fixed=1))
+    assert actions == []
+
+
+def test_a_change_says_what_was_seen_what_was_compared_and_what_it_costs():
+    settings = Settings(
+        moves=None,
+        shed=None,
+        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8, usd_per_worker_h=3.0), HoldSettings()),
+    )
+    state, told = State(), []
+    for now_s in range(1, 40):
+        seen = replace(at(float(now_s), worker("a"), wanted=1), arrivals=6, cold_start_s=45.0)
+        state, actions = tick(settings, state, seen)
+        told += actions
+    facts = told[0].facts
+    assert facts["seen"]["rate_rps"] == 6.0
+    assert facts["compared"]["regime"] > 3.0
+    assert facts["cost"] == {
+        "workers": told[0].workers - 1,
+        "ready_after_s": 45.0,
+        "usd_per_h": 3.0 * (told[0].workers - 1),
+    }
+
+
+def test_a_burst_is_followed_within_its_bin_and_a_backlog_is_caught_up():
+    _, state = by_demand(1, [40] * 6)
+    settings = Settings(moves=None, shed=None, scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=20)))
+    burst = replace(at(61.0, worker("a"), wanted=3), arrivals=150)
+    _, actions = tick(settings, state, burst)
+    assert [a.workers for a in actions] == [8]
+    assert "154 arrivals" in actions[0].reason
+    waiting = replace(at(61.0, worker("a"), wanted=3), arrivals=4, waiting_requests=240)
+    _, actions = tick(settings, state, waiting)
+    assert [a.workers for a in actions] == [7]  # 4/s, and 240 within half a minute
+
+
+def test_nothing_is_let_go_while_somebody_waits_or_what_runs_needs_it():
+    _, state = by_demand(1, [40] * 6)
+    settings = Settings(
+        moves=None, shed=None, scaling=ScalingSettings(TargetSettings(0.5, 0.2), HoldSettings(0.0, 0.0))
+    )
+    fleet = [replace(worker(n, (10,) * 4), max_seqs=4) for n in "abcdef"]
+    for waiting, wanted in ((5, []), (0, [])):
+        seen = replace(at(61.0, *fleet), arrivals=4, waiting_requests=waiting)
+        assert [a.workers for a in tick(settings, state, seen)[1]] == wanted
+    idle = [replace(worker(n, (10,)), max_seqs=4) for n in "abcdef"]
+    _, actions = tick(settings, state, replace(at(61.0, *idle), arrivals=4))
+    assert [a.workers for a in actions] == [3]
+
+
 def test_an_outage_of_the_metrics_keeps_the_fleet():
     _, state = by_demand(1, [100] * 6)
     seen, _ = by_demand(6, [None] * 30, state, start_s=60.0)

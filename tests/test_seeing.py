@@ -10,8 +10,9 @@ from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
-from controlplane.snapshot import Reassign
+from controlplane.snapshot import Reassign, Scale, Snapshot
 from controlplane.types import Slo
+from dataplane.live.controller import ControlPort
 from dataplane.live.controller_settings import Autoscale, ControllerSettings
 from dataplane.live.demand_count import since
 from dataplane.live.seeing import Seeing
@@ -133,6 +134,23 @@ def test_settings_cross_the_pipe_unchanged():
     assert ControllerSettings.from_json(json.loads(json.dumps(told.as_json()))) == told
     bare = ControllerSettings("http://x", None, False, 7)
     assert ControllerSettings.from_json(json.loads(json.dumps(bare.as_json()))) == bare
+
+
+def test_the_same_advice_is_given_once_and_decisions_always(monkeypatch):
+    said = []
+    monkeypatch.setattr(ControlPort, "ask", lambda self, method, path, body: said.append(body))
+    seen = Snapshot(0.0, (), 2)
+    for advisory, times in ((True, 1), (False, 3)):
+        port = ControlPort(ControllerSettings("", None, advisory, 0))
+        for _ in range(3):
+            port.apply(Scale(4, "a test", {"cost": {"workers": 2.0}}), seen)
+        assert len(said) == times
+        assert said[0]["facts"] == {"cost": {"workers": 2.0}}
+        said.clear()
+    advised = ControlPort(ControllerSettings("", None, True, 0))
+    for workers in (4, 5, 4):
+        advised.apply(Scale(workers, "a test"), seen)
+    assert [order["workers"] for order in said] == [4, 5, 4]
 
 
 @pytest.mark.parametrize("bounds", [(2, 1), (0, 0), (-1, 3)])
