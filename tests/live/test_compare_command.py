@@ -1,0 +1,69 @@
+"""`tokenfleet compare` on a fleet of emulated workers behind a real gateway."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served_fleet import ServedFleet
+
+from controlplane.types import Slo
+from tokenfleet.cli import main
+from tokenfleet.compare_command import compared, met
+
+pytestmark = pytest.mark.live
+PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "t.csv"
+    rng = np.random.default_rng(0)
+    rows = [
+        f"{0.05 * i:.3f},{rng.integers(8, 300)},{1 if i == 3 else rng.integers(2, 30)}" for i in range(25)
+    ]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
+    return path
+
+
+def words(trace: Path, fleet: ServedFleet) -> list[str]:
+    return ["compare", "--trace", str(trace), "--endpoint", fleet.gateway, "--profile", str(PROFILE)]
+
+
+def test_a_fleet_is_replayed_and_simulated_request_by_request(
+    emulated_fleet: ServedFleet, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--control", emulated_fleet.control, "--slo", "ttft=60s,tpot=60s"]
+    assert main([*words(trace, emulated_fleet), *flags, "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["requests"], answer["workers"], answer["failed"]) == (25, 3, 0)
+    figures = {f["name"]: f for f in answer["figures"]}
+    assert figures["attainment"]["live"] == figures["attainment"]["simulated"] == 1.0
+    assert {"TTFT p50", "TTFT p90", "TPOT mean", "preemptions", "migrations"} <= set(figures)
+    assert all(f["live"] >= 0 and f["simulated"] >= 0 for f in answer["figures"])
+    # An emulated worker takes at least the profile's time a step; nothing bounds what a busy host adds.
+    assert figures["TPOT mean"]["live"] > 0.9 * figures["TPOT mean"]["simulated"]
+
+
+def test_what_cannot_be_compared_is_told_in_a_line(
+    emulated_fleet: ServedFleet, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s"]) == 2
+    assert "--workers: how many" in capsys.readouterr().err
+    nowhere = [*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", "--workers", "1"]
+    nowhere[nowhere.index("--endpoint") + 1] = "http://127.0.0.1:9"
+    assert main(nowhere) == 2
+    assert "no OpenAI endpoint answers there" in capsys.readouterr().err
+
+
+def test_figures_are_of_both_columns_and_a_lone_token_has_no_tpot_to_miss() -> None:
+    ttft, tpot = np.array([0.1, 0.2, 0.9]), np.array([0.01, np.nan, 0.01])
+    slo = Slo(0.5, 0.02)
+    assert met(ttft, tpot, slo) == pytest.approx(2 / 3)
+    simulated = {"ttft_s": 2 * ttft, "tpot_s": tpot, "preemptions": 3, "migrations": 0}
+    figures = {f.name: f for f in compared(ttft, tpot, simulated, slo, {"preemptions": 1})}
+    assert figures["TTFT p50"].error == pytest.approx(1.0)
+    assert figures["TPOT mean"].error == pytest.approx(0.0)
+    assert figures["attainment"].error == pytest.approx(0.0)
+    assert figures["preemptions"].error == 2
+    assert "migrations" not in figures
