@@ -6,6 +6,7 @@ import pytest
 
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
+from controlplane.migration.price import Price
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.line import Speed
@@ -26,6 +27,7 @@ def worker(name, steps=100, waiting=0, state="serving", **load):
     telemetry |= {"context_tokens": 500, **load}
     return {
         "worker": name, "state": state, "kv_blocks": 1000, "block_tokens": 16, "max_seqs": 32,
+        "kv_bytes_per_token": 1000,
         "telemetry": telemetry,
     }  # fmt: skip
 
@@ -127,6 +129,15 @@ def test_speed_is_learned_from_steps_unless_it_was_given():
     assert seeing.speed.step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
     assert seeing.speed.max_seqs == 32
     assert Seeing(SPEED).speed is SPEED
+
+
+def test_moves_must_pay_once_speed_and_size_are_known():
+    seeing = Seeing(SPEED)
+    seeing.snapshot(fleet(worker("a")), [], 0.0)
+    told = ControllerSettings("", None, False, 0)
+    settings = told.tick(seeing.speed, seeing.kv_bytes_per_token)
+    assert settings.moves.price == settings.shed.price == Price(1000.0)
+    assert told.tick(None).shed is None
 
 
 def test_settings_cross_the_pipe_unchanged():

@@ -41,7 +41,7 @@ class ForecastSettings:
 
     bin_s: float = 300.0
     season: int = 288
-    quantile: float = 0.6  # bursts and regimes see to the rest; 0.9 cost more workers and met no more targets
+    quantile: float = 0.6  # regime, burst and backlog see to the rest
     keep: int = 4032
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ def run(settings: ControllerSettings) -> None:
             fleet = port.ask("GET", "/v1/fleet")
             requests = port.ask("GET", "/v1/requests")["requests"]
             snapshot = seeing.snapshot(fleet, requests, began_s)
-            state, actions = tick(settings.tick(seeing.speed), state, snapshot)
+            state, actions = tick(settings.tick(seeing.speed, seeing.kv_bytes_per_token), state, snapshot)
             for action in actions:
                 port.apply(action, snapshot)
         except urllib.error.HTTPError as error:

@@ -8,6 +8,8 @@ from typing import Any
 from controlplane.control import Settings
 from controlplane.errors import BadInput
 from controlplane.migration.pairing import MoveSettings
+from controlplane.migration.price import Price
+from controlplane.migration.shedding import ShedSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.scaler.autoscale import ScalingSettings
@@ -89,10 +91,11 @@ class ControllerSettings:
             speed = Speed(**(speed | {"step": step, "prefill": prefill}))
         return cls(**(given | {"autoscale": scaled, "speed": speed}))
 
-    def tick(self, speed: Speed | None) -> Settings:
-        """The settings of this heartbeat; `speed` as known by now."""
-        shed = Settings().shed if speed is not None else None
-        plain = Settings(MOVES, shed)
+    def tick(self, speed: Speed | None, kv_bytes_per_token: int = 0) -> Settings:
+        """The settings of this heartbeat; speed and size of KV as known by now: with both, moves must pay."""
+        price = Price(float(kv_bytes_per_token)) if kv_bytes_per_token else None
+        shed = ShedSettings(price=price) if speed is not None else None
+        plain = Settings(replace(MOVES, price=price), shed)
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.

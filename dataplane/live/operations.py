@@ -214,6 +214,7 @@ def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -
             "max_seqs": info.max_seqs,
             "block_tokens": info.block_tokens,
             "kv_blocks": info.kv_blocks,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
         }
         view["telemetry"] = None if at.telemetry is None else asdict(at.telemetry)
     return view

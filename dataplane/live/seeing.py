@@ -50,6 +50,7 @@ class Seeing:
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=REMEMBERED_STEPS)
         self._last_step: dict[str, int] = {}
         self._new_steps = 0
+        self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
 
     @property
     def speed(self) -> Speed | None:
@@ -59,6 +60,8 @@ class Seeing:
     def snapshot(self, fleet: Row, requests: Sequence[Row], now_s: float) -> Snapshot:
         """The fleet now; `fleet` and `requests` as GET /v1/fleet and /v1/requests have them."""
         self._learn_speed(fleet["workers"])
+        sizes = [int(w.get("kv_bytes_per_token", 0)) for w in fleet["workers"]]
+        self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
         placed: dict[str, list[Row]] = {}
         waiting = [r for r in requests if r["worker"] is None]
         for r in requests:

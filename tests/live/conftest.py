@@ -62,9 +62,14 @@ def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
 
 @pytest.fixture(scope="session")
 def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
-    """Two real vLLM workers on Ray. fp32: batching changes a bf16 result, also without any move."""
+    """Two real vLLM workers on Ray, their number fixed until a test lets the controller decide.
+
+    fp32: batching changes a bf16 result, also without any move.
+    """
     flags = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
-    fleet = serve(model_folder, "--workers", "2", engine_flags=flags, folder=scratch)
+    scaling = ("--workers", "2", "--autoscale", "1..2", "--scale-in-after", "3s")
+    fleet = serve(model_folder, *scaling, engine_flags=flags, folder=scratch)
+    fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     yield fleet
     fleet.stop()
 

@@ -72,6 +72,55 @@ def test_a_drain_under_load_loses_and_repeats_nothing(vllm_fleet):
     vllm_fleet.until(lambda: [w["worker"] for w in workers(vllm_fleet)] == [stays["worker"]])
     vllm_fleet.until(lambda: not psutil.pid_exists(leaves["pid"]))
     assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > 3
+
+
+def wanted(fleet):
+    return fleet.ask("GET", "/v1/fleet")["wanted_workers"]
+
+
+def is_whole(got, tokens):
+    return (got.error, got.is_done, got.tokens) == ("", True, tokens)
+
+
+def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
+    strict = {"x-llm-d-slo-tpot-ms": "4"}  # one worker keeps that for few at a time
+
+    async def bursts():
+        got = []
+        async with session() as http:
+            while await asyncio.to_thread(wanted, vllm_fleet) < 2:
+                streams = [stream(http, vllm_fleet.gateway, strict, **body(i, 60)) for i in range(40)]
+                got += await asyncio.gather(*streams)
+        return got
+
+    got = asyncio.run(asyncio.wait_for(bursts(), 300))
+    assert got
+    assert all(is_whole(g, 60) for g in got)
+    (why,) = vllm_fleet.ask("GET", "/v1/fleet")["scaling"][-1:]
+    assert (why["kind"], why["before"], why["workers"]) == ("scale", 1, 2)
+    assert max(why["compared"].values()) > 1.0
+    assert why["seen"]["workers_per_rps"] > 0
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+
+
+def test_when_one_is_enough_the_other_is_drained_by_migration(vllm_fleet):
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
+    moved = vllm_fleet.metric("tokenfleet_migrations_total", outcome="done")
+    got = []
+
+    async def one_after_another(http, i):
+        while len(await asyncio.to_thread(workers, vllm_fleet)) > 1:
+            got.append(await stream(http, vllm_fleet.gateway, **body(i, 700)))
+
+    async def trickle():
+        async with session() as http:  # six at any time, so that either worker has some to give away
+            await asyncio.gather(*(one_after_another(http, i) for i in range(6)))
+
+    asyncio.run(asyncio.wait_for(trickle(), 300))
+    assert got
+    assert all(is_whole(g, 700) for g in got)
+    assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > moved
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
 
