@@ -27,6 +27,7 @@ from tokenfleet.plan_json import plan_json
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.watch import Watch
+from tokenfleet.service.end_with_asker import end_with_asker
 from tokenfleet.traces import read_trace
 
 TELL_EVERY_S = 0.2
@@ -114,11 +115,6 @@ def _written(folder: str, name: str, text: str) -> Path:
     return path
 
 
-def _end_with_asker() -> None:
-    sys.stdin.buffer.read()
-    os._exit(3)
-
-
 def main() -> int:
     """Answer the question on stdin; 0 whether the answer is a plan or an error."""
     os.nice(NICENESS)
@@ -128,7 +124,7 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:
         return 3
-    threading.Thread(target=_end_with_asker, name="end-with-asker", daemon=True).start()
+    end_with_asker()
     try:
         say(out, plan=answer(json.loads(line), Teller(out)))
     except (ControlPlaneError, OSError) as error:

@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.live.http_rules import UnknownName
+from tokenfleet.service.end_with_asker import end_with_asker
 
 TIMEOUT_S = 120.0
 NICENESS = 10
@@ -22,20 +24,22 @@ ROOT = str(Path(__file__).resolve().parents[2])
 
 def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
     """`scorecard_of` in another process. Raises what it raises, BadInput when it takes too long."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tokenfleet.service.score_process", str(data), plan],
+        stdin=subprocess.PIPE,  # held open until it is done, see end_with_asker
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+    ) as process:
+        limit = threading.Timer(TIMEOUT_S, process.kill)
+        limit.start()
+        assert process.stdout is not None
+        text = process.stdout.read()
+        limit.cancel()
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tokenfleet.service.score_process", str(data), plan],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            timeout=TIMEOUT_S,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
-        )
-    except subprocess.TimeoutExpired:
-        raise BadInput(f"scorecard: it took longer than {TIMEOUT_S:g} s") from None
-    try:
-        said: dict[str, Any] = json.loads(done.stdout)
+        said: dict[str, Any] = json.loads(text)
     except ValueError:
-        raise BadInput(f"scorecard: its process ended with code {done.returncode}") from None
+        how = f"code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
+        raise BadInput(f"scorecard: its process was ended by {how}; it may take {TIMEOUT_S:g} s") from None
     if "error" in said:
         raise UnknownName(said["error"]) if said["unknown"] else BadInput(said["error"])
     return said
@@ -44,6 +48,7 @@ def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
 def main() -> int:
     """Print the scorecard."""
     os.nice(NICENESS)
+    end_with_asker()
     from tokenfleet.service.scorecard import scorecard_of
 
     try:

@@ -1,0 +1,20 @@
+"""For a process that works for another and must not outlive it: ends when its stdin is closed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+
+def end_with_asker() -> None:
+    """From now on this process ends, with code 3, once whoever holds the other end of its stdin is gone.
+
+    However that one ends: the kernel closes its pipes.
+    """
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(3)
+
+    threading.Thread(target=wait, name="end-with-asker", daemon=True).start()
