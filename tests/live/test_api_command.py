@@ -78,6 +78,8 @@ def test_a_bad_trace_and_bad_orders_are_one_line(api):
     refused(400, "no profile", json=SMALL | {"model": "gpt-9"})
     refused(400, "--window", json=SMALL | {"window": "20m"})
     refused(404, "POST /v1/traces", json=SMALL | {"trace": {"upload": "none"}})
+    refused(404, "no such plan is kept", json=SMALL | {"bias_from": "none"})
+    refused(404, "no such plan is kept", "GET", "/v1/plans/none/scorecard")
     refused(404, "no such job", "GET", "/v1/plans/none")
     refused(404, "no such job", "DELETE", "/v1/plans/none")
     refused(404, "no such job", "GET", "/v1/plans/none/events")

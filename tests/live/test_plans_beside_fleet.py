@@ -64,11 +64,12 @@ def test_the_scorecard_compares_the_plan_it_is_served_under(fleet):
 
 def test_a_plan_is_made_beside_the_fleet(fleet):
     served, _ = fleet
-    job = served.ask("POST", "/v1/plans", SMALL)
+    job = served.ask("POST", "/v1/plans", SMALL | {"bias_from": "last"})
     done = served.until(
         lambda: (j := served.ask("GET", f"/v1/plans/{job['id']}"))["state"] in ("done", "failed") and j, 120
     )
-    assert done["plan"]["feasible"]
+    assert done["state"] == "done", done["error"]
+    assert "seen over 120 requests under plan" in done["plan"]["inputs"]["warnings"][0]
     with pytest.raises(urllib.error.HTTPError) as refused:
         served.ask("POST", "/v1/plans", SMALL | {"trace": {"since": "1h"}})
     assert "a plan needs at least 100 over 60 s" in json.load(refused.value)["error"]["message"]

@@ -88,6 +88,12 @@ class PlanOrder(_Form):
     budget_usd_per_h: Annotated[float | None, Field(gt=0)] = None
     max_gpus: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
     drop_too_long: bool = False
+    bias_from: Annotated[
+        str | None,
+        Field(
+            min_length=1, max_length=64, description="a kept plan (or `last`) whose scorecard's bias is taken"
+        ),
+    ] = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     timeout_s: Annotated[
         float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")

@@ -28,6 +28,8 @@ from tokenfleet.planning.question import Question
 from tokenfleet.planning.threads import threads
 from tokenfleet.planning.watch import Watch
 from tokenfleet.service.end_with_asker import end_with_asker
+from tokenfleet.service.forms import PlanOrder
+from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
 
 TELL_EVERY_S = 0.2
@@ -69,7 +71,8 @@ def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
 
     Raises BadInput and its like, one line each.
     """
-    order = asked["question"]
+    # Read anew: a job may have waited for a service that knows more fields.
+    order = PlanOrder.model_validate(asked["question"]).model_dump()
     question = Question(
         Slo(**order["slo"]),
         order["attainment"],
@@ -101,6 +104,7 @@ def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
             window=order["window"],
             drop_too_long=order["drop_too_long"],
             budgeted=order["budget_usd_per_h"] is not None,
+            bias=None if order["bias_from"] is None else kept_bias(Path(asked["data"]), order["bias_from"]),
             today=date.today(),
         )
     with threads(asked["threads"]) as pool:

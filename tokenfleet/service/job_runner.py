@@ -43,7 +43,7 @@ class JobRunner:
 
     def __init__(self, folder: Path, jobs: Jobs, uploads: Uploads, parallel: int) -> None:
         self._jobs, self._uploads, self._parallel = jobs, uploads, parallel
-        self._lock = RunnerLock(folder)
+        self._folder, self._lock = folder, RunnerLock(folder)
         self._running: dict[str, _Running] = {}
         self._threads = max(1, (os.cpu_count() or 1) // parallel)
 
@@ -133,6 +133,7 @@ class JobRunner:
                 "trace_path": str(self._uploads.path(job.upload)),
                 "trace_name": await asyncio.to_thread(self._trace_name, job.upload),
                 "threads": self._threads,
+                "data": str(self._folder),
             }
             with suppress(ConnectionError):  # it has ended before it was asked; its exit code says how
                 process.stdin.write(json.dumps(asked).encode() + b"\n")

@@ -68,6 +68,8 @@ class PlanService:
     def order(self, order: PlanOrder, idempotency_key: str | None = None) -> dict[str, Any]:
         """Queue a job. Raises BadInput for what no plan can be made of, TooBusy when too many wait."""
         _check(order)
+        if order.bias_from not in (None, "last") and self.plans.text(order.bias_from or "") is None:
+            raise UnknownName(f"bias_from: plan {order.bias_from}: no such plan is kept")
         trace = self._trace(order)
         question = order.model_dump(exclude={"timeout_s"})
         if isinstance(order.trace, InlineTrace):  # kept once, not in every list of jobs
