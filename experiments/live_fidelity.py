@@ -1,11 +1,13 @@
 """The simulator against two real vLLM workers on this machine.
 
-    python experiments/live_fidelity.py [--quick] [--seed 0] [--format table|json]
+    python experiments/live_fidelity.py [--quick] [--engine vllm|emulated] [--seed 0] [--format table|json]
 
 One fleet of two tiny-Llama workers serves two traces of Poisson arrivals and log-normal lengths. From the
 first, the steps that the fleet itself recorded (`serve --data`) are fitted to a profile, with no special run;
 the second is replayed on the fleet and simulated with that profile (`tokenfleet compare`). Requests go to the
 worker with the smallest share of its KV promised, in both.
+
+With `--engine emulated` the workers keep a profile's step times on the real clock, which leaves the gateway.
 
 Both traces run on the machine as it is. What its other work does to the second and did not do to the first is
 in the errors; `slowdown` compares the mean step times of the two, for the same batches.
@@ -32,6 +34,7 @@ REQUESTS, QUICK_REQUESTS = 550, 80
 RATE_RPS = 3.0
 PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation of their logarithms
 SLO = "ttft=1s,tpot=60ms"
+MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"  # what emulated workers are like
 KV_TOKENS = (256 << 20) // 2048  # served.ENGINE_FLAGS; 4 layers, 2 heads of 32, keys and values in float32
 
 
@@ -51,22 +54,31 @@ def tokenfleet(*words: str) -> str:
     return subprocess.run([*run, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def compared(server: Any, path: Path, profile: Path) -> dict[str, Any]:
+def compared(server: Any, path: Path, profile: Path, emulated: bool) -> dict[str, Any]:
     """The trace on the fleet and in the simulator."""
     words = ["compare", "--trace", str(path), "--endpoint", server.gateway, "--control", server.control]
-    words += ["--profile", str(profile), "--slo", SLO, "--policy", "least-kv", "--format", "json"]
+    # A fleet that knows its step times places by them, one that does not by KV alone.
+    words += ["--policy", "spread" if emulated else "least-kv"]
+    words += ["--profile", str(profile), "--slo", SLO, "--format", "json"]
     answer: dict[str, Any] = json.loads(tokenfleet(*words))
     return answer
 
 
-def fitted(steps: Path, out: Path) -> None:
+def fitted(steps: Path, out: Path, emulated: bool) -> None:
     words = ["fit", "--measurements", str(steps), "--robust", "--model", "tiny-llama", "--gpu", "cpu"]
-    words += ["--kv-tokens", str(KV_TOKENS), "--block-tokens", "32", "--max-seqs", "256"]
-    tokenfleet(*words, "--max-batched-tokens", "2048", "--out", str(out), "--format", "json")
+    kv, block, budget = KV_TOKENS, 32, 2048
+    if emulated:
+        made = read_profile(MADE)
+        kv, block, budget = made.kv.capacity_tokens, made.kv.block_tokens, made.engine.max_batched_tokens
+    words += ["--kv-tokens", str(kv), "--block-tokens", str(block), "--max-seqs", "256"]
+    tokenfleet(*words, "--max-batched-tokens", str(budget), "--out", str(out), "--format", "json")
 
 
 def main() -> int:
-    asked = flags("The simulator against two real vLLM workers").parse_args()
+    parser = flags("The simulator against two real vLLM workers")
+    parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
+    asked = parser.parse_args()
+    emulated = asked.engine == "emulated"
     requests = QUICK_REQUESTS if asked.quick else REQUESTS
     rng = np.random.default_rng(asked.seed)
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name, tiny_model() as model:
@@ -74,17 +86,16 @@ def main() -> int:
         first, second = folder / "first.csv", folder / "second.csv"
         trace(first, requests, rng)
         trace(second, requests, rng)
-        steps, profile, rough = folder / "data" / "steps.csv", folder / "fitted.yaml", folder / "rough.yaml"
-        # Any profile will do for the first replay: only the fleet's own steps are kept of it.
-        made = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
-        rough.write_text(made.read_text())
-        with fleet(model, "--workers", "2", "--data", str(folder / "data")) as server:
-            compared(server, first, rough)
+        steps, profile = folder / "data" / "steps.csv", folder / "fitted.yaml"
+        serving = ["--workers", "2", "--data", str(folder / "data"), "--engine", asked.engine]
+        with fleet(model, *serving) as server:
+            # Any profile will do for the first replay: only the fleet's own steps are kept of it.
+            compared(server, first, MADE, emulated)
             learned = len(steps.read_text().splitlines())
             early = folder / "early.csv"
             early.write_text(steps.read_text())
-            fitted(early, profile)
-            answer = compared(server, second, profile)
+            fitted(early, profile, emulated)
+            answer = compared(server, second, profile, emulated)
         late = folder / "late.csv"
         lines = steps.read_text().splitlines()
         late.write_text("\n".join([lines[0], *lines[learned:]]) + "\n")
