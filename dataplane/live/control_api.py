@@ -15,7 +15,14 @@ from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.extension import Extension
-from dataplane.live.http_rules import ERRORS, OPEN_PATHS, ErrorReply, error_reply, keep_house_rules
+from dataplane.live.http_rules import (
+    ERRORS,
+    OPEN_PATHS,
+    ErrorReply,
+    documented_key,
+    error_reply,
+    keep_house_rules,
+)
 from dataplane.live.operations import Operations
 
 
@@ -58,7 +65,14 @@ class Decision(BaseModel):
 
 def control_app(operations: Operations, key: str | None, extensions: Sequence[Extension] = ()) -> FastAPI:
     """The application; `key` None lets loopback callers in without one."""
-    app = FastAPI(title="Tokenfleet control", version="1", responses=ERRORS, docs_url="/docs", redoc_url=None)
+    app = FastAPI(
+        title="Tokenfleet control",
+        version="1",
+        responses=ERRORS,
+        docs_url="/docs",
+        redoc_url=None,
+        dependencies=documented_key(key),
+    )
     app.state.operations = operations
     keep_house_rules(
         app,

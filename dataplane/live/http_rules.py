@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.params import Depends
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -87,6 +89,11 @@ def keep_house_rules(
     app.add_exception_handler(ControlPlaneError, _bad_input)
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _http_error)
+
+
+def documented_key(key: str | None) -> list[Depends]:
+    """Dependencies that tell OpenAPI, and so a generated client, of the key; HouseRules looks at it."""
+    return [] if key is None else [Security(HTTPBearer(auto_error=False, description="the control key"))]
 
 
 class HouseRules:

@@ -181,6 +181,8 @@ def test_callers_need_the_key_where_there_is_one_and_a_loopback_name_where_there
     assert keyed.ask("GET", "/v1/plans").status_code == 401
     assert keyed.ask("GET", "/v1/plans", headers={"authorization": "Bearer secret"}).status_code == 200
     assert keyed.ask("GET", "/health").status_code == 200
+    described = keyed.ask("GET", "/openapi.json", headers={"authorization": "Bearer secret"}).json()
+    assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
     assert keyed.stop() == 0
     assert api.ask("GET", "/v1/plans", headers={"host": "example.org"}).status_code == 403
     assert api.ask("POST", "/v1/plans", headers={"origin": "https://example.org"}).status_code == 403

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dataplane.live.extension import Extension
-from dataplane.live.http_rules import ERRORS, OPEN_PATHS, keep_house_rules
+from dataplane.live.http_rules import ERRORS, OPEN_PATHS, documented_key, keep_house_rules
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,6 +35,7 @@ def plan_app(key: str | None, extensions: Sequence[Extension]) -> FastAPI:
         docs_url="/docs",
         redoc_url=None,
         lifespan=running,
+        dependencies=documented_key(key),
     )
     keep_house_rules(
         app,
