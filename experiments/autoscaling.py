@@ -62,7 +62,7 @@ LEAD_IN_S = 30.0
 SLOTS = 64
 BEAT_S = 2.0
 AHEAD = ForecastSettings(bin_s=600.0, season=144)  # the rates' own windows
-TARGETS = (8.0, 12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
+TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def judged(
         print(rows[-1], file=sys.stderr)
     for name, rule in (("HPA", hpa), ("Ray Serve ±1", ray_serve)):
         tried = []
-        for target in TARGETS[1:4:2] if quick else TARGETS:
+        for target in TARGETS[:3:2] if quick else TARGETS:
             run = bench.run(first, still, rule(target, 1, SLOTS))
             tried.append((target, *run))
             print(name, target, run[0].attainment, run[1].worker_s / least_s, file=sys.stderr)
@@ -262,7 +262,7 @@ def judged(
 def run(asked: argparse.Namespace) -> int:
     lengths = sharegpt(asked.data)
     hours = 1.0 if asked.quick else asked.hours
-    line = line_at(lengths, (4.0, 8.0) if asked.quick else (3.0, 6.0, 12.0, 18.0), 300.0, asked.seed)
+    line = line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
     print(f"line: {line[0]:.3f} workers per request/s + {line[1]:.2f}", file=sys.stderr)
     names = ("language_m-mid",) if asked.quick else ("language_m-mid", "language_m-small")
     traffics = [
@@ -274,7 +274,7 @@ def run(asked: argparse.Namespace) -> int:
     if not asked.quick:
         real = azure(asked.data)
         own = Lengths(real.workload.prompt_tokens, real.workload.output_tokens)
-        rows += judged(real, own, line_at(own, (3.0, 6.0, 9.0), 300.0, asked.seed), asked.quick)
+        rows += judged(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)
     for mine in (r for r in rows if r["rule"] == "ours"):
         says = f"{mine['traffic']}: ours"
         bars[f"{says}: worker-hours over the clairvoyant's"] = bar(mine["of clairvoyant"], 1.10)
@@ -284,8 +284,8 @@ def run(asked: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = flags(__doc__)
-    parser.add_argument("--hours", type=float, default=4.0, help="of each ServeGen series")
-    parser.add_argument("--mean-rps", type=float, default=6.0)
+    parser.add_argument("--hours", type=float, default=2.0, help="of each ServeGen series")
+    parser.add_argument("--mean-rps", type=float, default=12.0)
     parser.add_argument(
         "--day", type=int, default=14, help="of ServeGen's 14; settings were chosen on day 11"
     )

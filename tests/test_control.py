@@ -10,6 +10,7 @@ from controlplane.migration.pairing import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.autoscale import ScalingSettings
+from controlplane.scaler.forecast import Forecast, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import WorkerLoad
@@ -231,3 +232,18 @@ def test_a_hand_edited_number_is_where_the_scaler_goes_on_from_and_a_fixed_one_s
     assert seen[0] == 7  # not pulled back at once: it is held down first
     seen, _ = by_demand(7, [40] * 30, state, fixed=2, start_s=100.0)
     assert set(seen) == {2}
+
+
+@pytest.mark.parametrize(("cold_start_s", "workers"), [(60.0, 2.6), (600.0, 6.2), (6000.0, 6.2)])
+def test_of_a_rise_that_is_foreseen_a_launch_now_covers_what_has_come_by_then(cold_start_s, workers):
+    _, state = by_demand(1, [40] * 6)
+    coming = Forecast(12.0, "seasonal", 0.6, 0.1, 0.6, 99)
+    state = replace(state, scaling=replace(state.scaling, coming=coming))
+    ahead = ForecastSettings(bin_s=600.0)
+    settings = Settings(
+        moves=None, shed=None, scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=20), ahead=ahead)
+    )
+    seen = replace(at(61.0, worker("a"), wanted=1), arrivals=4, cold_start_s=cold_start_s)
+    _, actions = tick(settings, state, seen)
+    # 4/s now, 12/s in ten minutes.
+    assert actions[0].facts["compared"]["forecast"] == pytest.approx(workers)

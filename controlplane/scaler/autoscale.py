@@ -135,9 +135,16 @@ def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list
         rps = regime.rate_rps + snapshot.waiting_requests / settings.catch_up_s
         why = f"{regime.rate_rps:.3g} requests/s, and {snapshot.waiting_requests} wait for a worker"
         rates.append(Rate("backlog", rps, why))
-    if state.coming is not None:
-        rates.append(Rate("forecast", state.coming.rps, state.coming.why))
+    if state.coming is not None and regime is not None:
+        rates.append(Rate("forecast", _ready_rps(settings, state.coming, regime, snapshot), state.coming.why))
     return rates
+
+
+def _ready_rps(settings: ScalingSettings, coming: Forecast, regime: Regime, snapshot: Snapshot) -> float:
+    """The rate when what is launched now serves: of a rise within a bin, the part that has come by then."""
+    assert settings.ahead is not None
+    share = min(snapshot.cold_start_s / settings.ahead.bin_s, 1.0)
+    return regime.rate_rps + share * max(coming.rps - regime.rate_rps, 0.0)
 
 
 def _burst_rps(regime: Regime, demand: Demand, settings: ScalingSettings) -> float | None:
