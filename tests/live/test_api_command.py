@@ -97,6 +97,8 @@ def test_the_queue_is_bounded_and_a_waiting_job_is_cancelled_at_once(api):
     waiting = [api.order(LARGE | {"seed": seed}) for seed in range(4)]
     full = api.ask("POST", "/v1/plans", json=LARGE)
     assert (full.status_code, int(full.headers["retry-after"]) > 0) == (429, True)
+    early = api.ask("GET", f"/v1/plans/{waiting[0]}/scorecard")
+    assert (early.status_code, "has no plan" in message(early)) == (409, True)
     for name in waiting:
         assert api.ask("DELETE", f"/v1/plans/{name}").json()["state"] == "cancelled"
     planners = planners_of(api.process.pid)

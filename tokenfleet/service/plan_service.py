@@ -97,8 +97,11 @@ class PlanService:
         return job
 
     def scorecard(self, plan: str) -> dict[str, Any]:
-        """A kept plan's scorecard. Raises UnknownName, TooBusy."""
+        """A kept plan's scorecard. Raises UnknownName, Conflict for a job without a plan, TooBusy."""
         if plan != "last" and self.plans.text(plan) is None:
+            job = self.jobs.find(plan)
+            if job is not None:
+                raise Conflict(f"plan {plan}: the job is {job['state']} and has no plan")
             raise UnknownName(f"plan {plan}: no such plan is kept")
         if not self._scoring.acquire(blocking=False):
             raise TooBusy("another scorecard is being made", RETRY_AFTER_S)

@@ -70,7 +70,7 @@ _EXAMPLES: dict[str, Example] = {
     }
 }
 _CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {"model": ErrorReply, "description": "The job is over already"}
+    409: {"model": ErrorReply, "description": "The job's state does not allow it"}
 }
 
 
@@ -172,7 +172,10 @@ def plan_router(service: PlanService) -> APIRouter:
         return EventSourceResponse(_changes(service, job, followers))
 
     @router.get(
-        "/plans/{job}/scorecard", operation_id="get_scorecard", response_model=Scorecard, responses=_BUSY
+        "/plans/{job}/scorecard",
+        operation_id="get_scorecard",
+        response_model=Scorecard,
+        responses=_BUSY | _CONFLICT,
     )
     def scorecard(job: JobId) -> Response:
         """What a kept plan (`last`: the one served last) predicted, and what the fleet under it did."""
