@@ -29,7 +29,7 @@ FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
-WAIT_MS = 60_000.0
+WAIT_MS = 180_000.0
 # A kind of worker and a stretch of the sample that are planned in seconds.
 QUICK = "model=llama-3.1-8b&ttft=400ms&tpot=30ms&gpu=h100&tp=1&window=0s..120s"
 _marks = count()

@@ -23,7 +23,14 @@ export async function send(method, path, { headers = {}, body, signal } = {}) {
     const sent = key === null ? headers : { ...headers, authorization: `Bearer ${key}` };
     let reply;
     try {
-      reply = await fetch(path, { method, headers: sent, body, signal, cache: "no-store", redirect: "error" });
+      reply = await fetch(path, {
+        method,
+        headers: sent,
+        body,
+        signal,
+        cache: "no-store",
+        redirect: "error",
+      });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Unreachable("the control API does not answer");

@@ -22,7 +22,12 @@ let made = 0;
 export function chart({ title, says, x, y, series, marks = [], data, height = HEIGHT }) {
   made += 1;
   const id = `chart-${made}`;
-  const drawing = svg("svg", { role: "img", "aria-labelledby": `${id}-title`, "aria-describedby": `${id}-says`, height });
+  const drawing = svg("svg", {
+    role: "img",
+    "aria-labelledby": `${id}-title`,
+    "aria-describedby": `${id}-says`,
+    height,
+  });
   const draw = (width) => drawing.replaceChildren(...drawn({ x, y, series, marks, width, height }));
   const figure = make(
     "figure",
@@ -58,7 +63,11 @@ function legend(series) {
           ? svg("circle", { class: `dot ${one.tone}`, cx: 11, cy: 6, r: 4 })
           : svg("path", { class: `line ${one.tone}`, d: "M1 6H21" }),
     );
-  return make("ul", { class: "legend" }, named.map((one) => make("li", {}, swatch(one), one.name)));
+  return make(
+    "ul",
+    { class: "legend" },
+    named.map((one) => make("li", {}, swatch(one), one.name)),
+  );
 }
 
 function drawn({ x, y, series, marks, width, height }) {
@@ -75,10 +84,22 @@ function drawn({ x, y, series, marks, width, height }) {
   const xTicks = x.ticks ?? atX.ticks(Math.max(2, Math.min(8, Math.floor((width - left) / widest))));
   const frame = [
     ...yTicks.map((t) => svg("path", { class: "grid", d: `M${left} ${atY(t)}H${width - RIGHT}` })),
-    ...yTicks.map((t) => svg("text", { class: "tick", x: left - 8, y: atY(t) + 4, "text-anchor": "end" }, y.format(t))),
+    ...yTicks.map((t) =>
+      svg("text", { class: "tick", x: left - 8, y: atY(t) + 4, "text-anchor": "end" }, y.format(t)),
+    ),
     ...xTicks.map((t) => svg("path", { class: "grid", d: `M${atX(t)} ${height - BOTTOM}v5` })),
-    ...xTicks.map((t) => svg("text", { class: "tick", x: atX(t), y: height - BOTTOM + 18, "text-anchor": "middle" }, x.format(t))),
-    svg("text", { class: "axis", x: (left + width - RIGHT) / 2, y: height - 5, "text-anchor": "middle" }, x.name),
+    ...xTicks.map((t) =>
+      svg(
+        "text",
+        { class: "tick", x: atX(t), y: height - BOTTOM + 18, "text-anchor": "middle" },
+        x.format(t),
+      ),
+    ),
+    svg(
+      "text",
+      { class: "axis", x: (left + width - RIGHT) / 2, y: height - 5, "text-anchor": "middle" },
+      x.name,
+    ),
   ];
   return [
     ...frame,
@@ -92,18 +113,28 @@ function shape({ kind, tone, points }, atX, atY) {
   const at = ([px, py]) => `${atX(px).toFixed(1)} ${atY(py).toFixed(1)}`;
   if (kind === "dots") {
     const shown = points.filter((p) => p[1] !== null);
-    return svg("g", {}, shown.map((p) => svg("circle", { class: `dot ${tone}`, cx: atX(p[0]), cy: atY(p[1]), r: 4 })));
+    return svg(
+      "g",
+      {},
+      shown.map((p) => svg("circle", { class: `dot ${tone}`, cx: atX(p[0]), cy: atY(p[1]), r: 4 })),
+    );
   }
   if (kind === "band") {
     const whole = points.filter((p) => p[1] !== null && p[2] !== null);
     if (whole.length === 1) {
       // One bar of doubt: a band of no width would not be seen.
       const [px, low, high] = whole[0];
-      return svg("path", { class: `whisker ${tone}`, d: `M${at([px, low])}V${atY(high)}m-5 0h10M${atX(px) - 5} ${atY(low)}h10` });
+      return svg("path", {
+        class: `whisker ${tone}`,
+        d: `M${at([px, low])}V${atY(high)}m-5 0h10M${atX(px) - 5} ${atY(low)}h10`,
+      });
     }
     const upper = whole.map((p) => at([p[0], p[2]]));
     const lower = whole.map((p) => at([p[0], p[1]])).reverse();
-    return svg("path", { class: `band ${tone}`, d: whole.length ? `M${[...upper, ...lower].join("L")}Z` : "" });
+    return svg("path", {
+      class: `band ${tone}`,
+      d: whole.length ? `M${[...upper, ...lower].join("L")}Z` : "",
+    });
   }
   let path = "";
   let pen = false;
@@ -111,7 +142,9 @@ function shape({ kind, tone, points }, atX, atY) {
     if (point[1] === null) pen = false;
     else {
       if (!pen) path += `M${at(point)}`;
-      else path += kind === "steps" ? `H${atX(point[0]).toFixed(1)}V${atY(point[1]).toFixed(1)}` : `L${at(point)}`;
+      else
+        path +=
+          kind === "steps" ? `H${atX(point[0]).toFixed(1)}V${atY(point[1]).toFixed(1)}` : `L${at(point)}`;
       pen = true;
     }
   }
@@ -124,7 +157,16 @@ function mark({ axis, at, name }, atX, atY, { left, width, height }) {
       "g",
       {},
       svg("path", { class: "mark", d: `M${left} ${atY(at)}H${width - RIGHT}` }),
-      svg("text", { class: "tick strong", x: width - RIGHT, y: atY(at) + (atY(at) < TOP + 16 ? 14 : -5), "text-anchor": "end" }, name),
+      svg(
+        "text",
+        {
+          class: "tick strong",
+          x: width - RIGHT,
+          y: atY(at) + (atY(at) < TOP + 16 ? 14 : -5),
+          "text-anchor": "end",
+        },
+        name,
+      ),
     );
   }
   const right = atX(at) < width - RIGHT - name.length * LETTER - 8;
@@ -132,7 +174,16 @@ function mark({ axis, at, name }, atX, atY, { left, width, height }) {
     "g",
     {},
     svg("path", { class: "mark", d: `M${atX(at)} ${TOP}V${height - BOTTOM}` }),
-    svg("text", { class: "tick strong", x: atX(at) + (right ? 6 : -6), y: TOP + 10, "text-anchor": right ? "start" : "end" }, name),
+    svg(
+      "text",
+      {
+        class: "tick strong",
+        x: atX(at) + (right ? 6 : -6),
+        y: TOP + 10,
+        "text-anchor": right ? "start" : "end",
+      },
+      name,
+    ),
   );
 }
 

@@ -50,8 +50,20 @@ export function table(caption, columns, rows, attributes = {}) {
       "table",
       attributes,
       make("caption", {}, caption),
-      make("thead", {}, make("tr", {}, columns.map((c) => make("th", { scope: "col", class: side(c) }, c.name)))),
-      make("tbody", {}, rows.map((row) => make("tr", {}, row.map(cell)))),
+      make(
+        "thead",
+        {},
+        make(
+          "tr",
+          {},
+          columns.map((c) => make("th", { scope: "col", class: side(c) }, c.name)),
+        ),
+      ),
+      make(
+        "tbody",
+        {},
+        rows.map((row) => make("tr", {}, row.map(cell))),
+      ),
     ),
   );
 }

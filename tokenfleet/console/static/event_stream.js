@@ -66,7 +66,8 @@ export class EventStream {
       try {
         if (await this.#once(() => (tries = 0))) return;
       } catch (error) {
-        const isPassing = error instanceof Unreachable || error.name === "AbortError" || error instanceof TypeError;
+        const isPassing =
+          error instanceof Unreachable || error.name === "AbortError" || error instanceof TypeError;
         const isBusy = error instanceof Refused && (error.status === 429 || error.status >= 500);
         if (!isPassing && !isBusy) throw error;
       }

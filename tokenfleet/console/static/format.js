@@ -2,7 +2,8 @@
 
 const DASH = "–";
 
-const figures = (value, most) => Number(value.toPrecision(most)).toLocaleString("en-US", { maximumFractionDigits: 12 });
+const figures = (value, most) =>
+  Number(value.toPrecision(most)).toLocaleString("en-US", { maximumFractionDigits: 12 });
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** `97.8 ms`, `1.6 s`, `58.4 min`. */

@@ -14,7 +14,11 @@ export function askForKey(complaint) {
 
 function ask(complaint) {
   const input = make("input", {
-    id: "key", type: "password", required: true, autocomplete: "off", spellcheck: "false",
+    id: "key",
+    type: "password",
+    required: true,
+    autocomplete: "off",
+    spellcheck: "false",
     "aria-describedby": "key-hint",
   });
   const dialog = make(
@@ -27,7 +31,11 @@ function ask(complaint) {
       make("p", { class: "bad", role: "alert" }, complaint),
       make("label", { for: "key" }, "Control key"),
       input,
-      make("p", { id: "key-hint", class: "soft" }, "Kept in this tab until you close it, and sent to this server only."),
+      make(
+        "p",
+        { id: "key-hint", class: "soft" },
+        "Kept in this tab until you close it, and sent to this server only.",
+      ),
       make("p", { class: "buttons" }, make("button", { class: "primary" }, "Use this key")),
     ),
   );

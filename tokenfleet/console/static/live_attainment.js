@@ -27,7 +27,9 @@ export class Attainment {
     this.#take(counts, nowS);
     const [fromS, then] = this.#samples.find(([at]) => at >= nowS - LATELY_S);
     const lately = (name) => [minus(counts[name], then[name]), nowS - fromS];
-    byId("targets").replaceChildren(...TARGETS.map(([name, label]) => tile(label, counts[name], ...lately(name))));
+    byId("targets").replaceChildren(
+      ...TARGETS.map(([name, label]) => tile(label, counts[name], ...lately(name))),
+    );
     this.#draw(nowS);
   }
 
@@ -59,13 +61,36 @@ export class Attainment {
     const figure = chart({
       title: "The last ten minutes",
       says: `Share of the requests that finished in each ${BUCKET_S} s, while this page is open.`,
-      x: { name: "minutes from now", kind: "linear", domain: [Math.min(-2, points("both")[0][0]), 0], format: (v) => String(v) },
-      y: { name: "attainment", kind: "linear", domain: [Math.max(0, lowest - 0.05), 1.01], format: (v) => (v > 1 ? "" : `${Math.round(v * 1000) / 10} %`) },
-      series: TARGETS.map(([name, label, tone]) => ({ name: label, kind: "line", tone, points: points(name) })),
+      x: {
+        name: "minutes from now",
+        kind: "linear",
+        domain: [Math.min(-2, points("both")[0][0]), 0],
+        format: (v) => String(v),
+      },
+      y: {
+        name: "attainment",
+        kind: "linear",
+        domain: [Math.max(0, lowest - 0.05), 1.01],
+        format: (v) => (v > 1 ? "" : `${Math.round(v * 1000) / 10} %`),
+      },
+      series: TARGETS.map(([name, label, tone]) => ({
+        name: label,
+        kind: "line",
+        tone,
+        points: points(name),
+      })),
       height: 180,
       data: {
-        columns: [{ name: "seconds ago" }, { name: "finished", number: true }, ...TARGETS.map(([, label]) => ({ name: label, number: true }))],
-        rows: ended.map(([at, of], i) => [count(nowS - at), count(of), ...TARGETS.map(([name]) => share(points(name)[i][1]))]),
+        columns: [
+          { name: "seconds ago" },
+          { name: "finished", number: true },
+          ...TARGETS.map(([, label]) => ({ name: label, number: true })),
+        ],
+        rows: ended.map(([at, of], i) => [
+          count(nowS - at),
+          count(of),
+          ...TARGETS.map(([name]) => share(points(name)[i][1])),
+        ]),
       },
     });
     figure.querySelector("details").open = isOpen;

@@ -33,7 +33,11 @@ export class Decisions {
   /** Show an event; `isNews` when it happened while this page was open. */
   add(event, isNews) {
     if (this.#lastId !== null && event.id > this.#lastId + 1) {
-      this.#put({ kind: "", reason: `${counted(event.id - this.#lastId - 1, "decision")} came too quickly to be kept for this page.`, gap: true });
+      this.#put({
+        kind: "",
+        reason: `${counted(event.id - this.#lastId - 1, "decision")} came too quickly to be kept for this page.`,
+        gap: true,
+      });
     }
     this.#lastId = event.id;
     this.#put(event, isNews);
@@ -103,7 +107,10 @@ export class Decisions {
 
 function lineOf(event, isNews) {
   const facts = Object.entries(event).filter(([name, value]) => !HEAD.has(name) && value !== null);
-  const time = event.at_s === undefined ? "" : make("time", { datetime: stamp(event.at_s), class: "soft" }, clock(event.at_s));
+  const time =
+    event.at_s === undefined
+      ? ""
+      : make("time", { datetime: stamp(event.at_s), class: "soft" }, clock(event.at_s));
   return make(
     "li",
     { class: isNews ? "new" : null, "data-kind": event.kind, "data-id": event.id },
@@ -113,7 +120,13 @@ function lineOf(event, isNews) {
       "span",
       { class: "says" },
       event.reason,
-      event.gap ? null : make("span", { class: "soft" }, ` ${facts.map(([name, value]) => `${name} ${plain(name, value)}`).join(", ")}`),
+      event.gap
+        ? null
+        : make(
+            "span",
+            { class: "soft" },
+            ` ${facts.map(([name, value]) => `${name} ${plain(name, value)}`).join(", ")}`,
+          ),
     ),
   );
 }
@@ -121,7 +134,10 @@ function lineOf(event, isNews) {
 /** A fact in words; its name says the unit. */
 function plain(name, value) {
   if (value === null) return "–";
-  if (typeof value === "object") return Object.entries(value).map(([inner, v]) => `${inner} ${plain(inner, v)}`).join(", ");
+  if (typeof value === "object")
+    return Object.entries(value)
+      .map(([inner, v]) => `${inner} ${plain(inner, v)}`)
+      .join(", ");
   if (typeof value === "number" && name.endsWith("_s")) return duration(value, 2);
   return name === "bytes" ? bytes(value) : String(value);
 }

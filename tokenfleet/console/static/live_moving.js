@@ -8,7 +8,9 @@ const REMEMBERED = 3;
 /** Show the open moves. */
 export function showMoving(moves) {
   const lines = moves.map((move) => line(move.source, move.target, progress(move)));
-  byId("moving").replaceChildren(...(lines.length ? lines : [make("li", { class: "soft" }, "Nothing is moving.")]));
+  byId("moving").replaceChildren(
+    ...(lines.length ? lines : [make("li", { class: "soft" }, "Nothing is moving.")]),
+  );
 }
 
 /** Show a move that is over, from its event. */
@@ -17,7 +19,14 @@ export function showMoved({ at_s, source, worker, reason, cost }) {
   if (cost?.bytes) parts.push(bytes(cost.bytes));
   if (typeof cost?.downtime_s === "number") parts.push(`${duration(cost.downtime_s, 2)} without a token`);
   byId("moved-title").hidden = false;
-  byId("moved").prepend(line(source, worker, parts.join(", "), make("time", { class: "soft", datetime: stamp(at_s) }, ` ${clock(at_s)}`)));
+  byId("moved").prepend(
+    line(
+      source,
+      worker,
+      parts.join(", "),
+      make("time", { class: "soft", datetime: stamp(at_s) }, ` ${clock(at_s)}`),
+    ),
+  );
   while (byId("moved").children.length > REMEMBERED) byId("moved").lastElementChild.remove();
 }
 
@@ -27,7 +36,8 @@ export function forgetMoved() {
   byId("moved").replaceChildren();
 }
 
-const line = (source, target, ...says) => make("li", {}, make("b", {}, `${source ?? "the queue"} → ${target}`), ...says);
+const line = (source, target, ...says) =>
+  make("li", {}, make("b", {}, `${source ?? "the queue"} → ${target}`), ...says);
 
 function progress(move) {
   const copied = move.stages_tokens.reduce((sum, tokens) => sum + tokens, 0);

@@ -8,6 +8,7 @@ import { EventStream } from "./event_stream.js";
 import { Attainment } from "./live_attainment.js";
 import { Decisions } from "./live_decisions.js";
 import { forgetMoved, showMoved, showMoving } from "./live_moving.js";
+import { offerScorecard } from "./live_scorecard.js";
 import { Workers } from "./live_workers.js";
 
 const EVERY_MS = 1000;
@@ -51,7 +52,11 @@ function refresh() {
   asking = true;
   void look().finally(() => {
     asking = false;
-    const waitMs = fails ? AGAIN_MS[Math.min(fails, AGAIN_MS.length) - 1] : document.hidden ? HIDDEN_EVERY_MS : EVERY_MS;
+    const waitMs = fails
+      ? AGAIN_MS[Math.min(fails, AGAIN_MS.length) - 1]
+      : document.hidden
+        ? HIDDEN_EVERY_MS
+        : EVERY_MS;
     timer = setTimeout(refresh, isAskedAgain && !fails ? 0 : waitMs);
     isAskedAgain = false;
   });
@@ -75,7 +80,9 @@ async function look() {
     }
     const waitS = AGAIN_MS[Math.min(fails, AGAIN_MS.length) - 1] / 1e3;
     const old = fleet === null ? "" : " What is shown is old.";
-    connection(`${error instanceof Refused ? error.message : "The control API does not answer"}; trying again in ${waitS} s.${old}`);
+    connection(
+      `${error instanceof Refused ? error.message : "The control API does not answer"}; trying again in ${waitS} s.${old}`,
+    );
     byId("present").classList.toggle("stale", fleet !== null);
   }
 }
@@ -106,11 +113,13 @@ function show(now) {
   showMoving(now.moving);
   byId("attainment").hidden = !now.attainment;
   if (now.attainment) attainment.show(now.attainment, now.slo, Date.now() / 1e3);
-  if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined) byId("scale-to").value = now.wanted_workers;
+  if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined)
+    byId("scale-to").value = now.wanted_workers;
   byId("scale-to").max = now.max_workers;
   byId("auto").disabled = now.auto;
   if (!isFollowing) {
     isFollowing = true;
+    offerScorecard().catch((error) => connection(error.message));
     stream.run().catch((error) => connection(`No stream of decisions: ${error.message}`));
   }
 }
@@ -133,7 +142,9 @@ function showTiles(now) {
   ];
   const list = byId("tiles");
   if (list.children.length !== tiles.length) {
-    list.replaceChildren(...tiles.map(([, name]) => make("li", {}, make("b"), " ", make("span", { class: "soft" }, name))));
+    list.replaceChildren(
+      ...tiles.map(([, name]) => make("li", {}, make("b"), " ", make("span", { class: "soft" }, name))),
+    );
   }
   tiles.forEach(([value], i) => say(list.children[i].firstElementChild, value));
 }
@@ -149,22 +160,39 @@ async function drain(worker, isDraining) {
 
 async function scale() {
   const wanted = Number(byId("scale-to").value);
-  if (byId("scale-to").value.trim() === "" || !Number.isInteger(wanted) || wanted < 0 || wanted > fleet.max_workers) {
+  if (
+    byId("scale-to").value.trim() === "" ||
+    !Number.isInteger(wanted) ||
+    wanted < 0 ||
+    wanted > fleet.max_workers
+  ) {
     say(byId("complaint"), `Workers wanted: a whole number from 0 to ${fleet.max_workers}.`);
     byId("scale-to").focus();
     return;
   }
   const change = wanted - fleet.wanted_workers;
   const happens =
-    change > 0 ? `${counted(change, "worker")} will start.` : change < 0 ? `${counted(-change, "worker")} will be drained and stopped; what runs there moves.` : "No worker starts or stops.";
+    change > 0
+      ? `${counted(change, "worker")} will start.`
+      : change < 0
+        ? `${counted(-change, "worker")} will be drained and stopped; what runs there moves.`
+        : "No worker starts or stops.";
   const hands = fleet.auto ? " The controller no longer decides how many." : "";
-  if (!(await confirmed(`Scale from ${fleet.wanted_workers} to ${wanted}?`, happens + hands, "Scale"))) return;
+  if (!(await confirmed(`Scale from ${fleet.wanted_workers} to ${wanted}?`, happens + hands, "Scale")))
+    return;
   await give(() => ask("POST", "/v1/fleet/scale", { json: { workers: wanted } }));
   delete byId("scale-to").dataset.typed;
 }
 
 async function automatic() {
-  if (!(await confirmed("Let the controller decide?", "It will launch and drain workers as the traffic asks.", "Let it decide"))) return;
+  if (
+    !(await confirmed(
+      "Let the controller decide?",
+      "It will launch and drain workers as the traffic asks.",
+      "Let it decide",
+    ))
+  )
+    return;
   await give(() => ask("POST", "/v1/fleet/scale", { json: { auto: true } }));
 }
 

@@ -17,7 +17,9 @@ export class Workers {
 
   constructor(onDrain) {
     this.#onDrain = onDrain;
-    const head = COLUMNS.map((name) => make("th", { scope: "col", class: NUMBERS.has(name) ? "number" : null }, name));
+    const head = COLUMNS.map((name) =>
+      make("th", { scope: "col", class: NUMBERS.has(name) ? "number" : null }, name),
+    );
     byId("workers").replaceChildren(
       make(
         "div",
@@ -48,7 +50,10 @@ export class Workers {
 
 function newRow(name, onDrain) {
   const cells = Object.fromEntries(
-    COLUMNS.slice(1).map((column) => [column, make("td", { class: NUMBERS.has(column) ? "number" : null, "data-name": column })]),
+    COLUMNS.slice(1).map((column) => [
+      column,
+      make("td", { class: NUMBERS.has(column) ? "number" : null, "data-name": column }),
+    ]),
   );
   const state = make("span", { class: "state" });
   const reason = make("span", { class: "soft" });
@@ -72,7 +77,12 @@ function update(row, worker) {
   say(row.reason, `${duration(worker.for_s, 2)}: ${worker.reason}`);
   const used = load === null ? null : load.kv_used_blocks / Math.max(1, load.kv_total_blocks);
   row.fill.replaceChildren(bar(used, used > 0.95 ? "bad" : used > 0.8 ? "warn" : "good"));
-  say(row.full, used === null ? "nothing has run here yet" : `${percent(used)} of ${count(load.kv_total_blocks * (worker.block_tokens ?? 1))} tokens`);
+  say(
+    row.full,
+    used === null
+      ? "nothing has run here yet"
+      : `${percent(used)} of ${count(load.kv_total_blocks * (worker.block_tokens ?? 1))} tokens`,
+  );
   // What the fleet has put on it; its engine may not have begun all of them.
   say(row.cells.running, count(load?.running ?? worker.requests));
   say(row.cells.waiting, count(load?.waiting ?? null));

@@ -5,7 +5,12 @@ import { make, table } from "./dom.js";
 import { count, counted, dollars, duration, fleetLabel, number, share } from "./format.js";
 import { planCharts } from "./plan_charts.js";
 
-const BINDS = { ttft: "the TTFT target", tpot: "the TPOT target", kv: "KV memory", prefill: "prefill compute" };
+const BINDS = {
+  ttft: "the TTFT target",
+  tpot: "the TPOT target",
+  kv: "KV memory",
+  prefill: "prefill compute",
+};
 const RELIEF = {
   ttft: "TTFT target a quarter longer",
   tpot: "TPOT target a quarter longer",
@@ -51,10 +56,16 @@ function tiles(plan) {
     [share(a.expected ?? a.on_trace), "of requests, expected"],
     [share(a.low), `at least, with probability ${number(a.confidence, 4)}`],
   ];
-  return make("ul", { class: "tiles" }, row.map(([value, name]) => make("li", {}, make("b", {}, value), " ", make("span", { class: "soft" }, name))));
+  return make(
+    "ul",
+    { class: "tiles" },
+    row.map(([value, name]) =>
+      make("li", {}, make("b", {}, value), " ", make("span", { class: "soft" }, name)),
+    ),
+  );
 }
 
-function sure({ attainment: a, doubt, ttft_s: ttft, tpot_s: tpot, utilisation }) {
+function sure({ attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilisation }) {
   const worlds = a.worlds
     ? `Judged in ${a.worlds} worlds that might as well have been (other arrivals, workers a little faster or slower), ` +
       `${share(a.low)} to ${share(a.high)} of the requests stay within both targets, with probability ${number(a.confidence, 4)}; ` +
@@ -66,7 +77,19 @@ function sure({ attainment: a, doubt, ttft_s: ttft, tpot_s: tpot, utilisation })
     {},
     make("h3", {}, "How sure"),
     make("p", {}, worlds, doubt ? ` The doubt comes mostly from the ${doubt.mostly}.` : ""),
-    make("p", {}, `TTFT ${tails(ttft)}. TPOT ${tails(tpot)}. Workers are busy ${number(utilisation * 100)} % of the time.`),
+    spares ? make("p", {}, spareText(spares)) : null,
+    make(
+      "p",
+      {},
+      `TTFT ${tails(ttft)}. TPOT ${tails(tpot)}. Workers are busy ${number(utilisation * 100)} % of the time.`,
+    ),
+  );
+}
+
+function spareText(spares) {
+  return (
+    `${counted(spares.workers, "worker")} of these ${spares.workers === 1 ? "is a spare" : "are spares"}: at ${number(spares.reclaims_per_h)} reclaims an hour ` +
+    `and ${duration(spares.cold_start_s)} until another serves, enough are left ${share(spares.availability)} of the time (${spares.covers}).`
   );
 }
 
@@ -90,7 +113,13 @@ function why({ binding, binding_window_s: window, binding_detail: detail, attain
       "ul",
       { class: "bars" },
       reliefs.map(([name, gain]) =>
-        make("li", {}, make("span", {}, RELIEF[name] ?? name), bar(gain / most, name === binding ? "a" : "b"), make("span", { class: "number" }, `${gain >= 0 ? "+" : ""}${(gain * 100).toFixed(2)}`)),
+        make(
+          "li",
+          {},
+          make("span", {}, RELIEF[name] ?? name),
+          bar(gain / most, name === binding ? "a" : "b"),
+          make("span", { class: "number" }, `${gain >= 0 ? "+" : ""}${(gain * 100).toFixed(2)}`),
+        ),
       ),
     ),
   );
@@ -117,7 +146,12 @@ function nearest(plan, tryTargets) {
   const reason = plan.reason ? make("p", {}, `${plan.reason}.`) : null;
   if (near === null) return make("div", { class: "notice" }, reason);
   if (near.ttft_s === undefined) {
-    return make("div", { class: "notice" }, reason, make("p", {}, `This trace can show at most ${share(near.attainment)}.`));
+    return make(
+      "div",
+      { class: "notice" },
+      reason,
+      make("p", {}, `This trace can show at most ${share(near.attainment)}.`),
+    );
   }
   return make(
     "div",
@@ -130,42 +164,97 @@ function nearest(plan, tryTargets) {
       `TTFT ${duration(near.ttft_s)} and TPOT ${duration(near.tpot_s)}, with ${fleetLabel(near.fleet)}: ` +
         `${counted(near.gpus, "GPU")}, ${dollars(near.usd_per_hour)}, ${share(near.attainment)} expected, at least ${share(near.low)}.`,
     ),
-    make("p", { class: "buttons" }, make("button", { type: "button", onclick: () => tryTargets(near.ttft_s, near.tpot_s) }, "Ask for these targets")),
+    make(
+      "p",
+      { class: "buttons" },
+      make(
+        "button",
+        { type: "button", onclick: () => tryTargets(near.ttft_s, near.tpot_s) },
+        "Ask for these targets",
+      ),
+    ),
   );
 }
 
 function alternatives({ alternatives: others }) {
   if (!others.length) return null;
   const columns = [
-    { name: "fleet" }, { name: "cost", number: true }, { name: "GPUs", number: true }, { name: "expected", number: true },
-    { name: "at least", number: true }, { name: "TTFT p99", number: true }, { name: "TPOT p99", number: true }, { name: "note" },
+    { name: "fleet" },
+    { name: "cost", number: true },
+    { name: "GPUs", number: true },
+    { name: "expected", number: true },
+    { name: "at least", number: true },
+    { name: "TTFT p99", number: true },
+    { name: "TPOT p99", number: true },
+    { name: "note" },
   ];
   const rows = others.map((o) => [
-    fleetLabel(o.fleet), dollars(o.usd_per_hour), count(o.gpus), share(o.attainment.expected ?? o.attainment.on_trace),
-    share(o.attainment.low), duration(o.ttft_s?.p99), duration(o.tpot_s?.p99), o.note ?? "",
+    fleetLabel(o.fleet),
+    dollars(o.usd_per_hour),
+    count(o.gpus),
+    share(o.attainment.expected ?? o.attainment.on_trace),
+    share(o.attainment.low),
+    duration(o.ttft_s?.p99),
+    duration(o.tpot_s?.p99),
+    o.note ?? "",
   ]);
-  return make("section", {}, make("h3", {}, "What else was looked at"), table("Other fleets", columns, rows, { class: "cards" }));
+  return make(
+    "section",
+    {},
+    make("h3", {}, "What else was looked at"),
+    table("Other fleets", columns, rows, { class: "cards" }),
+  );
 }
 
 function passedOver({ passed_over: passed, baselines }) {
   const lines = [
     ...passed.map((p) => `${p.gpu} TP${p.tp_degree}: ${p.reason}`),
-    ...baselines.map((b) => `Placed by ${b.policy}: ${b.workers === null ? `more than ${b.tried_up_to} workers` : counted(b.workers, "worker")} on the trace`),
+    ...baselines.map(
+      (b) =>
+        `Placed by ${b.policy}: ${b.workers === null ? `more than ${b.tried_up_to} workers` : counted(b.workers, "worker")} on the trace`,
+    ),
   ];
   if (!lines.length) return null;
-  return make("details", {}, make("summary", {}, "Passed over, and other policies"), make("ul", {}, lines.map((line) => make("li", {}, line))));
+  return make(
+    "details",
+    {},
+    make("summary", {}, "Passed over, and other policies"),
+    make(
+      "ul",
+      {},
+      lines.map((line) => make("li", {}, line)),
+    ),
+  );
 }
 
 function madeFrom({ inputs }) {
   const line = (p) =>
     `${p.model} on ${p.gpu} TP${p.tp_degree}: ${p.kind}, ${p.engine}, ${p.date}; mean error ${share(p.mean_relative_error)}; ` +
     (p.usd_per_gpu_h === null ? p.price : `$${p.usd_per_gpu_h} a GPU-hour (${p.price})`);
-  return make("details", {}, make("summary", {}, "Profiles and prices it rests on"), make("ul", {}, inputs.profiles.map((p) => make("li", {}, line(p)))));
+  return make(
+    "details",
+    {},
+    make("summary", {}, "Profiles and prices it rests on"),
+    make(
+      "ul",
+      {},
+      inputs.profiles.map((p) => make("li", {}, line(p))),
+    ),
+  );
 }
 
 function warnings(lines) {
   if (!lines.length) return null;
-  return make("details", { class: "notice" }, make("summary", {}, counted(lines.length, "warning")), make("ul", {}, lines.map((w) => make("li", {}, w))));
+  return make(
+    "details",
+    { class: "notice" },
+    make("summary", {}, counted(lines.length, "warning")),
+    make(
+      "ul",
+      {},
+      lines.map((w) => make("li", {}, w)),
+    ),
+  );
 }
 
 /** A target as it was asked: without digits that nobody typed. */

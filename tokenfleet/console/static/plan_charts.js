@@ -32,7 +32,12 @@ function costBySlo({ curves, slo }) {
       `Both targets tightened or loosened together; ×1 is ${duration(slo.ttft_s)} and ${duration(slo.tpot_s)}. ` +
       "Sized on the trace alone with workers of the best single kind: being sure costs more." +
       (none ? ` No fleet meets the ${none === 1 ? "tightest" : `${none} tightest`}.` : ""),
-    x: { name: "targets, times what was asked", kind: "log", format: (v) => `×${number(v)}`, ticks: rows.map((r) => r.scale) },
+    x: {
+      name: "targets, times what was asked",
+      kind: "log",
+      format: (v) => `×${number(v)}`,
+      ticks: rows.map((r) => r.scale),
+    },
     y: { name: "cost", kind: "linear", zero: true, format: isPriced ? (v) => `$${whole(v)}` : whole },
     series: [
       { name: "", kind: "line", tone: "a", points: rows.map((r) => [r.scale, cost(r)]) },
@@ -41,12 +46,20 @@ function costBySlo({ curves, slo }) {
     marks: [{ axis: "x", at: 1, name: "asked" }],
     data: {
       columns: [
-        { name: "targets" }, { name: "TTFT", number: true }, { name: "TPOT", number: true },
-        { name: "workers", number: true }, { name: "GPUs", number: true }, { name: "cost", number: true },
+        { name: "targets" },
+        { name: "TTFT", number: true },
+        { name: "TPOT", number: true },
+        { name: "workers", number: true },
+        { name: "GPUs", number: true },
+        { name: "cost", number: true },
       ],
       rows: rows.map((r) => [
-        `×${number(r.scale)}`, duration(r.ttft_s), duration(r.tpot_s),
-        ...(r.workers === null ? ["none", "–", "–"] : [whole(r.workers), whole(r.gpus), dollars(r.usd_per_hour)]),
+        `×${number(r.scale)}`,
+        duration(r.ttft_s),
+        duration(r.tpot_s),
+        ...(r.workers === null
+          ? ["none", "–", "–"]
+          : [whole(r.workers), whole(r.gpus), dollars(r.usd_per_hour)]),
       ]),
     },
   });
@@ -57,24 +70,56 @@ function attainmentByWorkers({ curves, attainment }) {
   const values = rows.flatMap((r) => [r.on_trace, r.expected, r.low]).filter((v) => v !== null);
   const lowest = Math.min(...values, attainment.target);
   const workers = rows.map((r) => r.workers);
-  const says = attainment.confidence === null ? "" : ` The band is what other arrivals and faster or slower workers would give, at confidence ${number(attainment.confidence, 4)}.`;
+  const says =
+    attainment.confidence === null
+      ? ""
+      : ` The band is what other arrivals and faster or slower workers would give, at confidence ${number(attainment.confidence, 4)}.`;
   return chart({
     title: "What each worker adds",
     says: `Share of requests within both targets, with workers of the best single kind.${says}`,
-    x: { name: "workers", kind: "whole", format: whole, domain: [Math.min(...workers) - 0.5, Math.max(...workers) + 0.5] },
-    y: { name: "attainment", kind: "linear", format: (v) => `${number(v * 100, 5)} %`, domain: [lowest - (1 - lowest) * 0.08, 1] },
+    x: {
+      name: "workers",
+      kind: "whole",
+      format: whole,
+      domain: [Math.min(...workers) - 0.5, Math.max(...workers) + 0.5],
+    },
+    y: {
+      name: "attainment",
+      kind: "linear",
+      format: (v) => `${number(v * 100, 5)} %`,
+      domain: [lowest - (1 - lowest) * 0.08, 1],
+    },
     series: [
-      { name: "range", kind: "band", tone: "a", points: rows.filter((r) => r.low !== null).map((r) => [r.workers, r.low, r.high]) },
+      {
+        name: "range",
+        kind: "band",
+        tone: "a",
+        points: rows.filter((r) => r.low !== null).map((r) => [r.workers, r.low, r.high]),
+      },
       { name: "expected", kind: "dots", tone: "a", points: rows.map((r) => [r.workers, r.expected]) },
-      { name: "on the trace as it is", kind: "dots", tone: "b hollow", points: rows.map((r) => [r.workers, r.on_trace]) },
+      {
+        name: "on the trace as it is",
+        kind: "dots",
+        tone: "b hollow",
+        points: rows.map((r) => [r.workers, r.on_trace]),
+      },
     ].filter((s) => s.points.some((p) => p[1] !== null)),
     marks: [{ axis: "y", at: attainment.target, name: `target ${number(attainment.target * 100, 6)} %` }],
     data: {
       columns: [
-        { name: "workers" }, { name: "expected", number: true }, { name: "at least", number: true },
-        { name: "at most", number: true }, { name: "on the trace", number: true },
+        { name: "workers" },
+        { name: "expected", number: true },
+        { name: "at least", number: true },
+        { name: "at most", number: true },
+        { name: "on the trace", number: true },
       ],
-      rows: rows.map((r) => [whole(r.workers), share(r.expected), share(r.low), share(r.high), share(r.on_trace)]),
+      rows: rows.map((r) => [
+        whole(r.workers),
+        share(r.expected),
+        share(r.low),
+        share(r.high),
+        share(r.on_trace),
+      ]),
     },
   });
 }
@@ -104,18 +149,50 @@ function rate({ curves, inputs, binding_window_s: window }) {
 
 function schedule({ schedule: stretches, schedule_detail: detail, inputs }) {
   const { per, ...axis } = timeAxis(inputs.duration_s);
-  const points = stretches.map((s) => [s.start_s / per, s.workers]);
-  points.push([stretches.at(-1).end_s / per, stretches.at(-1).workers]);
-  const saved = detail && detail.saved_share > 0 ? `saves ${share(detail.saved_share)} of the worker-hours` : "saves nothing here";
+  const steps = (rows) => [
+    ...rows.map((s) => [s.start_s / per, s.workers]),
+    [rows.at(-1).end_s / per, rows.at(-1).workers],
+  ];
+  const paid = detail?.paid ?? null;
+  const saved = (paid ?? detail)?.saved_share ?? 0;
+  const saves = saved > 0 ? `saves ${share(saved)} of the worker-hours` : "saves nothing here";
+  const ordered = (s) =>
+    paid?.orders
+      .filter((o) => o.ready_s >= s.start_s && o.ready_s < s.end_s)
+      .map((o) => `${whole(o.workers)} at ${number(o.order_s / per, 4)}`)
+      .join(", ") ?? "";
   return chart({
     title: "How many workers when",
-    says: `Following the rate ${saved}. Start-up and draining between stretches are left out.`,
+    says:
+      `Following the rate ${saves}. ` +
+      (paid
+        ? `Each worker is ordered and paid for ${duration(paid.cold_start_s)} before it serves.`
+        : "Start-up and draining between stretches are left out."),
     x: { ...axis, domain: [0, inputs.duration_s / per] },
     y: { name: "workers", kind: "whole", zero: true, format: whole },
-    series: [{ name: "", kind: "steps", tone: "b", points }],
+    series: [
+      ...(paid?.stretches.length
+        ? [{ name: "paid for", kind: "steps", tone: "c dashed", points: steps(paid.stretches) }]
+        : []),
+      { name: "serving", kind: "steps", tone: "b", points: steps(stretches) },
+    ],
     data: {
-      columns: [{ name: `from, ${axis.name}` }, { name: "to", number: true }, { name: "workers", number: true }, { name: "GPUs", number: true }, { name: "fleet" }],
-      rows: stretches.map((s) => [number(s.start_s / per, 4), number(s.end_s / per, 4), whole(s.workers), whole(s.gpus), s.fleet ?? ""]),
+      columns: [
+        { name: `from, ${axis.name}` },
+        { name: "to", number: true },
+        { name: "workers", number: true },
+        { name: "GPUs", number: true },
+        { name: "fleet" },
+        ...(paid ? [{ name: "ordered" }] : []),
+      ],
+      rows: stretches.map((s) => [
+        number(s.start_s / per, 4),
+        number(s.end_s / per, 4),
+        whole(s.workers),
+        whole(s.gpus),
+        s.fleet ?? "",
+        ...(paid ? [ordered(s)] : []),
+      ]),
     },
   });
 }
@@ -133,7 +210,9 @@ function latencies(plan, name, title) {
     marks: [{ axis: "x", at: plan.slo[`${name}_s`], name: "target" }],
     data: {
       columns: [{ name: "share of requests" }, { name: "within", number: true }, { name: "target" }],
-      rows: tail.filter((_, i) => i % 3 === 0).map((p) => [share(p[1]), duration(p[0]), missed(p) ? "missed" : "met"]),
+      rows: tail
+        .filter((_, i) => i % 3 === 0)
+        .map((p) => [share(p[1]), duration(p[0]), missed(p) ? "missed" : "met"]),
     },
   });
 }

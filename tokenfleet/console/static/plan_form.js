@@ -7,23 +7,51 @@ import { slider } from "./slider.js";
 
 const SLIDERS = {
   rate: {
-    name: "Rate", suffix: "times the trace's", low: 0.1, high: 10, least: 0.001, most: 1000,
+    name: "Rate",
+    suffix: "times the trace's",
+    low: 0.1,
+    high: 10,
+    least: 0.001,
+    most: 1000,
     spoken: (v) => `${number(v)} times the trace's rate`,
   },
   ttft: {
-    name: "Time to first token (TTFT)", unit: 1000, suffix: "ms", low: 0.05, high: 20, least: 0.001, most: 3600, spoken: (v) => duration(v),
+    name: "Time to first token (TTFT)",
+    unit: 1000,
+    suffix: "ms",
+    low: 0.05,
+    high: 20,
+    least: 0.001,
+    most: 3600,
+    spoken: (v) => duration(v),
   },
   tpot: {
-    name: "Time per output token (TPOT)", unit: 1000, suffix: "ms", low: 0.005, high: 0.5, least: 0.0005, most: 3600, spoken: (v) => duration(v),
+    name: "Time per output token (TPOT)",
+    unit: 1000,
+    suffix: "ms",
+    low: 0.005,
+    high: 0.5,
+    least: 0.0005,
+    most: 3600,
+    spoken: (v) => duration(v),
   },
   attainment: {
-    name: "Attainment: share of requests within both", unit: 100, suffix: "%",
-    stops: [0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995], least: 0.01, most: 0.999999,
+    name: "Attainment: share of requests within both",
+    unit: 100,
+    suffix: "%",
+    stops: [0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995],
+    least: 0.01,
+    most: 0.999999,
     spoken: (v) => `${number(v * 100, 5)} percent of requests`,
   },
   confidence: {
-    name: "Confidence: probability that it is reached", unit: 100, suffix: "%",
-    stops: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99], least: 0.5, most: 0.999, spoken: (v) => `${number(v * 100, 4)} percent`,
+    name: "Confidence: probability that it is reached",
+    unit: 100,
+    suffix: "%",
+    stops: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99],
+    least: 0.5,
+    most: 0.999,
+    spoken: (v) => `${number(v * 100, 4)} percent`,
   },
 };
 
@@ -42,13 +70,23 @@ export class PlanForm {
       const value = { ...DEFAULTS, ttft: DEFAULTS.ttft_s, tpot: DEFAULTS.tpot_s }[id];
       this.#sliders[id] = slider(place, { id, value, ...SLIDERS[id] });
     }
-    options(byId("model"), catalogue.models.map((m) => [m.name, m.name]));
-    options(byId("policy"), catalogue.policies.map((name) => [name, name]));
-    options(byId("engine"), [["", "the profile's own"], ...catalogue.engine_modes.map((name) => [name, name])]);
+    options(
+      byId("model"),
+      catalogue.models.map((m) => [m.name, m.name]),
+    );
+    options(
+      byId("policy"),
+      catalogue.policies.map((name) => [name, name]),
+    );
+    options(byId("engine"), [
+      ["", "the profile's own"],
+      ...catalogue.engine_modes.map((name) => [name, name]),
+    ]);
     this.#showTraces();
     byId("model").addEventListener("change", () => this.#showKinds([], []));
     byId("trace").addEventListener("change", () => this.#showTraceFacts());
     byId("file").addEventListener("change", () => this.#showTraceFacts());
+    byId("spot").addEventListener("change", () => (byId("reclaims-field").hidden = !byId("spot").checked));
     for (const event of ["change", "change-value"]) byId("question").addEventListener(event, changed);
   }
 
@@ -67,12 +105,17 @@ export class PlanForm {
       rate: this.#sliders.rate.value,
       gpu: ticked("gpus"),
       tp: ticked("tps").map(Number),
+      prompts: amount("prompts") ?? 1,
+      outputs: amount("outputs") ?? 1,
+      prices: amount("prices") ?? 1,
+      cold_start_s: amount("cold-start"),
       window: text("window"),
       max_gpus: amount("max-gpus"),
       budget: amount("budget"),
       policy: byId("policy").value,
       engine: byId("engine").value,
       spot: byId("spot").checked,
+      reclaims_per_h: byId("spot").checked ? amount("reclaims") : null,
       drop_too_long: byId("drop").checked,
       seed: amount("seed") ?? 0,
     };
@@ -81,23 +124,46 @@ export class PlanForm {
   /** Show a question; names that are not known here are left out. */
   set question(question) {
     const { trace } = question;
-    if (trace.kind === "upload" && this.#upload?.id !== trace.id) this.uploaded({ id: trace.id, name: trace.name });
+    if (trace.kind === "upload" && this.#upload?.id !== trace.id)
+      this.uploaded({ id: trace.id, name: trace.name });
     choose(byId("trace"), { sample: "sample", upload: "upload", since: `since:${trace.since}` }[trace.kind]);
     choose(byId("model"), question.model);
-    for (const [id, value] of [["ttft", question.ttft_s], ["tpot", question.tpot_s], ["attainment", question.attainment], ["confidence", question.confidence], ["rate", question.rate]]) {
+    for (const [id, value] of [
+      ["ttft", question.ttft_s],
+      ["tpot", question.tpot_s],
+      ["attainment", question.attainment],
+      ["confidence", question.confidence],
+      ["rate", question.rate],
+    ]) {
       this.#sliders[id].value = value;
     }
     this.#showKinds(question.gpu, question.tp);
     byId("window").value = question.window;
     byId("max-gpus").value = question.max_gpus ?? "";
     byId("budget").value = question.budget ?? "";
-    byId("seed").value = question.seed;
+    for (const id of ["prompts", "outputs", "prices", "seed"]) byId(id).value = question[id];
+    byId("cold-start").value = question.cold_start_s ?? "";
+    byId("reclaims").value = question.reclaims_per_h ?? "";
     choose(byId("policy"), question.policy);
     choose(byId("engine"), question.engine);
     byId("spot").checked = question.spot;
+    byId("reclaims-field").hidden = !question.spot;
     byId("drop").checked = question.drop_too_long;
-    const hidden = [question.window, question.max_gpus, question.budget, question.engine, question.spot, question.drop_too_long, question.seed];
-    if (hidden.some(Boolean) || question.policy !== DEFAULTS.policy) byId("more").open = true;
+    const folded = [
+      "window",
+      "prompts",
+      "outputs",
+      "prices",
+      "cold_start_s",
+      "max_gpus",
+      "budget",
+      "policy",
+      "engine",
+      "spot",
+      "drop_too_long",
+      "seed",
+    ];
+    if (folded.some((name) => question[name] !== DEFAULTS[name])) byId("more").open = true;
     this.#showTraceFacts();
   }
 
@@ -122,19 +188,20 @@ export class PlanForm {
         return one.complaint;
       }
     }
-    for (const [id, says] of [["max-gpus", "Most GPUs: a whole number from 1"], ["budget", "Most dollars an hour: a number above 0"], ["seed", "Seed: a whole number from 0"]]) {
-      if (!byId(id).checkValidity()) {
-        byId("more").open = true;
-        byId(id).focus();
-        return says;
-      }
+    const bad = [...byId("more").querySelectorAll("input")].find((field) => !field.checkValidity());
+    if (bad) {
+      byId("more").open = true;
+      bad.focus();
+      return `${bad.labels[0].textContent}: ${bad.validationMessage}`;
     }
     if (byId("trace").value === "file") {
       const most = this.#catalogue.limits.upload_bytes;
       const { file } = this;
       if (file === null || file.size > most) {
         byId("file").focus();
-        return file === null ? "Trace: choose a file" : `Trace: ${bytes(file.size)} is more than this API takes, ${bytes(most)}; cut it, or plan on a terminal`;
+        return file === null
+          ? "Trace: choose a file"
+          : `Trace: ${bytes(file.size)} is more than this API takes, ${bytes(most)}; cut it, or plan on a terminal`;
       }
     }
     return "";
@@ -152,7 +219,8 @@ export class PlanForm {
     const listed = [];
     if (sample) listed.push(["sample", `The sample: ${sample.name}`]);
     if (history.requests > 0) {
-      for (const [since, says] of Object.entries(LOOKING_BACK)) listed.push([`since:${since}`, `What this fleet served in ${says}`]);
+      for (const [since, says] of Object.entries(LOOKING_BACK))
+        listed.push([`since:${since}`, `What this fleet served in ${says}`]);
     }
     if (this.#upload) listed.push(["upload", this.#upload.name]);
     listed.push(["file", "A file of mine…"]);
@@ -164,9 +232,12 @@ export class PlanForm {
     const { value } = byId("trace");
     byId("upload-field").hidden = value !== "file";
     const known = { sample: this.#catalogue.sample, upload: this.#upload }[value];
-    const facts = (t) => `${counted(t.requests, "request")} in ${duration(t.duration_s)}, ${number(t.rate_rps)} a second.`;
+    const facts = (t) =>
+      `${counted(t.requests, "request")} in ${duration(t.duration_s)}, ${number(t.rate_rps)} a second.`;
     const { history } = this.#catalogue;
-    const kept = `${counted(history.requests, "request")} are kept` + (history.last_s ? `, the last of ${clock(history.last_s)}.` : ".");
+    const kept =
+      `${counted(history.requests, "request")} are kept` +
+      (history.last_s ? `, the last of ${clock(history.last_s)}.` : ".");
     byId("trace-facts").textContent = known?.requests ? facts(known) : value.startsWith("since") ? kept : "";
   }
 
@@ -176,10 +247,12 @@ export class PlanForm {
     const price = (gpu) => this.#catalogue.gpus.find((g) => g.name === gpu)?.on_demand?.usd_per_gpu_h;
     const names = [...new Set(kinds.map((k) => k.gpu))];
     const degrees = [...new Set(kinds.map((k) => k.tp_degree))].sort((a, b) => a - b);
-    const says = (gpu) => (price(gpu) === undefined ? `${gpu}, no price known` : `${gpu}, $${price(gpu)} an hour`);
+    const says = (gpu) =>
+      price(gpu) === undefined ? `${gpu}, no price known` : `${gpu}, $${price(gpu)} an hour`;
     // An address may have the short names that the command line takes: h100 for h100-sxm.
     const isAsked = (gpu) => gpus.some((asked) => gpu === asked || gpu.startsWith(`${asked}-`));
-    const box = (value, label, checked) => make("label", { class: "choice" }, make("input", { type: "checkbox", value, checked }), ` ${label}`);
+    const box = (value, label, checked) =>
+      make("label", { class: "choice" }, make("input", { type: "checkbox", value, checked }), ` ${label}`);
     byId("gpus").replaceChildren(...names.map((gpu) => box(gpu, says(gpu), isAsked(gpu))));
     byId("tps").replaceChildren(...degrees.map((tp) => box(tp, `TP${tp}`, tps.includes(tp))));
   }

@@ -10,7 +10,10 @@ const OVER = ["done", "failed", "cancelled"];
 export function sendTrace(file) {
   // The name is for people only, and the API takes no slash in it.
   const name = file.name.replaceAll("/", "_").slice(0, 200) || "trace";
-  return ask("POST", `/v1/traces?name=${encodeURIComponent(name)}`, { body: file, headers: { "content-type": "application/octet-stream" } });
+  return ask("POST", `/v1/traces?name=${encodeURIComponent(name)}`, {
+    body: file,
+    headers: { "content-type": "application/octet-stream" },
+  });
 }
 
 /** Order a plan; the new job. */

@@ -19,7 +19,8 @@ async function start() {
   const known = await catalogue();
   if (known === null) {
     byId("question").hidden = true;
-    byId("before").textContent = "This control API runs a fleet and does not plan. Start one that does with “tokenfleet api”; the fleet is on the Live page.";
+    byId("before").textContent =
+      "This control API runs a fleet and does not plan. Start one that does with “tokenfleet api”; the fleet is on the Live page.";
     return;
   }
   form = new PlanForm(known, onChange);
@@ -62,7 +63,6 @@ async function open() {
   } else if (shown?.id !== id) await guarded(() => watch(id.slice(0, 64)));
   await showRecent();
 }
-
 
 function onChange() {
   const { question } = form;
@@ -111,7 +111,11 @@ async function watch(id) {
 }
 
 function onStream(state, waitS) {
-  connection(state === "open" ? "" : `The control API does not answer; the plan goes on there. Trying again in ${waitS} s`);
+  connection(
+    state === "open"
+      ? ""
+      : `The control API does not answer; the plan goes on there. Trying again in ${waitS} s`,
+  );
 }
 
 function waiting(text, progress = null, isCancellable = false) {
@@ -145,10 +149,14 @@ function show(job) {
     onChange();
     void plan();
   };
-  const before = byId("answer").contains(document.activeElement) || byId("question").contains(document.activeElement);
+  const before =
+    byId("answer").contains(document.activeElement) || byId("question").contains(document.activeElement);
   byId("answer").replaceChildren(...answer(found, tryTargets));
-  settled(`Planned in ${duration(job.finished_s - job.started_s)} (${job.simulations.toLocaleString("en-US")} simulations): ${sentence(found)}.`);
+  settled(
+    `Planned in ${duration(job.finished_s - job.started_s)} (${job.simulations.toLocaleString("en-US")} simulations): ${sentence(found)}.`,
+  );
   byId("command").textContent = toCommand(fromJob(job));
+  byId("own").hidden = !job.question.profiles?.length && !job.question.prices;
   byId("take").hidden = false;
   document.title = `${sentence(found)} · Tokenfleet`;
   if (before || document.activeElement === document.body) byId("answer-title").focus();
@@ -170,7 +178,12 @@ function recentLine(job) {
   const query = toQuery(fromJob(job));
   query.append("job", job.id);
   const { brief } = job;
-  const result = brief === null ? job.state : brief.feasible ? `${fleetLabel(brief.fleet)}, ${dollars(brief.usd_per_hour)}` : "no fleet meets it";
+  const result =
+    brief === null
+      ? job.state
+      : brief.feasible
+        ? `${fleetLabel(brief.fleet)}, ${dollars(brief.usd_per_hour)}`
+        : "no fleet meets it";
   const { model, slo } = job.question;
   const open = (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -182,7 +195,11 @@ function recentLine(job) {
   return make(
     "li",
     {},
-    make("a", { href: `?${query}`, onclick: open }, `${model ?? "own profile"}, TTFT ${duration(slo.ttft_s)}, TPOT ${duration(slo.tpot_s)}`),
+    make(
+      "a",
+      { href: `?${query}`, onclick: open },
+      `${model ?? "own profile"}, TTFT ${duration(slo.ttft_s)}, TPOT ${duration(slo.tpot_s)}`,
+    ),
     ` ${result} `,
     make("time", { class: "soft", datetime: stamp(job.created_s) }, clock(job.created_s)),
   );
@@ -218,7 +235,9 @@ async function copy(what, text) {
 
 async function download() {
   const { plan: found, id } = shown.plan ? shown : await jobOf(shown.id);
-  const url = URL.createObjectURL(new Blob([`${JSON.stringify(found, null, 1)}\n`], { type: "application/json" }));
+  const url = URL.createObjectURL(
+    new Blob([`${JSON.stringify(found, null, 1)}\n`], { type: "application/json" }),
+  );
   make("a", { href: url, download: `plan-${id}.json` }).click();
   URL.revokeObjectURL(url);
 }

@@ -11,6 +11,9 @@ export const DEFAULTS = Object.freeze({
   attainment: 0.99,
   confidence: 0.95,
   rate: 1,
+  prompts: 1,
+  outputs: 1,
+  prices: 1,
   gpu: [],
   tp: [],
   window: "",
@@ -19,6 +22,8 @@ export const DEFAULTS = Object.freeze({
   policy: "spread",
   engine: "",
   spot: false,
+  reclaims_per_h: null,
+  cold_start_s: null,
   drop_too_long: false,
   seed: 0,
 });
@@ -47,15 +52,27 @@ export function fromQuery(search) {
     tpot_s: seconds(query.get("tpot")) ?? DEFAULTS.tpot_s,
     attainment: between("attainment", 0.01, 0.999999, DEFAULTS.attainment),
     confidence: between("confidence", 0.5, 0.999999, DEFAULTS.confidence),
-    rate: between("rate", 0.001, 1000, DEFAULTS.rate),
-    gpu: query.getAll("gpu").slice(0, 32).map((name) => name.slice(0, 100)),
-    tp: query.getAll("tp").slice(0, 32).map(Number).filter((n) => Number.isInteger(n) && n >= 1 && n <= 1024),
+    rate: between("rate", 0.001, 1000, 1),
+    prompts: between("prompts", 0.001, 1000, 1),
+    outputs: between("outputs", 0.001, 1000, 1),
+    prices: between("prices", 0.001, 1000, 1),
+    gpu: query
+      .getAll("gpu")
+      .slice(0, 32)
+      .map((name) => name.slice(0, 100)),
+    tp: query
+      .getAll("tp")
+      .slice(0, 32)
+      .map(Number)
+      .filter((n) => Number.isInteger(n) && n >= 1 && n <= 1024),
     window: (query.get("window") ?? "").slice(0, 40),
     max_gpus: between("max-gpus", 1, 1e6, null),
     budget: between("budget", 1e-6, 1e9, null),
     policy: (query.get("policy") ?? DEFAULTS.policy).slice(0, 100),
     engine: (query.get("engine") ?? "").slice(0, 20),
     spot: query.get("spot") === "1",
+    reclaims_per_h: between("reclaims", 1e-6, 60, null),
+    cold_start_s: seconds(query.get("cold-start")),
     drop_too_long: query.get("drop-too-long") === "1",
     seed: Math.floor(between("seed", 0, 2 ** 31 - 1, 0)),
   };
@@ -63,7 +80,8 @@ export function fromQuery(search) {
 
 function traceFrom(text, name) {
   const [kind, value] = (text ?? "sample").split(/:(.*)/s);
-  if (kind === "upload" && value) return { kind, id: value.slice(0, 64), name: (name ?? "trace").slice(0, 200) };
+  if (kind === "upload" && value)
+    return { kind, id: value.slice(0, 64), name: (name ?? "trace").slice(0, 200) };
   if (kind === "since" && value) return { kind, since: value.slice(0, 20) };
   return { kind: "sample" };
 }
@@ -84,7 +102,7 @@ export function toQuery(question) {
   query.append("tpot", span(question.tpot_s));
   put("attainment", question.attainment, DEFAULTS.attainment);
   put("confidence", question.confidence, DEFAULTS.confidence);
-  put("rate", question.rate, 1);
+  for (const name of ["rate", "prompts", "outputs", "prices"]) put(name, question[name], 1);
   question.gpu.forEach((name) => query.append("gpu", name));
   question.tp.forEach((degree) => query.append("tp", degree));
   put("window", question.window, "");
@@ -93,6 +111,8 @@ export function toQuery(question) {
   put("policy", question.policy, DEFAULTS.policy);
   put("engine", question.engine, "");
   if (question.spot) query.append("spot", "1");
+  put("reclaims", question.reclaims_per_h, null);
+  if (question.cold_start_s !== null) query.append("cold-start", span(question.cold_start_s));
   if (question.drop_too_long) query.append("drop-too-long", "1");
   put("seed", question.seed, 0);
   return query;
@@ -113,6 +133,9 @@ export function toOrder(question) {
     attainment: question.attainment,
     confidence: question.confidence,
     rate_scale: question.rate,
+    prompt_scale: question.prompts,
+    output_scale: question.outputs,
+    price_scale: question.prices,
     gpu: question.gpu,
     tp: question.tp,
     window: question.window || null,
@@ -121,6 +144,8 @@ export function toOrder(question) {
     policy: question.policy,
     engine: question.engine || null,
     spot: question.spot,
+    reclaims_per_h: question.reclaims_per_h,
+    cold_start_s: question.cold_start_s,
     drop_too_long: question.drop_too_long,
     seed: question.seed,
   };
@@ -142,6 +167,9 @@ export function fromJob({ question: order, trace }) {
     attainment: order.attainment,
     confidence: order.confidence,
     rate: order.rate_scale,
+    prompts: order.prompt_scale ?? 1,
+    outputs: order.output_scale ?? 1,
+    prices: order.price_scale ?? 1,
     gpu: order.gpu,
     tp: order.tp,
     window: order.window ?? "",
@@ -150,6 +178,8 @@ export function fromJob({ question: order, trace }) {
     policy: order.policy,
     engine: order.engine ?? "",
     spot: order.spot,
+    reclaims_per_h: order.reclaims_per_h ?? null,
+    cold_start_s: order.cold_start_s ?? null,
     drop_too_long: order.drop_too_long,
     seed: order.seed,
   };
@@ -166,7 +196,14 @@ export function toCommand(question) {
   flag("slo", `ttft=${span(question.ttft_s)},tpot=${span(question.tpot_s)}`);
   if (question.attainment !== DEFAULTS.attainment) flag("attainment", question.attainment);
   if (question.confidence !== DEFAULTS.confidence) flag("confidence", question.confidence);
-  if (question.rate !== 1) flag("rate-scale", question.rate);
+  for (const [name, value] of [
+    ["rate", question.rate],
+    ["prompt", question.prompts],
+    ["output", question.outputs],
+    ["price", question.prices],
+  ]) {
+    if (value !== 1) flag(`${name}-scale`, value);
+  }
   question.gpu.forEach((name) => flag("gpu", name));
   question.tp.forEach((degree) => flag("tp", degree));
   if (question.window) flag("window", question.window);
@@ -175,9 +212,12 @@ export function toCommand(question) {
   if (question.policy !== DEFAULTS.policy) flag("policy", question.policy);
   if (question.engine) flag("engine", question.engine);
   if (question.spot) words.push("--spot");
+  if (question.reclaims_per_h !== null) flag("reclaims-per-h", question.reclaims_per_h);
+  if (question.cold_start_s !== null) flag("cold-start", span(question.cold_start_s));
   if (question.drop_too_long) words.push("--drop-too-long");
   if (question.seed !== 0) flag("seed", question.seed);
   return words.join(" ");
 }
 
-const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) && !word.startsWith("-") ? word : `'${word.replaceAll("'", `'\\''`)}'`);
+const quoted = (word) =>
+  /^[\w@%+=:,./-]+$/.test(word) && !word.startsWith("-") ? word : `'${word.replaceAll("'", `'\\''`)}'`;

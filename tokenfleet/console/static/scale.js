@@ -6,7 +6,8 @@ export function scale(kind, [low, high], [from, to]) {
   const [a, b] = [forward(low), forward(high)];
   const per = b === a ? 0 : (to - from) / (b - a);
   const at = (value) => from + (forward(value) - a) * per;
-  at.ticks = (most) => (kind === "log" ? logTicks(low, high, most) : linearTicks(low, high, most, kind === "whole"));
+  at.ticks = (most) =>
+    kind === "log" ? logTicks(low, high, most) : linearTicks(low, high, most, kind === "whole");
   return at;
 }
 

@@ -12,9 +12,25 @@ const STEPS = 200;
 export function slider(place, { id, name, unit = 1, suffix, low, high, stops, least, most, value, spoken }) {
   const last = stops ? stops.length - 1 : STEPS;
   const toValue = (step) => (stops ? stops[step] : nice(low * (high / low) ** (step / STEPS)));
-  const toStep = (v) => (stops ? nearestStop(stops, v) : Math.round((Math.log(v / low) / Math.log(high / low)) * STEPS));
-  const field = make("input", { id, type: "number", step: "any", min: tidy(least * unit), max: tidy(most * unit), inputmode: "decimal", required: true });
-  const range = make("input", { id: `${id}-slider`, type: "range", min: 0, max: last, step: 1, "aria-label": `${name}, slider` });
+  const toStep = (v) =>
+    stops ? nearestStop(stops, v) : Math.round((Math.log(v / low) / Math.log(high / low)) * STEPS);
+  const field = make("input", {
+    id,
+    type: "number",
+    step: "any",
+    min: tidy(least * unit),
+    max: tidy(most * unit),
+    inputmode: "decimal",
+    required: true,
+  });
+  const range = make("input", {
+    id: `${id}-slider`,
+    type: "range",
+    min: 0,
+    max: last,
+    step: 1,
+    "aria-label": `${name}, slider`,
+  });
   let current = value;
 
   const showRange = () => {
@@ -69,5 +85,8 @@ const tidy = (value) => String(Number(value.toPrecision(8)));
 const nice = (value) => Number(value.toPrecision(2));
 
 function nearestStop(stops, value) {
-  return stops.reduce((best, stop, i) => (Math.abs(stop - value) < Math.abs(stops[best] - value) ? i : best), 0);
+  return stops.reduce(
+    (best, stop, i) => (Math.abs(stop - value) < Math.abs(stops[best] - value) ? i : best),
+    0,
+  );
 }
