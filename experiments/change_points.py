@@ -167,7 +167,7 @@ def azure(data: Path) -> NDArray[np.float64]:
 
 
 def run(asked: argparse.Namespace) -> int:
-    repeats = 8 if asked.quick else 60
+    repeats = 8 if asked.quick else 24
     rng = np.random.default_rng([asked.seed, 5])
     arrivals = azure(asked.data)
     steady = [made("Poisson", None, rng) for _ in range(4 * repeats)]
