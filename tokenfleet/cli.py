@@ -37,6 +37,9 @@ VERBS = {
     "simulate": Verb("tokenfleet.simulate_command", "simulate_command", "one fleet, one trace, one policy"),
     "profile": Verb("tokenfleet.profile_command", "profile_command", "measure a real engine's steps"),
     "compare": Verb("tokenfleet.compare_command", "compare_command", "a running fleet against the simulator"),
+    "export": Verb(
+        "tokenfleet.export_command", "export_command", "a plan as KubeRay, Helm, KEDA, rules, systemd"
+    ),
     "fit": Verb("tokenfleet.fit_command", "fit_command", "measurements: a profile with its errors"),
     "trace": Verb("tokenfleet.traces.command", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.serve_command", "serve_command", "run a fleet behind one OpenAI endpoint"),

@@ -111,7 +111,11 @@ def gather(
     ages = old_profiles([o.profile for o in usable], today) if today else []
     biased = [bias.says] if bias is not None else []
     warnings = (*biased, *trace.warnings, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow)
-    return Gathered(workload, usable, described(trace.name, workload, warnings))
+    clock_s = trace.clock_start_s
+    if clock_s is not None and window is not None:
+        clock_s += parse_window_s(window)[0]
+    inputs = described(trace.name, workload, warnings)
+    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=rate_scale))
 
 
 def chosen_profiles(

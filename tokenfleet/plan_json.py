@@ -299,6 +299,8 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "requests": inputs.requests,
         "rate_rps": _figures(inputs.rate_rps),
         "duration_s": round(inputs.duration_s, 3),
+        "clock_start_unix_s": inputs.clock_start_s,
+        "rate_scale": inputs.rate_scale,
         "profiles": [_offer(offer) for offer in plan.offers],
         "warnings": list(inputs.warnings),
         "max_gpus": plan.question.max_gpus,
@@ -318,6 +320,12 @@ def _offer(offer: Offer) -> dict[str, Any]:
         "mean_relative_error": _figures(profile.residuals.mean_relative),
         "unseen_relative_error": _figures(profile.residuals.unseen_relative),
         "engine": f"{profile.engine.name} {profile.engine.version}".strip(),
+        "engine_limits": {
+            "mode": str(profile.engine.mode),
+            "max_batched_tokens": profile.engine.max_batched_tokens,
+            "max_seqs": profile.engine.max_seqs,
+        },
+        "context_limit_tokens": profile.context_limit_tokens,
         "usd_per_gpu_h": offer.usd_per_gpu_h,
         "price": offer.priced,
     }

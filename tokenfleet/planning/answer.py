@@ -97,6 +97,8 @@ class Inputs:
     duration_s: float
     warnings: tuple[str, ...]
     rate_curve: tuple[tuple[float, float], ...]  # (start_s, rps)
+    clock_start_s: float | None = None  # Unix time of the workload's zero, where the trace tells
+    rate_scale: float = 1.0  # so many seconds of the trace pass in one of the workload's
 
 
 @dataclass(frozen=True)

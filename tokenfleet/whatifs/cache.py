@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def key_of(task: Task) -> str:
         workload_digest(task.workload),
         repr(task.offers),
         repr(task.question),
-        repr((inputs.trace, inputs.requests, inputs.rate_rps, inputs.duration_s, inputs.rate_curve)),
+        repr(replace(inputs, warnings=())),
         repr(task.scheduled),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,107 @@
+"""What each kind of export writes: file names and their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from controlplane.errors import BadInput
+from tokenfleet.export.deployment import Deployment
+from tokenfleet.export.grafana import dashboard_text
+from tokenfleet.export.keda import keda
+from tokenfleet.export.kuberay import KEYS, kuberay
+from tokenfleet.export.production_stack import production_stack
+from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
+from tokenfleet.export.systemd import systemd_unit
+from tokenfleet.nearest_names import nearest
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """What a plan does not say. `timezone` is that of KEDA's floors; `day_begins` the trace's zero, HH:MM."""
+
+    name: str = "tokenfleet"
+    image: str = "tokenfleet:latest"
+    timezone: str = "UTC"
+    day_begins: str | None = None
+
+
+def _kuberay(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    says = (
+        f"{_says(fleet)}\n# Before: kubectl create secret generic {KEYS}"
+        " --from-literal=api-key=... --from-literal=control-key=... [--from-literal=hf-token=...]"
+    )
+    return {"kuberay.yaml": _documents(says, kuberay(fleet, settings.name, settings.image))}
+
+
+def _production_stack(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    says = f"{_says(fleet)}\n# helm install {settings.name} vllm/vllm-stack -f values.yaml"
+    return {"values.yaml": _documents(says, [production_stack(fleet)])}
+
+
+def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    says = (
+        f"{_says(fleet)}\n# Floors for the Deployments of production-stack release {settings.name}, in"
+        f" {settings.timezone}. Hours that the trace does not cover get the whole fleet."
+    )
+    objects = keda(fleet, settings.name, settings.timezone, settings.day_begins)
+    return {"keda.yaml": _documents(says, objects)}
+
+
+def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    rule = prometheus_rule_object(fleet.slo, fleet.attainment, f"{settings.name}-slo")
+    return {
+        "tokenfleet.rules.yaml": prometheus_rules(fleet.slo, fleet.attainment),
+        "prometheusrule.yaml": _documents(_says(fleet), [rule]),
+    }
+
+
+def _grafana(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    return {"tokenfleet.json": dashboard_text(fleet.slo, fleet.attainment)}
+
+
+def _systemd(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
+    return {"tokenfleet.service": systemd_unit(fleet)}
+
+
+KINDS: Mapping[str, Callable[[Deployment, ExportSettings], dict[str, str]]] = {
+    "kuberay": _kuberay,
+    "production-stack": _production_stack,
+    "keda": _keda,
+    "prometheus": _prometheus,
+    "grafana": _grafana,
+    "systemd": _systemd,
+}
+
+
+def known_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """`kinds`, each once. Raises BadInput for one there is not."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise BadInput(f"export: {kind}: no such kind{nearest(kind, KINDS)}; one of {', '.join(KINDS)}")
+    return tuple(dict.fromkeys(kinds))
+
+
+def export_files(
+    fleet: Deployment, kinds: Sequence[str], settings: ExportSettings, folder: Path
+) -> dict[Path, str]:
+    """Every file of the kinds, each kind in its own folder under `folder`; nothing is written. BadInput."""
+    return {
+        folder / kind / name: text
+        for kind in known_kinds(kinds)
+        for name, text in KINDS[kind](fleet, settings).items()
+    }
+
+
+def _says(fleet: Deployment) -> str:
+    """The first line of every file: what the plan was."""
+    groups = " + ".join(f"{g.workers} x {g.gpu} TP{g.gpus}" for g in fleet.groups)
+    return f"# Made by tokenfleet from a plan: {groups}, {fleet.attainment:g} within {fleet.slo_text}."
+
+
+def _documents(says: str, objects: Sequence[dict[str, Any]]) -> str:
+    return says + "\n" + yaml.safe_dump_all(objects, sort_keys=False, width=110, allow_unicode=True)

@@ -1,0 +1,210 @@
+"""The Kubernetes objects we write, field by field: what is not named here is a mistake of ours.
+
+Pinned to apps/v1 and v1; custom_objects.py has the kinds of others. Only the fields that are used stand here,
+each as strict as its API.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]  # DNS-1123 label
+LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")]
+LabelKey = Annotated[
+    str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
+]
+Labels = dict[LabelKey, LabelValue]
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Metadata(Strict):
+    name: Name
+    namespace: Name | None = None
+    labels: Labels = {}
+    annotations: dict[LabelKey, str] = {}
+
+
+class PodMetadata(Strict):
+    labels: Labels = {}
+    annotations: dict[LabelKey, str] = {}
+
+
+class SecretKey(Strict):
+    name: Name
+    key: str
+    optional: bool = False
+
+
+class FromSource(Strict):
+    secretKeyRef: SecretKey
+
+
+class Env(Strict):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    value: str | None = None
+    valueFrom: FromSource | None = None
+
+
+class ContainerPort(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,15}$")]
+    containerPort: Port
+
+
+class Resources(Strict):
+    requests: dict[LabelKey, Quantity] = {}
+    limits: dict[LabelKey, Quantity] = {}
+
+
+class Mount(Strict):
+    name: Name
+    mountPath: Annotated[str, Field(pattern=r"^/")]
+    readOnly: bool = False
+    subPath: str | None = None
+
+
+class HttpGet(Strict):
+    path: str
+    port: str | int
+
+
+class Probe(Strict):
+    httpGet: HttpGet
+    initialDelaySeconds: Annotated[int, Field(ge=0)] = 0
+    periodSeconds: Annotated[int, Field(ge=1)] = 10
+    timeoutSeconds: Annotated[int, Field(ge=1)] = 1
+    failureThreshold: Annotated[int, Field(ge=1)] = 3
+
+
+class SecurityContext(Strict):
+    allowPrivilegeEscalation: bool | None = None
+    runAsNonRoot: bool | None = None
+    runAsUser: int | None = None
+    fsGroup: int | None = None
+    readOnlyRootFilesystem: bool | None = None
+    capabilities: dict[Literal["drop", "add"], list[str]] | None = None
+    seccompProfile: dict[Literal["type"], str] | None = None
+
+
+class Container(Strict):
+    name: Name
+    image: Annotated[str, Field(min_length=1)]
+    imagePullPolicy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    command: list[str] | None = None
+    args: list[str] | None = None
+    env: list[Env] = []
+    ports: list[ContainerPort] = []
+    resources: Resources | None = None
+    volumeMounts: list[Mount] = []
+    startupProbe: Probe | None = None
+    readinessProbe: Probe | None = None
+    livenessProbe: Probe | None = None
+    securityContext: SecurityContext | None = None
+
+
+class EmptyDir(Strict):
+    medium: Literal["", "Memory"] = ""
+    sizeLimit: Quantity | None = None
+
+
+class ClaimSource(Strict):
+    claimName: Name
+
+
+class ConfigMapSource(Strict):
+    name: Name
+
+
+class Volume(Strict):
+    name: Name
+    emptyDir: EmptyDir | None = None
+    persistentVolumeClaim: ClaimSource | None = None
+    configMap: ConfigMapSource | None = None
+
+
+class Toleration(Strict):
+    key: str
+    operator: Literal["Exists", "Equal"]
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class PodSpec(Strict):
+    containers: Annotated[list[Container], Field(min_length=1)]
+    nodeSelector: Labels = {}
+    tolerations: list[Toleration] = []
+    volumes: list[Volume] = []
+    terminationGracePeriodSeconds: Annotated[int, Field(ge=0)] | None = None
+    securityContext: SecurityContext | None = None
+    automountServiceAccountToken: bool | None = None
+
+
+class PodTemplate(Strict):
+    metadata: PodMetadata = PodMetadata()
+    spec: PodSpec
+
+
+class Selector(Strict):
+    matchLabels: Labels
+
+
+class Strategy(Strict):
+    type: Literal["Recreate", "RollingUpdate"]
+
+
+class DeploymentSpec(Strict):
+    replicas: Annotated[int, Field(ge=0)]
+    selector: Selector
+    strategy: Strategy | None = None
+    template: PodTemplate
+
+
+class DeploymentObject(Strict):
+    apiVersion: Literal["apps/v1"]
+    kind: Literal["Deployment"]
+    metadata: Metadata
+    spec: DeploymentSpec
+
+
+class ServicePort(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,15}$")]
+    port: Port
+    targetPort: str | int
+
+
+class ServiceSpec(Strict):
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    selector: Labels
+    ports: list[ServicePort]
+
+
+class Service(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["Service"]
+    metadata: Metadata
+    spec: ServiceSpec
+
+
+class ConfigMap(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["ConfigMap"]
+    metadata: Metadata
+    data: dict[Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$")], str]
+
+
+class ClaimSpec(Strict):
+    accessModes: list[Literal["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"]]
+    resources: Resources
+
+
+class Claim(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["PersistentVolumeClaim"]
+    metadata: Metadata
+    spec: ClaimSpec

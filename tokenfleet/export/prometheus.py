@@ -1,0 +1,159 @@
+"""Prometheus rules for the promise: how fast the error budget burns, over several windows, and what to do.
+
+A request is an *error* when it finished outside its targets, failed, or was turned away for want of room;
+what the client gave up or its rate limit refused is none. Counted per request by the gateway, so no
+histogram bucket has to lie near a target. The windows and factors are the usual ones for a budget of 30
+days: 2 % of it in an hour or 5 % in six wake somebody, 10 % in a day or all of it in 30 make a ticket.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import yaml
+
+from controlplane.errors import BadInput
+from controlplane.types import Slo
+from tokenfleet.durations import duration_text
+from tokenfleet.export.custom_objects import checked_object
+from tokenfleet.tables import share_text
+
+WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+_RECORD = "tokenfleet:slo_errors:ratio_rate{window}"
+_BAD_ENDS = 'tokenfleet_requests_total{outcome=~"failed|rejected"}'
+
+
+class Burn(NamedTuple):
+    """An alert: the error ratio over both windows is above `factor` times the budget."""
+
+    long: str
+    short: str
+    factor: float
+    severity: str
+    says: str
+
+
+BURNS = (
+    Burn("1h", "5m", 14.4, "page", "2 % of a 30-day budget in an hour"),
+    Burn("6h", "30m", 6.0, "page", "5 % of a 30-day budget in six hours"),
+    Burn("1d", "2h", 3.0, "ticket", "10 % of a 30-day budget in a day"),
+    Burn("3d", "6h", 1.0, "ticket", "the whole of a 30-day budget, if it goes on"),
+)
+
+
+def error_ratio(window: str) -> str:
+    """PromQL: the share of requests that were errors over a window; no value without requests."""
+    missed = f'sum(rate(tokenfleet_slo_requests_total{{target="both",met="false"}}[{window}]))'
+    judged = f'sum(rate(tokenfleet_slo_requests_total{{target="both"}}[{window}]))'
+    ended = f"sum(rate({_BAD_ENDS}[{window}]))"
+    # A counter that has never counted has no series, which is a zero and not an absence of news.
+    errors = f"({missed} or vector(0)) + ({ended} or vector(0))"
+    return f"({errors}) / (({judged} or vector(0)) + ({ended} or vector(0)))"
+
+
+def threshold(factor: float, budget: float) -> float:
+    """The error ratio an alert fires above. Where the factor asks for more than all requests, the middle
+    between the budget and everything failing: an alert that cannot fire is none."""
+    ratio = factor * budget
+    return ratio if ratio < 0.9 else (1.0 + budget) / 2.0
+
+
+def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
+    """The rules for a target, as a Prometheus rule file has them. Raises BadInput for no share."""
+    if not 0.0 < attainment < 1.0:
+        raise BadInput(f"--attainment: must be above 0 and below 1, got {attainment:g}")
+    budget = 1.0 - attainment
+    targets = f"TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}"
+    promise = f"{share_text(attainment)} within {targets}"
+    records = [{"record": _RECORD.format(window=w), "expr": error_ratio(w)} for w in WINDOWS]
+    alerts = []
+    for burn in BURNS:
+        limit = float(f"{threshold(burn.factor, budget):.6g}")
+        over = " and ".join(f"{_RECORD.format(window=w)} > {limit}" for w in (burn.long, burn.short))
+        alerts.append(
+            {
+                "alert": f"TokenfleetBudgetBurn{burn.long.upper()}",
+                "expr": over,
+                "labels": {"severity": burn.severity},
+                "annotations": {
+                    "summary": f"The promise ({promise}) is being broken: {burn.says}",
+                    "description": (
+                        "{{ $value | humanizePercentage }} of the requests were late, failed or turned away;"
+                        f" {share_text(budget)} may be. `tokenfleet fleet status` says what the fleet does,"
+                        " `tokenfleet whatif --vary rate=1,1.5` what more traffic would need."
+                    ),
+                },
+            }
+        )
+    return {
+        "groups": [
+            {"name": "tokenfleet-slo", "interval": "30s", "rules": records},
+            {"name": "tokenfleet-slo-alerts", "rules": alerts},
+            {"name": "tokenfleet-fleet-alerts", "rules": _fleet_alerts()},
+        ]
+    }
+
+
+def _fleet_alerts() -> list[dict[str, Any]]:
+    """What breaks a promise soon, whatever the promise is."""
+    return [
+        _alert(
+            "TokenfleetNoWorker",
+            'sum(tokenfleet_workers{state="serving"}) < 1 or absent(tokenfleet_workers{state="serving"})',
+            "2m",
+            "page",
+            "No worker serves",
+            "Requests wait and are then refused. `tokenfleet fleet status` shows the last decisions and why.",
+        ),
+        _alert(
+            "TokenfleetTurnsAway",
+            'sum(rate(tokenfleet_requests_total{outcome="rejected"}[5m])) > 0',
+            "5m",
+            "ticket",
+            "Requests are turned away for want of room",
+            "The fleet is too small for what arrives: `tokenfleet fleet scale N`, or plan anew.",
+        ),
+        _alert(
+            "TokenfleetLosesWorkers",
+            "increase(tokenfleet_workers_lost_total[30m]) > 2",
+            None,
+            "ticket",
+            "Several workers died within half an hour",
+            "Their requests went on elsewhere. The workers' logs say why; memory is the usual reason.",
+        ),
+        _alert(
+            "TokenfleetKvFull",
+            "max(tokenfleet_worker_kv_used_ratio) > 0.98",
+            "10m",
+            "ticket",
+            "A worker's KV memory has been full for ten minutes",
+            "It preempts. Longer requests than planned for? `tokenfleet whatif --vary lengths=1,1.5`.",
+        ),
+    ]
+
+
+def _alert(
+    name: str, expr: str, lasts: str | None, severity: str, summary: str, description: str
+) -> dict[str, Any]:
+    alert: dict[str, Any] = {"alert": name, "expr": expr}
+    if lasts is not None:
+        alert["for"] = lasts
+    annotations = {"summary": summary, "description": description}
+    return alert | {"labels": {"severity": severity}, "annotations": annotations}
+
+
+def prometheus_rules(slo: Slo, attainment: float) -> str:
+    """A rule file for Prometheus itself."""
+    return yaml.safe_dump(rule_groups(slo, attainment), sort_keys=False, width=110, allow_unicode=True)
+
+
+def prometheus_rule_object(slo: Slo, attainment: float, name: str) -> dict[str, Any]:
+    """The same as the Prometheus operator takes it."""
+    return checked_object(
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PrometheusRule",
+            "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "tokenfleet"}},
+            "spec": rule_groups(slo, attainment),
+        }
+    )

@@ -1,0 +1,60 @@
+"""A systemd unit for `tokenfleet serve` on one GPU machine, without Kubernetes."""
+
+from __future__ import annotations
+
+import shlex
+
+from controlplane.errors import BadInput
+from tokenfleet.export.deployment import Deployment
+from tokenfleet.export.kuberay import serve_words
+
+SHUTDOWN_S = 60
+
+
+def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfleet") -> str:
+    """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several kinds."""
+    if len(fleet.groups) > 1:
+        raise BadInput("systemd: one machine has one kind of worker, this fleet has several: plan with --gpu")
+    words = [program, *serve_words(fleet)[1:]]
+    flags = [] if "--" not in words else words[words.index("--") :]
+    head = words[: len(words) - len(flags)]
+    head += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
+    # systemd expands % and $ in ExecStart; neither has a meaning in our flags.
+    command = shlex.join([*head, *flags]).replace("%", "%%").replace("$", "$$")
+    group = fleet.groups[0]
+    return f"""\
+# {fleet.workers} workers of {group.gpus} x {group.gpu}: this machine needs {fleet.workers * group.gpus} GPUs.
+[Unit]
+Description=Tokenfleet: {fleet.weights} within {fleet.slo_text}
+After=network-online.target nvidia-persistenced.service
+Wants=network-online.target
+StartLimitIntervalSec=600
+StartLimitBurst=5
+
+[Service]
+Type=exec
+User=tokenfleet
+# VLLM_API_KEY=..., TOKENFLEET_CONTROL_KEY=..., and HF_TOKEN=... where the weights need one
+EnvironmentFile=/etc/tokenfleet/keys.env
+Environment=HF_HOME=/var/lib/tokenfleet/hub
+ExecStart={command}
+# Streams finish or end in an explicit error; only then are what is left of the processes killed.
+KillMode=mixed
+KillSignal=SIGTERM
+TimeoutStopSec={SHUTDOWN_S + 60}
+Restart=on-failure
+RestartSec=5
+StateDirectory=tokenfleet
+LimitNOFILE=1048576
+LimitMEMLOCK=infinity
+TasksMax=infinity
+OOMPolicy=stop
+NoNewPrivileges=true
+ProtectSystem=strict
+ProtectHome=true
+PrivateTmp=true
+RestrictSUIDSGID=true
+
+[Install]
+WantedBy=multi-user.target
+"""
