@@ -249,8 +249,8 @@ def test_panels_do_not_overlap_and_the_target_is_in_them() -> None:
 _UNIT_KEYS = {
     "Unit": "Description After Wants StartLimitIntervalSec StartLimitBurst",
     "Service": "Type User EnvironmentFile Environment ExecStart KillMode KillSignal TimeoutStopSec Restart"
-    " RestartSec StateDirectory LimitNOFILE LimitMEMLOCK TasksMax OOMPolicy NoNewPrivileges ProtectSystem ProtectHome"
-    " PrivateTmp RestrictSUIDSGID",
+    " RestartSec StateDirectory LimitNOFILE LimitMEMLOCK TasksMax OOMPolicy NoNewPrivileges ProtectSystem"
+    " ProtectHome PrivateTmp RestrictSUIDSGID",
     "Install": "WantedBy",
 }
 
