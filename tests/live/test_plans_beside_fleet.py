@@ -55,7 +55,7 @@ def test_every_request_is_recorded_with_its_figures_and_never_its_text(fleet):
 
 def test_the_scorecard_compares_the_plan_it_is_served_under(fleet):
     served, data = fleet
-    card = httpx.get(f"{served.control}/v1/plans/last/scorecard", timeout=120).json()
+    card = httpx.get(f"{served.control}/v1/plans/last/scorecard", timeout=320).json()
     assert (card["requests"], card["workers"]) == (REQUESTS, {"planned": 1, "seen": 1})
     assert card["tpot_s"]["mean"]["observed"] > 0
     assert card["bias"]["decode"] > 0

@@ -17,8 +17,8 @@ from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.live.http_rules import UnknownName
 from tokenfleet.service.end_with_asker import end_with_asker
 
-TIMEOUT_S = 120.0
-NICENESS = 10
+TIMEOUT_S = 300.0
+NICENESS = 5
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
