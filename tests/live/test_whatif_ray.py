@@ -1,0 +1,39 @@
+"""A what-if grid on a Ray cluster gives the bytes that one process gives."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from served_fleet import ROOT
+
+pytest.importorskip("ray")
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+def test_a_grid_on_ray_is_the_grid_of_one_process(tmp_path: Path) -> None:
+    from planning_builders import SLO, poisson, worker
+    from test_plan_command import save
+
+    from tokenfleet.profile_files import write_profile
+    from tokenfleet.traces import read_traces
+    from tokenfleet.whatifs import run
+    from tokenfleet.whatifs.axes import grid
+    from tokenfleet.whatifs.scenario import Asked
+    from tokenfleet.whatifs.view import whatif_json
+
+    save(poisson(requests=300), tmp_path / "trace.csv")
+    write_profile(worker(), tmp_path / "worker.yaml")
+    asked = Asked((tmp_path / "trace.csv",), SLO, attainment=0.95, profiles=(tmp_path / "worker.yaml",))
+    read, cells = read_traces([str(tmp_path / "trace.csv")]), grid(["rate=1,2", "confidence=0.9,0.95"])
+    here, _ = run.planned(read, asked, cells)
+    there, _ = run.planned(read, asked, cells, ray="local")
+    assert json.dumps(whatif_json(there)) == json.dumps(whatif_json(here))
+
+
+def test_an_address_where_no_cluster_answers_is_one_line() -> None:
+    from controlplane.errors import BadInput
+    from tokenfleet.whatifs.side_by_side import solved_by_ray
+
+    with pytest.raises(BadInput, match=r"--ray: 127\.0\.0\.1:1"):
+        list(solved_by_ray([], "127.0.0.1:1"))
