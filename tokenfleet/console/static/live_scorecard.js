@@ -1,0 +1,72 @@
+/* The plan this fleet was started with, against what it has done; asked for by a button, since it costs replays. */
+
+import { Refused, Unreachable, ask, offers } from "./api.js";
+import { byId, say, table } from "./dom.js";
+import { counted, duration, number, share } from "./format.js";
+
+const PATH = "/v1/plans/{job}/scorecard";
+
+/** Show the section where the API keeps plans. */
+export async function offerScorecard() {
+  byId("scorecard").hidden = !(await offers(PATH));
+  byId("compare").addEventListener("click", () => void compare());
+}
+
+async function compare() {
+  const button = byId("compare");
+  button.disabled = true;
+  say(byId("scorecard-says"), "Comparing…");
+  try {
+    show(await ask("GET", PATH.replace("{job}", "last")));
+  } catch (error) {
+    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+    say(byId("scorecard-says"), `${error.message}.`);
+  }
+  button.disabled = false;
+}
+
+function show(card) {
+  say(
+    byId("scorecard-says"),
+    `Plan ${card.plan}, ${counted(card.requests, "request")} finished under it. ${card.says.map((line) => `${line}.`).join(" ")}`,
+  );
+  const rows = [
+    ...quantiles("TTFT", card.ttft_s),
+    ...quantiles("TPOT", card.tpot_s),
+    ...(card.attainment
+      ? [
+          [
+            "attainment",
+            share(card.attainment.planned),
+            share(card.attainment.predicted),
+            share(card.attainment.observed),
+            "",
+          ],
+        ]
+      : []),
+  ];
+  const columns = [
+    { name: "what" },
+    ...["planned", "predicted", "observed", "ratio"].map((name) => ({ name, number: true })),
+  ];
+  const shown = rows.length
+    ? [
+        table(
+          "As planned, as predicted for the traffic that came, as observed, and observed over predicted",
+          columns,
+          rows,
+        ),
+      ]
+    : [];
+  byId("scorecard-table").replaceChildren(...shown);
+}
+
+function quantiles(name, figures) {
+  return Object.entries(figures ?? {}).map(([quantile, f]) => [
+    `${name} ${quantile}`,
+    duration(f.planned),
+    duration(f.predicted),
+    duration(f.observed),
+    number(f.ratio),
+  ]);
+}
