@@ -10,8 +10,8 @@ is, one hour: too short for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `
 Clairvoyant. The trace cut into windows of `WINDOW_S`, each simulated alone at every count: the fewest workers
 with each window at the target, then taken away where that misses least until the whole only just meets it. It
 is then run through the same simulator, launched a cold start ahead, and its worker-hours are what others are
-measured by. Its attainment there may differ a little: in a run windows hand their load over. On the Azure hour
-it is no minimum: one window there is at the target with hardly any number of workers, and takes them all.
+measured by. Its attainment there may differ a little: in a run windows hand their load over. On the Azure
+hour it is no minimum: one window there is met by hardly any number of workers, and takes them all.
 
 Ours is `control.tick` as it runs live: Eq 7's line learned by simulation at steady rates on these lengths
 (another draw), regimes, burst, backlog and forecast. The reactive rules (scaling_rules.py) get the target, of
