@@ -29,11 +29,3 @@ def test_a_grid_on_ray_is_the_grid_of_one_process(tmp_path: Path) -> None:
     here, _ = run.planned(read, asked, cells)
     there, _ = run.planned(read, asked, cells, ray="local")
     assert json.dumps(whatif_json(there)) == json.dumps(whatif_json(here))
-
-
-def test_an_address_where_no_cluster_answers_is_one_line() -> None:
-    from controlplane.errors import BadInput
-    from tokenfleet.whatifs.side_by_side import solved_by_ray
-
-    with pytest.raises(BadInput, match=r"--ray: 127\.0\.0\.1:1"):
-        list(solved_by_ray([], "127.0.0.1:1"))

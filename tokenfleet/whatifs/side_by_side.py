@@ -163,6 +163,7 @@ def _ray(address: str) -> Any:
             break
         except Exception as error:  # Ray raises a bare Exception where its own start took too long
             ray.shutdown()
-            if attempt + 1 == _RAY_ATTEMPTS or "timed out" not in str(error):
+            slow = address == RAY_LOCAL and "timed out" in str(error)
+            if attempt + 1 == _RAY_ATTEMPTS or not slow:
                 raise BadInput(f"--ray: {address}: {' '.join(str(error).split())[:200]}") from None
     return ray
