@@ -57,6 +57,7 @@ class Member:
     since_s: float
     reason: str
     task: asyncio.Task[None] | None = None
+    is_stopping: bool = False  # drained, and past being taken back
 
 
 class Cluster:
@@ -150,6 +151,8 @@ class Cluster:
         member = self._known(worker)
         if member.state != "draining":
             raise BadInput(f"worker {worker}: is not draining")
+        if member.is_stopping:
+            raise BadInput(f"worker {worker}: is drained and being stopped; scale up instead")
         self.wanted += 1
         self._undrain(member, reason)
 
@@ -178,6 +181,7 @@ class Cluster:
         standing = [
             Standing(m.worker, m.state, m.since_s, len(self.core.requests.on_worker(m.worker)))
             for m in self._members.values()
+            if not m.is_stopping
         ]
         return steps_to(self.wanted, standing, now_s, self.start_limit_s, reason)
 
@@ -267,6 +271,7 @@ class Cluster:
             moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in left))
             if not any(moved):
                 await asyncio.sleep(0.2)  # no room elsewhere, or nothing that may move: let them run on
+        member.is_stopping = True
         await self.core.detach(member.worker)
         await self.host.stop(member.worker)
         self._members.pop(member.worker, None)

@@ -14,6 +14,8 @@ class FlakyHost:
 
     def __init__(self, front):
         self.front, self.failures, self.stopped = front, 0, []
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
 
     async def launch(self, worker):
         if self.failures:
@@ -24,6 +26,7 @@ class FlakyHost:
 
     async def stop(self, worker):
         self.stopped.append(worker)
+        await self.may_stop.wait()
         if worker in self.front.engines:
             await self.front.engines[worker].close()
 
@@ -89,11 +92,26 @@ def test_a_drained_worker_is_stopped_once_its_requests_have_moved(play):
             await front.send(f"r{i}", [i + 1] * 30, max_tokens=300)
         await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(8)))
         fleet.drain(WorkerId("w0"), "a test")
-        await until(lambda: "w0" in host.stopped)
-        assert not names(fleet, "draining")
+        await until(lambda: "w0" in host.stopped and not names(fleet, "draining"))
         await front.ended(*(f"r{i}" for i in range(8)))
         assert all(len(front.tokens[f"r{i}"]) == 300 for i in range(8))
         assert fleet.wanted == 1
+
+    play(story)
+
+
+def test_a_drained_worker_that_is_being_stopped_is_not_taken_back(play):
+    async def story(front, fleet, host):
+        host.may_stop.clear()
+        fleet.drain(WorkerId("w0"), "a test")
+        await until(lambda: "w0" in host.stopped)
+        with pytest.raises(BadInput, match="being stopped"):
+            fleet.cancel_drain(WorkerId("w0"), "changed my mind")
+        fleet.scale(2, "a test")
+        await until(lambda: names(fleet) == ["w1", "w2"])
+        host.may_stop.set()
+        await until(lambda: not names(fleet, "draining"))
+        assert {at.worker for at in front.core.attached()} == {"w1", "w2"}
 
     play(story)
 
