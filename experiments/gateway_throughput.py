@@ -21,6 +21,7 @@ from served import Stream, fleet, plain_server, session, stream, tiny_model
 
 LEVELS = (1, 16, 64)
 OUTPUT_TOKENS = 100
+IDLE_SPIN_S = 1.5  # vLLM's ranks spin for a second after their last step, on the cores of the other side
 
 
 async def load(
@@ -72,6 +73,7 @@ def main() -> int:
             got: dict[str, list[dict[str, float]]] = {"plain": [], "fleet": []}
             for turn in range(rounds):
                 for side in ("plain", "fleet") if turn % 2 == 0 else ("fleet", "plain"):
+                    time.sleep(IDLE_SPIN_S)
                     got[side].append(asyncio.run(load(sides[side], streams, requests, rng)))
             for side, rounds_of_side in got.items():
                 medians = {k: statistics.median(r[k] for r in rounds_of_side) for k in rounds_of_side[0]}
