@@ -52,8 +52,9 @@ class SurpriseBook:
         fresh = decoding[new]
         self._worker[fresh] = here[new]
         self._end[fresh] = steps[here[new]] + np.maximum(self._first[fresh] - made[new], 1)
-        late = made >= self._first[decoding]
-        rest = np.maximum(led.requests["ends"][decoding] - steps[here], 0)
+        rest = led.requests["ends"][decoding] - steps[here]
+        # Once past its new end, too, a request weighs nothing until it is predicted anew.
+        late = (made >= self._first[decoding]) & (rest > 0)
         tokens, sequences = np.zeros(len(steps), np.int64), np.zeros(len(steps), np.int64)
         np.add.at(tokens, here[late], rest[late])
         np.add.at(sequences, here[late], 1)
