@@ -1,8 +1,13 @@
 """What the gateway costs: one fleet of two workers against two plain vLLM servers that are fed directly.
 
-The same engines on the same cores, closed-loop streams of 64 prompt and 100 output tokens. The two sides
-take turns, round by round, so that whatever else the machine does falls on both; a ratio is the median over
-rounds. `--streams-held N` adds one round of N streams at once on the fleet alone.
+The same engines on the same cores, closed-loop streams of 64 prompt and 100 output tokens. The sides take
+turns, round by round, so that whatever else the machine does falls on all; a ratio is the median over rounds.
+`--streams-held N` adds one round of N streams at once on the fleet alone.
+
+Two kinds of plain server: `plain` as vLLM starts on a CPU, with the rank in a process of its own, and
+`plain, one process`, with the rank inside the engine's process. The fleet's workers are of the second kind
+(vLLM's default on a GPU, ours on a CPU too), so that the first ratio is what a user gains or loses and the
+second is what the gateway alone costs.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from results import bar, flags, show
 from served import Stream, fleet, plain_server, session, stream, tiny_model
 
 LEVELS = (1, 16, 64)
+PLAIN = {"plain": False, "plain, one process": True}
 OUTPUT_TOKENS = 100
 IDLE_SPIN_S = 1.5  # vLLM's ranks spin for a second after their last step, on the cores of the other side
 
@@ -63,25 +69,27 @@ def main() -> int:
     bars = {}
     with ExitStack() as stack:
         model = stack.enter_context(tiny_model())
-        plain = [stack.enter_context(plain_server(model, cores[i % len(cores)])) for i in range(2)]
-        ours = stack.enter_context(fleet(model, "--workers", "2"))
-        sides = {"plain": [p.gateway for p in plain], "fleet": [ours.gateway]}
+        sides: dict[str, list[str]] = {}
+        for side, is_one_process in PLAIN.items():
+            servers = [plain_server(model, cores[i % len(cores)], is_one_process) for i in range(2)]
+            sides[side] = [stack.enter_context(server).gateway for server in servers]
+        sides["fleet"] = [stack.enter_context(fleet(model, "--workers", "2")).gateway]
         for urls in sides.values():
             asyncio.run(load(urls, 8, 16, rng))
         for streams in LEVELS:
             requests = {1: 4, 16: 32, 64: 96}[streams] * (1 if asked.quick else 2)
-            got: dict[str, list[dict[str, float]]] = {"plain": [], "fleet": []}
+            got: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(rounds):
-                for side in ("plain", "fleet") if turn % 2 == 0 else ("fleet", "plain"):
+                for side in sides if turn % 2 == 0 else reversed(sides):
                     time.sleep(IDLE_SPIN_S)
                     got[side].append(asyncio.run(load(sides[side], streams, requests, rng)))
             for side, rounds_of_side in got.items():
                 medians = {k: statistics.median(r[k] for r in rounds_of_side) for k in rounds_of_side[0]}
                 rows.append({"streams": streams, "side": side, **medians})
-            ratios = [
-                f["tokens_per_s"] / p["tokens_per_s"] for f, p in zip(got["fleet"], got["plain"], strict=True)
-            ]
-            bars[f"throughput ratio at {streams} streams"] = bar(statistics.median(ratios), 0.95, True)
+            for side in PLAIN:
+                pairs = zip(got["fleet"], got[side], strict=True)
+                ratio = statistics.median(f["tokens_per_s"] / p["tokens_per_s"] for f, p in pairs)
+                bars[f"throughput against {side} at {streams} streams"] = bar(ratio, 0.95, True)
         if asked.streams_held and not asked.quick:
             held = asyncio.run(load(sides["fleet"], asked.streams_held, asked.streams_held, rng))
             rows.append({"streams": asked.streams_held, "side": "fleet", **held})

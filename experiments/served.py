@@ -31,6 +31,7 @@ PLAIN_FLAGS = (
     "--enforce-eager", "--block-size", "32",
     "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log",
 )  # fmt: skip
+ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 START_S = 300.0
 
 
@@ -120,14 +121,22 @@ def fleet(model: Path, *flags: str, engine_flags: Sequence[str] = ENGINE_FLAGS) 
 
 
 @contextmanager
-def plain_server(model: Path, core: int) -> Iterator[Server]:
-    """vLLM's own server with the same engine, pinned to a core, ready, and stopped afterwards."""
+def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterator[Server]:
+    """vLLM's own server with the same engine, pinned to a core, ready, and stopped afterwards.
+
+    `is_one_process`: with the rank inside the engine's process, as our workers have it on a CPU too. Not
+    vLLM's default there, and it then leaves the pinning to the kernel.
+    """
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--port", str(port), "--host", "127.0.0.1", "--served-model-name", MODEL, *ENGINE_FLAGS, *PLAIN_FLAGS,
     ]  # fmt: skip
-    process = _spawn(command, VLLM_CPU_OMP_THREADS_BIND=str(core))
+    if is_one_process:
+        command += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]
+        process = _spawn(command, OMP_NUM_THREADS="1")
+    else:
+        process = _spawn(command, VLLM_CPU_OMP_THREADS_BIND=str(core))
     url = f"http://127.0.0.1:{port}"
     try:
         deadline_s = time.monotonic() + START_S

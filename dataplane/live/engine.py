@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,10 +17,12 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.link import WorkerInfo
 from dataplane.live.vllm_surface import (
+    ONE_PROCESS_EXECUTOR,
     AsyncEngineArgs,
     EngineCoreClient,
     EngineCoreRequest,
     Executor,
+    OMPProcessManager,
     SamplingParams,
     UsageContext,
     current_platform,
@@ -29,6 +32,7 @@ from dataplane.live.vllm_surface import (
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
 WARM_UP_S = 300.0
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,9 @@ def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
     if current_platform.is_cpu():
         settings |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
         settings |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
+        if not any((asked.get(degree) or 1) > 1 for degree in DEGREES):
+            # A queue between two processes costs more here than the step of a small model.
+            settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
     settings |= {name: value for name, value in asked.items() if value is not None}
     settings |= {
         "enable_prefix_caching": True,
@@ -89,7 +96,11 @@ def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
 def start_engine(args: AsyncEngineArgs) -> Any:
     """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
+    is_one_process = config.parallel_config.distributed_executor_backend == ONE_PROCESS_EXECUTOR
+    # OpenMP reads its cores when a process starts. vLLM tells its rank processes, not its engine's.
+    cores = OMPProcessManager(config).configure_omp_envs(0, 0) if is_one_process else nullcontext()
+    with cores:
+        return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
 
 
 def worker_info(worker: WorkerId, core: Any, endpoint: str, door: KvDoor, pid: int) -> WorkerInfo:

@@ -74,7 +74,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
             self._running: set[str] = set()
-            self._ranks: list[int] = []
+            self._ranks: list[int] | None = None
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
             self._step_loads: deque[dict[str, int]] = deque()
             self._answers: dict[str, bool] = {}
@@ -195,7 +195,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         answers, self._answers = self._answers, {}
         told: dict[str, Any] = {"load": self._step_loads.popleft(), "answers": answers}
         if self._settings.get("cpu_clock"):
-            self._ranks = self._ranks or descendants()  # looked for once: it takes longer than a step
+            if self._ranks is None:  # looked for once: it takes longer than a step
+                self._ranks = descendants()
             told["cpu_s"] = cpu_s(self._ranks)
         return StepStats(data=told)
 

@@ -38,6 +38,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.utils.ompmultiprocessing import OMPProcessManager  # noqa: E402
 from vllm.v1.engine import (  # noqa: E402
     EngineCoreEvent,
     EngineCoreEventType,
@@ -54,7 +55,11 @@ from vllm.v1.outputs import LogprobsLists  # noqa: E402
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor  # noqa: E402
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: E402
 
+# vLLM runs a lone rank inside its engine's process on a GPU; on a CPU it does when the executor is named so.
+ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
 __all__ = [
+    "ONE_PROCESS_EXECUTOR",
     "SUPPORTED_VERSION",
     "AdapterLogitsProcessor",
     "AsyncEngineArgs",
@@ -75,6 +80,7 @@ __all__ = [
     "LogprobsLists",
     "MsgpackDecoder",
     "MsgpackEncoder",
+    "OMPProcessManager",
     "PrefillStats",
     "RequestOutputKind",
     "SamplingParams",
