@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from planning_builders import poisson
 
 from controlplane.workload import Workload
-from tokenfleet.planning.bootstrap import resampled
+from tokenfleet.planning.bootstrap import next_like, resampled
 
 workloads = st.builds(
     lambda gaps, seed: (
@@ -40,6 +40,16 @@ def test_the_rate_stays_on_average() -> None:
     workload = poisson(requests=4000)
     counts = [len(resampled(workload, np.random.default_rng(seed))) for seed in range(40)]
     assert abs(np.mean(counts) / 4000 - 1.0) < 0.02
+
+
+def test_the_next_traffic_scatters_by_the_trace_s_own_chance_as_well() -> None:
+    # The count of Poisson traffic, foretold from one count of it, is off by twice the variance of a count.
+    workload = poisson(requests=1000)
+    once, twice = (
+        np.var([len(draw(workload, np.random.default_rng(seed))) for seed in range(400)])
+        for draw in (resampled, next_like)
+    )
+    assert 1.5 < twice / once < 2.7
 
 
 def test_the_shape_of_the_day_stays() -> None:

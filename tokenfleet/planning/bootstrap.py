@@ -3,6 +3,9 @@
 The trace is cut into blocks of time and each block is replaced by one that begins nearby, requests with
 their lengths and gaps untouched. Blocks keep what makes a fleet miss (bursts, runs of long prompts) whole;
 drawing them nearby keeps the shape of the hour or the day (Dowla, Paparoditis and Politis, 2003).
+
+What comes next differs from the trace twice: the trace is itself a draw from its traffic, and so is the next
+one. One resampling makes up for the second alone; a plan for other traffic than the trace needs both.
 """
 
 from __future__ import annotations
@@ -14,6 +17,11 @@ from controlplane.workload import Workload
 BLOCK_S = 60.0
 FEWEST_BLOCKS = 20  # a short trace gets shorter blocks, or every draw would be the trace itself
 NEARBY = 0.1  # of the trace's duration, to either side
+
+
+def next_like(workload: Workload, rng: np.random.Generator) -> Workload:
+    """Other traffic like `workload`: a draw from what it might have been, drawn from once more."""
+    return resampled(resampled(workload, rng), rng)
 
 
 def resampled(workload: Workload, rng: np.random.Generator) -> Workload:

@@ -1,27 +1,38 @@
 """How sure a fleet is: bounds on attainment from replays in worlds that might as well have been.
 
-Each world is one draw of arrivals and one of coefficients; its misses are m of n. On the logarithm of the
-share of misses, y = log((m + 1/2)/(n + 1)), worlds scatter roughly normally, so the next world's y lies below
+Each world is one draw of arrivals and one of coefficients. What comes is one more of them, so that it is as
+likely to stand at any place among them: of W worlds ordered by their share of misses, the next one does not
+exceed the r-th with probability r/(W + 1), however they scatter (a conformal bound). The bound at a
+confidence c is the world at r = ⌈c·(W + 1)⌉, and a fleet holds when so many worlds meet the target;
+`worlds_for` says how many make that exact. Where W worlds are too few (r > W), the bound is the worst of them
+or, on the logarithm of the share of misses, y = log((m + 1/2)/(n + 1)), that of a normal's next draw,
 
-    mean(y) + t(worlds - 1, confidence) · sd(y) · sqrt(1 + 1/worlds)
+    mean(y) + t(W - 1, confidence) · sd(y) · sqrt(1 + 1/W)
 
-with probability `confidence`: a prediction bound, not a bound on a mean. A trace is itself a sample: the
-Jeffreys bound on its miss share is a floor to the doubt, so a short trace cannot show a high target
-whatever the fleet.
+whichever is lower. Worlds are made of the trace's own requests, so they hold no kind of miss that it does
+not: Jeffreys' bound on a share of which nothing was seen is a floor to the doubt, and a short trace cannot
+show a high target whatever the fleet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
+WORLDS = 19  # r is a whole number for each multiple of 0.05
+MOST_WORLDS = 39  # a confidence above 0.975 would take more than pay
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Attainment of a fleet: its mean over worlds, and one-sided bounds each held with `confidence`."""
+    """Attainment of a fleet: its mean over worlds, and one-sided bounds each held with `confidence`.
+
+    At a confidence well below 0.95 the lower bound may be above a mean that a few bad worlds pull down.
+    """
 
     expected: float
     low: float
@@ -34,23 +45,34 @@ def estimate(misses: Sequence[int], requests: Sequence[int], confidence: float) 
     """Bounds from two worlds or more: `misses[i]` of `requests[i]`."""
     missed, judged = np.asarray(misses, float), np.asarray(requests, float)
     worlds = len(missed)
-    y = np.log((missed + 0.5) / (judged + 1.0))
-    reach = float(stats.t.ppf(confidence, worlds - 1) * y.std(ddof=1) * np.sqrt(1.0 + 1.0 / worlds))
+    share = np.sort(missed / judged)
     expected = 1.0 - float(missed.sum() / judged.sum())
-    low = 1.0 - float(np.exp(y.mean() + reach))
-    high = 1.0 - float(np.exp(y.mean() - reach))
-    low = min(low, 1.0 - sample_bound(float(missed.mean()), float(judged.mean()), confidence), expected)
-    return Estimate(expected, max(low, 0.0), min(max(high, expected), 1.0), confidence, worlds)
+    place = rank(worlds, confidence)
+    if place <= worlds:
+        low, high = 1.0 - float(share[place - 1]), 1.0 - float(share[worlds - place])
+    else:
+        y = np.log((missed + 0.5) / (judged + 1.0))
+        reach = float(stats.t.ppf(confidence, worlds - 1) * y.std(ddof=1) * np.sqrt(1.0 + 1.0 / worlds))
+        low = min(1.0 - float(np.exp(y.mean() + reach)), 1.0 - float(share[-1]))
+        high = max(1.0 - float(np.exp(y.mean() - reach)), 1.0 - float(share[0]))
+    low = max(min(low, most_showable(round(judged.mean()), confidence)), 0.0)
+    return Estimate(expected, low, min(max(high, low), 1.0), confidence, worlds)
 
 
-def sample_bound(misses: float, requests: float, confidence: float) -> float:
-    """Jeffreys' upper bound on a share of which `misses` of `requests` were seen."""
-    return float(stats.beta.ppf(confidence, misses + 0.5, max(requests - misses, 0.0) + 0.5))
+def rank(worlds: int, confidence: float) -> int:
+    """How many of the worlds must hold; more than there are where they are too few to tell."""
+    return math.ceil(confidence * (worlds + 1) - 1e-9)
+
+
+def worlds_for(confidence: float) -> int:
+    """How many worlds to look at."""
+    needed = math.ceil(1.0 / (1.0 - confidence) - 1e-9) - 1
+    return max(needed, WORLDS) if needed <= MOST_WORLDS else WORLDS
 
 
 def most_showable(requests: int, confidence: float) -> float:
-    """The highest attainment that a trace of so many requests can show at all: no misses seen."""
-    return 1.0 - sample_bound(0.0, float(requests), confidence)
+    """The highest attainment that a trace of so many requests can show at all: Jeffreys, no misses seen."""
+    return 1.0 - float(stats.beta.ppf(confidence, 0.5, requests + 0.5))
 
 
 def requests_needed(attainment: float, confidence: float) -> int:

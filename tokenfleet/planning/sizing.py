@@ -11,14 +11,14 @@ from controlplane.perfmodel.fluid import fluid_workers_of
 from controlplane.perfmodel.tensor_parallel import decode_throughput
 from dataplane.simulated.cluster import Outcome
 from tokenfleet.planning.alone import ceiling
-from tokenfleet.planning.estimate import Estimate, estimate
+from tokenfleet.planning.estimate import Estimate, estimate, rank, worlds_for
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.question import Offer, Question
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads
 from tokenfleet.planning.worlds import Worlds, missed
 
-ROUNDS = (8, 16, 24)  # worlds looked at before a verdict, growing while it is open
+ROUND = 8  # worlds looked at before asking whether the verdict is open still
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
 MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers
 FIRST_KINDS = 4
@@ -171,7 +171,9 @@ def confirm(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -
         held, sizing.sure[workers] = holds(worlds, question, sizing.fleet(workers), pool)
         return held
 
-    guess = math.ceil(MORE_FOR_DOUBT * sizing.workers)
+    # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
+    # one verdict, not two.
+    guess = round(MORE_FOR_DOUBT * sizing.workers)
     sizing.confirmed = smallest(passes, sizing.workers, guess, cap)
     if sizing.confirmed is None:
         last = max(sizing.sure)
@@ -182,28 +184,24 @@ def confirm(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -
 
 
 def holds(worlds: Worlds, question: Question, fleet: Fleet, pool: Threads) -> tuple[bool, Estimate]:
-    """Whether a fleet's lower bound meets the target, looking at more worlds while it is open."""
+    """Whether a fleet's lower bound meets the target, over all worlds, or over so many that it cannot."""
     misses: list[int] = []
     requests: list[int] = []
-    verdict: Estimate | None = None
-    for upto in ROUNDS:
+    last = worlds_for(question.confidence)
+    while len(misses) < last and open_still(misses, requests, question):
+        upto = min(len(misses) + ROUND, last)
         outcomes = look(worlds, fleet, range(len(misses) + 1, upto + 1), pool)
         misses += [m for m, _ in outcomes]
         requests += [n for _, n in outcomes]
-        verdict = estimate(misses, requests, question.confidence)
-        if verdict.low >= question.attainment:
-            return True, verdict
-        if verdict.expected < question.attainment or not open_still(misses, requests, question):
-            break
-    assert verdict is not None
-    return False, verdict
+    verdict = estimate(misses, requests, question.confidence)
+    return len(misses) == last and verdict.low >= question.attainment, verdict
 
 
 def open_still(misses: Sequence[int], requests: Sequence[int], question: Question) -> bool:
-    """Whether as many worlds as we would look at, scattered like these, could still bring the bound home."""
-    repeats = -(-ROUNDS[-1] // len(misses))
-    hoped = estimate(list(misses) * repeats, list(requests) * repeats, question.confidence)
-    return hoped.low >= question.attainment
+    """Whether as many worlds as must hold still may."""
+    last = worlds_for(question.confidence)
+    failed = sum(m > (1.0 - question.attainment) * n for m, n in zip(misses, requests, strict=True))
+    return failed <= max(last - rank(last, question.confidence), 0)
 
 
 def look(

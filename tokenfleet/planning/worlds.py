@@ -18,7 +18,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import Outcome, simulate
-from tokenfleet.planning.bootstrap import resampled
+from tokenfleet.planning.bootstrap import next_like
 from tokenfleet.planning.fleet import Fleet
 
 AS_IT_IS = 0
@@ -54,7 +54,7 @@ class Worlds:
         as_really: Callable[[Profile], Profile] | None = None
         if world != AS_IT_IS:
             if draw_arrivals:
-                requests = resampled(requests, np.random.default_rng([self.seed, world, 1]))
+                requests = next_like(requests, np.random.default_rng([self.seed, world, 1]))
             if draw_profiles:
 
                 def as_really(profile: Profile) -> Profile:
