@@ -27,7 +27,7 @@ from controlplane.perfmodel.coefficients import (
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.assign import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
-from controlplane.placement.decide import decide
+from controlplane.placement.decide import PATIENCE, decide
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODING,
@@ -50,7 +50,6 @@ from controlplane.types import RequestId, WorkerId
 from dataplane.live.link import WorkerInfo
 from dataplane.live.tracked import Tracked
 
-PATIENCE = 4.0  # TTFT targets that a request is held for at most
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 

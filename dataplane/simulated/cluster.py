@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from controlplane.control import State
 from controlplane.placement.assign import EXACT, PlacementSettings, Policy
+from controlplane.placement.decide import PATIENCE
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
@@ -43,7 +44,7 @@ def simulate(
     predicted_tokens: NDArray[np.int64] | None = None,
     seed: int = 0,
     transfer_s: float = 0.0,
-    patience: float = 4.0,
+    patience: float = PATIENCE,
     max_misses: int | None = None,
     control: ControlSettings | None = None,
 ) -> Outcome:
@@ -90,7 +91,7 @@ def simulate_elastic(
     predictor: LengthTable | None = None,
     predicted_tokens: NDArray[np.int64] | None = None,
     seed: int = 0,
-    patience: float = 4.0,
+    patience: float = PATIENCE,
 ) -> tuple[Outcome, FleetRecord]:
     """Run `workload` on a fleet whose size `control.tick` decides; the outcome, and what the fleet was.
 

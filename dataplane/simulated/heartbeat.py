@@ -51,7 +51,7 @@ def place_held(
         before, r = NONE, int(clu.held_head[p])
         while r != NONE and len(rows) < MOST_REQUESTS:
             following = int(led.requests[r]["next"])
-            if np.isnan(float(led.requests[r]["first_s"])) and hopeless(led, r, now_s):
+            if np.isnan(float(led.requests[r]["first_s"])) and hopeless(led, r, now_s, False):
                 count_miss(eng, r)
                 unlink_held(led, clu, p, before, r)
                 hold(led, clu, LATE, r, False)

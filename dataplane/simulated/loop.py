@@ -262,7 +262,7 @@ def offer_queue(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, p: int, r
     while r != NONE and refused < REFUSALS:
         following = led.requests[r].next
         unlink_held(led, clu, p, before, r)
-        if p != LATE and np.isnan(led.requests[r].first_s) and hopeless(led, r, clu.clock[0].now_s):
+        if p != LATE and np.isnan(led.requests[r].first_s) and hopeless(led, r, clu.clock[0].now_s, False):
             count_miss(eng, r)
             hold(led, clu, LATE, r, False)
         elif not place(led, eng, clu, rules, r):
