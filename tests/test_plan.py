@@ -73,6 +73,19 @@ def test_the_cheaper_kind_wins_and_the_other_is_an_alternative() -> None:
     assert [c.fleet.groups[0].offer.profile.gpu for c in plan.alternatives] == ["dear"]
 
 
+@pytest.mark.parametrize("dearer", [1.0, 1.2, 1.5, 2.5])
+def test_leaving_out_reasons_leaves_the_fleet_as_it_was(dearer: float) -> None:
+    """Whether the faster kind is cheaper, close or hopeless: what-ifs pick the fleet that a plan picks."""
+    offers = [offer(worker("slow", doubt=0.1), usd=2.0), offer(worker("fast", slower=0.7), usd=2.0 * dearer)]
+    whole, bare = (planned(poisson(14.0, 700), offers, explained=told) for told in (True, False))
+    assert whole.best is not None
+    assert bare.best is not None
+    assert (bare.best.fleet, bare.best.estimate) == (whole.best.fleet, whole.best.estimate)
+    assert [c.fleet.groups[0].offer for c in bare.alternatives] == [
+        c.fleet.groups[0].offer for c in whole.alternatives
+    ]
+
+
 def test_without_prices_the_fewest_gpus_win() -> None:
     wide, narrow = offer(worker("wide", tp=4), usd=None), offer(worker("narrow"), usd=None)
     plan = planned(offers=[wide, narrow])

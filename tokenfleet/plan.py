@@ -53,8 +53,9 @@ def make_plan(
 ) -> Plan:
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
 
-    `scheduled`: the schedule even so. `worlds_of` makes the worlds; what-ifs remember their replays there.
-    An infeasible question is a plan with a reason. Raises BadInput on an empty workload or no offers.
+    The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
+    schedule even so. `worlds_of` makes the worlds; what-ifs remember their replays there. An infeasible
+    question is a plan with a reason. Raises BadInput on an empty workload or no offers.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
@@ -102,7 +103,7 @@ def _serving(
     if most_showable(len(workload), question.confidence) < question.attainment:
         return _too_short(blank, worlds, possible)
     watch.stage("confirming in worlds that might have been", 0.2)
-    _confirm_cheapest(worlds, question, possible, pool)
+    _confirm_cheapest(worlds, question, possible, pool, CONFIRMED_KINDS if explained else 1)
     sure = sorted((s for s in possible if s.confirmed), key=lambda s: s.fleet(s.confirmed or 0).cost)
     if not sure:
         reasons = "; ".join(f"{s.offer.name}: {s.reason}" for s in possible if s.reason)
@@ -132,12 +133,17 @@ def _serving(
     return plan
 
 
-def _confirm_cheapest(worlds: Worlds, question: Question, possible: list[Sizing], pool: Threads) -> None:
-    """Confirm the cheapest kinds, and go on while a kind not yet confirmed might be the cheapest."""
+def _confirm_cheapest(
+    worlds: Worlds, question: Question, possible: list[Sizing], pool: Threads, kinds: int
+) -> None:
+    """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
+
+    How many has no say in which is the cheapest, only in how much is known of the others.
+    """
     cheapest: tuple[float, int, int] | None = None
     for i, sizing in enumerate(possible):
         floor = sizing.fleet(sizing.workers or 0).cost
-        if i >= CONFIRMED_KINDS and cheapest is not None and floor >= cheapest:
+        if i >= kinds and cheapest is not None and floor >= cheapest:
             continue
         confirm(worlds, question, sizing, pool)
         if sizing.confirmed:
