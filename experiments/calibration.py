@@ -22,8 +22,8 @@ worker of the fewest that meet the target there, known with hindsight.
 Workers are whole. A plan that holds with at least its confidence rounds up, so it holds more often than asked
 the coarser a worker is; and the finer, the fewer windows lie within one worker of any plan. The rows
 `perfect` show it for a forecaster who knows the very distribution of what will be needed, normal with a
-standard deviation of so many workers: within 4 points at 0.8 it takes some 3 workers or more, for nine in ten within
-one worker of the fewest 0.5 or less. No planner meets both on the same windows.
+standard deviation of so many workers: within 4 points at 0.8 it takes some 3 workers or more, for nine in ten
+within one worker of the fewest 0.5 or less. No planner meets both on the same windows.
 """
 
 from __future__ import annotations
