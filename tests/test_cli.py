@@ -62,6 +62,14 @@ def test_a_wrong_line_exits_2_with_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--port", "99999"), ("--workers", "two"), ("--tp", "0")])
+def test_a_refused_value_is_repeated(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model", "m", flag, value]) == 2
+    said = capsys.readouterr().err
+    assert f"'{flag}'" in said
+    assert said.endswith(f", got '{value}'\n")
+
+
 def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert cli.main(["--help"]) == 0

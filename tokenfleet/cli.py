@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Typer's own refusals (an unknown flag, say) carry a message; anything else is a fault of ours.
         message = getattr(error, "format_message", None)
         if message is not None:
-            return _fail(BAD_INPUT, message())
+            return _fail(BAD_INPUT, f"{message()}{_value_refused(error)}")
         traceback.print_exc()
         return _fail(
             INTERNAL, f"internal error ({type(error).__name__}); please report it with the lines above"
@@ -134,6 +134,16 @@ def _help() -> str:
 def _end_of_flags(arguments: Sequence[str]) -> int:
     """Where `--` ends our own flags; what follows belongs to someone else."""
     return arguments.index("--") if "--" in arguments else len(arguments)
+
+
+def _value_refused(error: Exception) -> str:
+    """`, got '99999'`: the value that Typer's refusal of a flag leaves out, where pydantic refused it."""
+    from pydantic import ValidationError
+
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return ""
+    return f", got {str(cause.errors(include_url=False)[0]['input'])!r}"
 
 
 def _fail(code: int, message: str) -> int:

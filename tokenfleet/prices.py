@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from controlplane.errors import BadInput
+from tokenfleet.first_fault import fault_line
 from tokenfleet.profile_files import canonical_gpus, library_folder
 
 SCHEMA = "tokenfleet.prices/1"
@@ -106,10 +107,7 @@ def read_prices(path: Path | str | None = None) -> PriceList:
     try:
         file = _PriceFile.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(x) for x in first["loc"]) or "(top)"
-        value = "" if first["type"] == "missing" else f", got {str(first['input'])[:80]!r}"
-        raise BadInput(f"{path}: {field}: {first['msg'].lower()}{value}") from error
+        raise BadInput(fault_line(str(path), error)) from error
     prices: dict[tuple[str, bool], Price] = {}
     for row in file.prices:
         gpu = canonical_gpus(row.gpu)[0]

@@ -16,6 +16,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, FittedRange, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel
 from controlplane.types import EngineMode
+from tokenfleet.first_fault import fault_line
 
 SCHEMA = "tokenfleet.profile/1"
 
@@ -128,10 +129,7 @@ def parse_profile(text: str, where: str) -> Profile:
     try:
         part = _ProfileFile.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(x) for x in first["loc"]) or "(top)"
-        value = "" if first["type"] == "missing" else f", got {str(first['input'])[:80]!r}"
-        raise BadInput(f"{where}: {field}: {first['msg'].lower()}{value}") from error
+        raise BadInput(fault_line(where, error)) from error
     try:
         return _noun(part)
     except BadInput as error:

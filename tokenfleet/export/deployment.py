@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
+from tokenfleet.first_fault import fault_line
 
 MAX_FILE_BYTES = 50_000_000
 
@@ -209,10 +210,7 @@ def _read_form(plan: Any, where: str) -> _Plan:
     try:
         form = _Plan.model_validate(plan)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(x) for x in first["loc"]) or "(top)"
-        got = "" if first["type"] == "missing" else f", got {str(first['input'])[:80]!r}"
-        raise BadInput(f"{where}: {field}: {first['msg'].lower()}{got}") from None
+        raise BadInput(fault_line(where, error)) from None
     if not form.feasible or not form.fleet:
         raise BadInput(f"{where}: feasible: this plan found no fleet, so there is none to deploy")
     return form
