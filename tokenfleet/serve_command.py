@@ -70,6 +70,14 @@ def serve_command(
         Path | None,
         typer.Option(help="folder for request history, step times and plans (default: $TOKENFLEET_DATA)"),
     ] = None,
+    history: Annotated[
+        bool | None,
+        typer.Option(
+            "--history/--no-history",
+            help="record requests and step times, in your data folder where none is named, or not at all"
+            " (default: for as long as it runs; to stay where a folder is named)",
+        ),
+    ] = None,
     history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0,
     history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024,
     policy: Annotated[str, typer.Option(help="placement, where step times are known")] = "spread",
@@ -127,35 +135,35 @@ def serve_command(
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.beside_fleet import fleet_extension, folder_of_fleet
 
-    folder = folder_of_fleet(data)
-    planning = () if folder is None else (fleet_extension(folder, None if found is None else found[1]),)
-    settings = FleetSettings(
-        gateway=GatewaySettings(
-            model=str(Path(model).expanduser().resolve()) if looks_like_path else model,
-            host=host,
-            port=port,
-            engine_flags=tuple(engine_flags or ()),
-            shutdown_s=shutdown_s,
-        ),
-        engine="emulated" if engine == "emulated" else "vllm",
-        workers=workers,
-        max_workers=most,
-        tp_degree=tp,
-        control_host=control_host,
-        control_port=control_port,
-        control_key=control_key,
-        keys=tuple(keys),
-        slo=targets,
-        waiting=WaitingSettings(queue, queue_wait_s),
-        autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, found),
-        advisory=advisory,
-        profile=step_times,
-        policy=placement,
-        data=folder,
-        history_limits=HistoryLimits(history_days, history_mb << 20),
-        extensions=(*planning, console_extension()),
-    )
-    _run(settings, run_fleet)
+    with folder_of_fleet(data, history) as folder:
+        planning = () if folder is None else (fleet_extension(folder, None if found is None else found[1]),)
+        settings = FleetSettings(
+            gateway=GatewaySettings(
+                model=str(Path(model).expanduser().resolve()) if looks_like_path else model,
+                host=host,
+                port=port,
+                engine_flags=tuple(engine_flags or ()),
+                shutdown_s=shutdown_s,
+            ),
+            engine="emulated" if engine == "emulated" else "vllm",
+            workers=workers,
+            max_workers=most,
+            tp_degree=tp,
+            control_host=control_host,
+            control_port=control_port,
+            control_key=control_key,
+            keys=tuple(keys),
+            slo=targets,
+            waiting=WaitingSettings(queue, queue_wait_s),
+            autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, found),
+            advisory=advisory,
+            profile=step_times,
+            policy=placement,
+            data=None if history is False else folder,
+            history_limits=HistoryLimits(history_days, history_mb << 20),
+            extensions=(*planning, console_extension()),
+        )
+        _run(settings, run_fleet)
 
 
 def _run(settings: FleetSettings, run_fleet: RunFleet) -> None:

@@ -67,8 +67,17 @@ class ServedFleet:
         return code
 
 
-def serve(model: Path, *flags: str, engine_flags: tuple[str, ...] = (), folder: Path) -> ServedFleet:
-    """Start `tokenfleet serve` and return once it says that it is ready."""
+def serve(
+    model: Path,
+    *flags: str,
+    engine_flags: tuple[str, ...] = (),
+    folder: Path,
+    environment: dict[str, str] | None = None,
+) -> ServedFleet:
+    """Start `tokenfleet serve` and return once it says that it is ready.
+
+    It keeps its things under `folder`, unless `environment` (of its process, beside ours) says otherwise.
+    """
     gateway, control = free_port(), free_port()
     log = folder / f"serve-{gateway}.log"
     command = [
@@ -85,7 +94,8 @@ def serve(model: Path, *flags: str, engine_flags: tuple[str, ...] = (), folder: 
             text=True,
             start_new_session=True,
             env=os.environ
-            | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENFLEET_DATA": str(folder / "data")},
+            | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENFLEET_DATA": str(folder / "data")}
+            | (environment or {}),
         )
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -82,7 +82,11 @@ def guarded_fleet(model_folder, scratch):
     assert "max_seqs: 3" in text
     profile.write_text(text)
     flags = ("--workers", "1", "--queue", "0", "--api-keys", str(keys), "--shutdown-wait", "1s")
-    fleet = serve(model_folder, "--engine", "emulated", "--profile", str(profile), *flags, folder=scratch)
+    # No data folder is named, and what it might write to by itself is ours to look into.
+    own = {"TOKENFLEET_DATA": "", "XDG_DATA_HOME": str(scratch / "home"), "TMPDIR": str(scratch / "tmp")}
+    (scratch / "tmp").mkdir()
+    emulated = ("--engine", "emulated", "--profile", str(profile))
+    fleet = serve(model_folder, *emulated, *flags, folder=scratch, environment=own)
     yield fleet
     fleet.stop()
 
@@ -140,11 +144,12 @@ def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, pos
 
 
 # The last one: it ends the module's fleet.
-def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(guarded_fleet, post):
+def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(guarded_fleet, post, scratch):
     stream = post("g")
     lines = stream.iter_lines()
     next(lines)
     started = [child.pid for child in psutil.Process(guarded_fleet.process.pid).children(recursive=True)]
+    assert len(list((scratch / "tmp").glob("tokenfleet-*/history"))) == 1  # while it runs
     guarded_fleet.process.send_signal(signal.SIGTERM)
     told = [line for line in lines if line]
     assert '"error"' in told[-1]
@@ -154,3 +159,5 @@ def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(gua
     for address in (guarded_fleet.gateway, guarded_fleet.control):
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{address}/health")
+    assert not list((scratch / "tmp").glob("tokenfleet-*"))
+    assert not (scratch / "home").exists()

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from controlplane.errors import BadInput
 from dataplane.live.extension import Extension
-from tokenfleet.service.data_folder import default_data_folder, made_folder
+from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
 from tokenfleet.service.routes import plan_extension
 
 log = logging.getLogger(__name__)
 
 
-def folder_of_fleet(asked: Path | None) -> Path | None:
-    """Where a fleet keeps its things: as asked, else the default folder; None where that cannot be written.
+@contextmanager
+def folder_of_fleet(asked: Path | None, keeps: bool | None) -> Iterator[Path | None]:
+    """Where a fleet keeps its things: the folder named by flag or environment, else one that goes with it.
 
-    A fleet must serve on a host without a home, too. Raises BadInput only for a folder that was asked for.
+    `keeps` true asks for the user's data folder where none is named. A fleet leaves nothing behind that
+    nobody asked for, and must serve on a host that it cannot write on, too: None there. Raises BadInput for a
+    folder that was asked for and cannot be written.
     """
-    if asked is not None:
-        return made_folder(asked)
+    if asked is not None or keeps or os.environ.get(VARIABLE):
+        yield made_folder(asked or default_data_folder())
+        return
     try:
-        return made_folder(default_data_folder())
-    except BadInput as error:
-        log.warning("no history and no plans are kept: %s", error)
-        return None
+        passing = TemporaryDirectory(prefix="tokenfleet-", ignore_cleanup_errors=True)
+    except OSError as error:
+        log.warning("no history and no plans: no folder for them: %s", error)
+        yield None
+        return
+    with passing as folder:
+        yield Path(folder)
 
 
 def fleet_extension(folder: Path, plan: Mapping[str, Any] | None) -> Extension:
