@@ -68,6 +68,7 @@ class Operations:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
         requests = list(self.core.requests)
+        scale = self.facts.autoscale
         return {
             "schema": "tokenfleet.fleet/1",
             "model": self.facts.model,
@@ -76,6 +77,8 @@ class Operations:
             "wanted_workers": self.cluster.wanted,
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
+            # The bounds within which the controller may decide; null where it was not asked to.
+            "autoscale": None if scale is None else {"min_workers": scale.low, "max_workers": scale.high},
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "attainment": self.metrics.attainment(),

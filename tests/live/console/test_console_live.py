@@ -87,8 +87,14 @@ def test_a_worker_is_drained_and_taken_back(emulated_fleet, live):
     live.until("#tiles", "3 of 3")
 
 
+def test_a_fleet_that_was_not_to_scale_itself_says_so_instead_of_offering_it(live):
+    assert live.page.locator("#auto").is_disabled()
+    assert "without --autoscale" in live.text("#auto-says")
+
+
 def test_a_refused_order_is_said(emulated_fleet, live):
-    live.page.click("#auto")
+    # As on a page that does not know yet: the order goes out, and is refused.
+    live.page.locator("#auto").evaluate("button => { button.disabled = false; button.click(); }")
     live.page.click("dialog button.primary")
     live.until("#complaint", "--autoscale")
     assert [w for w in live.wrongs if "400" not in w] == []

@@ -116,7 +116,8 @@ function show(now) {
   if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined)
     byId("scale-to").value = now.wanted_workers;
   byId("scale-to").max = now.max_workers;
-  byId("auto").disabled = now.auto;
+  byId("auto").disabled = now.auto || !now.autoscale;
+  say(byId("auto-says"), rangeOf(now));
   if (!isFollowing) {
     isFollowing = true;
     offerScorecard().catch((error) => connection(error.message));
@@ -128,6 +129,13 @@ function factsOf(now) {
   const who = now.auto ? "the controller decides how many" : "an operator decides how many";
   const mode = now.advisory ? "; advisory: decisions are said, not done" : "";
   return `${now.model}, ${now.engine} engines, served at ${now.gateway}; ${who}${mode}.`;
+}
+
+/** Between which numbers the controller decides, or why it cannot. */
+function rangeOf({ auto, autoscale }) {
+  if (!autoscale) return "The controller cannot decide: this fleet was started without --autoscale MIN..MAX.";
+  const { min_workers: least, max_workers: most } = autoscale;
+  return `The controller ${auto ? "decides" : "may decide"} between ${least} and ${counted(most, "worker")}.`;
 }
 
 function showTiles(now) {
