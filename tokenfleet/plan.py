@@ -145,10 +145,19 @@ def _confirm_cheapest(
         floor = sizing.fleet(sizing.workers or 0).cost
         if i >= kinds and cheapest is not None and floor >= cheapest:
             continue
-        confirm(worlds, question, sizing, pool)
+        most = None if i < kinds or cheapest is None else _below(sizing, cheapest)
+        confirm(worlds, question, sizing, pool, most)
         if sizing.confirmed:
             cost = sizing.fleet(sizing.confirmed).cost
             cheapest = cost if cheapest is None else min(cheapest, cost)
+
+
+def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
+    """The most workers of a kind that cost less, `sizing.workers` of them doing so."""
+    count = sizing.workers or 1
+    while sizing.fleet(count + 1).cost < cost:
+        count += 1
+    return count
 
 
 def _explained(

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from dataplane.simulated.cluster import Outcome, WorkerSpec
 
 SCHEMA = "tokenfleet.simulation/1"
+MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the memory
 
 
 def simulate_command(
     trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
     slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
-    workers: Annotated[int, typer.Option(min=1, help="how many workers")],
+    workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
     profile: Annotated[Path | None, typer.Option(help="the workers' profile file")] = None,
     model: Annotated[str | None, typer.Option(help="or a model of the library, with --gpu and --tp")] = None,
     gpu: Annotated[str | None, typer.Option(help="its GPU")] = None,

@@ -157,15 +157,19 @@ def passes_on_trace(worlds: Worlds, question: Question, sizing: Sizing, workers:
     return False
 
 
-def confirm(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -> None:
+def confirm(
+    worlds: Worlds, question: Question, sizing: Sizing, pool: Threads, most: int | None = None
+) -> None:
     """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
 
-    The search begins at the count found on the trace, since what fails there is no answer.
+    The search begins at the count found on the trace, since what fails there is no answer; it ends at
+    `most`, past which the kind would be no bargain.
     """
     assert sizing.workers is not None
     limit = question.most_workers(sizing.offer)
     # Past twice the count the doubt is not about capacity any more, and more workers do not end it.
     cap = 2 * sizing.workers + 2 if limit is None else min(limit, 2 * sizing.workers + 2)
+    cap = cap if most is None else min(cap, most)
 
     def passes(workers: int) -> bool:
         held, sizing.sure[workers] = holds(worlds, question, sizing.fleet(workers), pool)
