@@ -12,6 +12,9 @@ Workloads. Lengths to the token (dataplane.simulated.length_mixes); gaps from th
 other than the published one redraw the gaps alone.
 
 Policies. Those of the artifact's flags. Its migrate load counts all that wait, its thresholds are in blocks.
+Its dispatcher knows an instance's load as of the end of the instance's last step, and does not count what it
+has sent out since (`PlacementSettings.as_reported`): during a prefill step of seconds all that arrive go to
+the one that looked best before it. Ours counts every dispatch at once.
 """
 
 from __future__ import annotations
@@ -109,14 +112,16 @@ class System:
         )
 
 
+HEARD = PlacementSettings(as_reported=True)
 ROUND_ROBIN = System("Round-Robin", "round-robin")
-INFAAS = System("INFaaS++", "freeness")
+INFAAS = System("INFaaS++", "freeness", settings=HEARD)
 OURS = System("ours", "freeness+migrate", our_moves())
 
 
 def llumnix(trace: str) -> System:
     """Llumnix with the threshold its authors chose for a trace."""
-    return System("Llumnix", "freeness+migrate", published_moves(10 if trace in ("M-M", "S-L") else 3, False))
+    threshold = 10 if trace in ("M-M", "S-L") else 3
+    return System("Llumnix", "freeness+migrate", published_moves(threshold, False), HEARD)
 
 
 def metrics(outcome: Outcome, rows: np.ndarray | None = None) -> dict[str, float]:

@@ -279,3 +279,18 @@ def test_a_fleet_that_cannot_run_is_refused(workers, policy, says):
 def test_a_workload_with_more_classes_than_targets_is_refused():
     with pytest.raises(BadInput, match="has 2 classes"):
         simulate(replace(load(1.0, 2), slo_class=np.array([0, 1])), [WorkerSpec(profile())], SLO)
+
+
+def test_a_dispatcher_that_hears_once_a_step_herds_until_the_step_ends():
+    # A prefill of 0.2 s on an idle fleet, six arrivals during it, four after it.
+    arrival_s = np.concatenate([[0.0], np.linspace(0.01, 0.15, 6), np.linspace(0.25, 0.26, 4)])
+    prompts = np.array([2000] + [10] * 10)
+    workload = Workload(arrival_s, prompts, np.full(11, 50))
+    fleet = [WorkerSpec(profile())] * 2
+    counted = simulate(workload, fleet, SLO, "freeness")
+    heard = simulate(workload, fleet, SLO, "freeness", settings=PlacementSettings(as_reported=True))
+    assert sorted(np.bincount(counted.worker[:7], minlength=2)) == [3, 4]
+    # Idle is what worker 0 was when it was last heard of.
+    assert set(heard.worker[:7]) == {0}
+    assert set(heard.worker[7:]) == {1}
+    assert heard.complete

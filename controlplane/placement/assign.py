@@ -24,6 +24,7 @@ from controlplane.perfmodel.coefficients import (
     decode_base_s,
 )
 from controlplane.placement.constraints import (
+    AS_REPORTED,
     CONTEXT_WEIGHT,
     GAMMA,
     HIGH_LOAD,
@@ -81,6 +82,8 @@ class PlacementSettings:
     capacity_norm. `use_*`: a constraint switched off, for ablations. `high_load_tokens`: for `freeness`,
     the load at which a worker with a high-priority request counts as full for normal ones, and one without
     for high ones, so that the high keep together (see migration.virtual_usage); None: all are alike.
+    `as_reported`: `freeness` knows of a worker what it told at the end of its last step, as a scheduler does
+    that does not count what it sends out itself; simulated workers report, live ones are counted at once.
     """
 
     theta: float = 0.5
@@ -92,6 +95,7 @@ class PlacementSettings:
     use_d: bool = True
     use_e: bool = True
     high_load_tokens: int | None = None
+    as_reported: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.theta <= 1.0:
@@ -107,7 +111,7 @@ class PlacementSettings:
         """The settings as the row that compiled code reads."""
         row = np.zeros(KNOBS)
         row[THETA], row[GAMMA], row[TOLERANCE] = self.theta, self.gamma, self.tolerance
-        row[CONTEXT_WEIGHT] = self.context_weight
+        row[CONTEXT_WEIGHT], row[AS_REPORTED] = self.context_weight, self.as_reported
         row[HIGH_LOAD] = -1.0 if self.high_load_tokens is None else self.high_load_tokens
         row[USE_B], row[USE_C], row[USE_D], row[USE_E] = self.use_b, self.use_c, self.use_d, self.use_e
         return row
@@ -180,6 +184,9 @@ def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int) -> float:
     if policy == LEAST_KV:
         return tokens / (k[KV_BLOCKS] * k[BLOCK_TOKENS])
     if policy == FREENESS:  # Llumnix: free memory per request; the more the better
+        if knobs[AS_REPORTED] > 0:
+            requests -= led.workers[w].unreported
+            tokens -= led.workers[w].unreported_context
         free = k[KV_BLOCKS] * k[BLOCK_TOKENS] - tokens
         if knobs[HIGH_LOAD] >= 0 and has_high(led, w) != (led.requests[r].priority > 0):
             free -= max(k[KV_BLOCKS] * k[BLOCK_TOKENS] - knobs[HIGH_LOAD], 0.0)

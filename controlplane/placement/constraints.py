@@ -51,7 +51,8 @@ Knobs = NDArray[np.float64]
 THETA, GAMMA, TOLERANCE, CONTEXT_WEIGHT = 0, 1, 2, 3
 USE_B, USE_C, USE_D, USE_E = 4, 5, 6, 7
 HIGH_LOAD = 8  # negative: none
-KNOBS = 9
+AS_REPORTED = 9
+KNOBS = 10
 
 ALL_TIME = 1e9  # seconds
 

@@ -48,6 +48,11 @@ WORKER = np.dtype(
         ("queued_tokens", np.int64),  # tokens those have still to prefill, beyond the step in progress
         ("queued_context", np.int64),  # tokens those will hold once prefilled
         ("running_n", np.int64),  # admitted requests, prefilling or decoding
+        # A worker reports its load at the end of a step; what came since the last report (requests, the
+        # tokens they will hold once prefilled), and when the next one tells of it:
+        ("unreported", np.int64),
+        ("unreported_context", np.int64),
+        ("report_s", np.float64),
     ],
     align=True,
 )

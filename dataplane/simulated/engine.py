@@ -115,6 +115,9 @@ def new_engines(workers: int, output: Ints) -> Engines:
 @compiled
 def view(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     """Bring the ledger's columns of a worker in a decode run up to the steps that ended by `now_s`."""
+    if now_s >= led.workers[w].report_s:
+        led.workers[w].unreported = 0
+        led.workers[w].unreported_context = 0
     if eng.workers[w].activity != DECODE_RUN or now_s < led.workers[w].boundary_s:
         return  # no step ended since
     done = steps_within(eng.workers[w].first_step_s, eng.workers[w].growth_s, now_s - eng.workers[w].start_s)
@@ -130,6 +133,10 @@ def view(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
     """Put a request into a worker's queue; it is looked at when the step in progress ends."""
     enqueue(led, w, r, at_head)
+    resting = eng.workers[w].activity in (IDLE, WAKING)
+    led.workers[w].unreported += 1
+    led.workers[w].unreported_context += led.requests[r].prompt + led.requests[r].key
+    led.workers[w].report_s = np.inf if resting else led.workers[w].boundary_s  # inf: its next step's end
     if eng.workers[w].activity == IDLE:
         eng.workers[w].activity = WAKING
         eng.workers[w].next_s = now_s
@@ -288,6 +295,8 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         begin_chunked(led, eng, w, now_s)
     elif not begin_prefill(led, eng, w, now_s):
         begin_run(led, eng, w, now_s)
+    if led.workers[w].report_s == np.inf:
+        led.workers[w].report_s = led.workers[w].boundary_s
 
 
 @compiled
