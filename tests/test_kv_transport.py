@@ -1,5 +1,7 @@
 """KV blocks over sockets: exact bytes, or a failure that is told."""
 
+import ctypes
+import errno
 import secrets
 import socket
 import threading
@@ -14,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own deprecations
     torch = pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
 
+from dataplane.live import kv_direct
 from dataplane.live.kv_memory import DirectMemory, StagedMemory, kv_memory
 from dataplane.live.kv_tables import BlockTables
 from dataplane.live.kv_transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
@@ -31,10 +34,22 @@ def bits(tensors, blocks):
     return [t[list(blocks)].contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def served(request):
+def forbid_direct(monkeypatch):
+    """As a kernel policy does it."""
+
+    def refuse(pid, ours, theirs):
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(kv_direct, "_readv", refuse)
+
+
+@pytest.fixture(params=["direct", "unix", "tcp"])
+def served(request, monkeypatch):
     """A transport, an address that serves `caches()`, and its tables."""
-    host = "127.0.0.1" if request.param == "unix" else "0.0.0.0"
+    host = "0.0.0.0" if request.param == "tcp" else "127.0.0.1"
+    if request.param == "unix":
+        forbid_direct(monkeypatch)
     (address,), release = reserve_addresses(host, 1)
     address = address.replace("0.0.0.0", "127.0.0.1")
     source, tables = caches(), BlockTables()

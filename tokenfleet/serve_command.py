@@ -84,6 +84,10 @@ def serve_command(
     queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256,
     queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s",
     shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s",
+    move_bandwidth: Annotated[
+        int | None,
+        typer.Option(min=0, help="MB/s of KV a worker's moves may copy, 0: no bound (default: 100 on CPUs)"),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False,
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
@@ -161,6 +165,7 @@ def serve_command(
             policy=placement,
             data=None if history is False else folder,
             history_limits=HistoryLimits(history_days, history_mb << 20),
+            move_bytes_per_s=None if move_bandwidth is None else move_bandwidth * 1e6,
             extensions=(*planning, console_extension()),
         )
         _run(settings, run_fleet)

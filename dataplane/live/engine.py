@@ -74,7 +74,6 @@ def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
     settings |= {
         "enable_prefix_caching": True,
         "disable_log_stats": False,
-        "enable_logging_iteration_details": True,
         "logits_processors": ["dataplane.live.penalties:CarriedPenalties"],
         "kv_transfer_config": {
             "kv_connector": "MigrationConnector",

@@ -38,19 +38,26 @@ from dataplane.live.keys import ApiKey, KeyRing
 from dataplane.live.ledger_placement import LedgerPlacement
 from dataplane.live.listening import bind, until_answering
 from dataplane.live.metrics import EngineFamilies, Metrics
+from dataplane.live.migration import MoveBudget
 from dataplane.live.operations import FleetFacts, Operations
 from dataplane.live.placement import LeastLoaded, Placement
 from dataplane.live.step_times import StepTimes
+from dataplane.live.vllm_surface import current_platform
 from dataplane.live.waiting_room import WaitingSettings
 
 log = logging.getLogger(__name__)
 
+CPU_MOVE_BYTES_PER_S = 100e6  # about 2 % of a core
 PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Everything `tokenfleet serve` was asked for. `profile`: where emulated engines take step times from."""
+    """Everything `tokenfleet serve` was asked for. `profile`: where emulated engines take step times from.
+
+    `move_bytes_per_s`: what copies may take of a worker; None is CPU_MOVE_BYTES_PER_S where copying takes the
+    cores that compute, and no bound elsewhere.
+    """
 
     gateway: GatewaySettings
     engine: Literal["vllm", "emulated"]
@@ -69,6 +76,7 @@ class FleetSettings:
     policy: Policy = Policy.SPREAD
     data: Path | None = None
     history_limits: HistoryLimits | None = None
+    move_bytes_per_s: float | None = None
     extensions: tuple[Extension, ...] = ()
 
 
@@ -97,7 +105,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         gateway = Gateway(settings.gateway)
         host = await _host(settings, gateway)
         core = FleetCore(
-            CoreSettings(settings.max_workers, settings.slo, settings.waiting),
+            CoreSettings(settings.max_workers, settings.slo, settings.waiting, _moves(settings)),
             placement,
             metrics,
             events,
@@ -151,6 +159,13 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         controller.start()
         announce(f"ready {gateway_url} control {control_url}")
         await serving
+
+
+def _moves(settings: FleetSettings) -> MoveBudget:
+    if settings.move_bytes_per_s is not None:
+        return MoveBudget(bytes_per_s=settings.move_bytes_per_s)
+    computes_here = settings.engine == "vllm" and current_platform.is_cpu()
+    return MoveBudget(bytes_per_s=CPU_MOVE_BYTES_PER_S if computes_here else 0.0)
 
 
 def _placement(settings: FleetSettings, history: History, step_times: StepTimes | None) -> Placement:

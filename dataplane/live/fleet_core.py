@@ -27,7 +27,7 @@ from dataplane.live.arrivals import tracked_from
 from dataplane.live.events import EventLog
 from dataplane.live.link import EngineLink, Lost, Outputs, Refused, Telemetry
 from dataplane.live.metrics import PRIORITY_NAMES, Metrics
-from dataplane.live.migration import Migrations, Move, Running
+from dataplane.live.migration import Migrations, Move, MoveBudget, Running
 from dataplane.live.placement import Placement
 from dataplane.live.request_book import RequestBook
 from dataplane.live.segment import obstacle_to_replay, segment_request
@@ -58,6 +58,7 @@ class CoreSettings:
     slots: int
     default_slo: Slo
     waiting: WaitingSettings = field(default_factory=WaitingSettings)
+    moves: MoveBudget = field(default_factory=MoveBudget)
     max_unread: int = 256
     max_fruitless: int = 8
 
@@ -95,7 +96,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     ) -> None:
         self.settings, self.placement, self.metrics, self.events = settings, placement, metrics, events
         self.requests = RequestBook()
-        self.migrations = Migrations(self)
+        self.migrations = Migrations(self, settings.moves)
         self.on_lost: list[Callable[[WorkerId, str], None]] = []
         self.on_arrival: list[Callable[[Tracked], None]] = []
         self.on_end: list[Callable[[Tracked, str], None]] = []

@@ -76,7 +76,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._running: set[str] = set()
             self._ranks: list[int] | None = None
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
-            self._step_loads: deque[dict[str, int]] = deque()
+            self._begun: deque[tuple[dict[str, int], float]] = deque()
             self._answers: dict[str, bool] = {}
             self._holds = Holds(
                 vllm_config.cache_config.block_size,
@@ -133,7 +133,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return kept, None
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        self._step_loads.append(step_load(scheduler_output))
+        self._begun.append((step_load(scheduler_output), time.monotonic()))
         tables = {}
         manager = self._kv_cache_manager
         for segment in self._holds.leased():
@@ -189,11 +189,16 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In both
 
     def get_kv_connector_stats(self) -> StepStats | None:
-        """In the scheduler: what the step carried, and which begins it has answered."""
-        if self._role != KVConnectorRole.SCHEDULER or not self._step_loads:
+        """In the scheduler: what the step carried, when it began, and which begins it has answered.
+
+        vLLM's own figure of a step's time is only the wait for its result: nothing, where the rank computes
+        inside this process.
+        """
+        if self._role != KVConnectorRole.SCHEDULER or not self._begun:
             return None
         answers, self._answers = self._answers, {}
-        told: dict[str, Any] = {"load": self._step_loads.popleft(), "answers": answers}
+        load, began_s = self._begun.popleft()
+        told: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
         if self._settings.get("cpu_clock"):
             if self._ranks is None:  # looked for once: it takes longer than a step
                 self._ranks = descendants()

@@ -6,9 +6,12 @@ GPU transport (NIXL, NCCL) takes its place by implementing the same two function
 
 One exchange on a connection, all integers big-endian:
 
-    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, bytes_per_s]
-    answer  u32 length, msgpack [ok, reason, payload bytes]
+    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, bytes_per_s, direct]
+    answer  u32 length, msgpack [ok, reason, payload bytes, places]
     then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
+
+A reader on the same machine asks for `direct`. If the answer has `places` in memory (kv_direct.py), no
+payload follows: the reader takes it itself and sends a byte, 1 if it could; after a 0 it comes all the same.
 
 The reader pulls. A connection carries one fetch at a time, and concurrent fetches take one each: two fetches
 in one byte stream would wait for each other.
@@ -29,13 +32,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from dataplane.live import kv_direct
 from dataplane.live.kv_memory import KvMemory, Views
 from dataplane.live.kv_tables import BlockTables
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024
-MAX_HEADER = 1 << 16
+MAX_HEADER = 1 << 20
+MAX_PLACES = 32_768  # runs of bytes; more are sent
 PIECE = 4 << 20  # bytes between two looks at the pace
 MAX_CONNECTIONS = 64
 
@@ -72,6 +78,7 @@ class SocketTransport:
         self._token = token
         self._idle: dict[str, list[socket.socket]] = {}
         self._lock = threading.Lock()
+        self._is_direct = True  # until the kernel says no
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
         listener = _listen(address)
@@ -119,6 +126,7 @@ class SocketTransport:
         return connection
 
     def _exchange(self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int) -> int:
+        pid = kv_direct.peer(connection) if self._is_direct else 0
         ask = [
             self._token,
             fetch.segment,
@@ -127,17 +135,34 @@ class SocketTransport:
             block_bytes,
             fetch.wait_s,
             fetch.bytes_per_s,
+            pid != 0,
         ]
         _send_header(connection, ask)
-        ok, reason, size = _receive_header(connection)
+        ok, reason, size, places = _receive_header(connection)
         if not ok:
             raise FetchFailed(reason)
         if size != sum(view.nbytes for view in into):
             raise ConnectionError(f"{size} bytes offered, {sum(v.nbytes for v in into)} expected")
-        _receive_views(connection, into)
+        if not places:
+            _receive_views(connection, into)
+        elif self._took(pid, places, into, fetch.bytes_per_s):
+            connection.sendall(b"\x01")
+        else:
+            connection.sendall(b"\x00")
+            _receive_views(connection, into)
         if _receive_exactly(connection, 1) != b"\x01":
             raise FetchFailed("the blocks changed while they were read")
         return int(size)
+
+    def _took(self, pid: int, places: Any, into: Views, bytes_per_s: float) -> bool:
+        """Whether the payload could be read out of the other process' memory."""
+        try:
+            kv_direct.read(pid, np.array(places, np.uint64), into, bytes_per_s)
+        except kv_direct.NotAllowed as error:
+            log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
+            self._is_direct = False
+            return False
+        return True
 
     def _accept(self, listener: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
         slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -174,20 +199,22 @@ class SocketTransport:
             slots.release()
 
     def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
-        token, segment, first, last, block_bytes, wait_s, bytes_per_s = _receive_header(connection)
+        token, segment, first, last, block_bytes, wait_s, bytes_per_s, direct = _receive_header(connection)
         if not hmac.compare_digest(str(token), self._token):
             raise ConnectionError("wrong token")
         if block_bytes != memory.block_bytes:
             reason = f"blocks of {memory.block_bytes} bytes here, {block_bytes} there"
-            _send_header(connection, [False, reason, 0])
+            _send_header(connection, [False, reason, 0, []])
             return
         grant = tables.grant(segment, first, last, wait_s)
         if grant is None:
-            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0])
+            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0, []])
             return
         views = memory.read(grant.blocks)
-        _send_header(connection, [True, "", sum(view.nbytes for view in views)])
-        _send_views(connection, views, bytes_per_s)
+        places = kv_direct.places(views).tolist() if direct and len(views) <= MAX_PLACES else []
+        _send_header(connection, [True, "", sum(view.nbytes for view in views), places])
+        if not places or _receive_exactly(connection, 1) != b"\x01":
+            _send_views(connection, views, bytes_per_s)
         connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
 
 

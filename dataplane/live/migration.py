@@ -71,8 +71,8 @@ class MoveBudget:
     """How much moving is allowed at once.
 
     `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet, `bytes_per_s`
-    what one worker's pre-copies take together (0: no bound). `stage_s` is how long one pre-copy may take,
-    a wait for room on the target included.
+    what one worker's pre-copies take together (0: no bound), unless a copy would then not end in time.
+    `stage_s` is how long one pre-copy may take, a wait for room on the target included.
     """
 
     concurrent: int = 16
@@ -80,6 +80,12 @@ class MoveBudget:
     bytes_per_s: float = 0.0
     stage_s: float = 10.0
     max_stages: int = 8
+
+    def pace(self, size: float) -> float:
+        """Bytes a second of a pre-copy of `size` bytes, 0 for no bound."""
+        if self.bytes_per_s <= 0:
+            return 0.0
+        return max(self.bytes_per_s / self.per_worker, 2 * size / self.stage_s)
 
 
 @dataclass(slots=True)
@@ -296,8 +302,9 @@ class Migrations:
         """One pre-copy: bring the KV of [0, tokens) to the target; return the loader that holds it."""
         self._check(move, running)
         name = f"{move.id}-{len(move.stages)}"
-        pace = self._budget.bytes_per_s / self._budget.per_worker
-        load = Load(self._info(running.worker).kv_addresses, running.segment, tokens, bytes_per_s=pace)
+        source = self._info(running.worker)
+        pace = self._budget.pace(tokens * source.kv_bytes_per_token)
+        load = Load(source.kv_addresses, running.segment, tokens, bytes_per_s=pace)
         drop = () if previous is None else (previous,)
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
         try:

@@ -183,7 +183,7 @@ class ProfiledEngine:
         if stats is None:
             return None
         told = stats.kv_connector_stats or {}
-        load, details = told.get("load", {}), stats.iteration_details
+        load = told.get("load", {})
         cpu_s = told.get("cpu_s", self._cpu_s)
         spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
@@ -194,8 +194,7 @@ class ProfiledEngine:
             self._ended_s = batch.timestamp
         step_s = spent_s
         if self._clock == "wall":
-            engine_s = 0.0 if details is None else details.elapsed_ms / 1e3
-            step_s = engine_s if began_s is None else batch.timestamp - began_s
+            step_s = batch.timestamp - (told.get("began_s", 0.0) if began_s is None else began_s)
         if step_s <= 0:
             return None  # the first step of all has no beginning on the CPU's clock
         return Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"})

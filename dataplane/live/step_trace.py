@@ -65,7 +65,7 @@ class StepTrace:
     ) -> bool:
         """Take in a step that ended at `ended_s` and left `running` and `waiting` requests.
 
-        `load` is `step_load`'s, `engine_s` the engine's own figure of the step's time, `kv_usage` in
+        `load` is `step_load`'s, `engine_s` the time since the engine began it, `kv_usage` in
         [0, 1]. Return whether anything was computed, or anything changed.
         """
         state = (running, waiting, round(kv_usage * self._kv_total_blocks))

@@ -189,17 +189,16 @@ class Worker:
                 told = stats.kv_connector_stats or {}
                 batch.outputs += [_answer(*answer) for answer in told.get("answers", {}).items()]
                 did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
-                stats.kv_connector_stats = stats.iteration_details = None  # ours; read just now
+                stats.kv_connector_stats = None  # ours; read just now
             if did_something:  # an engine that holds KV steps on without work, a thousand times a second
                 await self._guests.deliver(batch)
 
     def _observe(self, stats: Any, ended_s: float) -> bool:
         """Take a step's statistics in; return whether it computed anything."""
-        details = stats.iteration_details
         told = stats.kv_connector_stats or {}
         changed = self._trace.add(
             told.get("load", {}),
-            0.0 if details is None else details.elapsed_ms / 1e3,
+            ended_s - told.get("began_s", ended_s),
             ended_s,
             stats.num_running_reqs,
             stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
