@@ -8,10 +8,10 @@ simulated request by request, the days before it are the forecast's history. Azu
 is, one hour: too short for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `spread`.
 
 Clairvoyant. The trace cut into windows of `WINDOW_S`, each simulated alone at every count: the fewest workers
-with each window at the target, then taken away where that misses least until the whole only just meets it. It
-is then run through the same simulator, launched a cold start ahead, and its worker-hours are what others are
-measured by. Its attainment there may differ a little: in a run windows hand their load over. On the Azure
-hour it is no minimum: one window there is met by hardly any number of workers, and takes them all.
+with each window at the target (or as near to it as any number comes), then one after the other taken away
+where that misses least until the whole only just meets it. It is then run through the same simulator,
+launched a cold start ahead, and its worker-hours are what others are measured by. Its attainment there may
+differ a little: in a run windows hand their load over.
 
 Ours is `control.tick` as it runs live: Eq 7's line learned by simulation at steady rates on these lengths
 (another draw), regimes, burst, backlog and forecast. The reactive rules (scaling_rules.py) get the target, of
@@ -25,12 +25,16 @@ import argparse
 import csv
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from fewest_workers import Lengths, Question, sharegpt
+from numpy.typing import NDArray
 from policy_workers import CASES
 from results import bar, flags, show
 from scaling_rules import hpa, planned, ray_serve
@@ -42,6 +46,8 @@ from controlplane.scaler.changepoint import Regimes, follow
 from controlplane.scaler.demand import Demand
 from controlplane.scaler.forecast import ForecastSettings
 from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.line import Speed
+from controlplane.scaler.mix import ClassArrivals
 from controlplane.scaler.target import TargetSettings
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import (
@@ -128,7 +134,7 @@ class Bench:
             predictor=self.lengths.table(),
         )
 
-    def window(self, start_s: float) -> tuple[Workload, np.ndarray]:
+    def window(self, start_s: float) -> tuple[Workload, NDArray[np.bool_]]:
         lead_s = min(LEAD_IN_S, start_s)
         part = self.traffic.workload.window(start_s - lead_s, start_s + WINDOW_S)
         return part, part.arrival_s >= lead_s
@@ -136,44 +142,50 @@ class Bench:
     def clairvoyant(self) -> list[tuple[float, int]]:
         """(start, workers) of each window; see the module's head."""
         starts = np.arange(0.0, float(self.traffic.workload.arrival_s[-1]), WINDOW_S).tolist()
-        tables: list[dict[int, int]] = []
+        misses: list[Callable[[int], int]] = []
         counts: list[int] = []
         guess = 8
         for start_s in starts:
             part, judged = self.window(start_s)
-            table: dict[int, int] = {}
-
-            def misses(n: int, part=part, judged=judged, table=table) -> int:
-                if n not in table:
-                    outcome = simulate(
-                        part, [WorkerSpec(CASE.profile)] * n, CASE.slo, predictor=self.lengths.table()
-                    )
-                    table[n] = int((~outcome.met & judged).sum())
-                return table[n]
-
+            missed = self.counted(part, judged)
             allowed = (1.0 - TARGET) * int(judged.sum())
+            # Where no number of workers helps any more, the fewest of those that do as well.
+            allowed = max(allowed, missed(SLOTS))
             n = guess
-            while misses(n) > allowed and n < SLOTS:
+            while missed(n) > allowed and n < SLOTS:
                 n += 1
-            while n > 1 and misses(n - 1) <= allowed:
+            while n > 1 and missed(n - 1) <= allowed:
                 n -= 1
-            if n > 1:
-                misses(n - 1)
-            tables.append(table)
+            misses.append(missed)
             counts.append(n)
             guess = n
-        budget = (1.0 - TARGET) * len(self.traffic.workload)
-        spent = sum(t[n] for t, n in zip(tables, counts, strict=True))
-        ranked = sorted(
-            (i for i, n in enumerate(counts) if n > 1),
-            key=lambda i: tables[i][counts[i] - 1] - tables[i][counts[i]],
-        )
-        for i in ranked:  # a worker fewer where it costs least
-            more = tables[i][counts[i] - 1] - tables[i][counts[i]]
-            if spent + more <= budget:
-                counts[i] -= 1
-                spent += more
+        spare = (1.0 - TARGET) * len(self.traffic.workload)
+        spare -= sum(missed(n) for missed, n in zip(misses, counts, strict=True))
+
+        def price(i: int) -> tuple[int, int]:
+            return misses[i](counts[i] - 1) - misses[i](counts[i]), i
+
+        offers = [price(i) for i in range(len(counts)) if counts[i] > 1]
+        heapify(offers)
+        while offers:  # a worker fewer where it costs least
+            more, i = heappop(offers)
+            if more > spare:
+                continue
+            counts[i], spare = counts[i] - 1, spare - more
+            if counts[i] > 1:
+                heappush(offers, price(i))
         return list(zip(starts, counts, strict=True))
+
+    def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
+        """How many of a window's judged requests so many workers miss."""
+
+        @cache
+        def missed(workers: int) -> int:
+            fleet = [WorkerSpec(CASE.profile)] * workers
+            outcome = simulate(part, fleet, CASE.slo, predictor=self.lengths.table())
+            return int((~outcome.met & judged).sum())
+
+        return missed
 
 
 def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: int) -> tuple[float, float]:
@@ -195,11 +207,15 @@ def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: in
     return float(slope), float(intercept)
 
 
-def ours(line: tuple[float, float], forecasts: bool) -> ControlSettings:
+def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> ControlSettings:
+    prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
+    engine, profile = CASE.profile.engine, CASE.profile
     scaling = ScalingSettings(
         TargetSettings(*line, low=1, high=SLOTS),
         HoldSettings(0.0, 120.0),
+        speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
         ahead=AHEAD if forecasts else None,
+        learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),
     )
     return ControlSettings(Settings(moves=None, shed=None, scaling=scaling), beat_s=BEAT_S)
 
@@ -242,7 +258,9 @@ def judged(
     rows = [row(traffic, "clairvoyant", outcome, record, least_s)]
     for name, forecasts in (("ours", True), ("ours, no forecast", False)):
         state = remembered(traffic.past) if forecasts and traffic.past else None
-        rows.append(row(traffic, name, *bench.run(first, ours(line, forecasts), state=state), least_s))
+        rows.append(
+            row(traffic, name, *bench.run(first, ours(line, lengths, forecasts), state=state), least_s)
+        )
         print(rows[-1], file=sys.stderr)
     for name, rule in (("HPA", hpa), ("Ray Serve ±1", ray_serve)):
         tried = []

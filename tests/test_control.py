@@ -247,3 +247,21 @@ def test_of_a_rise_that_is_foreseen_a_launch_now_covers_what_has_come_by_then(co
     _, actions = tick(settings, state, seen)
     # 4/s now, 12/s in ten minutes.
     assert actions[0].facts["compared"]["forecast"] == pytest.approx(workers)
+
+
+def test_traffic_that_keeps_rising_is_covered_a_cold_start_ahead_by_short_bins():
+    target = TargetSettings(0.5, 0.2, high=40)
+    near = ForecastSettings(bin_s=30.0, quantile=0.7)
+    # Each 30 s a twentieth more than before: the mean of a regime is behind, what bins rose by is not.
+    counts = [round(40 * 1.05 ** (n // 3)) for n in range(180)]
+    ends = []
+    for scaling in (ScalingSettings(target), ScalingSettings(target, near=near)):
+        settings, state, wanted = Settings(moves=None, shed=None, scaling=scaling), State(), 1
+        for n, count in enumerate(counts):
+            seen = replace(at(10.0 * n + 5.0, wanted=wanted), arrivals=count, cold_start_s=60.0)
+            state, actions = tick(settings, state, seen)
+            wanted = next((a.workers for a in actions if isinstance(a, Scale)), wanted)
+        ends.append(wanted)
+    without, with_near = ends
+    assert with_near > without
+    assert with_near >= 0.5 * counts[-1] / 10.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.scaler.line import HEADROOM, SPARE, Speed, capacity_rps, line_of
+from controlplane.scaler.line import HEADROOM, SPARE, Line, Speed, at_lengths, capacity_rps, line_of
 from controlplane.scaler.mix import MOST_CLASSES, ClassArrivals, Mix, blend
 from controlplane.scaler.seen_speed import speed_seen
 from controlplane.types import Slo
@@ -111,6 +111,20 @@ def test_steps_that_are_few_or_alike_teach_nothing():
     rng = np.random.default_rng(2)
     assert speed_seen(steps(STEP, [(0, 1, 100)] * 100, rng), 50_000, 64) is None
     assert speed_seen(steps(STEP, [(0, 1, 100), (0, 2, 200)], rng), 50_000, 64) is None
+
+
+def test_a_learned_line_follows_the_lengths_that_arrive():
+    speed, learned = Speed(STEP, 50_000, 64), arrivals()
+    given = Line(0.5, 0.7, "a plan")
+    same = at_lengths(given, learned, speed, blend(Mix(), (learned,), 0.0))
+    assert same.workers_per_rps == pytest.approx(0.5)
+    longer = replace(learned, output_tokens=2.0 * learned.output_tokens)
+    heavier = at_lengths(given, learned, speed, blend(Mix(), (longer,), 0.0))
+    lighter = capacity_rps(speed, learned) / capacity_rps(speed, longer)
+    assert heavier.workers_per_rps == pytest.approx(0.5 * lighter)
+    assert heavier.workers_per_rps > 0.5
+    assert heavier.intercept == 0.7
+    assert at_lengths(given, learned, speed, Mix()) == given
 
 
 @pytest.mark.parametrize(

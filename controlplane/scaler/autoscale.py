@@ -1,10 +1,11 @@
 """Demand to a wanted number of workers, one heartbeat at a time: arrivals, regime, line, target, hold.
 
-Besides the regime's rate three others must be covered, and the highest counts:
+Besides the regime's rate four others must be covered, and the highest counts:
 
     burst      what the bin in progress has brought already, where the regime cannot explain it
     backlog    the regime's rate and what waits without a worker, to be caught up in `catch_up_s`
-    forecast   the coming cold start's highest rate (scaler.forecast)
+    forecast   the coming cold start's highest rate (scaler.forecast), by the history of days
+    near       the same by bins shorter than a cold start: what the last minutes rose by, at a quantile
 
 A rise is followed at once. A fall must last: `hold.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
@@ -19,8 +20,8 @@ from controlplane.scaler.changepoint import Regime, Regimes, follow
 from controlplane.scaler.demand import Demand, observe
 from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
 from controlplane.scaler.hold import Held, HoldSettings, hold
-from controlplane.scaler.line import Line, Speed, line_of
-from controlplane.scaler.mix import Mix, blend
+from controlplane.scaler.line import Line, Speed, at_lengths, line_of
+from controlplane.scaler.mix import ClassArrivals, Mix, blend
 from controlplane.scaler.target import Rate, Target, TargetSettings, target
 from controlplane.snapshot import SERVING, STARTING, Scale, Snapshot
 
@@ -32,8 +33,9 @@ BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand er
 class ScalingSettings:
     """How demand becomes workers. `stale_s`: counts older than this are no news.
 
-    `speed`: what a worker can do, where the target has no line of its own. `bin_s`: a bin of the counts.
-    `catch_up_s`: in which a backlog is to be served. `ahead`: whether and how to forecast.
+    `speed`: what a worker can do, where the target has no line of its own, or where the lengths drift from
+    those that its line was learned at (`learned_at`). `bin_s`: a bin of the counts. `catch_up_s`: in which a
+    backlog is to be served. `ahead`: whether and how to forecast; `near`: by short bins as well.
     """
 
     target: TargetSettings
@@ -44,6 +46,17 @@ class ScalingSettings:
     bin_s: float = 10.0
     catch_up_s: float = 30.0
     ahead: ForecastSettings | None = None
+    near: ForecastSettings | None = None
+    learned_at: ClassArrivals | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A forecast, its bins, and the regime's rate as each of them closed."""
+
+    past: Demand | None = None
+    past_rps: tuple[float, ...] = ()
+    coming: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,7 @@ class Scaling:
     past: Demand | None = None
     past_rps: tuple[float, ...] = ()
     coming: Forecast | None = None
+    soon: Outlook = field(default_factory=Outlook)
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -77,7 +91,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     mix = blend(state.mix, snapshot.by_class, now_s)
     after = replace(state, demand=demand, regimes=regimes, counted_s=counted_s, mix=mix)
     after = _foreseen(settings, after, snapshot)
-    line = None if settings.speed is None else line_of(settings.speed, mix)
+    line = _line(settings, mix)
     also = _also(settings, after, snapshot)
     found = target(
         settings.target,
@@ -114,9 +128,17 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
 
 def has_line(settings: ScalingSettings, state: Scaling) -> bool:
     """Whether demand says how many workers: else another rule must."""
-    if settings.target.workers_per_rps is not None:
-        return True
-    return settings.speed is not None and line_of(settings.speed, state.mix) is not None
+    return _line(settings, state.mix) is not None
+
+
+def _line(settings: ScalingSettings, mix: Mix) -> Line | None:
+    """The target's own line, at the lengths seen where it says which it was learned at; else the speed's."""
+    given, speed = settings.target.line, settings.speed
+    if given is None:
+        return None if speed is None else line_of(speed, mix)
+    if speed is None or settings.learned_at is None:
+        return given
+    return at_lengths(given, settings.learned_at, speed, mix)
 
 
 def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list[Rate]:
@@ -137,6 +159,8 @@ def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list
         rates.append(Rate("backlog", rps, why))
     if state.coming is not None and regime is not None:
         rates.append(Rate("forecast", _ready_rps(settings, state.coming, regime, snapshot), state.coming.why))
+    if state.soon.coming is not None:
+        rates.append(Rate("near", state.soon.coming.rps, state.soon.coming.why))
     return rates
 
 
@@ -156,20 +180,30 @@ def _burst_rps(regime: Regime, demand: Demand, settings: ScalingSettings) -> flo
 
 
 def _foreseen(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
-    """The state with this look in the forecast's bins; a new forecast when one of them has closed."""
-    ahead = settings.ahead
-    if ahead is None:
-        return state
-    before = state.past or Demand(ahead.bin_s, ahead.keep)
+    """The state with this look in the forecasts' bins; a new forecast when one of them has closed."""
+    if settings.ahead is not None:
+        known = Outlook(state.past, state.past_rps, state.coming)
+        far = _outlook(settings.ahead, known, state.regimes.current, snapshot)
+        state = replace(state, past=far.past, past_rps=far.past_rps, coming=far.coming)
+    if settings.near is not None:
+        soon = _outlook(settings.near, state.soon, state.regimes.current, snapshot)
+        state = replace(state, soon=soon)
+    return state
+
+
+def _outlook(
+    settings: ForecastSettings, known: Outlook, regime: Regime | None, snapshot: Snapshot
+) -> Outlook:
+    before = known.past or Demand(settings.bin_s, settings.keep)
     past = observe(before, snapshot.now_s, snapshot.arrivals)
     new = past.first_bin + len(past.closed) - before.first_bin - len(before.closed)
     if new == 0 or not past.closed:
-        return replace(state, past=past)
-    rate = 0.0 if state.regimes.current is None else state.regimes.current.rate_rps
-    past_rps = (*state.past_rps, *(rate,) * new)[-len(past.closed) :]
+        return replace(known, past=past)
+    rate = 0.0 if regime is None else regime.rate_rps
+    past_rps = (*known.past_rps, *(rate,) * new)[-len(past.closed) :]
     past_rps = (rate,) * (len(past.closed) - len(past_rps)) + past_rps
-    lead = max(math.ceil(snapshot.cold_start_s / ahead.bin_s), 1)
-    return replace(state, past=past, past_rps=past_rps, coming=forecast(ahead, past.closed, past_rps, lead))
+    lead = max(math.ceil(snapshot.cold_start_s / settings.bin_s), 1)
+    return Outlook(past, past_rps, forecast(settings, past.closed, past_rps, lead))
 
 
 def _is_silent(demand: Demand) -> bool:

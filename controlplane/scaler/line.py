@@ -9,11 +9,14 @@ Of requests with L prompt and D output tokens a worker with b of them in its bat
 at the largest b with t(b) <= TPOT that memory and seats allow: a fleet without noise. The slope of the line
 is HEADROOM · Σ share / x over the SLO classes, its intercept SPARE. Where one request alone is slower than
 its target, b = 1: more workers cannot mend that, so no more are asked for.
+
+A line that was drawn by simulation holds for the lengths it was drawn at. Where those that arrive drift from
+them, its slope is taken times x there over x here: what is known of noise stays, a request's weight follows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import PrefillModel, StepModel
@@ -55,6 +58,18 @@ def line_of(speed: Speed, mix: Mix) -> Line | None:
         return None
     workers = sum(c.requests / capacity_rps(speed, c) for c in mix.classes) / mix.requests
     return Line(HEADROOM * workers, SPARE, f"{speed.source} at the lengths seen")
+
+
+def at_lengths(line: Line, learned: ClassArrivals, speed: Speed, mix: Mix) -> Line:
+    """The line, learned at the lengths of `learned`, at the mix's; as it is before enough were seen."""
+    if mix.requests < LEAST_REQUESTS or learned.requests <= 0:
+        return line
+    heavier = sum(
+        c.requests * capacity_rps(speed, replace(learned, slo=c.slo)) / capacity_rps(speed, c)
+        for c in mix.classes
+    )
+    slope = line.workers_per_rps * heavier / mix.requests
+    return Line(slope, line.intercept, f"{line.source}, at the lengths seen")
 
 
 def capacity_rps(speed: Speed, arrivals: ClassArrivals) -> float:

@@ -47,6 +47,13 @@ class TargetSettings:
             raise BadInput("target: a budget needs the price of a worker")
 
     @property
+    def line(self) -> Line | None:
+        """The line given; None where there is none."""
+        if self.workers_per_rps is None or self.intercept is None:
+            return None
+        return Line(self.workers_per_rps, self.intercept, "the line given")
+
+    @property
     def most(self) -> int | None:
         """The most workers that limit and budget allow; None without either."""
         caps = [] if self.high is None else [self.high]
@@ -86,7 +93,7 @@ def target(
 ) -> Target:
     """The target now. `stale`: the newest counts are too old, or missing. `fixed`: an operator's number.
 
-    `line`: used where the settings have none. `also`: other rates that must be covered.
+    `line`: in place of the settings' own. `also`: other rates that must be covered.
     """
     if fixed is not None:
         if fixed < 0:
@@ -94,8 +101,7 @@ def target(
         return Target(fixed, f"an operator fixed {fixed}")
     if stale or regime is None:
         return Target(None, "no news of the demand: holding")
-    if settings.workers_per_rps is not None and settings.intercept is not None:
-        line = Line(settings.workers_per_rps, settings.intercept, "the line given")
+    line = line or settings.line
     if line is None:
         return Target(None, "no line for this traffic: holding")
     upper_rps = regime.upper_rps(bin_s, settings.z) if regime.rate_rps > 0 else 0.0
