@@ -41,6 +41,7 @@ from tokenfleet.traces.readers import read_trace
 
 Counts = NDArray[np.int64]
 Detector = Callable[[Counts], list[int]]
+Statistic = Callable[[float], float]  # takes the next residual, returns what has come together since
 BINS, CHANGE, WITHIN, LEARN = 160, 80, 30, 12
 SIZES = (2.0, 1.5, 1.25, 0.5)
 MEAN = 40.0
@@ -76,6 +77,8 @@ def ours(counts: Counts) -> list[int]:
 
 def residuals(counts: Counts, since: int) -> Iterator[tuple[int, float]]:
     """(bin, residual in standard deviations) after the LEARN bins that the level is learned from."""
+    if since + LEARN >= len(counts):
+        return
     scaled = 2.0 * np.sqrt(counts + 0.375)
     learned = scaled[since : since + LEARN]
     level, spread = float(learned.mean()), max(float(learned.std(ddof=1)), 1.0)
@@ -83,41 +86,47 @@ def residuals(counts: Counts, since: int) -> Iterator[tuple[int, float]]:
         yield n, (float(scaled[n]) - level) / spread
 
 
-def cusum(threshold: float) -> Detector:
+def restarting(statistic: Callable[[], Statistic], threshold: float) -> Detector:
+    """An alarm where a statistic of the residuals passes `threshold`; then the level is learned anew."""
+
     def detect(counts: Counts) -> list[int]:
-        alarms, since = [], 0
-        while since + LEARN < len(counts):
-            up = down = 0.0
-            for n, z in residuals(counts, since):
-                up, down = max(up + z - 0.5, 0.0), max(down - z - 0.5, 0.0)
-                if max(up, down) > threshold:
-                    alarms.append(n)
-                    since = n
-                    break
-            else:
-                break
+        alarms: list[int] = []
+        since: int | None = 0
+        while since is not None:
+            grown = statistic()
+            since = next((n for n, z in residuals(counts, since) if grown(z) > threshold), None)
+            alarms += [] if since is None else [since]
         return alarms
 
     return detect
+
+
+def cusum(threshold: float) -> Detector:
+    def statistic() -> Statistic:
+        up = down = 0.0
+
+        def grown(z: float) -> float:
+            nonlocal up, down
+            up, down = max(up + z - 0.5, 0.0), max(down - z - 0.5, 0.0)
+            return max(up, down)
+
+        return grown
+
+    return restarting(statistic, threshold)
 
 
 def ewma(threshold: float, weight: float = 0.2) -> Detector:
-    def detect(counts: Counts) -> list[int]:
-        alarms, since = [], 0
-        width = math.sqrt(weight / (2.0 - weight))
-        while since + LEARN < len(counts):
-            level = 0.0
-            for n, z in residuals(counts, since):
-                level += weight * (z - level)
-                if abs(level) > threshold * width:
-                    alarms.append(n)
-                    since = n
-                    break
-            else:
-                break
-        return alarms
+    def statistic() -> Statistic:
+        level = 0.0
 
-    return detect
+        def grown(z: float) -> float:
+            nonlocal level
+            level += weight * (z - level)
+            return abs(level)
+
+        return grown
+
+    return restarting(statistic, threshold * math.sqrt(weight / (2.0 - weight)))
 
 
 def made(kind: str, size: float | None, rng: np.random.Generator) -> Series:
