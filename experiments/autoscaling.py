@@ -44,7 +44,7 @@ from controlplane.placement.assign import Policy
 from controlplane.scaler.autoscale import Scaling, ScalingSettings
 from controlplane.scaler.changepoint import Regimes, follow
 from controlplane.scaler.demand import Demand
-from controlplane.scaler.forecast import ForecastSettings
+from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
@@ -215,6 +215,7 @@ def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> Contro
         HoldSettings(0.0, 120.0),
         speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
         ahead=AHEAD if forecasts else None,
+        near=NEAR if forecasts else None,
         learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),
     )
     return ControlSettings(Settings(moves=None, shed=None, scaling=scaling), beat_s=BEAT_S)

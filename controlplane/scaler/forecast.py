@@ -51,6 +51,10 @@ class ForecastSettings:
             raise BadInput(f"forecast: quantile: must be from 0.5 to below 1, got {self.quantile:g}")
 
 
+# Minutes know no season: what half-minutes rose by within a cold start, in the last hours.
+NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.7, keep=720)
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The rate to be ready for, by which candidate, and how good that has been.

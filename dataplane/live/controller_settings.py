@@ -13,7 +13,7 @@ from controlplane.migration.shedding import ShedSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.scaler.autoscale import ScalingSettings
-from controlplane.scaler.forecast import ForecastSettings
+from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.target import TargetSettings
@@ -60,6 +60,7 @@ class Autoscale:
             speed=speed,
             bin_s=max(min(BIN_S, self.hold_s / BINS_A_HOLD), 1.0),
             ahead=ForecastSettings(),
+            near=NEAR,
         )
 
 
