@@ -7,7 +7,7 @@ are split into five parts; each part is judged by a model fitted to the other fo
 step of one point (its prefill, its decode steps at their mean context), its time the median over repeats.
 
 The machine's own noise stands beside the errors: how far a single step, and the median of a batch, would be
-from themselves if they were measured again. No model can be closer than that.
+from themselves if they were measured again, some minutes apart. No model can be closer than that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def measured(out: Path, quick: bool, clock: str) -> None:
     run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "profile"]
     with tiny_model() as model:
         command = [*run, "--model", str(model), "--out", str(out), "--clock", clock, "--cores", "0"]
-        command += ["--budget", "30m", *(["--points", "18", "--repeats", "2"] if quick else [])]
+        command += [
+            "--budget",
+            "30m",
+            *(["--points", "18", "--repeats", "2"] if quick else ["--repeats", "5"]),
+        ]
         command += ["--", *ENGINE, "--kv-cache-memory-bytes", str(256 << 20)]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 

@@ -1,8 +1,8 @@
 """Measurements that grow: a CSV of steps, and beside it what they were measured on and how far they go.
 
-`M.csv` is only ever appended to, a grid point at a time. `M.csv.json` has the environment, the points that
-are done and the CSV's length after the last of them; whatever is longer was being written when the process
-ended, and is cut off before the measurement goes on.
+`M.csv` is only ever appended to, one visit to a grid point at a time. `M.csv.json` has the environment, how
+often each point was visited and the CSV's length after the last visit; whatever is longer was being written
+when the process ended, and is cut off before the measurement goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenfleet.atomic_files import write_files
 if TYPE_CHECKING:
     from dataplane.live.step_trace import Step
 
-SCHEMA = "tokenfleet.measurements/1"
+SCHEMA = "tokenfleet.measurements/2"
 
 
 class MeasurementFile:
@@ -31,36 +31,36 @@ class MeasurementFile:
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self.path, self.beside = path, beside(path)
         self._environment = environment
-        self.done: list[str] = []
+        self.visits: dict[str, int] = {}
         self._bytes = 0
         if self.beside.exists():
             self._resume()
         elif path.exists():
             raise BadInput(f"{path}: is there already, without {self.beside.name}; give another --out")
 
-    def add(self, point: str, repeats: Sequence[Sequence[Step]]) -> None:
-        """Append a finished point: its steps by repeat."""
+    def add(self, point: str, steps: Sequence[Step]) -> None:
+        """Append the steps of one visit to a point."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         if self._bytes == 0:
-            columns = [f.name for f in fields(repeats[0][0])]
+            columns = [f.name for f in fields(steps[0])]
             writer.writerow([*columns, "point", "repeat"])
-        for number, steps in enumerate(repeats, 1):
-            for step in steps:
-                values = [f"{v:.7g}" if isinstance(v, float) else v for v in astuple(step)]
-                writer.writerow([*values, point, number])
+        visits = self.visits.get(point, 0) + 1
+        for step in steps:
+            values = [f"{v:.7g}" if isinstance(v, float) else v for v in astuple(step)]
+            writer.writerow([*values, point, visits])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text.getvalue())
             file.flush()
             os.fsync(file.fileno())
         self._bytes += len(text.getvalue().encode())
-        self.done.append(point)
+        self.visits[point] = visits
         state = {
             "schema": SCHEMA,
             "environment": self._environment,
             "bytes": self._bytes,
-            "done": self.done,
+            "visits": self.visits,
         }
         write_files({self.beside: json.dumps(state, indent=1) + "\n"})
 
@@ -79,7 +79,7 @@ class MeasurementFile:
             raise BadInput(f"{self.path}: has {size} bytes, {self.beside.name} says {state['bytes']}")
         if size > state["bytes"]:
             os.truncate(self.path, state["bytes"])
-        self.done, self._bytes = list(state["done"]), int(state["bytes"])
+        self.visits, self._bytes = dict(state["visits"]), int(state["bytes"])
 
 
 def beside(path: Path) -> Path:
@@ -99,7 +99,7 @@ def read_beside(path: Path) -> dict[str, Any]:
         and state.get("schema") == SCHEMA
         and isinstance(state.get("environment"), dict)
         and isinstance(state.get("bytes"), int)
-        and isinstance(state.get("done"), list)
+        and isinstance(state.get("visits"), dict)
     )
     if not good:
         raise BadInput(f"{there}: expected the {SCHEMA} file that `tokenfleet profile` writes")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from tokenfleet.measurement_file import MeasurementFile
 
 SCHEMA = "tokenfleet.measured/1"
-# A repeat is outlying when the slowest of its steps took this many times the median of that step's repeats;
-# such a repeat met something else on the machine and is run once more. What stays outlying is kept.
+# A visit is outlying when the slowest of its steps took this many times the median of that step's visits; it
+# met something else on the machine, and its point is visited once more. Whoever reads takes medians.
 OUTLYING = 1.5
-EXTRA_REPEATS = 2
+EXTRA_VISITS = 2
 
 
 def profile_command(
@@ -156,65 +156,71 @@ async def _measure(
         bursts = grid(room, np.random.default_rng(seed))[:points]
         if not bursts:
             raise BadInput("profile: the engine's KV has no room for any grid point")
-        left = [b for b in bursts if b.name not in file.done]
-        await _visit(engine, file, left, len(bursts), repeats, began_s + budget_s, seed)
+        await _Visitor(engine, file, seed, began_s + budget_s).visit(bursts, repeats)
     finally:
         await engine.close()
     return {
         "points": len(bursts),
-        "done": len([b for b in bursts if b.name in file.done]),
+        "begun": len([b for b in bursts if b.name in file.visits]),
+        "done": len([b for b in bursts if file.visits.get(b.name, 0) >= repeats]),
         "seconds": time.monotonic() - began_s,
         "environment": engine.environment(),
     }
 
 
-async def _visit(
-    engine: ProfiledEngine,
-    file: MeasurementFile,
-    left: Sequence[Burst],
-    points: int,
-    repeats: int,
-    until_s: float,
-    seed: int,
-) -> None:
-    """Measure points until they or the time are over. Raises BadInput when the engine dies, points kept."""
-    from dataplane.live.profiled_engine import EngineDied
+class _Visitor:
+    """Visits grid points, round by round, until all have been visited often enough or the time is over.
 
-    to = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
-        task = progress.add_task("measuring", total=points, completed=points - len(left))
-        for burst in left:
-            if time.monotonic() > until_s:
-                return
-            progress.update(task, description=f"{burst.name:>16}")
-            try:
-                measured = await _repeated(engine, burst, repeats, seed)
-            except EngineDied as error:
-                raise EngineDied(
-                    f"{error}, at grid point {burst.name}; the {len(file.done)} points before it are kept in"
-                    f" {file.path}, and the same command goes on from there"
-                ) from error
-            file.add(burst.name, measured)
-            progress.advance(task)
+    In rounds, each in its own order: the machine is now faster and now slower for seconds or minutes, and a
+    point's visits must not all fall into one such time.
+    """
 
+    def __init__(self, engine: ProfiledEngine, file: MeasurementFile, seed: int, until_s: float) -> None:
+        self._engine, self._file, self._seed, self._until_s = engine, file, seed, until_s
+        self._measured: dict[str, list[Sequence[Step]]] = {}
 
-async def _repeated(engine: ProfiledEngine, burst: Burst, repeats: int, seed: int) -> list[list[Step]]:
-    """The steps of a burst by repeat; the first run of a new shape is slower, and thrown away."""
+    async def visit(self, bursts: Sequence[Burst], repeats: int) -> None:
+        """Measure. Raises BadInput when the engine dies; what was measured before is kept."""
+        to = console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        visited = sum(min(self._file.visits.get(b.name, 0), repeats) for b in bursts)
+        with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
+            task = progress.add_task("measuring", total=len(bursts) * repeats, completed=visited)
+            for turn in range(repeats + EXTRA_VISITS):
+                for at in np.random.default_rng([self._seed, turn]).permutation(len(bursts)):
+                    burst = bursts[at]
+                    if not self._is_due(burst.name, turn, repeats):
+                        continue
+                    if time.monotonic() > self._until_s:
+                        return
+                    progress.update(task, description=f"{burst.name:>16}")
+                    await self._go(burst)
+                    progress.advance(task)
 
-    def lots(repeat: int) -> np.random.Generator:
-        # By name, so that a point is measured on the same prompts whatever was measured before it.
-        return np.random.default_rng([seed, repeat, *burst.name.encode()])
+    def _is_due(self, point: str, turn: int, repeats: int) -> bool:
+        if turn < repeats:
+            return self._file.visits.get(point, 0) <= turn
+        measured = self._measured.get(point, [])
+        return any(is_outlying(measured, i) for i in range(len(measured)))
 
-    await engine.run(burst, lots(0))
-    measured = [await engine.run(burst, lots(1 + i)) for i in range(repeats)]
-    for extra in range(EXTRA_REPEATS):
-        outlying = [i for i in range(repeats) if is_outlying(measured, i)]
-        if not outlying:
-            break
-        for i in outlying:
-            measured[i] = await engine.run(burst, lots(1 + repeats * (1 + extra) + i))
-    return measured
+    async def _go(self, burst: Burst) -> None:
+        from dataplane.live.profiled_engine import EngineDied
+
+        def lots(visit: int) -> np.random.Generator:
+            # By name, so that a point is measured on the same prompts whatever was measured before it.
+            return np.random.default_rng([self._seed, visit, *burst.name.encode()])
+
+        try:
+            if burst.name not in self._measured:  # the first run of a new shape is slower, and thrown away
+                await self._engine.run(burst, lots(0))
+            steps = await self._engine.run(burst, lots(1 + self._file.visits.get(burst.name, 0)))
+        except EngineDied as error:
+            raise EngineDied(
+                f"{error}, at grid point {burst.name}; the measurements of {len(self._file.visits)} points"
+                f" before it are kept in {self._file.path}, and the same command goes on from there"
+            ) from error
+        self._measured.setdefault(burst.name, []).append(steps)
+        self._file.add(burst.name, steps)
 
 
 def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:
@@ -259,7 +265,7 @@ def _say(told: dict[str, Any], out: Path, output_format: str) -> None:
         print(json.dumps({"schema": SCHEMA, "measurements": str(out), **told, "fit": fit}))
         return
     rest = told["points"] - told["done"]
-    print(f"{told['done']} of {told['points']} grid points in {out}, after {told['seconds']:.0f} s")
+    print(f"{told['begun']} of {told['points']} grid points in {out}, after {told['seconds']:.0f} s")
     if rest:
-        print(f"the time is over with {rest} points to go; the same command goes on from here")
+        print(f"the time is over with visits to {rest} points to go; the same command goes on from here")
     print(fit)
