@@ -12,11 +12,14 @@ symmetry detection suit bins that are alike; it takes a warm start, and it repor
 from __future__ import annotations
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from controlplane.placement.heartbeat import Heartbeat, Placement, Rows, best_fit, cost_of, worker_rows
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 
 def solve(beat: Heartbeat, time_limit_s: float = 1.0, seed: int = 0, threads: int = 1) -> Placement:
@@ -33,6 +36,7 @@ def solve(beat: Heartbeat, time_limit_s: float = 1.0, seed: int = 0, threads: in
     start = best_fit(beat, rows)
     if start.proven:
         return start
+    from ortools.sat.python import cp_model  # here, since it takes long to import and few heartbeats need it
 
     model = cp_model.CpModel()
     held = [model.new_bool_var(f"held_{i}") for i in range(len(beat.requests))]
@@ -78,6 +82,8 @@ def _keep_rows(
     rows: Rows,
 ) -> None:
     """Variables x_ij for the requests that could stand on worker `j` alone, and its rows over them."""
+    from ortools.sat.python import cp_model
+
     able = np.flatnonzero((rows.weights <= rows.limits[:, None]).all(axis=0))
     for i in able:
         put[int(i), j] = model.new_bool_var(f"put_{i}_{j}")

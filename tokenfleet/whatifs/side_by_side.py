@@ -22,6 +22,7 @@ from tokenfleet.whatifs.solve import Family, Result, solve
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
+FAMILIES_A_PROCESS = 2
 RAY_LOCAL = "local"
 INSTALL = "ray is not installed; pip install --no-deps -r requirements/live-cpu.txt"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +33,11 @@ _RAY_ATTEMPTS = 3  # it waits 30 s for its own start, too few on a busy machine
 def solved(found: Sequence[Family], jobs: int) -> Iterator[tuple[int, Result]]:
     """Every task's number and result, in the order they are done, on `jobs` processors of this machine.
 
-    As many processes as there are families, at most `jobs`; processors left over simulate in threads.
+    A process has two families at least: with fewer, most processors would wait for the longest family, and
+    each process has the simulator to load. Processors left over simulate in threads.
     """
-    processes = min(jobs, len(found))
-    spread = [replace(family, threads=max(jobs // max(processes, 1), 1)) for family in found]
+    processes = max(min(jobs, len(found) // FAMILIES_A_PROCESS), 1)
+    spread = [replace(family, threads=max(jobs // processes, 1)) for family in found]
     if processes <= 1:
         for family in spread:
             yield from solve(family)
