@@ -9,10 +9,15 @@ auto-scaling (llumnix_scaling.py), INFaaS++ against Llumnix. Judged as pairs:
 
 Saving: 1 - N/16, N the fewest workers with which a system's P99 prefill latency is no worse than that of
 INFaaS++ on 16, on the same trace, the fleet fixed. (The published 36 % is 16/N - 1, of auto-scaled means.)
+There, at the highest rates, 16 instances are nearly full: `bound` (perfmodel.fluid) is what no policy can do
+with less of for long, and leaves 6 to 19 % to save at most, on S-S nothing, so that a bar of 20 % cannot be
+reached. The other end of the same line: 1 - 16/N, N the fewest workers with which INFaaS++ is no worse than
+ours on 16.
 
 The published dispatchers know loads as of each instance's last step (llumnix_setup.py): without that nothing
-herds, and INFaaS++ is so much better than published that migration has nothing left to win. Latencies near
-saturation are steep in the load, and so are their ratios.
+herds, and INFaaS++ is so much better than published that migration has little left to win (Llumnix-base's
+mean prefill latency in Figure 13 at CV 8: 1.42 s published, 0.94 s here). What is left of the difference lies
+near saturation, where latencies are steep in the load and a P99 is the tail of one or two bursts.
 
 The real traces of Figure 11 are not part of the public data. Of Figure 15 the saving is read where both
 curves have the same P99, 1 - Llumnix / INFaaS++ (the published 36 % is INFaaS++ / Llumnix - 1, of two points
@@ -37,9 +42,11 @@ from llumnix_setup import (
     OURS,
     REQUESTS,
     ROUND_ROBIN,
+    SLO,
     WORKERS,
     Curves,
     System,
+    a10,
     llumnix,
     metrics,
     our_moves,
@@ -49,6 +56,7 @@ from llumnix_setup import (
 )
 from results import bar, flags, show
 
+from controlplane.perfmodel.fluid import fluid_workers
 from controlplane.placement.assign import PlacementSettings
 from controlplane.workload import Workload
 
@@ -62,7 +70,7 @@ RATES = {
 CVS = (2.0, 4.0, 6.0, 8.0)
 PRIORITY_RATE, HIGH_SHARE = 26.0, 0.1
 GAP, WITHIN = 1.2, 0.3
-FEWEST = 11  # below it every generated trace overloads the fleet
+FEWEST, MOST = 11, 40  # below the one every generated trace overloads the fleet; the other is enough for all
 Points = dict[tuple[str, str, float, str], float]
 
 
@@ -156,9 +164,8 @@ def judge(figure: str, paper: Curves, seen: Points, slower: str, faster: str) ->
     return rows, bars
 
 
-def fewest(system: System, trace: Workload, p99_s: float) -> int:
-    """The fewest workers, FEWEST or more, whose P99 prefill latency is at most `p99_s`; by bisection."""
-    low, high = FEWEST, WORKERS
+def fewest(system: System, trace: Workload, p99_s: float, low: int, high: int) -> int:
+    """The fewest workers from `low` to `high` with a P99 prefill latency of at most `p99_s`; by bisection."""
     while low < high:
         middle = (low + high) // 2
         if metrics(system.run(trace, middle))["Prefill P99 s"] <= p99_s:
@@ -174,11 +181,15 @@ def savings(names: Iterable[str]) -> list[dict[str, Any]]:
     for name in names:
         rate = RATES[name][-1]
         trace = workload(name, rate, 0)
-        target_s = metrics(INFAAS.run(trace))["Prefill P99 s"]
-        row: dict[str, Any] = {"figure": "iso-P99", "trace": name, "at": rate, "P99 prefill s": target_s}
+        bound = fluid_workers(trace.rate_rps, trace.prompt_tokens, trace.output_tokens, a10(), SLO)
+        target_s, own_s = (metrics(system.run(trace))["Prefill P99 s"] for system in (INFAAS, OURS))
+        row: dict[str, Any] = {"figure": "iso-P99", "trace": name, "at": rate, "bound": round(bound, 2)}
+        row["P99 INFaaS++ 16"] = target_s
         for system in (llumnix(name), OURS):
-            count = fewest(system, trace, target_s)
+            count = fewest(system, trace, target_s, FEWEST, WORKERS)
             row |= {f"workers {system.name}": count, f"saving {system.name}": 1 - count / WORKERS}
+        count = fewest(INFAAS, trace, own_s, WORKERS, MOST)
+        row |= {"P99 ours 16": own_s, "workers INFaaS++": count, "saving at it": 1 - WORKERS / count}
         rows.append(row)
         print(f"{name}: workers at equal P99 done", file=sys.stderr)
     return rows
@@ -247,7 +258,9 @@ def run(asked: argparse.Namespace) -> int:
         bars |= bars_13
     if rows_saved:
         mean = float(np.mean([row["saving ours"] for row in rows_saved]))
-        bars["workers saved at equal P99 against INFaaS++ (1 - N/16), mean"] = bar(mean, 0.2, at_least=True)
+        bars["workers saved at the P99 of INFaaS++ on 16 (1 - N/16), mean"] = bar(mean, 0.2, at_least=True)
+        mean = float(np.mean([row["saving at it"] for row in rows_saved]))
+        bars["workers saved at the P99 of ours on 16 (1 - 16/N), mean"] = bar(mean, 0.2, at_least=True)
     rows_14: list[Any] = []
     rows_15: list[Any] = []
     if asked.only is None:
