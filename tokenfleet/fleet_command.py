@@ -170,7 +170,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
 def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
     table = Table(title="last decisions", title_justify="left")
     for name in ("what", "whom", "why"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for decision in decisions:
         whom = " ".join(str(decision[k]) for k in ("request", "worker") if decision.get(k))
         table.add_row(decision["kind"], whom, decision["reason"])
@@ -200,26 +200,16 @@ def _figures(values: dict[str, float]) -> str:
 
 
 def _request_tables(reply: dict[str, Any]) -> list[Any]:
-    table = Table()
-    for name in (
-        "request",
-        "state",
-        "worker",
-        "priority",
-        "prompt",
-        "output",
-        "age",
-        "TTFT",
-        "TPOT",
-        "moves",
-    ):
-        table.add_column(name)
+    # Without a box, and the names whole: they are what `migrate` and `explain` take.
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("request", overflow="fold")
+    for name in ("state", "worker", "prompt", "output", "age", "TTFT", "TPOT", "moves"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("state", "worker") else "right")
     for r in reply["requests"]:
         table.add_row(
             r["request"],
-            r["state"],
+            r["state"] if r["priority"] == "normal" else f"{r['state']}, {r['priority']}",
             r["worker"] or "–",
-            r["priority"],
             str(r["prompt_tokens"]),
             str(r["output_tokens"]),
             duration_text(r["age_s"]),
