@@ -55,7 +55,8 @@ def binding(worlds: Worlds, fleet: Fleet, pool: Threads, rate_scale: float = 1.0
     return Binding(
         constraint,
         relief,
-        (start_s * rate_scale, end_s * rate_scale),
+        # In the trace's own time, and no longer than it is: the last window is seldom full.
+        (start_s * rate_scale, min(end_s * rate_scale, float(worlds.workload.arrival_s[-1]))),
         attained,
         fleet,
         failing.attainment,
