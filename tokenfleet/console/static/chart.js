@@ -6,7 +6,7 @@ import { extent, scale } from "./scale.js";
 const HEIGHT = 220;
 const TOP = 12;
 const BOTTOM = 40;
-const RIGHT = 14;
+const RIGHT = 22;
 const LETTER = 6.6; // width of a letter of a tick's text, in pixels
 
 let made = 0;

@@ -6,6 +6,14 @@ import { bytes, clock, counted, duration, stamp } from "./format.js";
 const SHOWN = 300;
 const GATHER_MS = 200;
 const SPEAK_EVERY_MS = 4000;
+// What stands before and after a fact, where its name in the API is no word.
+const WORDS = {
+  source: ["from ", ""],
+  migration: ["as ", ""],
+  cost: ["", ""],
+  bytes: ["", " copied"],
+  downtime_s: ["", " without a token"],
+};
 const HEAD = new Set(["id", "at_s", "kind", "reason"]);
 
 /** The list of decisions; bounded, filtered by kind, and paused on wish. */
@@ -125,19 +133,23 @@ function lineOf(event, isNews) {
         : make(
             "span",
             { class: "soft" },
-            ` ${facts.map(([name, value]) => `${name} ${plain(name, value)}`).join(", ")}`,
+            ` ${facts.map(said).join(", ")}`,
           ),
     ),
   );
 }
 
-/** A fact in words; its name says the unit. */
+/** A fact with its name, in our words where the API's name is no word. */
+function said([name, value]) {
+  const [before, after] = WORDS[name] ?? [`${name} `, ""];
+  return `${before}${plain(name, value)}${after}`;
+}
+
+/** A fact's value; its name says the unit. */
 function plain(name, value) {
   if (value === null) return "–";
   if (typeof value === "object")
-    return Object.entries(value)
-      .map(([inner, v]) => `${inner} ${plain(inner, v)}`)
-      .join(", ");
+    return Object.entries(value).map(said).join(", ");
   if (typeof value === "number" && name.endsWith("_s")) return duration(value, 2);
   return name === "bytes" ? bytes(value) : String(value);
 }

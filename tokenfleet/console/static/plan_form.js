@@ -79,7 +79,7 @@ export class PlanForm {
       catalogue.policies.map((name) => [name, name]),
     );
     options(byId("engine"), [
-      ["", "the profile's own"],
+      ["", "as profiled"],
       ...catalogue.engine_modes.map((name) => [name, name]),
     ]);
     this.#showTraces();
