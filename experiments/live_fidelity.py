@@ -65,7 +65,7 @@ def compared(server: Any, path: Path, profile: Path, emulated: bool) -> dict[str
 
 
 def fitted(steps: Path, out: Path, emulated: bool) -> None:
-    words = ["fit", "--measurements", str(steps), "--robust", "--model", "tiny-llama", "--gpu", "cpu"]
+    words = ["fit", "--measurements", str(steps), "--model", "tiny-llama", "--gpu", "cpu"]
     kv, block, budget = KV_TOKENS, 32, 2048
     if emulated:
         made = read_profile(MADE)

@@ -92,6 +92,16 @@ def test_relative_error_is_what_is_minimised() -> None:
     assert error[short].mean() < 1.5 * error.mean()
 
 
+@given(st.floats(0.0, 0.6), st.integers(0, 50))
+@settings(max_examples=30, deadline=None)
+def test_noise_makes_a_fit_neither_faster_nor_slower(noise: float, seed: int) -> None:
+    """Observed over predicted is 1 on average: what queues behind noisy steps waits for their mean."""
+    samples = grid(PLAIN, noise, seed)
+    fitted = fit_step(samples, extra_terms=False).model
+    columns = (samples.prefill_tokens, samples.sequences, samples.context_tokens, samples.prefill_sum_sq)
+    assert np.mean(samples.step_s / fitted.step_s(*columns)) == pytest.approx(1.0, abs=2e-3)
+
+
 def test_the_robust_fit_shrugs_off_outliers() -> None:
     samples = grid(PLAIN, noise=0.01)
     spoiled = samples.step_s.copy()

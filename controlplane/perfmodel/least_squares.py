@@ -1,9 +1,11 @@
 """Non-negative least squares on relative error, and the columns it is done on.
 
-    minimise Σ_i (x_i·θ / t_i - 1)²   over θ >= 0
+    minimise Σ_i ((x_i·θ - t_i) / p_i)²   over θ >= 0,   p_i = x_i·θ of the round before
 
-Rows are divided by their time: plain least squares spends itself on the longest steps and errs by 100-250 %
-on short prompts.
+Errors are relative: plain least squares spends itself on the longest steps and errs by 100-250 % on short
+prompts. They are relative to what is predicted, not to what was seen: divided by t_i a step that was slow by
+chance counts less than one that was fast, and the model would be too fast by the noise's variance. Robust
+fits do divide by t_i (p_i = t_i): they look for the middle, and leave what is far from it aside.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from controlplane.perfmodel.step import HingeOf
 
 HUBER = 1.345  # residuals beyond this many robust standard deviations lose weight
 ROBUST_ROUNDS = 20
+MEAN_ROUNDS = 8
 
 Phase = Literal["mixed", "prefill", "decode"]
 Columns = NDArray[np.float64]
@@ -57,6 +60,13 @@ def solved(columns: Columns, step_s: NDArray[np.float64], robust: bool) -> NDArr
     rows = rows / scale
     weight = np.ones(len(rows))
     solution = _nnls(rows, weight)
+    for _ in range(0 if robust else MEAN_ROUNDS):
+        # Rows predict p_i / t_i; a weight of t_i / p_i makes the error one of p_i. Bounded, for a first round
+        # that is far off.
+        before, weight = solution, 1.0 / np.clip(rows @ solution, 0.1, 10.0)
+        solution = _nnls(rows, weight)
+        if np.allclose(solution, before, rtol=1e-9, atol=0.0):
+            break
     for _ in range(ROBUST_ROUNDS if robust else 0):
         error = np.abs(rows @ solution - 1.0)
         spread = 1.4826 * float(np.median(error))
