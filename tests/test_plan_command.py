@@ -54,6 +54,7 @@ def test_the_json_is_the_contract_s(folder: Path, capsys: pytest.CaptureFixture[
     assert said["one_fewer"]["attainment"] < 0.95
     assert said["nearest_feasible"] is None
     assert set(said["demand_line"]) >= {"workers_per_rps", "intercept", "r2"}
+    assert said["demand_line"]["mean_prompt_tokens"] > 0 < said["demand_line"]["mean_output_tokens"]
     assert said["schedule"][0]["start_s"] == 0
     assert {b["policy"] for b in said["baselines"]} == {"jsq", "p2c", "round-robin"}
     assert said["inputs"]["requests"] == 400

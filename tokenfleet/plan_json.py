@@ -171,6 +171,8 @@ def _line(plan: Plan) -> dict[str, Any] | None:
         "intercept": _figures(line.intercept),
         "r2": _share(line.r2),
         "points": [[_figures(x), _figures(y)] for x, y in line.points],
+        "mean_prompt_tokens": _figures(line.prompt_tokens),
+        "mean_output_tokens": _figures(line.output_tokens),
     }
 
 

@@ -57,7 +57,7 @@ def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None)
         return Autoscale(low, high, hold_s=hold_s)
     path, found = plan
     line, usd = found.get("demand_line"), found.get("usd_per_hour")
-    slope_and_intercept = None
+    slope_and_intercept = learned_at = None
     if line is not None:
         try:
             slope_and_intercept = float(line["workers_per_rps"]), float(line["intercept"])
@@ -67,5 +67,20 @@ def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None)
             ) from None
         if not all(map(math.isfinite, slope_and_intercept)) or slope_and_intercept[0] < 0:
             raise BadInput(f"{path}: demand_line: expected a slope of at least 0, got {line!r}")
+        learned_at = _lengths_of(path, line)
     each = float(usd) / int(found["workers"]) if usd is not None and int(found["workers"]) else None
-    return Autoscale(low, high, slope_and_intercept, hold_s, each)
+    return Autoscale(low, high, slope_and_intercept, hold_s, each, learned_at)
+
+
+def _lengths_of(path: Path, line: dict[str, Any]) -> tuple[float, float] | None:
+    """Mean prompt and output tokens that a plan's line was drawn at; None in a plan that does not say."""
+    names = ("mean_prompt_tokens", "mean_output_tokens")
+    if not any(name in line for name in names):
+        return None
+    try:
+        prompt, output = (float(line[name]) for name in names)
+    except (KeyError, TypeError, ValueError):
+        prompt = output = math.nan
+    if not (0 < prompt < math.inf and 0 < output < math.inf):
+        raise BadInput(f"{path}: demand_line: expected {' and '.join(names)} above 0, got {line!r}")
+    return prompt, output

@@ -16,10 +16,13 @@ from controlplane.scaler.autoscale import ScalingSettings
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.line import Speed
+from controlplane.scaler.mix import ClassArrivals
 from controlplane.scaler.target import TargetSettings
+from controlplane.types import Slo
 
 # The fleet empties its draining workers itself. Shedding is off until a worker's speed is known.
 MOVES = MoveSettings(pressure=0.6, drains=False)
+ANY_SLO = Slo(1.0, 1.0)  # a line's lengths are compared within each class, at its own targets
 BIN_S = 10.0
 BINS_A_HOLD = 6  # a fall is seen in a few bins, so a short hold asks for short ones
 
@@ -30,7 +33,8 @@ class Autoscale:
 
     `low` 0 lets an idle fleet have none. `line`: Eq 7's slope (workers per request a second) and intercept,
     as a plan learned them; None takes them from what a worker can do. `hold_s`: how long fewer must be
-    enough before workers are drained. `usd_per_worker_h`: a worker's price, where it is known.
+    enough before workers are drained. `usd_per_worker_h`: a worker's price, where it is known. `learned_at`:
+    the mean prompt and output tokens that `line` holds for; it follows those that arrive.
     """
 
     low: int
@@ -38,6 +42,7 @@ class Autoscale:
     line: tuple[float, float] | None = None
     hold_s: float = 120.0
     usd_per_worker_h: float | None = None
+    learned_at: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high or self.high < 1:
@@ -61,6 +66,7 @@ class Autoscale:
             bin_s=max(min(BIN_S, self.hold_s / BINS_A_HOLD), 1.0),
             ahead=ForecastSettings(),
             near=NEAR,
+            learned_at=None if self.learned_at is None else ClassArrivals(ANY_SLO, 1.0, *self.learned_at),
         )
 
 
@@ -82,8 +88,8 @@ class ControllerSettings:
     def from_json(cls, given: dict[str, Any]) -> ControllerSettings:
         scaled, speed = given["autoscale"], given["speed"]
         if scaled is not None:
-            line = scaled["line"]
-            scaled = Autoscale(**(scaled | {"line": None if line is None else (line[0], line[1])}))
+            pairs = {name: scaled[name] and tuple(scaled[name]) for name in ("line", "learned_at")}
+            scaled = Autoscale(**(scaled | pairs))
         if speed is not None:
             step = StepModel(**(speed["step"] | {"hinges": _hinges(speed["step"])}))
             prefill = speed["prefill"]

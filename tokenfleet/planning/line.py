@@ -25,12 +25,17 @@ _STOP_AT = 40.0
 
 @dataclass(frozen=True, slots=True)
 class DemandLine:
-    """N = workers_per_rps · rate + intercept, with how well it fits and the points it was fitted to."""
+    """N = workers_per_rps · rate + intercept, with how well it fits and the points it was fitted to.
+
+    It holds for requests of such lengths: `prompt_tokens` and `output_tokens` are their means.
+    """
 
     workers_per_rps: float
     intercept: float
     r2: float
     points: tuple[tuple[float, float], ...]  # (rate_rps, workers with a fraction)
+    prompt_tokens: float
+    output_tokens: float
 
     def workers(self, rate_rps: float) -> int:
         return max(math.ceil(self.workers_per_rps * rate_rps + self.intercept), 1)
@@ -49,7 +54,9 @@ def demand_line(worlds: Worlds, question: Question, sizing: Sizing, pool: Thread
     slope, intercept = np.polyfit(x, y, 1)
     spread = float(((y - y.mean()) ** 2).sum())
     left = float(((y - (slope * x + intercept)) ** 2).sum())
-    return DemandLine(float(slope), float(intercept), 1.0 - left / spread if spread > 0 else 1.0, points)
+    r2 = 1.0 - left / spread if spread > 0 else 1.0
+    lengths = worlds.workload.prompt_tokens.mean(), worlds.workload.output_tokens.mean()
+    return DemandLine(float(slope), float(intercept), r2, points, *map(float, lengths))
 
 
 def crossing(worlds: Worlds, question: Question, sizing: Sizing, rate_scale: float) -> float | None:
