@@ -141,7 +141,9 @@ def test_moves_must_pay_once_speed_and_size_are_known():
 
 
 def test_settings_cross_the_pipe_unchanged():
-    told = ControllerSettings("http://x", "k", True, 7, Autoscale(0, 4, (0.5, 0.2), 60.0, 2.5, (900.0, 80.0)), SPEED)
+    told = ControllerSettings(
+        "http://x", "k", True, 7, Autoscale(0, 4, (0.5, 0.2), 60.0, 2.5, (900.0, 80.0)), SPEED
+    )
     assert ControllerSettings.from_json(json.loads(json.dumps(told.as_json()))) == told
     bare = ControllerSettings("http://x", None, False, 7)
     assert ControllerSettings.from_json(json.loads(json.dumps(bare.as_json()))) == bare
