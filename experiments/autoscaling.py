@@ -41,7 +41,7 @@ from scaling_rules import hpa, planned, ray_serve
 
 from controlplane.control import Settings, State
 from controlplane.placement.assign import Policy
-from controlplane.scaler.autoscale import Scaling, ScalingSettings
+from controlplane.scaler.autoscale import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.changepoint import Regimes, follow
 from controlplane.scaler.demand import Demand
 from controlplane.scaler.forecast import NEAR, ForecastSettings
@@ -231,7 +231,7 @@ def remembered(past: tuple[int, ...]) -> State:
         assert regimes.current is not None
         levels.append(regimes.current.rate_rps)
     demand = replace(demand, first_bin=-len(past), closed=past, seen_s=0.0)
-    return State(scaling=Scaling(past=demand, past_rps=tuple(levels)))
+    return State(scaling=Scaling(far=Outlook(demand, tuple(levels))))
 
 
 def row(traffic: Traffic, name: str, outcome: Outcome, record: FleetRecord, least_s: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from controlplane.errors import BadInput
 from controlplane.migration.pairing import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
-from controlplane.scaler.autoscale import ScalingSettings
+from controlplane.scaler.autoscale import Outlook, ScalingSettings
 from controlplane.scaler.forecast import Forecast, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.target import TargetSettings
@@ -238,7 +238,7 @@ def test_a_hand_edited_number_is_where_the_scaler_goes_on_from_and_a_fixed_one_s
 def test_of_a_rise_that_is_foreseen_a_launch_now_covers_what_has_come_by_then(cold_start_s, workers):
     _, state = by_demand(1, [40] * 6)
     coming = Forecast(12.0, "seasonal", 0.6, 0.1, 0.6, 99)
-    state = replace(state, scaling=replace(state.scaling, coming=coming))
+    state = replace(state, scaling=replace(state.scaling, far=Outlook(coming=coming)))
     ahead = ForecastSettings(bin_s=600.0)
     settings = Settings(
         moves=None, shed=None, scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=20), ahead=ahead)

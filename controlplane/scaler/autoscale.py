@@ -52,7 +52,7 @@ class ScalingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A forecast, its bins, and the regime's rate as each of them closed."""
+    """A forecast, the bins it is made from, and the regime's rate as each of them closed."""
 
     past: Demand | None = None
     past_rps: tuple[float, ...] = ()
@@ -63,7 +63,7 @@ class Outlook:
 class Scaling:
     """What the scaler remembers; empty at the start, and after a restart, which loses hold and history.
 
-    `past`: the forecast's bins; `past_rps`: the regime's rate as each of them closed.
+    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`.
     """
 
     demand: Demand | None = None
@@ -71,9 +71,7 @@ class Scaling:
     held: Held | None = None
     counted_s: float | None = None  # when arrivals were last reported
     mix: Mix = field(default_factory=Mix)
-    past: Demand | None = None
-    past_rps: tuple[float, ...] = ()
-    coming: Forecast | None = None
+    far: Outlook = field(default_factory=Outlook)
     soon: Outlook = field(default_factory=Outlook)
 
 
@@ -157,10 +155,11 @@ def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list
         rps = regime.rate_rps + snapshot.waiting_requests / settings.catch_up_s
         why = f"{regime.rate_rps:.3g} requests/s, and {snapshot.waiting_requests} wait for a worker"
         rates.append(Rate("backlog", rps, why))
-    if state.coming is not None and regime is not None:
-        rates.append(Rate("forecast", _ready_rps(settings, state.coming, regime, snapshot), state.coming.why))
-    if state.soon.coming is not None:
-        rates.append(Rate("near", state.soon.coming.rps, state.soon.coming.why))
+    far, soon = state.far.coming, state.soon.coming
+    if far is not None and regime is not None:
+        rates.append(Rate("forecast", _ready_rps(settings, far, regime, snapshot), far.why))
+    if soon is not None:
+        rates.append(Rate("near", soon.rps, soon.why))
     return rates
 
 
@@ -181,13 +180,11 @@ def _burst_rps(regime: Regime, demand: Demand, settings: ScalingSettings) -> flo
 
 def _foreseen(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> Scaling:
     """The state with this look in the forecasts' bins; a new forecast when one of them has closed."""
+    regime = state.regimes.current
     if settings.ahead is not None:
-        known = Outlook(state.past, state.past_rps, state.coming)
-        far = _outlook(settings.ahead, known, state.regimes.current, snapshot)
-        state = replace(state, past=far.past, past_rps=far.past_rps, coming=far.coming)
+        state = replace(state, far=_outlook(settings.ahead, state.far, regime, snapshot))
     if settings.near is not None:
-        soon = _outlook(settings.near, state.soon, state.regimes.current, snapshot)
-        state = replace(state, soon=soon)
+        state = replace(state, soon=_outlook(settings.near, state.soon, regime, snapshot))
     return state
 
 
@@ -258,8 +255,8 @@ def _facts(
     if mix.requests > 0:
         seen["prompt_tokens"] = sum(c.prompt_tokens for c in mix.classes) / mix.requests
         seen["output_tokens"] = sum(c.output_tokens for c in mix.classes) / mix.requests
-    if state.coming is not None:
-        seen |= {"forecast_rps": state.coming.rps, "forecast_error": state.coming.error}
+    if state.far.coming is not None:
+        seen |= {"forecast_rps": state.far.coming.rps, "forecast_error": state.far.coming.error}
     if line is not None:
         seen |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
     change = wanted - snapshot.wanted
