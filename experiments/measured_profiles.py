@@ -21,6 +21,10 @@ from tokenfleet.measurements import read_request_log
 # memory; the power-capped rows, which are scaled copies; and batches of prompts that were not one step: those
 # past 2048 tokens, which that engine cut up, and those that took as long as their prompts one by one (all on
 # the A100 at TP 2 and 4).
+#
+# Three sweeps share one batch, a single sequence after 512 tokens: over prompts and over batch sizes with
+# outputs of 128 tokens, and over longer outputs. That over prompts ran apart: on the A100 at TP 2 the shared
+# batch took 54.9 ms there, 60.0 ms in the others. Its steps are put at their level (`sweeps_apart`).
 SPLITWISE = {
     "llama-2-70b": ("llama2-70b", (2, 4, 8)),
     "bloom-176b": ("bloom-176b", (8,)),
@@ -33,29 +37,61 @@ ONE_BY_ONE = 0.98  # of the time of the prompts alone
 def splitwise_samples(data: Path, model: str, gpu: str, tp_degree: int) -> StepSamples:
     """One (model, GPU, degree) of the 2023 measurements: prefill steps, and decode steps at mid-output.
 
-    Each distinct batch counts once, with the median of its repeats.
+    Each distinct batch counts once, with the median of its repeats: prompts of one size, and outputs whose
+    length lies between the same powers of two.
     """
-    mine = [
-        row
-        for row in table_rows(data / "splitwise" / "perf_model.csv")
-        if (row["model"], row["hardware"], int(row["tensor_parallel"]))
-        == (SPLITWISE[model][0], gpu, tp_degree)
-    ]
+    mine = splitwise_rows(data, model, gpu, tp_degree)
     times: dict[tuple[int, int], list[float]] = {}
-    rows = []
+    decodes: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+    apart = sweeps_apart(mine)
     for row in mine:
-        prompt, batch, tokens = (int(row[name]) for name in ("prompt_size", "batch_size", "token_size"))
+        prompt, batch = int(row["prompt_size"]), int(row["batch_size"])
         times.setdefault((prompt, batch), []).append(float(row["prompt_time"]))
         if tp_degree > 2 or batch < 32:
-            rows.append((0, batch, batch * (prompt + tokens / 2), float(row["token_time"]), 0))
+            output, token_ms = output_tokens(row), float(row["token_time"])
+            level = apart if _of_prompt_sweep(row) else 1.0
+            cell = prompt, batch, (output - 1).bit_length()
+            decodes.setdefault(cell, []).append((batch * (prompt + output / 2), token_ms * level))
+    rows = [
+        (0, batch, *np.median(cell, axis=0), 0)  # context and time
+        for (_, batch, _), cell in decodes.items()
+    ]
     for (prompt, batch), repeats in times.items():
         one_by_one = batch * float(np.median(times[prompt, 1]))
         if batch > 1 and (prompt * batch > PROMPT_BATCH or np.median(repeats) > ONE_BY_ONE * one_by_one):
             continue
-        rows += [(prompt * batch, 0, 0, t, batch * prompt**2) for t in repeats]
+        rows.append((prompt * batch, 0, 0, float(np.median(repeats)), batch * prompt**2))
     table = np.array(rows, float)
     samples = StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] / 1e3, table[:, 4])
     return samples.without_repeats()
+
+
+def splitwise_rows(data: Path, model: str, gpu: str, tp_degree: int) -> list[dict[str, str]]:
+    """The measured rows of one (model, GPU, degree)."""
+    wanted = SPLITWISE[model][0], gpu, tp_degree
+    return [
+        row
+        for row in table_rows(data / "splitwise" / "perf_model.csv")
+        if (row["model"], row["hardware"], int(row["tensor_parallel"])) == wanted
+    ]
+
+
+def output_tokens(row: dict[str, str]) -> int:
+    """Tokens that came out of a run: fewer than asked for (`token_size`) where the model ended its text."""
+    decoded_ms = float(row["e2e_time"]) - float(row["prompt_time"])
+    return min(int(row["token_size"]), round(decoded_ms / float(row["token_time"])) + 1)
+
+
+def sweeps_apart(rows: list[dict[str, str]]) -> float:
+    """How much longer the batch that all sweeps share took in that over outputs than in that over prompts."""
+    shared = [row for row in rows if (row["prompt_size"], row["batch_size"]) == ("512", "1")]
+    over_prompts = [float(row["token_time"]) for row in shared if _of_prompt_sweep(row)]
+    over_outputs = [float(row["token_time"]) for row in shared if not _of_prompt_sweep(row)]
+    return float(np.median(over_outputs) / np.median(over_prompts))
+
+
+def _of_prompt_sweep(row: dict[str, str]) -> bool:
+    return (row["batch_size"], row["token_size"]) == ("1", "128")
 
 
 def measured_2023_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profile:

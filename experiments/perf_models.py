@@ -6,7 +6,8 @@ Four kinds of real points:
 
   2023        Splitwise's measured prompt and token times, one set per (model, GPU, TP): each interior point
               is predicted by a fit without it, the choice of terms included; points alone at the end of the
-              range are always learned from
+              range are always learned from. `sweeps_apart`: how far one of its sweeps was from the others, at
+              the batch they share, before it was put at their level (measured_profiles.py)
   grid        aiconfigurator's grids over measured operations: every other point is held out
   log         the real vLLM 0.19 log: fitted on even requests, judged on odd ones
   all-reduce  Vidur's measured all-reduces: every other size is held out from the table
@@ -23,7 +24,14 @@ from typing import Any
 
 import numpy as np
 from compose_profiles import GRID_ENGINE, GRID_NAMES, SMALLEST_KV, TP_DEGREES, grid_samples
-from measured_profiles import SPLITWISE, SPLITWISE_GPUS, rtx_profile, splitwise_samples
+from measured_profiles import (
+    SPLITWISE,
+    SPLITWISE_GPUS,
+    rtx_profile,
+    splitwise_rows,
+    splitwise_samples,
+    sweeps_apart,
+)
 from numpy.typing import NDArray
 from published_models import capacity_tokens
 from results import bar, flags, show
@@ -50,6 +58,7 @@ def measured_2023(data: Any) -> list[dict[str, Any]]:
                         "held_out_max": both.held_out_max,
                         "decode_mean": decode.residuals.held_out_mean,
                         "prefill_mean": prefill.residuals.held_out_mean,
+                        "sweeps_apart": sweeps_apart(splitwise_rows(data, model, gpu, tp_degree)),
                     }
                 )
     return rows

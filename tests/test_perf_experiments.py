@@ -29,9 +29,8 @@ def test_held_out_errors_are_as_the_readme_says(shared_data: Path) -> None:
     assert answer["experiment"] == "perf_models"
     assert answer["seed"] == 0
     assert answer["command"].startswith("python experiments/perf_models.py")
-    missed = [name for name, one in answer["bars"].items() if not one["ok"]]
-    assert missed == ["llama-2-70b a100-80gb TP2: held-out mean"]
-    assert all(one["value"] < 0.05 for one in answer["bars"].values())
+    assert len(answer["bars"]) == 8
+    assert all(one["value"] < 0.038 and one["ok"] for one in answer["bars"].values())
 
 
 def test_a_missing_data_folder_is_said_in_one_line(tmp_path: Path) -> None:
