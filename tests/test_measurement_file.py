@@ -55,11 +55,11 @@ def test_the_grid_has_prefill_whole_and_chunked_decode_and_both() -> None:
 def test_points_are_appended_and_a_second_run_knows_them(tmp_path: Path) -> None:
     out = tmp_path / "new" / "m.csv"
     file = MeasurementFile(out, HERE)
-    file.add("4x100", [step(), step(0.02)])
-    file.add("4x100", [step(0.011)])
+    file.add("4x100", [step(), step(0.02)], 0.0)
+    file.add("4x100", [step(0.011)], 0.0)
     again = MeasurementFile(out, HERE)
     assert again.visits == {"4x100": 2}
-    again.add("8x100", [step(0.015, 8)])
+    again.add("8x100", [step(0.015, 8)], 0.0)
     samples = read_measurements(out)
     assert samples.step_s.tolist() == [0.011, 0.015]  # one step for each point: the median of its steps
     assert out.read_text().count("prefill_tokens") == 1
@@ -71,7 +71,7 @@ def test_what_a_killed_process_left_half_written_is_cut_off(tail: bytes) -> None
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "m.csv"
-        MeasurementFile(out, HERE).add("a", [step()])
+        MeasurementFile(out, HERE).add("a", [step()], 0.0)
         whole = out.read_bytes()
         out.write_bytes(whole + tail)
         assert MeasurementFile(out, HERE).visits == {"a": 1}
@@ -80,7 +80,7 @@ def test_what_a_killed_process_left_half_written_is_cut_off(tail: bytes) -> None
 
 def test_another_environment_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     out = tmp_path / "m.csv"
-    MeasurementFile(out, HERE).add("a", [step()])
+    MeasurementFile(out, HERE).add("a", [step()], 0.0)
     before = out.read_bytes(), beside(out).read_bytes()
     with pytest.raises(BadInput, match=r"vllm: was measured with '0.32.0', this engine has '0.33.0'"):
         MeasurementFile(out, HERE | {"vllm": "0.33.0"})
@@ -95,7 +95,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="is there already"):
         MeasurementFile(out, HERE)
     out.unlink()
-    MeasurementFile(out, HERE).add("a", [step()])
+    MeasurementFile(out, HERE).add("a", [step()], 0.0)
     out.write_text("short")
     with pytest.raises(BadInput, match="has 5 bytes"):
         MeasurementFile(out, HERE)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import StepFit, fit_phases, fit_prefill, fit_step, pooled
+from controlplane.perfmodel.host_speed import HostSpeed
 from controlplane.perfmodel.interval import relative_error
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.samples import StepSamples, concatenated
@@ -50,6 +51,9 @@ def fit_command(
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's setting of that name")] = 2048,
     max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256,
     robust: Annotated[bool, typer.Option(help="give outliers less weight")] = False,
+    as_measured: Annotated[
+        bool, typer.Option("--as-measured", help="leave the machine's slow and fast times in a grid's steps")
+    ] = False,
     plain: Annotated[bool, typer.Option(help="four coefficients only, no hinges nor length²")] = False,
     licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements",
     measured_on: Annotated[
@@ -69,10 +73,13 @@ def fit_command(
     if logs and (len(measurements) > 1 or engine != EngineMode.CHUNKED):
         raise BadInput(f"{logs[0]}: a request log is fitted alone, as the log of one chunked engine")
     read: StepSamples | RequestLog
+    speeds: list[HostSpeed] = []
     if logs:
         read = read_request_log(logs[0])
     else:
-        read = concatenated([read_measurements(path) for path in measurements])
+        read = concatenated(
+            [read_measurements(p, None if as_measured else speeds.append) for p in measurements]
+        )
     if kv_tokens is None:
         kv_tokens, said = _kv_tokens(model, gpu, tp, read)
         Console(stderr=True).print(f"--kv-tokens not given: {said}", highlight=False, soft_wrap=True)
@@ -95,7 +102,7 @@ def fit_command(
         profile = fitted_profile(read, shape, robust, not plain)
     write_profile(profile, out)
     breaks = linear_breaks(read, robust) if isinstance(read, StepSamples) else []
-    _say(profile, out, output_format, breaks)
+    _say(profile, out, output_format, breaks, speeds)
 
 
 def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_terms: bool) -> Profile:
@@ -131,6 +138,20 @@ def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Resid
     return replace(shape, step=step.model, prefill=prefill, residuals=residuals, fitted=step.fitted)
 
 
+def speed_says(speed: HostSpeed) -> str:
+    """A sentence on the machine's speed."""
+    if speed.window_s is None:
+        return (
+            f"the machine: visits differ by {speed.off:.1%}, with nothing in common that could be taken out"
+        )
+    low, high = speed.range
+    return (
+        f"the machine: steps took {low:.2f} to {high:.2f} times their usual, for some {speed.window_s:g} s"
+        f" at a time; without that (--as-measured: with) visits differ by {speed.off_left:.1%},"
+        f" {speed.off:.1%} before"
+    )
+
+
 def _day(text: str | None) -> str:
     try:
         return (date.today() if text is None else date.fromisoformat(text)).isoformat()
@@ -138,7 +159,9 @@ def _day(text: str | None) -> str:
         raise BadInput(f"--measured-on: expected YYYY-MM-DD, got {text!r}") from None
 
 
-def _say(profile: Profile, out: Path, output_format: str, breaks: list[Break]) -> None:
+def _say(
+    profile: Profile, out: Path, output_format: str, breaks: list[Break], speeds: list[HostSpeed]
+) -> None:
     step, residuals = profile.step, profile.residuals
     within = {f"{c:g}": relative_error(residuals, c) for c in CONFIDENCES}
     rows: dict[str, float | int | None] = {
@@ -158,6 +181,10 @@ def _say(profile: Profile, out: Path, output_format: str, breaks: list[Break]) -
         answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows}
         answer["error_within"] = within
         answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
+        answer["machine"] = [
+            {"window_s": s.window_s, "slowness": s.range, "off": s.off, "off_left": s.off_left}
+            for s in speeds
+        ]
         print(json.dumps(answer))
         return
     table = Table(title=profile.label)
@@ -169,6 +196,8 @@ def _say(profile: Profile, out: Path, output_format: str, breaks: list[Break]) -
         table.add_row(f"error within, {float(confidence):.0%} sure", f"{error:.2%}")
     Console().print(table)
     print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
+    for speed in speeds:
+        print(speed_says(speed))
     for cell in breaks:
         print(f"the linear form breaks: {cell.says}")
     Console(stderr=True).print(f"wrote {out}", soft_wrap=True)

@@ -22,7 +22,7 @@ from tokenfleet.atomic_files import write_files
 if TYPE_CHECKING:
     from dataplane.live.step_trace import Step
 
-SCHEMA = "tokenfleet.measurements/2"
+SCHEMA = "tokenfleet.measurements/3"
 
 
 class MeasurementFile:
@@ -38,17 +38,17 @@ class MeasurementFile:
         elif path.exists():
             raise BadInput(f"{path}: is there already, without {self.beside.name}; give another --out")
 
-    def add(self, point: str, steps: Sequence[Step]) -> None:
-        """Append the steps of one visit to a point."""
+    def add(self, point: str, steps: Sequence[Step], at_s: float) -> None:
+        """Append the steps of one visit to a point, which began at `at_s` (Unix time)."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         if self._bytes == 0:
             columns = [f.name for f in fields(steps[0])]
-            writer.writerow([*columns, "point", "repeat"])
+            writer.writerow([*columns, "point", "repeat", "at_s"])
         visits = self.visits.get(point, 0) + 1
         for step in steps:
             values = [f"{v:.7g}" if isinstance(v, float) else v for v in astuple(step)]
-            writer.writerow([*values, point, visits])
+            writer.writerow([*values, point, visits, f"{at_s:.3f}"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text.getvalue())

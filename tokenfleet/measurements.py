@@ -1,9 +1,10 @@
 """Read what an engine was measured to do: a table of steps (CSV) or a request log (JSONL).
 
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
-`prefill_sum_sq`, `prefill_sequences`, and the labels `point` and `repeat` (of `tokenfleet profile`) and
-`worker` (of a running fleet's `steps.csv`). A log has one request a line with its arrival, first-token and
-last-token times and its token counts, under our names or those of common vLLM benchmarks.
+`prefill_sum_sq`, `prefill_sequences`, the labels `point` and `repeat` (of `tokenfleet profile`) or `worker`
+(of a running fleet's `steps.csv`), and `at_s`, Unix time: when that visit began, or the step was over.
+A log has one request a line with its arrival, first-token and last-token times and its token counts, under
+our names or those of common vLLM benchmarks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.host_speed import HostSpeed, host_speed
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
-OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point")
+OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point", "at_s")
 LABELS = ("repeat", "worker", "point")  # not numbers to fit
 LOG_FIELDS = {
     "arrival_s": ("queued_ts", "arrival_s", "arrival_time", "arrival_ts"),
@@ -72,8 +74,12 @@ def is_request_log(path: Path) -> bool:
     return _text(path).lstrip()[:1] == "{"
 
 
-def read_measurements(path: Path) -> StepSamples:
-    """A table of steps. Raises BadInput naming the file, the line and the column."""
+def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = None) -> StepSamples:
+    """A table of steps. Raises BadInput naming the file, the line and the column.
+
+    A designed grid's steps are one a batch (`by_point`). With `tell` they are as at the machine's mean speed
+    where the table says when they ran, and it is told of that speed; without, they are as measured.
+    """
     lines = _text(path).splitlines()
     if not any(line.strip() for line in lines):
         raise BadInput(f"{path}: empty; expected columns {', '.join(NEEDED)}")
@@ -103,8 +109,29 @@ def read_measurements(path: Path) -> StepSamples:
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from error
     if "point" in names and "repeat" in names:
-        return by_point(samples, [row["point"] for row in rows], [row["repeat"] for row in rows])
+        points, repeats = [row["point"] for row in rows], [row["repeat"] for row in rows]
+        if tell is not None and "at_s" in column:
+            speed = speed_of(samples, points, repeats, column["at_s"])
+            samples = replace(samples, step_s=samples.step_s / speed.slowness)
+            tell(speed)
+        return by_point(samples, points, repeats)
     return samples
+
+
+def speed_of(
+    samples: StepSamples, points: Sequence[str], repeats: Sequence[str], at_s: NDArray[np.float64]
+) -> HostSpeed:
+    """How fast the machine was at each step of a designed grid; `at_s` is when the step's visit began."""
+    batch = np.unique(_work(samples, points), axis=0, return_inverse=True)[1].reshape(-1)
+    labels = np.column_stack([np.unique(x, return_inverse=True)[1] for x in (points, repeats)])
+    visit = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    # Steps of a visit follow each other: the middle of each is after all before it.
+    order = np.argsort(visit, kind="stable")
+    ended = np.cumsum(samples.step_s[order])
+    first = np.searchsorted(visit[order], visit[order])
+    middle = np.empty(len(samples))
+    middle[order] = ended - samples.step_s[order] / 2 - (ended - samples.step_s[order])[first]
+    return host_speed(batch, visit, at_s + middle, samples.step_s)
 
 
 def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]) -> StepSamples:
@@ -114,9 +141,8 @@ def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]
     would weigh as many times as it has steps. Steps that less than half of a point's repeats have met (a
     prompt that arrived a moment late) are left out.
     """
-    name = np.unique(np.asarray(points), return_inverse=True)[1]
-    sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
-    work = np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
+    work = _work(samples, points)
+    name = work[:, 0].astype(np.int64)
     _, first, group = np.unique(work, axis=0, return_index=True, return_inverse=True)
     group, repeat = group.reshape(-1), np.asarray(repeats)
     of_point = [len(np.unique(repeat[name == n])) for n in range(name.max() + 1)]
@@ -129,6 +155,13 @@ def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]
         context_tokens=np.array([samples.context_tokens[group == g].mean() for g in kept]),
         step_s=np.array([np.median(samples.step_s[group == g]) for g in kept]),
     )
+
+
+def _work(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:
+    """What tells the batches of a grid apart, shape [samples, 4]; the number of the point first."""
+    name = np.unique(np.asarray(points), return_inverse=True)[1]
+    sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
+    return np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
 
 
 def _numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.float64]:

@@ -62,6 +62,9 @@ def profile_command(
 ) -> None:
     """Measure a real engine, or with --predict compose a profile without one.
 
+    On a noisy host give more --repeats: points are visited in rounds, and from three on `fit` tells the
+    host's slow and fast spells from the points' own times and takes them out.
+
     tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
@@ -213,6 +216,7 @@ class _Visitor:
         try:
             if burst.name not in self._measured:  # the first run of a new shape is slower, and thrown away
                 await self._engine.run(burst, lots(0))
+            at_s = time.time()
             steps = await self._engine.run(burst, lots(1 + self._file.visits.get(burst.name, 0)))
         except EngineDied as error:
             raise EngineDied(
@@ -220,7 +224,7 @@ class _Visitor:
                 f" before it are kept in {self._file.path}, and the same command goes on from there"
             ) from error
         self._measured.setdefault(burst.name, []).append(steps)
-        self._file.add(burst.name, steps)
+        self._file.add(burst.name, steps, at_s)
 
 
 def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:

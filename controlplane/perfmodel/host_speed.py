@@ -1,0 +1,131 @@
+"""How fast the machine was, and when, while a grid was measured on it.
+
+A shared host is faster or slower for seconds or minutes at a time, and everything that is measured then is
+off by about the same factor. Grid points are visited again and again in random order, so that factor can be
+told from the points' own times:
+
+    log t = batch + slowness(visit) + noise
+
+A batch's term is its median over visits. The slowness of a visit is read off the *other* visits near it in
+time, each by what its steps took beyond their batches' terms: their mean with weights exp(-gap / window_s),
+drawn towards 0 by PRIOR visits' worth. Never off the visit itself, so that a step which was slow alone stays
+slow and only what neighbours share is taken out. The window is the one that foretells visits best; where none
+foretells them better than "always the same speed" by LEAST_GAIN, nothing is taken out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+
+WINDOWS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+PRIOR = 1.0  # visits
+LEAST_GAIN = 0.05  # of the mean size of what visits are off by
+MOST = 0.7  # a visit's own part in the mean, on the logarithm: past a factor of two it met something else
+ROUNDS = 8
+FEWEST_VISITS = 3  # of a batch, for it to say anything about the machine
+
+Columns = NDArray[np.float64]
+Labels = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HostSpeed:
+    """Steps take `slowness` times as long as at the run's mean speed, shape [steps].
+
+    `window_s` is over how long the machine stays as it is, None where no common change was found (slowness
+    is 1 then). `off`, `off_left`: by how much a visit's steps are off their batches' usual time, in the mean
+    and as a share, before the machine's slowness is taken out and after.
+    """
+
+    slowness: Columns
+    window_s: float | None
+    off: float
+    off_left: float
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Its 5th and 95th percentile over the steps."""
+        low, high = np.quantile(self.slowness, (0.05, 0.95))
+        return float(low), float(high)
+
+
+def host_speed(batch: Labels, visit: Labels, at_s: Columns, step_s: Columns) -> HostSpeed:
+    """The machine's slowness at each step.
+
+    `batch` numbers steps of the same work from 0 on, `visit` the visits; `at_s` is when a step ran, on any
+    clock. All of shape [steps]. Raises BadInput for times that are no numbers.
+    """
+    if not np.isfinite(at_s).all():
+        raise BadInput(f"measurements: row {int(np.argmin(np.isfinite(at_s))) + 1}: at_s: must be a number")
+    log_s = np.log(step_s)
+    pairs = np.unique(np.column_stack([batch, visit]), axis=0)
+    visits_of = np.bincount(pairs[:, 0], minlength=int(batch.max()) + 1)
+    known = visits_of[batch] >= FEWEST_VISITS
+    same = HostSpeed(np.ones(len(step_s)), None, 0.0, 0.0)
+    if len(np.unique(visit[known])) < FEWEST_VISITS:
+        return same
+    gaps = _gaps_s(visit, at_s)
+    none = np.zeros(len(gaps))
+    off = float(np.abs(_residual(batch, visit, log_s, known, none)[1]).mean())
+    tried = []
+    for window_s in WINDOWS_S:
+        slow, left = _slowness(batch, visit, log_s, known, np.exp(-gaps / window_s))
+        tried.append((left, window_s, slow))
+    left, window_s, slow = min(tried, key=lambda t: t[0])
+    if left > off * (1.0 - LEAST_GAIN):
+        return HostSpeed(same.slowness, None, off, off)
+    return HostSpeed(np.exp((slow - slow.mean())[visit]), window_s, off, left)
+
+
+def _slowness(
+    batch: Labels, visit: Labels, log_s: Columns, known: NDArray[np.bool_], weight: Columns
+) -> tuple[Columns, float]:
+    """Each visit's slowness on the logarithm, shape [visits], and what visits are off by beside it."""
+    np.fill_diagonal(weight, 0.0)
+    slow: Columns = np.zeros(len(weight))
+    left = np.inf
+    for _ in range(ROUNDS):
+        rows, off = _residual(batch, visit, log_s, known, slow)
+        # Off its batches' terms all in all: what it is beside the slowness, and the slowness itself.
+        whole = np.clip(off + slow[rows], -MOST, MOST)
+        slow = weight[:, rows] @ whole / (weight[:, rows].sum(axis=1) + PRIOR)
+        left = float(np.abs(whole - slow[rows]).mean())
+    return slow, left
+
+
+def _residual(
+    batch: Labels, visit: Labels, log_s: Columns, known: NDArray[np.bool_], slow: Columns
+) -> tuple[Labels, Columns]:
+    """Visits that say something, and how far each is off: the median over its steps, slowness taken out."""
+    steady = log_s - slow[visit]
+    term = medians(batch, steady)
+    off = medians(visit[known], (steady - term[batch])[known], len(slow))
+    rows = np.unique(visit[known])
+    return rows, off[rows]
+
+
+def _gaps_s(visit: Labels, at_s: Columns) -> Columns:
+    """Seconds between the end of one visit and the beginning of another, shape [visits, visits]."""
+    visits = int(visit.max()) + 1
+    begin, end = np.full(visits, np.inf), np.full(visits, -np.inf)
+    np.minimum.at(begin, visit, at_s)
+    np.maximum.at(end, visit, at_s)
+    gaps = np.maximum(begin[None, :] - end[:, None], begin[:, None] - end[None, :])
+    return np.asarray(np.maximum(gaps, 0.0), float)
+
+
+def medians(label: Labels, values: Columns, labels: int | None = None) -> Columns:
+    """The median of the values of each label, shape [labels]; 0 for a label without values."""
+    count = np.bincount(label, minlength=int(label.max()) + 1 if labels is None else labels)
+    ordered = values[np.lexsort((values, label))]
+    first = np.concatenate(([0], np.cumsum(count)[:-1]))
+    there = count > 0
+    middle = np.zeros(len(count))
+    low, high = first + (count - 1) // 2, first + count // 2
+    middle[there] = (ordered[low[there]] + ordered[high[there]]) / 2.0
+    return middle
