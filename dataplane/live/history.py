@@ -1,8 +1,9 @@
 """What the fleet has served and how long its steps took: for predicting lengths, and for refitting.
 
 In the data folder, where one was given: `history/` has a row for each ended request (history_files.py;
-`tokenfleet plan --since 1h` reads it), and `steps.csv` a line for each sampled engine step, which reads as
+`tokenfleet plan --since 1h` reads it), and `steps.csv` a line for each engine step, which reads as
 measurements (`tokenfleet fit --measurements`); beyond STEP_FILE_BYTES the older half of those is let go.
+Every step: a sample taken now and then would have more of the long ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ REMEMBERED = 20_000
 LEARN_FROM = 50  # finished requests before history is believed
 LEARN_EVERY = 200
 STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before it
-STEP_COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker")
+STEP_COLUMNS = (
+    "prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker", "at_s",
+)  # fmt: skip
 
 
 class History:
@@ -95,24 +98,25 @@ class History:
         }
 
     def add_step(self, load: Telemetry) -> None:
-        """Remember a worker's last step, once."""
-        if self._steps is None or load.step_s <= 0 or not (load.prefill_tokens or load.sequences):
+        """Remember a worker's steps since those it told of before, each once."""
+        if self._steps is None:
             return
-        if self._last_step.get(load.worker) != load.steps:
-            self._last_step[load.worker] = load.steps
-            row = (
-                load.prefill_tokens,
-                load.sequences,
-                load.context_tokens,
-                f"{load.step_s:.7f}",
-                load.prefill_sum_sq,
-                load.worker,
-            )
-            self._steps.write(",".join(str(value) for value in row) + "\n")
-            if self._steps.tell() > STEP_FILE_BYTES and self._folder is not None:
-                self._steps.close()
-                os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
-                self._steps = _open_steps(self._folder)
+        new = load.since(self._last_step.get(load.worker, 0))
+        self._last_step[load.worker] = load.steps
+        now_s = time.time()
+        rows = [
+            f"{step.prefill_tokens},{step.sequences},{step.context_tokens},{step.step_s:.7f}"
+            f",{step.prefill_sum_sq},{load.worker},{now_s - step.age_s:.3f}\n"
+            for step in new
+            if step.step_s > 0
+        ]
+        if not rows:
+            return
+        self._steps.write("".join(rows))
+        if self._steps.tell() > STEP_FILE_BYTES and self._folder is not None:
+            self._steps.close()
+            os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
+            self._steps = _open_steps(self._folder)
 
     def close(self) -> None:
         """Write what is buffered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from controlplane.types import WorkerId
 
@@ -33,13 +33,26 @@ class WorkerInfo:
     pid: int
 
 
+class Executed(NamedTuple):
+    """A step as it was executed; `age_s` from its end to the message that tells of it."""
+
+    prefill_tokens: int
+    sequences: int
+    context_tokens: int
+    step_s: float
+    prefill_sum_sq: int
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """A worker's load after one of its steps; counters grow from the worker's start.
 
     `context_tokens` is what the decoding sequences held at the step's start, `prefill_tokens` what the step
     computed of prompts, `prefill_sum_sq` its Σ (end² - start²); `since_step_s` is the telemetry's age when
-    it was made.
+    it was made. `executed` are the last steps, the newest last, all since the telemetry before the last one
+    at least (up to a few hundred): messages come at their own times, and long steps are likelier to be the
+    last before one. Readers tell by `steps` which of them are new to them.
     """
 
     worker: WorkerId
@@ -55,6 +68,12 @@ class Telemetry:
     preemptions: int
     since_step_s: float
     prefill_sum_sq: int = 0
+    executed: tuple[Executed, ...] = ()
+
+    def since(self, steps: int) -> tuple[Executed, ...]:
+        """Those executed steps that came after the worker's first `steps`, as far as they are told."""
+        new = min(max(self.steps - steps, 0), len(self.executed))
+        return self.executed[len(self.executed) - new :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from controlplane.control import Migrate, Scale
@@ -219,7 +219,7 @@ def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -
             "kv_blocks": info.kv_blocks,
             "kv_bytes_per_token": info.kv_bytes_per_token,
         }
-        view["telemetry"] = None if at.telemetry is None else asdict(at.telemetry)
+        view["telemetry"] = None if at.telemetry is None else asdict(replace(at.telemetry, executed=()))
     return view
 
 

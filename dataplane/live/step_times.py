@@ -1,6 +1,7 @@
 """How far the workers' real step times are from their profile, and the profile corrected by them.
 
-Each telemetry message carries one executed step; `perfmodel.refit` learns from it. Placement is told when the
+Each telemetry message carries the steps executed since the one before; `perfmodel.refit` learns from the
+first of them, since long ones are likelier to be the last before a message. Placement is told when the
 refitted model has moved, operators see the factors, and a sudden change is an event of the fleet's log.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,6 +26,7 @@ TELL_EVERY = 50  # steps learned from between two corrections of placement
 LEAST_GAP_S = 0.005  # between two steps learned from: a step's share of the gateway's core stays below 2 %
 WORKER_STEPS = 100  # memory of a worker's own factor
 LAST_DRIFTS = 10
+LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
 
 
 class StepTimes(Collector):
@@ -43,7 +46,10 @@ class StepTimes(Collector):
         self._told = 0
 
     def add(self, load: Telemetry) -> None:
-        """Learn from a worker's last step, once."""
+        """Learn from one of a worker's new steps, once."""
+        new = load.since(self._seen.get(load.worker, 0))
+        if new:
+            load = replace(load, **{name: getattr(new[0], name) for name in LEARNT})
         computed = load.step_s > 0 and (load.prefill_tokens or load.sequences)
         if not computed or self._seen.get(load.worker) == load.steps:
             return

@@ -1,4 +1,4 @@
-"""A worker's steps as they were executed: the newest one as its telemetry, the last many for refitting.
+"""A worker's steps as they were executed: the newest ones as its telemetry, the last many for refitting.
 
 Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
 prefill_sequences).
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.types import WorkerId
-from dataplane.live.link import Telemetry
+from dataplane.live.link import Executed, Telemetry
 
 COLUMNS = (
     "prefill_tokens",
@@ -27,6 +27,7 @@ COLUMNS = (
     "prefill_sequences",
 )
 REMEMBERED_STEPS = 65536
+MOST_TOLD = 256  # executed steps in one telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class StepTrace:
         self._worker = worker
         self._kv_total_blocks = kv_total_blocks
         self._steps: deque[Step] = deque(maxlen=REMEMBERED_STEPS)
+        self._ends_s: deque[float] = deque(maxlen=MOST_TOLD)
+        self._told = (0, 0)  # how many steps there were at the last telemetry but one, and at the last
         self._count = 0
         self._preemptions = 0
         self._ended_s: float | None = None  # of the last step, if it left work behind
@@ -77,6 +80,7 @@ class StepTrace:
         if computed:
             step_s = engine_s if self._ended_s is None else ended_s - self._ended_s
             self._count += 1
+            self._ends_s.append(ended_s)
             self._steps.append(Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"}))
         # Between this step and the next nothing but the engine's own work passes, if something still runs;
         # what waits may wait for KV to arrive.
@@ -86,6 +90,8 @@ class StepTrace:
     def telemetry(self, now_s: float) -> Telemetry:
         """The load after the last step."""
         step = self._steps[-1] if self._steps else Step(0, 0, 0, 0.0, 0, 0)
+        executed = self._executed(self._told[0], now_s)
+        self._told = (self._told[1], self._count)
         return Telemetry(
             worker=self._worker,
             steps=self._count,
@@ -100,6 +106,17 @@ class StepTrace:
             preemptions=self._preemptions,
             since_step_s=now_s - self._last_s if self._count else 0.0,
             prefill_sum_sq=step.prefill_sum_sq,
+            executed=executed,
+        )
+
+    def _executed(self, since: int, now_s: float) -> tuple[Executed, ...]:
+        new = min(self._count - since, len(self._ends_s))
+        rows = ((self._steps[i], self._ends_s[i]) for i in range(-new, 0))
+        return tuple(
+            Executed(
+                s.prefill_tokens, s.sequences, s.context_tokens, s.step_s, s.prefill_sum_sq, now_s - end_s
+            )
+            for s, end_s in rows
         )
 
     def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:
