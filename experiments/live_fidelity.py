@@ -1,16 +1,20 @@
 """The simulator against two real vLLM workers on this machine.
 
-    python experiments/live_fidelity.py [--quick] [--engine vllm|emulated] [--seed 0] [--format table|json]
+    python experiments/live_fidelity.py [--quick] [--engine vllm|emulated] [--kept DIR] [--format table|json]
 
-One fleet of two tiny-Llama workers serves two traces of Poisson arrivals and log-normal lengths. From the
-first, the steps that the fleet itself recorded (`serve --data`) are fitted to a profile, with no special run;
-the second is replayed on the fleet and simulated with that profile (`tokenfleet compare`). Requests go to the
-worker with the smallest share of its KV promised, in both.
+One fleet of two tiny-Llama workers serves a trace of Poisson arrivals and log-normal lengths (`tokenfleet
+compare --per-request`), and records the steps it takes (`serve --data`). The time is cut into stretches of
+20 s. The steps of the odd ones are fitted to a profile (`tokenfleet fit`), with no special run, and the
+requests sent in the even ones are judged by a simulation of the whole replay with that profile; and the other
+way round. So every request is judged, each by a profile that has not seen a step of its stretch. Requests go
+to the worker with the smallest share of its KV promised, in both worlds.
 
-With `--engine emulated` the workers keep a profile's step times on the real clock, which leaves the gateway.
+Stretches alternate, since a machine that others share is now faster and now slower for minutes. Fitted to a
+first half and judged on a second, the difference between the two halves is nearly all there is in the errors;
+the rows `one half to the other` show it: the same replay, cut once.
 
-Both traces run on the machine as it is. What its other work does to the second and did not do to the first is
-in the errors; `slowdown` compares the mean step times of the two, for the same batches.
+`--kept` keeps the requests and steps there, or judges those that are there already. With `--engine emulated`
+the workers keep a profile's step times on the real clock, which leaves the gateway.
 """
 
 from __future__ import annotations
@@ -23,16 +27,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
+from numpy.typing import NDArray
 from results import bar, flags, show
 from served import ROOT, fleet, tiny_model
 
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
+from controlplane.workload import Workload
+from dataplane.simulated.cluster import WorkerSpec, simulate
+from tokenfleet.compare_command import LONE_TOKENS, Figure, compared, first_tokens_s
+from tokenfleet.durations import parse_slo
 from tokenfleet.measurements import read_measurements
 from tokenfleet.profile_files import read_profile
 
 REQUESTS, QUICK_REQUESTS = 550, 80
 RATE_RPS = 3.0
+STRETCH_S = 20.0
 PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation of their logarithms
+Columns = NDArray[np.float64]
 SLO = "ttft=1s,tpot=60ms"
 MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"  # what emulated workers are like
 KV_TOKENS = (256 << 20) // 2048  # served.ENGINE_FLAGS; 4 layers, 2 heads of 32, keys and values in float32
@@ -54,17 +67,27 @@ def tokenfleet(*words: str) -> str:
     return subprocess.run([*run, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def compared(server: Any, path: Path, profile: Path, emulated: bool) -> dict[str, Any]:
-    """The trace on the fleet and in the simulator."""
-    words = ["compare", "--trace", str(path), "--endpoint", server.gateway, "--control", server.control]
-    # A fleet that knows its step times places by them, one that does not by KV alone.
-    words += ["--policy", "spread" if emulated else "least-kv"]
-    words += ["--profile", str(profile), "--slo", SLO, "--format", "json"]
-    answer: dict[str, Any] = json.loads(tokenfleet(*words))
-    return answer
+def replayed(folder: Path, requests: int, emulated: bool, rng: np.random.Generator) -> None:
+    """Leave `requests.csv`, `steps.csv` and `told.json` of one replay in the folder."""
+    path = folder / "trace.csv"
+    trace(path, requests, rng)
+    with tiny_model() as model:
+        serving = ["--workers", "2", "--data", str(folder / "data")]
+        with fleet(model, *serving, "--engine", "emulated" if emulated else "vllm") as server:
+            words = ["compare", "--trace", str(path), "--endpoint", server.gateway]
+            # Any profile will do here: the simulations that count come later.
+            words += ["--control", server.control, "--profile", str(MADE), "--slo", SLO, "--format", "json"]
+            words += ["--per-request", str(folder / "requests.csv")]
+            (folder / "told.json").write_text(tokenfleet(*words, "--policy", policy(emulated)))
+    (folder / "steps.csv").write_text((folder / "data" / "steps.csv").read_text())
 
 
-def fitted(steps: Path, out: Path, emulated: bool) -> None:
+def policy(emulated: bool) -> str:
+    """A fleet that knows its step times places by them, one that does not by KV alone."""
+    return "spread" if emulated else "least-kv"
+
+
+def fitted(steps: Path, out: Path, emulated: bool) -> Profile:
     words = ["fit", "--measurements", str(steps), "--model", "tiny-llama", "--gpu", "cpu"]
     kv, block, budget = KV_TOKENS, 32, 2048
     if emulated:
@@ -72,48 +95,85 @@ def fitted(steps: Path, out: Path, emulated: bool) -> None:
         kv, block, budget = made.kv.capacity_tokens, made.kv.block_tokens, made.engine.max_batched_tokens
     words += ["--kv-tokens", str(kv), "--block-tokens", str(block), "--max-seqs", "256"]
     tokenfleet(*words, "--max-batched-tokens", str(budget), "--out", str(out), "--format", "json")
+    return read_profile(out)
+
+
+def simulated(live: pl.DataFrame, profile: Profile, emulated: bool, overheads_s: Columns) -> pl.DataFrame:
+    """The whole replay with that profile: columns ttft_s and tpot_s, rows as in `live`."""
+    sent = live["sent_unix_s"].to_numpy()
+    workload = Workload(sent - sent[0], live["prompt_tokens"].to_numpy(), live["output_tokens"].to_numpy())
+    outcome = simulate(workload, [WorkerSpec(profile)] * 2, parse_slo(SLO), policy(emulated))
+    # The lone requests' overheads are beyond what MADE says of them.
+    wrong_s = read_profile(MADE).alone_ttft_s(LONE_TOKENS) - profile.alone_ttft_s(LONE_TOKENS)
+    extra_s = np.maximum(overheads_s + wrong_s, 0.0)
+    ttft_s = first_tokens_s(outcome.ttft_s, profile, extra_s, np.random.default_rng(0))
+    return pl.DataFrame({"ttft_s": ttft_s, "tpot_s": outcome.tpot_s})
+
+
+def judged(
+    folder: Path, live: pl.DataFrame, length_s: float, emulated: bool, overheads_s: Columns
+) -> tuple[dict[str, Figure], float]:
+    """The figures when stretches of this length learn and are judged in turn, and their slowdown.
+
+    The slowdown is how many times as long steps of the second kind of stretch take as those of the first.
+    """
+    steps = pl.read_csv(folder / "steps.csv")
+    begin = float(live["sent_unix_s"][0])
+    of_step = ((steps["at_s"].to_numpy() - begin) // length_s).clip(0) % 2
+    of_request = ((live["sent_unix_s"].to_numpy() - begin) // length_s) % 2
+    theirs = np.full((len(live), 2), np.nan)
+    ratios = []
+    for learns in (0, 1):
+        path = folder / f"learned{learns}.csv"
+        steps.filter(pl.Series(of_step == learns)).write_csv(path)
+        profile = fitted(path, path.with_suffix(".yaml"), emulated)
+        other = simulated(live, profile, emulated, overheads_s).to_numpy()
+        theirs[of_request != learns] = other[of_request != learns]
+        ratios.append(_ratio(read_measurements(path), folder / "learned0.yaml"))
+    both = {"ttft_s": theirs[:, 0], "tpot_s": theirs[:, 1]}
+    ttft_s, tpot_s = live["ttft_s"].to_numpy(), live["tpot_s"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+    figures = compared(ttft_s, tpot_s, both, parse_slo(SLO), {})
+    return {f.name: f for f in figures}, ratios[1] / ratios[0]
 
 
 def main() -> int:
     parser = flags("The simulator against two real vLLM workers")
     parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
+    parser.add_argument("--kept", type=Path, help="folder of the replay; judged again if it is there")
     asked = parser.parse_args()
     emulated = asked.engine == "emulated"
-    requests = QUICK_REQUESTS if asked.quick else REQUESTS
-    rng = np.random.default_rng(asked.seed)
-    with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name, tiny_model() as model:
-        folder = Path(name)
-        first, second = folder / "first.csv", folder / "second.csv"
-        trace(first, requests, rng)
-        trace(second, requests, rng)
-        steps, profile = folder / "data" / "steps.csv", folder / "fitted.yaml"
-        serving = ["--workers", "2", "--data", str(folder / "data"), "--engine", asked.engine]
-        with fleet(model, *serving) as server:
-            # Any profile will do for the first replay: only the fleet's own steps are kept of it.
-            compared(server, first, MADE, emulated)
-            learned = len(steps.read_text().splitlines())
-            early = folder / "early.csv"
-            early.write_text(steps.read_text())
-            fitted(early, profile, emulated)
-            answer = compared(server, second, profile, emulated)
-        late = folder / "late.csv"
-        lines = steps.read_text().splitlines()
-        late.write_text("\n".join([lines[0], *lines[learned:]]) + "\n")
-        slowdown = _ratio(read_measurements(late), profile) / _ratio(read_measurements(early), profile)
-        residuals = read_profile(profile).residuals
+    with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name:
+        folder = asked.kept or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "requests.csv").exists():
+            requests = QUICK_REQUESTS if asked.quick else REQUESTS
+            replayed(folder, requests, emulated, np.random.default_rng(asked.seed))
+        told = json.loads((folder / "told.json").read_text())
+        live = pl.read_csv(folder / "requests.csv")
+        span_s = float(live["sent_unix_s"][-1] - live["sent_unix_s"][0])
+        overheads_s = np.array(told["overheads_s"])
+        turns, slower = judged(folder, live, STRETCH_S, emulated, overheads_s)
+        residuals = read_profile(folder / "learned0.yaml").residuals
+        halves, drift = judged(folder, live, span_s / 2 + 1, emulated, overheads_s)
     rows: list[dict[str, Any]] = [
-        {k: figure[k] for k in ("name", "live", "simulated", "error")} for figure in answer["figures"]
+        {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
+        for f in turns.values()
     ]
-    rows.append({"name": "requests finished", "live": float(answer["requests"])})
+    rows += [
+        {"name": f"{n}, one half to the other", "live": halves[n].live, "simulated": halves[n].simulated}
+        | {"error": halves[n].error}
+        for n in ("TTFT p50", "TTFT p90", "TPOT mean")
+    ]
+    rows.append({"name": "requests finished", "live": float(len(live))})
     rows.append({"name": "step model, mean error", "error": residuals.mean_relative})
-    rows.append({"name": "slowdown between the traces", "error": slowdown - 1})
-    error = {figure["name"]: figure["error"] for figure in answer["figures"]}
+    rows.append({"name": "steps of even stretches slower than of odd ones", "error": slower - 1})
+    rows.append({"name": "steps of the second half slower than of the first", "error": drift - 1})
     bars = {
-        "attainment, points": bar(100 * abs(error["attainment"]), 2.0),
-        "TPOT mean": bar(abs(error["TPOT mean"]), 0.05),
-        "TTFT p50": bar(abs(error["TTFT p50"]), 0.10),
-        "TTFT p90": bar(abs(error["TTFT p90"]), 0.10),
-        "requests": bar(float(answer["requests"]), QUICK_REQUESTS if asked.quick else 500, at_least=True),
+        "attainment, points": bar(100 * abs(turns["attainment"].error or 0.0), 2.0),
+        "TPOT mean": bar(abs(turns["TPOT mean"].error or 0.0), 0.05),
+        "TTFT p50": bar(abs(turns["TTFT p50"].error or 0.0), 0.10),
+        "TTFT p90": bar(abs(turns["TTFT p90"].error or 0.0), 0.10),
+        "requests": bar(float(len(live)), QUICK_REQUESTS if asked.quick else 500, at_least=True),
     }
     return show("live_fidelity", rows, bars, asked)
 

@@ -14,18 +14,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.interval import NORMAL_MEAN_ABS
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
 from tokenfleet.terminal import console, show, warn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from controlplane.perfmodel.profile import Profile
     from controlplane.types import Slo
     from controlplane.workload import Workload
     from tokenfleet.replay import Replayed
 
 SCHEMA = "tokenfleet.comparison/1"
 COUNTERS = ("preemptions", "migrations")
+LONE_TOKENS = 8  # the prompt of replay.overheads_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,9 @@ def compare_command(
     window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
     overhead: Annotated[
         str | None, typer.Option(help="HTTP's share of a first token; measured on lone requests if not given")
+    ] = None,
+    per_request: Annotated[
+        Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0,
     output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
@@ -97,12 +103,14 @@ def compare_command(
         warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
     outcome = simulate(replayed.workload, [WorkerSpec(worker)] * count, targets, policy, seed=seed)
     simulated = {
-        "ttft_s": outcome.ttft_s + told["overhead_s"],
+        "ttft_s": first_tokens_s(outcome.ttft_s, worker, told["overheads_s"], np.random.default_rng(seed)),
         "tpot_s": outcome.tpot_s,
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
     }
     figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, told["counters"])
+    if per_request is not None:
+        _write_requests(per_request, replayed, simulated)
     _say(figures, told, count, int(replayed.finished.sum()), output_format)
     return 0
 
@@ -128,6 +136,44 @@ def compared(
     return figures
 
 
+def first_tokens_s(
+    ttft_s: NDArray[np.float64],
+    worker: Profile,
+    overheads_s: NDArray[np.float64],
+    rng: np.random.Generator,
+) -> NDArray[np.float64]:
+    """Simulated times to the first token as a client would see them, shape [requests].
+
+    A profile says how long steps take in the mean; each takes longer or shorter by a scatter of its own, as
+    the fit's residuals say, here log-normal around that mean. A request waits for its first token through one
+    step or a few, so that its median and its tail are those of the scatter: without it the median of a noisy
+    host would be simulated too slow and its 90th percentile too fast. (A TPOT is a mean over many steps.)
+    What the way there and back adds is one of `overheads_s`.
+    """
+    spread = worker.residuals.mean_relative / NORMAL_MEAN_ABS
+    scatter = np.exp(spread * rng.standard_normal(len(ttft_s)) - spread**2 / 2.0)
+    return np.asarray(ttft_s * scatter + rng.choice(overheads_s, len(ttft_s)), float)
+
+
+def _write_requests(path: Path, replayed: Replayed, simulated: dict[str, Any]) -> None:
+    """A row for each finished request, in the order they were sent; empty: a single token has no TPOT."""
+    import polars as pl
+
+    from tokenfleet.atomic_files import write_files
+
+    workload = replayed.workload
+    columns = {
+        "sent_unix_s": replayed.sent_unix_s,
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+        "ttft_s": replayed.ttft_s,
+        "tpot_s": replayed.tpot_s,
+        "simulated_ttft_s": simulated["ttft_s"],
+        "simulated_tpot_s": simulated["tpot_s"],
+    }
+    write_files({path: pl.DataFrame(columns).fill_nan(None).write_csv()})
+
+
 def met(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], slo: Slo) -> float:
     """Share of requests within both targets; one of a single token has no TPOT to miss."""
     return float(np.mean((ttft_s <= slo.ttft_s) & (np.isnan(tpot_s) | (tpot_s <= slo.tpot_s))))
@@ -142,11 +188,12 @@ async def _replayed(
     fixed_s: float | None,
     seed: int,
 ) -> dict[str, Any]:
-    from tokenfleet.replay import overhead_s, replay, served_model
+    from tokenfleet.replay import overheads_s, replay, served_model
 
     rng = np.random.default_rng(seed)
     to = await served_model(endpoint, key)
-    extra_s = await overhead_s(to, worker.alone_ttft_s(8), rng) if fixed_s is None else fixed_s
+    alone_s = worker.alone_ttft_s(LONE_TOKENS)
+    extra_s = await overheads_s(to, alone_s, rng) if fixed_s is None else np.array([fixed_s])
     before = await _counters(control)
     shown = console(stderr=True)
     columns = (TextColumn("replaying"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
@@ -156,7 +203,7 @@ async def _replayed(
     after = await _counters(control)
     counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
     workers = after.get("workers", 0)
-    return {"replayed": replayed, "overhead_s": extra_s, "counters": counters, "workers": workers}
+    return {"replayed": replayed, "overheads_s": extra_s, "counters": counters, "workers": workers}
 
 
 async def _counters(control: str | None) -> dict[str, int]:
@@ -192,7 +239,11 @@ def _say(
             for f in figures
         ]
         answer = {"schema": SCHEMA, "requests": requests, "workers": workers, "figures": rows}
-        answer |= {"failed": len(told["replayed"].errors), "overhead_s": told["overhead_s"]}
+        answer |= {
+            "failed": len(told["replayed"].errors),
+            "overhead_s": float(np.median(told["overheads_s"])),
+        }
+        answer["overheads_s"] = told["overheads_s"].tolist()
         print(json.dumps(answer, indent=1))
         return
     table = Table(title=f"{requests:,} requests on {workers} workers")
@@ -209,4 +260,8 @@ def _say(
         else:
             table.add_row(f.name, f"{f.live:.0f}", f"{f.simulated:.0f}", f"{f.simulated - f.live:+.0f}")
     show([table])
-    print(f"simulated TTFTs have {duration_text(told['overhead_s'])} for HTTP and the way to the engine")
+    extra = duration_text(float(np.median(told["overheads_s"])))
+    print(
+        f"simulated TTFTs have {extra} for HTTP and the way to the engine,"
+        " and scatter as the profile's residuals do"
+    )

@@ -22,7 +22,7 @@ from controlplane.workload import Workload
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 3, 1000  # ids that any vocabulary has
 REQUEST_S = 600.0
-PROBES = 10
+PROBES = 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Replayed:
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     errors: tuple[str, ...]
+    began_unix_s: float = 0.0
 
     @property
     def finished(self) -> NDArray[np.bool_]:
@@ -47,6 +48,11 @@ class Replayed:
         rows = rows[np.argsort(self.sent_s[rows], kind="stable")]
         sent = self.sent_s[rows]
         return Workload(sent - sent[0], self.prompt_tokens[rows], np.maximum(self.output_tokens[rows], 1))
+
+    @property
+    def sent_unix_s(self) -> NDArray[np.float64]:
+        """In order of `workload`."""
+        return self._ordered(self.sent_s) + self.began_unix_s
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
@@ -92,15 +98,15 @@ async def served_model(url: str, key: str | None) -> Endpoint:
         raise BadInput(f"--endpoint: {url}: no OpenAI endpoint answers there: {error!r}") from None
 
 
-async def overhead_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> float:
-    """What HTTP and the way to the engine add to a first token: the median over a few lone requests.
+async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """What HTTP and the way to the engine add to a first token, seen on a few lone requests.
 
-    `alone_s` is what the profile says of such a request.
+    `alone_s` is what the profile says of such a request. One zero where none was answered.
     """
     one = Workload(np.zeros(1), np.array([8]), np.array([1]))
     seen = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES)]
     known = np.concatenate(seen)
-    return max(float(np.median(known)) - alone_s, 0.0) if len(known) else 0.0
+    return np.maximum(known - alone_s, 0.0) if len(known) else np.zeros(1)
 
 
 async def replay(
@@ -155,7 +161,8 @@ async def replay(
             tell(done)
 
         await asyncio.gather(*(one(i) for i in range(n)))
-    return Replayed(sent, first, last, workload.prompt_tokens, made, tuple(errors))
+    began_unix_s = time.time() - (time.perf_counter() - began)
+    return Replayed(sent, first, last, workload.prompt_tokens, made, tuple(errors), began_unix_s)
 
 
 def _take(

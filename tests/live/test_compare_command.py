@@ -34,13 +34,18 @@ def test_a_fleet_is_replayed_and_simulated_request_by_request(
     emulated_fleet: ServedFleet, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--control", emulated_fleet.control, "--slo", "ttft=60s,tpot=60s"]
-    assert main([*words(trace, emulated_fleet), *flags, "--format", "json"]) == 0
+    kept = trace.with_name("requests.csv")
+    assert main([*words(trace, emulated_fleet), *flags, "--format", "json", "--per-request", str(kept)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["requests"], answer["workers"], answer["failed"]) == (25, 3, 0)
     figures = {f["name"]: f for f in answer["figures"]}
     assert figures["attainment"]["live"] == figures["attainment"]["simulated"] == 1.0
     assert {"TTFT p50", "TTFT p90", "TPOT mean", "preemptions", "migrations"} <= set(figures)
     assert all(f["live"] >= 0 and f["simulated"] >= 0 for f in answer["figures"])
+    rows = kept.read_text().splitlines()
+    assert rows[0].startswith("sent_unix_s,prompt_tokens,output_tokens,ttft_s,tpot_s,simulated_ttft_s")
+    assert len(rows) == 26
+    assert sum(",," in row for row in rows) == 1  # the lone token
     # An emulated worker takes at least the profile's time a step; nothing bounds what a busy host adds.
     assert figures["TPOT mean"]["live"] > 0.9 * figures["TPOT mean"]["simulated"]
 
