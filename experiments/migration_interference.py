@@ -1,20 +1,33 @@
 """What do moves cost the requests that are not moved?
 
-    python experiments/migration_interference.py [--quick] [--seed N] [--format table|json]
+    python experiments/migration_interference.py [--length N] [--pace ordinary|unbounded] [--pairs N]
+        [--seconds S] [--kept FILE] [--quick] [--seed N] [--format table|json]
 
-Bystanders decode on both of two real vLLM engines while one more request, with 32 KB of KV per token, is
-moved to and fro between them. A move is compared with the stretch just before it, which has the same requests
-on the same workers: mean gap between tokens from the move's begin to its cut-over, over mean gap before. So
-the change of batch that a move is made for does not count, only the moving. But every context grows by a
-token a step, so a later stretch is slower also when nothing moves: after each move comes a control, two such
-stretches without one, and a move's ratio is divided by its control's (`uncorrected`: it is not). Pairs share
-the machine's noise; the interval is of the median ratio, by bootstrap.
+Four bystanders decode on each of two real vLLM engines while one more request, with 32 KB of KV per token,
+is moved from one to the other. Every round begins afresh: the same bystanders and the same request, with an
+empty prefix cache on the target, for what is cached there is not copied. In one round of a pair the request
+is moved and in the other it is not (which comes first changes from pair to pair), and a worker's time for
+the *same* steps of its bystanders, from the move's begin to its cut-over, is compared between the two. So
+the batch that changes with the cut-over does not count, only the moving, and contexts, which grow by a token
+a step, are equal. Halfway the workers change roles.
+
+A figure is the median over the pairs of (source + target) / 2, with its 95 % bootstrap interval; the mean,
+and source and target alone, stand beside it. `nothing moves` is the same figure for rounds without a move
+against the next one: what the machine does by itself, 1 if the method is sound. (Once this script compared a
+move with the stretch before it, and moved a request to and fro between workers that had most of it cached.)
+
+`ordinary` is how `tokenfleet serve` moves on a CPU host, `unbounded` as fast as it goes. Runs can be added up
+in a file (`--kept`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,112 +35,219 @@ from numpy.typing import NDArray
 from results import bar, flags, show
 from two_workers import A, B, Pair, on_two_workers
 
+from controlplane.types import WorkerId
+
 BYSTANDERS = 4  # on each worker
 CONTEXT = 200
-MOVES, QUICK_MOVES = 24, 8
+PAIRS, QUICK_PAIRS = 24, 4
 LENGTHS, QUICK_LENGTHS = (1024, 4096), (1024,)
-PACES = {"as fast as it goes": 0.0, "at most 100 MB/s": 100e6}
+PACES = ("ordinary", "unbounded")
 BAR = 1.02
-BEFORE_STEPS = 20
+BEFORE_STEPS = 16
+SPARE_STEPS = 12
 
 
-def mean_gap_s(streams: list[Any], start_s: float, end_s: float) -> float:
-    """Mean time between tokens of these streams whose gap ends within [start, end]."""
-    gaps: list[float] = []
-    for stream in streams:
-        times = np.array(stream.times)
-        inside = (times[1:] > start_s) & (times[1:] <= end_s)
-        gaps += np.diff(times)[inside].tolist()
-    return float(np.mean(gaps)) if gaps else float("nan")
+@dataclass(frozen=True, slots=True)
+class Round:
+    """When each worker's bystanders got their tokens (s), and when the request was moved, if it was."""
+
+    times: dict[WorkerId, NDArray[np.float64]]
+    begun_s: float = 0.0
+    cut_s: float = 0.0
+    bytes: int = 0
+
+    def window(self, worker: WorkerId) -> tuple[int, int]:
+        """Tokens [first, last) that came while the request was moved."""
+        first, last = np.searchsorted(self.times[worker], [self.begun_s, self.cut_s], side="right")
+        return int(first), int(last)
+
+    def took_s(self, worker: WorkerId, first: int, last: int) -> float:
+        """Time of the steps that gave tokens [first, last)."""
+        times = self.times[worker]
+        return float(times[last - 1] - times[first - 1])
 
 
-async def measure(pair: Pair, length: int, moves: int, seed: int) -> NDArray[np.float64]:
-    """[2 x moves, 2]: bystanders' token gaps, moving over not, and the same of its control; per worker."""
-    rng = np.random.default_rng((seed, length))
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Who decodes where, and what is moved; `source` to `target`."""
+
+    pair: Pair
+    source: WorkerId
+    target: WorkerId
+    bystanders: dict[WorkerId, list[list[int]]]
+    mover: list[int]
+
+    async def play(self, steps: int | None) -> Round:
+        """One round: with a move, or without one for this many tokens of each bystander."""
+        fleet = self.pair.fleet
+        params = {"max_tokens": 8000}
+        streams = {w: [await fleet.start(w, p, params) for p in self.bystanders[w]] for w in (A, B)}
+        mover = await fleet.start(self.source, self.mover, params)
+        await mover.until(BEFORE_STEPS)
+        begun_s = cut_s = time.monotonic()
+        moved_bytes = 0
+        if steps is None:
+            move = await fleet.move(mover, self.target)
+            if not move.moved or move.downtime_s is None:
+                raise RuntimeError(f"{move.outcome}: {move.reason}")
+            cut_s, moved_bytes = time.monotonic() - move.downtime_s, move.bytes
+        else:
+            await asyncio.gather(*(streams[w][0].until(steps) for w in (A, B)))
+        times = {w: np.array(streams[w][0].times) for w in (A, B)}
+        for stream in (mover, *streams[A], *streams[B]):
+            await fleet.abort(stream)
+        await self.pair.forget(self.target)
+        return Round(times, begun_s, cut_s, moved_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A pair's figures: time over time for the steps of the move, on the source, on the target, and, where a
+    round without a move came before, on both between two such rounds."""
+
+    pace: str
+    tokens: int
+    source: float
+    target: float
+    still: float | None
+    steps: float
+    span_s: float
+    bytes: int
+
+
+def found(scene: Scene, pace: str, moving: Round, still: Round, earlier: Round | None) -> Found:
+    """Compare a round with a move to those without."""
+
+    def ratio(above: Round, worker: WorkerId) -> float:
+        first, last = moving.window(worker)
+        last = min(last, len(above.times[worker]), len(still.times[worker]))
+        return above.took_s(worker, first, last) / still.took_s(worker, first, last)
+
+    return Found(
+        pace,
+        len(scene.mover),
+        ratio(moving, scene.source),
+        ratio(moving, scene.target),
+        None if earlier is None else float(np.mean([ratio(earlier, w) for w in (A, B)])),
+        float(np.mean([last - first for first, last in map(moving.window, (A, B))])),
+        moving.cut_s - moving.begun_s,
+        moving.bytes,
+    )
+
+
+async def measure(pair: Pair, pace: str, length: int, asked: Asked) -> None:
+    """Play pairs of rounds, and keep what is found."""
+    rng = np.random.default_rng((asked.seed, length))
     draw = lambda n: rng.integers(5, 2000, n).tolist()  # noqa: E731
-    bystanders = {
-        worker: [
-            await pair.fleet.start(worker, draw(CONTEXT), {"max_tokens": 8000}) for _ in range(BYSTANDERS)
-        ]
-        for worker in (A, B)
-    }
-    mover = await pair.fleet.start(A, draw(length), {"max_tokens": 8000})
-    await mover.until(BEFORE_STEPS)
-    ratios: list[tuple[float, float]] = []
-
-    async def still() -> float:
-        """When a stretch of steps in which nothing moves began."""
-        began_s = time.monotonic()
-        await mover.until(len(mover.tokens) + BEFORE_STEPS)
-        return began_s
-
-    for turn in range(moves):
-        still_s, begin_s = await still(), time.monotonic()
-        move = await pair.fleet.move(mover, B if turn % 2 == 0 else A)
-        cut_s = time.monotonic() - (move.downtime_s or 0.0)
-        if not move.moved or move.downtime_s is None:
-            raise RuntimeError(f"{move.outcome}: {move.reason}")
-        await mover.until(len(mover.tokens) + 3)
-        control_still_s, control_s = await still(), time.monotonic()
-        control_cut_s = control_s + cut_s - begin_s
-        while time.monotonic() < control_cut_s:
-            await mover.until(len(mover.tokens) + 1)
-        for streams in bystanders.values():
-            moving = mean_gap_s(streams, begin_s, cut_s) / mean_gap_s(streams, still_s, begin_s)
-            control = mean_gap_s(streams, control_s, control_cut_s)
-            control /= mean_gap_s(streams, control_still_s, control_s)
-            if np.isfinite(moving) and np.isfinite(control):
-                ratios.append((moving, control))
-    for stream in (mover, *bystanders[A], *bystanders[B]):
-        await pair.fleet.abort(stream)
-    await asyncio.gather(pair.forget(A), pair.forget(B))
-    return np.array(ratios)
+    bystanders = {w: [draw(CONTEXT) for _ in range(BYSTANDERS)] for w in (A, B)}
+    prompt = draw(length)
+    for source, target in ((A, B), (B, A)):
+        scene = Scene(pair, source, target, bystanders, prompt)
+        await scene.play(None)  # connections, and the request's prompt into the source's cache
+        ends_s = time.monotonic() + asked.seconds / 2
+        earlier: Round | None = None
+        steps = 0
+        for number in range((asked.pairs + 1) // 2):
+            if time.monotonic() > ends_s:
+                break
+            first = await scene.play(None if number % 2 == 0 else steps)
+            if number % 2 == 0:
+                steps = max(steps, max(first.window(w)[1] for w in (A, B)) + SPARE_STEPS)
+            second = await scene.play(None if number % 2 else steps)
+            moving, still = (first, second) if number % 2 == 0 else (second, first)
+            asked.keep(found(scene, pace, moving, still, earlier))
+            earlier = still
+        await pair.forget(source)
 
 
-def interval(ratios: NDArray[np.float64], seed: int) -> tuple[float, float]:
+def interval(figures: NDArray[np.float64], seed: int) -> tuple[float, float]:
     """95 % bootstrap interval of the median."""
     rng = np.random.default_rng(seed)
-    medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
+    medians = np.median(rng.choice(figures, (4000, len(figures))), axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
     return float(low), float(high)
 
 
+def row(pairs: Sequence[Found], seed: int) -> dict[str, Any]:
+    """What moves of one length at one pace cost."""
+    source, target = (np.array([getattr(f, name) for f in pairs]) for name in ("source", "target"))
+    both = (source + target) / 2
+    low, high = interval(both, seed)
+    return {
+        "pace": pairs[0].pace,
+        "tokens": pairs[0].tokens,
+        "pairs": len(pairs),
+        "steps": float(np.median([f.steps for f in pairs])),
+        "move (s)": float(np.median([f.span_s for f in pairs])),
+        "MB": float(np.median([f.bytes for f in pairs])) / 1e6,
+        "step time, moving over not": float(np.median(both)),
+        "low": low,
+        "high": high,
+        "mean": float(both.mean()),
+        "source": float(np.median(source)),
+        "target": float(np.median(target)),
+        "nothing moves": float(np.median([f.still for f in pairs if f.still is not None] or [np.nan])),
+    }
+
+
+@dataclass(slots=True)
+class Asked:
+    """How much to measure, and what was found; `kept` is a file of earlier runs to go on with, if any."""
+
+    pairs: int
+    seconds: float
+    seed: int
+    kept: Path | None
+    found: list[Found] = field(default_factory=list)
+
+    def keep(self, one: Found) -> None:
+        self.found.append(one)
+        if self.kept is not None:
+            with self.kept.open("a") as file:
+                file.write(json.dumps(asdict(one)) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        groups: dict[tuple[str, int], list[Found]] = {}
+        for one in self.found:
+            groups.setdefault((one.pace, one.tokens), []).append(one)
+        return [row(group, self.seed) for group in groups.values()]
+
+
 def main() -> int:
-    asked = flags(__doc__.splitlines()[0]).parse_args()
-    moves = QUICK_MOVES if asked.quick else MOVES
-    lengths = QUICK_LENGTHS if asked.quick else LENGTHS
+    parser = flags(__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, action="append", help="tokens of the request that moves")
+    parser.add_argument("--pace", choices=PACES, action="append")
+    parser.add_argument("--pairs", type=int, help="of rounds, for each row")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of measuring, for each row")
+    parser.add_argument("--kept", type=Path, help="a file to add pairs to; its earlier ones count, too")
+    given = parser.parse_args()
+    pairs = given.pairs if given.pairs is not None else (QUICK_PAIRS if given.quick else PAIRS)
+    asked = Asked(pairs, given.seconds, given.seed, given.kept)
+    if given.kept is not None and given.kept.exists():
+        asked.found = [Found(**json.loads(line)) for line in given.kept.read_text().splitlines()]
 
-    async def story(pair: Pair) -> list[dict[str, Any]]:
-        rows = []
-        for pace, bytes_per_s in PACES.items():
-            # A worker takes part in two moves at most, which share its rate; here in one.
-            pair = await pair.budgeted(bytes_per_s=2 * bytes_per_s)
-            for length in lengths:
-                ratios = await measure(pair, length, moves, asked.seed)
-                together = ratios[:, 0] / ratios[:, 1]
-                low, high = interval(together, asked.seed)
-                rows.append(
-                    {
-                        "tokens": length,
-                        "pace": pace,
-                        "pairs": len(together),
-                        "step time, moving over not (median)": float(np.median(together)),
-                        "uncorrected": float(np.median(ratios[:, 0])),
-                        "low": low,
-                        "high": high,
-                        "mean": float(together.mean()),
-                    }
-                )
-        return rows
+    async def story(pair: Pair) -> None:
+        from dataplane.live.fleet import CPU_MOVES
 
-    rows = on_two_workers(
-        story, fat=True, dtype="bfloat16", max_model_len=16000, kv_cache_memory_bytes=1280 << 20
-    )
+        budgets = {
+            "ordinary": {"bytes_per_s": CPU_MOVES.bytes_per_s, "share": CPU_MOVES.share},
+            "unbounded": {},
+        }
+        for pace in given.pace or PACES:
+            pair = await pair.budgeted(**budgets[pace])
+            for length in given.length or (QUICK_LENGTHS if given.quick else LENGTHS):
+                await measure(pair, pace, length, asked)
+
+    if pairs > 0:
+        on_two_workers(
+            story, fat=True, dtype="bfloat16", max_model_len=16000, kv_cache_memory_bytes=1280 << 20
+        )
+    rows = asked.rows()
     bars = {
-        f"step time at {r['tokens']} tokens, {r['pace']}": bar(r["step time, moving over not (median)"], BAR)
+        f"step time at {r['tokens']} tokens, {r['pace']}": bar(r["step time, moving over not"], BAR)
         for r in rows
     }
-    return show("migration_interference", rows, bars, asked)
+    return show("migration_interference", rows, bars, given)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.live.kv_holds import Holds
-from dataplane.live.transfer import Control, Load, Transfer, message_from, params_from
+from dataplane.live.transfer import Control, Load, Pace, Transfer, message_from, params_from
 
 LOADER = Transfer(Load(("somewhere",), "source", 64), hold=True)
 PLAIN = Transfer()
@@ -50,6 +50,56 @@ def test_a_loader_holds_what_it_brought_until_a_later_request_drops_it():
     assert ended(holds, "loader", LOADER)
     holds.admitted("next", Transfer(drop=("loader",)), range(4), 0)
     assert holds.orders({}, (), 0.0).freed == ["loader"]
+
+
+def resting(holds, now_s=0.0):
+    """A loader whose KV has arrived."""
+    holds.admitted("loader", LOADER, range(4), holds.tokens_to_load("loader", LOADER, 0))
+    holds.orders({}, (), now_s)
+    assert holds.arrived("loader", now_s)
+
+
+def test_a_loader_that_has_arrived_rests_until_it_is_dropped_and_is_then_ended_by_its_engine():
+    holds = Holds(16)
+    resting(holds)
+    assert (holds.held, holds.loaders) == (1, 1)
+    holds.admitted("next", Transfer(drop=("loader",)), range(4), 0)
+    orders = holds.orders({}, (), 0.0)
+    assert (orders.dropped, orders.freed, holds.loaders) == (["loader"], [], 0)
+    assert not ended(holds, "loader", LOADER, failed=True)
+    assert holds.orders({}, (), 0.0).dropped == []
+
+
+def test_a_resting_loader_ends_at_its_deadline_too():
+    holds = Holds(16, hold_s=10.0)
+    resting(holds, 5.0)
+    assert holds.orders({}, (), 14.9).dropped == []
+    assert holds.orders({}, (), 15.1).dropped == ["loader"]
+
+
+def test_a_resting_loader_that_is_aborted_frees_its_blocks_once():
+    holds = Holds(16)
+    resting(holds)
+    assert not ended(holds, "loader", LOADER, aborted=True)
+    holds.release("loader")
+    assert holds.orders({}, (), 0.0).dropped == ["loader"]
+
+
+def test_only_a_loader_rests_and_only_once():
+    holds = Holds(16)
+    plain = Transfer(Load(("a",), "source", 64))
+    holds.admitted("plain", plain, range(4), 64)
+    assert not holds.arrived("plain", 0.0)
+    resting(holds)
+    assert not holds.arrived("loader", 0.0)
+
+
+def test_a_loader_that_failed_or_was_aborted_while_it_loaded_does_not_rest():
+    for kind in ({"failed": True}, {"aborted": True}):
+        holds = Holds(16)
+        holds.admitted("loader", LOADER, range(4), 64)
+        assert not ended(holds, "loader", LOADER, **kind)
+        assert not holds.arrived("loader", 0.0)
 
 
 def test_an_aborted_loader_holds_nothing():
@@ -180,7 +230,7 @@ def test_blocks_used_and_free_always_add_up(events):
                     st.text(),
                     st.integers(0, 10**6),
                     st.booleans(),
-                    st.floats(0, 1e9),
+                    st.builds(Pace, st.floats(0, 1e9), st.floats(0.01, 1), st.floats(0, 1e9)),
                 ),
             ),
             st.booleans(),

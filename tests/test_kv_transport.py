@@ -20,6 +20,7 @@ from dataplane.live import kv_direct
 from dataplane.live.kv_memory import DirectMemory, StagedMemory, kv_memory
 from dataplane.live.kv_tables import BlockTables
 from dataplane.live.kv_transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
+from dataplane.live.transfer import Pace
 
 LAYERS, BLOCKS, SHAPE = 3, 12, (2, 4, 8)
 
@@ -82,11 +83,12 @@ def test_the_bytes_that_arrive_are_the_bytes_that_were_sent(served, memory):
     assert moved == 4 * kind.block_bytes
 
 
-def test_a_paced_fetch_brings_the_same_bytes(served):
+@pytest.mark.parametrize("pace", [Pace(1e6), Pace(share=0.5), Pace(1e6, 0.5, 1e7)])
+def test_a_paced_fetch_brings_the_same_bytes(served, pace):
     transport, address, tables, source = served
     target = caches(seed=1)
     tables.update({"s": [1, 2]}, ())
-    fetch(transport, address, "s", 0, 2, DirectMemory(target), [3, 4], bytes_per_s=1e6)
+    fetch(transport, address, "s", 0, 2, DirectMemory(target), [3, 4], pace=pace)
     assert bits(target, [3, 4]) == bits(source, [1, 2])
 
 

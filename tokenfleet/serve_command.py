@@ -86,7 +86,13 @@ def serve_command(
     shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s",
     move_bandwidth: Annotated[
         int | None,
-        typer.Option(min=0, help="MB/s of KV a worker's moves may copy, 0: no bound (default: 100 on CPUs)"),
+        typer.Option(min=0, help="MB/s of KV a worker's moves may copy, 0: no bound (default: 200 on CPUs)"),
+    ] = None,
+    move_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, max=1, help="and share of a core's time they may take (default: 0.01 on CPUs)"
+        ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False,
     engine_flags: Annotated[
@@ -166,6 +172,7 @@ def serve_command(
             data=None if history is False else folder,
             history_limits=HistoryLimits(history_days, history_mb << 20),
             move_bytes_per_s=None if move_bandwidth is None else move_bandwidth * 1e6,
+            move_share=move_share,
             extensions=(*planning, console_extension()),
         )
         _run(settings, run_fleet)

@@ -53,7 +53,7 @@ class Fabric:
 
     def transfer_s(self, job: LoadJob, block_bytes: int) -> float:
         """Seconds a load takes, of the emulated world."""
-        rate = min(self.bytes_per_s, job.load.bytes_per_s or self.bytes_per_s)
+        rate = min(self.bytes_per_s, job.load.pace.fixed_bytes_per_s or self.bytes_per_s)
         return len(job.blocks) * block_bytes / rate
 
 

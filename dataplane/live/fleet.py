@@ -47,7 +47,8 @@ from dataplane.live.waiting_room import WaitingSettings
 
 log = logging.getLogger(__name__)
 
-CPU_MOVE_BYTES_PER_S = 100e6  # about 2 % of a core
+# Of a core's time: every step of a worker is that much longer while it takes KV in.
+CPU_MOVES = MoveBudget(bytes_per_s=200e6, share=0.01)
 PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
 
 
@@ -55,8 +56,8 @@ PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a hist
 class FleetSettings:
     """Everything `tokenfleet serve` was asked for. `profile`: where emulated engines take step times from.
 
-    `move_bytes_per_s`: what copies may take of a worker; None is CPU_MOVE_BYTES_PER_S where copying takes the
-    cores that compute, and no bound elsewhere.
+    `move_bytes_per_s`: what copies may take of a worker, `move_share`: of a core's time. None of both is
+    CPU_MOVES where copying takes the cores that compute, no bound elsewhere.
     """
 
     gateway: GatewaySettings
@@ -77,6 +78,7 @@ class FleetSettings:
     data: Path | None = None
     history_limits: HistoryLimits | None = None
     move_bytes_per_s: float | None = None
+    move_share: float | None = None
     extensions: tuple[Extension, ...] = ()
 
 
@@ -162,10 +164,10 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
 
 
 def _moves(settings: FleetSettings) -> MoveBudget:
-    if settings.move_bytes_per_s is not None:
-        return MoveBudget(bytes_per_s=settings.move_bytes_per_s)
-    computes_here = settings.engine == "vllm" and current_platform.is_cpu()
-    return MoveBudget(bytes_per_s=CPU_MOVE_BYTES_PER_S if computes_here else 0.0)
+    bytes_per_s, share = settings.move_bytes_per_s, settings.move_share
+    if bytes_per_s is None and share is None and settings.engine == "vllm" and current_platform.is_cpu():
+        return CPU_MOVES
+    return MoveBudget(bytes_per_s=bytes_per_s or 0.0, share=share or 1.0)
 
 
 def _placement(settings: FleetSettings, history: History, step_times: StepTimes | None) -> Placement:

@@ -77,7 +77,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._ranks: list[int] | None = None
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
             self._begun: deque[tuple[dict[str, int], float]] = deque()
-            self._answers: dict[str, bool] = {}
+            self._answers: dict[str, str] = {}
+            self._loaders: dict[str, Any] = {}  # requests that hold what they load
             self._holds = Holds(
                 vllm_config.cache_config.block_size,
                 self._settings.get("lease_s", 60.0),
@@ -104,6 +105,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         message = message_from(request.kv_transfer_params)
         if isinstance(message, Transfer):
             self._holds.admitted(request.request_id, message, blocks.get_block_ids()[0], num_external_tokens)
+            if message.hold:
+                self._loaders[request.request_id] = request
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -112,6 +115,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._running.discard(request.request_id)
+        self._loaders.pop(request.request_id, None)
         message = message_from(request.kv_transfer_params)
         now_s = time.monotonic()
         if isinstance(message, Control):
@@ -119,7 +123,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._holds.release(message.segment)
             else:
                 is_running = message.segment in self._running
-                self._answers[request.request_id] = self._holds.begin(message.segment, is_running, now_s)
+                leased = self._holds.begin(message.segment, is_running, now_s)
+                self._answers[request.request_id] = "leased" if leased else "gone"
             return False, None
         status = request.status.name
         kept = self._holds.ended(
@@ -141,6 +146,19 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 tables[segment] = manager.get_block_ids(segment)[0]
         preempted = scheduler_output.preempted_req_ids or ()
         return StepMetadata(self._holds.orders(tables, preempted, time.monotonic()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Loads that are complete in every rank.
+
+        A loader is not handed on to the scheduler, which would compute a token of it: its blocks are put
+        where the next request finds them, and it waits, owning them, until it is dropped.
+        """
+        for segment in tuple(connector_output.finished_recving or ()):
+            if self._holds.arrived(segment, time.monotonic()):
+                connector_output.finished_recving.discard(segment)
+                loader = self._loaders.pop(segment)
+                self._kv_cache_manager.cache_blocks(loader, loader.num_computed_tokens)
+                self._answers[segment] = "loaded"
 
     # In a rank
 
@@ -189,7 +207,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In both
 
     def get_kv_connector_stats(self) -> StepStats | None:
-        """In the scheduler: what the step carried, when it began, and which begins it has answered.
+        """In the scheduler: what the step carried, when it began, and what moves asked is answered.
 
         vLLM's own figure of a step's time is only the wait for its result: nothing, where the rank computes
         inside this process.
@@ -199,6 +217,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         answers, self._answers = self._answers, {}
         load, began_s = self._begun.popleft()
         told: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
+        told["loaders"] = self._holds.loaders
         if self._settings.get("cpu_clock"):
             if self._ranks is None:  # looked for once: it takes longer than a step
                 self._ranks = descendants()

@@ -15,15 +15,16 @@ import errno
 import os
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.live.kv_pace import Pacer
+
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
-PIECE = 4 << 20  # bytes per call, between two looks at the pace
+PIECE = 1 << 20  # bytes per call, between two looks at the pace: a step may wait for one, a fifth of a ms
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
 
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
@@ -35,8 +36,8 @@ class NotAllowed(OSError):
 
 
 def places(views: Sequence[memoryview]) -> Places:
-    """Where these views lie in this process."""
-    found = [(np.frombuffer(v, np.uint8).__array_interface__["data"][0], v.nbytes) for v in views]
+    """Where these views, writable ones, lie in this process."""
+    found = [(ctypes.addressof(ctypes.c_char.from_buffer(v)), v.nbytes) for v in views]
     return np.array(found, np.uint64).reshape(-1, 2)
 
 
@@ -49,16 +50,18 @@ def peer(connection: socket.socket) -> int:
     return int(pid)
 
 
-def read(pid: int, source: Places, into: Sequence[memoryview], bytes_per_s: float = 0.0) -> None:
+def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | None = None) -> None:
     """Fill `into` with the bytes at `source` in process `pid`; both hold as many.
 
-    `bytes_per_s` 0 means as fast as it goes. Raises NotAllowed before the first byte, and OSError if the
-    process has ended or the places are not its own.
+    Raises NotAllowed before the first byte, and OSError if the process has ended or the places are not its
+    own.
     """
     target = places(into)
     ours, theirs = _aligned(target, source)
-    began_s, done = time.monotonic(), 0
+    done = 0
     for first, last in _calls(ours[:, 1]):
+        if pacer is not None:
+            pacer.wait(done)
         want = int(ours[first:last, 1].sum())
         got = _readv(pid, ours[first:last], theirs[first:last])
         if got < 0:
@@ -68,9 +71,6 @@ def read(pid: int, source: Places, into: Sequence[memoryview], bytes_per_s: floa
         if got != want:
             raise OSError(f"{got} of {want} bytes could be read of process {pid}")
         done += got
-        ahead_s = done / bytes_per_s - (time.monotonic() - began_s) if bytes_per_s else 0.0
-        if ahead_s > 0:
-            time.sleep(ahead_s)
 
 
 def _readv(pid: int, ours: Places, theirs: Places) -> int:

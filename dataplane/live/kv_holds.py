@@ -3,7 +3,9 @@
 A *lease* begins when a move does: the segment's block table is offered to readers, and when it ends, for
 whatever reason but an error, its blocks stay. A *hold* is that stay. Both end by `release`, or by themselves
 at a deadline, so that a gateway which dies in mid-move costs memory for seconds and not for ever. A loader
-asks for a hold on itself; it ends when a later request drops it.
+asks for a hold on itself; it ends when a later request drops it. Where the engine can leave a loaded request
+as it is (`arrived`), the loader is never computed: one token of it takes as long as one of the request that
+moves, and everyone on the target would wait for it.
 
 Knows no vLLM: the connector (kv_connector.py) tells it what the scheduler did, and passes on what it answers.
 """
@@ -34,6 +36,7 @@ class StepOrders:
     withdrawn: list[str] = field(default_factory=list)
     jobs: list[LoadJob] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # loaders that never ran, to be ended and freed
 
 
 class Holds:
@@ -46,13 +49,20 @@ class Holds:
         self._leases: dict[str, float] = {}
         self._held: dict[str, float] = {}
         self._loaded: set[str] = set()
+        self._coming: set[str] = set()  # loaders whose load is under way
+        self._resting: set[str] = set()  # loaders that have arrived, held without having ended
         self._offered_blocks: dict[str, int] = {}
         self._orders = StepOrders()
 
     @property
     def held(self) -> int:
-        """How many ended segments still own blocks."""
+        """How many segments own blocks and will never use them."""
         return len(self._held)
+
+    @property
+    def loaders(self) -> int:
+        """How many segments are in the engine only to load: it counts them as waiting, but nobody waits."""
+        return len(self._coming) + len(self._resting)
 
     def is_leased(self, segment: str) -> bool:
         """Whether a move has begun on a segment that has not ended."""
@@ -77,7 +87,18 @@ class Holds:
             self._withdraw(segment)
         if self._held.pop(segment, None) is not None:
             self._withdraw(segment)
-            self._orders.freed.append(segment)
+            where = self._orders.dropped if segment in self._resting else self._orders.freed
+            self._resting.discard(segment)
+            where.append(segment)
+
+    def arrived(self, segment: str, now_s: float) -> bool:
+        """A load between steps is complete; True if the segment is to rest as it is until it is released."""
+        if segment not in self._coming:
+            return False
+        self._coming.discard(segment)
+        self._resting.add(segment)
+        self._held[segment] = now_s + self._hold_s
+        return True
 
     def tokens_to_load(self, segment: str, transfer: Transfer, cached_tokens: int) -> int:
         """Tokens to take from elsewhere past those in the local cache; 0 once a load was planned.
@@ -97,6 +118,8 @@ class Holds:
                 first = (tokens - load_tokens) // self._block_tokens
                 last = -(-tokens // self._block_tokens)
                 self._orders.jobs.append(LoadJob(segment, transfer.load, first, list(blocks[first:last])))
+                if transfer.hold and not transfer.load.inline:
+                    self._coming.add(segment)
         for loader in transfer.drop:
             self.release(loader)
 
@@ -112,6 +135,10 @@ class Holds:
     ) -> bool:
         """Whether the blocks of a segment that ends now are kept."""
         self._loaded.discard(segment)
+        self._coming.discard(segment)
+        if segment in self._resting:  # aborted: the engine waits to hear that nothing is written there
+            self.release(segment)
+            return False
         leased = self._leases.pop(segment, None) is not None
         asked = transfer.hold and not aborted
         if (leased or asked) and not failed and blocks:

@@ -18,6 +18,7 @@ from dataplane.live.kv_holds import LoadJob, StepOrders
 from dataplane.live.kv_memory import kv_memory
 from dataplane.live.kv_tables import BlockTables
 from dataplane.live.kv_transport import Fetch, FetchFailed, KvTransport
+from dataplane.live.transfer import UNBOUND
 
 log = logging.getLogger(__name__)
 PARALLEL_LOADS = 4
@@ -58,6 +59,9 @@ class Loads:
         orders, self._orders = self._orders, StepOrders()
         with self._lock:
             self._freed.update(orders.freed)
+            # The scheduler ends a loader whose load it is told has failed, and frees its blocks.
+            self._received.update(orders.dropped)
+            self._failed.update(orders.dropped)
         for job in orders.jobs:
             if job.load.inline:
                 self._load(job)
@@ -86,7 +90,7 @@ class Loads:
                 job.first,
                 job.first + len(job.blocks),
                 wait_s=INLINE_TIMEOUT_S / 2,
-                bytes_per_s=0.0 if load.inline else load.bytes_per_s,
+                pace=UNBOUND if load.inline else load.pace,
             )
             timeout_s = INLINE_TIMEOUT_S if load.inline else TIMEOUT_S
             self._transport.fetch(

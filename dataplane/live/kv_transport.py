@@ -6,7 +6,7 @@ GPU transport (NIXL, NCCL) takes its place by implementing the same two function
 
 One exchange on a connection, all integers big-endian:
 
-    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, bytes_per_s, direct]
+    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, pace, direct]
     answer  u32 length, msgpack [ok, reason, payload bytes, places]
     then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
 
@@ -25,10 +25,9 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -36,13 +35,15 @@ import numpy as np
 
 from dataplane.live import kv_direct
 from dataplane.live.kv_memory import KvMemory, Views
+from dataplane.live.kv_pace import Pacer, Share
 from dataplane.live.kv_tables import BlockTables
+from dataplane.live.transfer import UNBOUND, Pace
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024
 MAX_HEADER = 1 << 20
 MAX_PLACES = 32_768  # runs of bytes; more are sent
-PIECE = 4 << 20  # bytes between two looks at the pace
+PIECE = 1 << 20  # bytes between two looks at the pace
 MAX_CONNECTIONS = 64
 
 
@@ -52,13 +53,13 @@ class FetchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Blocks [first, last) of a segment. `bytes_per_s` 0 means as fast as it goes."""
+    """Blocks [first, last) of a segment."""
 
     segment: str
     first: int
     last: int
     wait_s: float = 2.0
-    bytes_per_s: float = 0.0
+    pace: Pace = UNBOUND
 
 
 class KvTransport(Protocol):
@@ -79,6 +80,7 @@ class SocketTransport:
         self._idle: dict[str, list[socket.socket]] = {}
         self._lock = threading.Lock()
         self._is_direct = True  # until the kernel says no
+        self._share = Share()  # of all that this process copies
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
         listener = _listen(address)
@@ -134,7 +136,7 @@ class SocketTransport:
             fetch.last,
             block_bytes,
             fetch.wait_s,
-            fetch.bytes_per_s,
+            astuple(fetch.pace),
             pid != 0,
         ]
         _send_header(connection, ask)
@@ -143,21 +145,22 @@ class SocketTransport:
             raise FetchFailed(reason)
         if size != sum(view.nbytes for view in into):
             raise ConnectionError(f"{size} bytes offered, {sum(v.nbytes for v in into)} expected")
+        pacer = Pacer(fetch.pace, self._share)
         if not places:
-            _receive_views(connection, into)
-        elif self._took(pid, places, into, fetch.bytes_per_s):
+            _receive_views(connection, into, pacer)
+        elif self._took(pid, places, into, pacer):
             connection.sendall(b"\x01")
         else:
             connection.sendall(b"\x00")
-            _receive_views(connection, into)
+            _receive_views(connection, into, pacer)
         if _receive_exactly(connection, 1) != b"\x01":
             raise FetchFailed("the blocks changed while they were read")
         return int(size)
 
-    def _took(self, pid: int, places: Any, into: Views, bytes_per_s: float) -> bool:
+    def _took(self, pid: int, places: Any, into: Views, pacer: Pacer) -> bool:
         """Whether the payload could be read out of the other process' memory."""
         try:
-            kv_direct.read(pid, np.array(places, np.uint64), into, bytes_per_s)
+            kv_direct.read(pid, np.frombuffer(places, np.uint64).reshape(-1, 2), into, pacer)
         except kv_direct.NotAllowed as error:
             log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
             self._is_direct = False
@@ -199,22 +202,22 @@ class SocketTransport:
             slots.release()
 
     def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
-        token, segment, first, last, block_bytes, wait_s, bytes_per_s, direct = _receive_header(connection)
+        token, segment, first, last, block_bytes, wait_s, pace, direct = _receive_header(connection)
         if not hmac.compare_digest(str(token), self._token):
             raise ConnectionError("wrong token")
         if block_bytes != memory.block_bytes:
             reason = f"blocks of {memory.block_bytes} bytes here, {block_bytes} there"
-            _send_header(connection, [False, reason, 0, []])
+            _send_header(connection, [False, reason, 0, b""])
             return
         grant = tables.grant(segment, first, last, wait_s)
         if grant is None:
-            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0, []])
+            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0, b""])
             return
         views = memory.read(grant.blocks)
-        places = kv_direct.places(views).tolist() if direct and len(views) <= MAX_PLACES else []
+        places = kv_direct.places(views).tobytes() if direct and len(views) <= MAX_PLACES else b""
         _send_header(connection, [True, "", sum(view.nbytes for view in views), places])
         if not places or _receive_exactly(connection, 1) != b"\x01":
-            _send_views(connection, views, bytes_per_s)
+            _send_views(connection, views, Pacer(Pace(*pace), self._share))
         connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
 
 
@@ -304,25 +307,26 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(buffer)
 
 
-def _send_views(connection: socket.socket, views: Views, bytes_per_s: float) -> None:
-    began, sent = time.monotonic(), 0
+def _send_views(connection: socket.socket, views: Views, pacer: Pacer) -> None:
+    sent = 0
     for view in views:
         for start in range(0, view.nbytes, PIECE):
             piece = view[start : start + PIECE]
+            pacer.wait(sent)
             connection.sendall(piece)
             sent += piece.nbytes
-            ahead_s = sent / bytes_per_s - (time.monotonic() - began) if bytes_per_s else 0.0
-            if ahead_s > 0:
-                time.sleep(ahead_s)
 
 
-def _receive_views(connection: socket.socket, views: Views) -> None:
-    at, offset = 0, 0
+def _receive_views(connection: socket.socket, views: Views, pacer: Pacer | None = None) -> None:
+    at, offset, received = 0, 0, 0
     while at < len(views):
         batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
+        if pacer is not None:
+            pacer.wait(received)
         got = connection.recvmsg_into(batch)[0]
         if got == 0:
             raise ConnectionError("the other side closed the connection")
+        received += got
         while got:
             rest = views[at].nbytes - offset
             if got < rest:

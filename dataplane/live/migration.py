@@ -30,7 +30,7 @@ from controlplane.migration.protocol import CLOSED, Happened, Stage, step
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.link import EngineLink, WorkerInfo
 from dataplane.live.segment import control_request, loader_request, obstacle_to_move
-from dataplane.live.transfer import LOADER_PREFIX, Control, Load, Transfer
+from dataplane.live.transfer import LOADER_PREFIX, Control, Load, Pace, Transfer
 from dataplane.live.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 log = logging.getLogger(__name__)
@@ -71,21 +71,22 @@ class MoveBudget:
     """How much moving is allowed at once.
 
     `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet, `bytes_per_s`
-    what one worker's pre-copies take together (0: no bound), unless a copy would then not end in time.
-    `stage_s` is how long one pre-copy may take, a wait for room on the target included.
+    what one worker's pre-copies take together (0: no bound) and `share` the part of a core's time they work
+    for, unless a copy would then not end in time. `stage_s` is how long one pre-copy may take, a wait for
+    room on the target included.
     """
 
     concurrent: int = 16
     per_worker: int = 2
     bytes_per_s: float = 0.0
+    share: float = 1.0
     stage_s: float = 10.0
     max_stages: int = 8
 
-    def pace(self, size: float) -> float:
-        """Bytes a second of a pre-copy of `size` bytes, 0 for no bound."""
-        if self.bytes_per_s <= 0:
-            return 0.0
-        return max(self.bytes_per_s / self.per_worker, 2 * size / self.stage_s)
+    def pace(self, size: float) -> Pace:
+        """How fast a pre-copy of `size` bytes may go: it ends within half of `stage_s`, or its request would
+        go on making tokens faster than they are copied."""
+        return Pace(max(0.0, self.bytes_per_s) / self.per_worker, self.share, 2 * size / self.stage_s)
 
 
 @dataclass(slots=True)
@@ -304,7 +305,7 @@ class Migrations:
         name = f"{move.id}-{len(move.stages)}"
         source = self._info(running.worker)
         pace = self._budget.pace(tokens * source.kv_bytes_per_token)
-        load = Load(source.kv_addresses, running.segment, tokens, bytes_per_s=pace)
+        load = Load(source.kv_addresses, running.segment, tokens, pace=pace)
         drop = () if previous is None else (previous,)
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
         try:

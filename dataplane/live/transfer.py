@@ -10,7 +10,8 @@ A move needs four messages of an engine:
 Begin and release ride on a request that is aborted on arrival (`EngineCoreRequest.abort_immediately`), the
 only frontend → scheduler-connector message vLLM has. A begin is answered: an output for its own segment id,
 finished by ABORT if the lease is taken and by ERROR if there is no such segment. Nobody may end the source's
-segment before, since an engine takes aborts ahead of other messages.
+segment before, since an engine takes aborts ahead of other messages. A held loader is answered likewise, by
+STOP, once its KV is there; it is never computed.
 """
 
 from __future__ import annotations
@@ -28,18 +29,39 @@ Verb = Literal["begin", "release"]
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a copy may go; the default is as fast as it can.
+
+    At most `bytes_per_s` (0: no bound), and at work for at most `share` of the time in each process that
+    copies, but never slower than `least_bytes_per_s`, for it must end.
+    """
+
+    bytes_per_s: float = 0.0
+    share: float = 1.0
+    least_bytes_per_s: float = 0.0
+
+    @property
+    def fixed_bytes_per_s(self) -> float:
+        """The rate that follows where no time is counted; 0 for no bound."""
+        return max(self.bytes_per_s, self.least_bytes_per_s) if self.bytes_per_s > 0 else 0.0
+
+
+UNBOUND = Pace()
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Take KV of positions [0, tokens) of `segment` from the rank servers at `addresses`.
 
-    `inline`: load inside the step that admits the request (short tails), not between steps. `bytes_per_s`
-    paces a load between steps; 0 means as fast as it goes.
+    `inline`: load inside the step that admits the request (short tails), not between steps. `pace` is for
+    loads between steps.
     """
 
     addresses: tuple[str, ...]
     segment: str
     tokens: int
     inline: bool = False
-    bytes_per_s: float = 0.0
+    pace: Pace = UNBOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +88,8 @@ def params_from(message: Transfer | Control) -> dict[str, Any]:
     load = message.load
     body: dict[str, Any] = {"hold": message.hold, "drop": list(message.drop)}
     if load is not None:
-        body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, load.bytes_per_s]
+        pace = [load.pace.bytes_per_s, load.pace.share, load.pace.least_bytes_per_s]
+        body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, pace]
     return {PARAMS_KEY: body}
 
 
@@ -79,8 +102,8 @@ def message_from(params: dict[str, Any] | None) -> Transfer | Control:
         return Control(body["control"], body["segment"])
     load = None
     if "load" in body:
-        addresses, segment, tokens, inline, bytes_per_s = body["load"]
-        load = Load(tuple(addresses), segment, tokens, inline, bytes_per_s)
+        addresses, segment, tokens, inline, pace = body["load"]
+        load = Load(tuple(addresses), segment, tokens, inline, Pace(*pace))
     return Transfer(load, body["hold"], tuple(body["drop"]))
 
 

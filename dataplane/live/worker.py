@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
 SHUTDOWN_S = 10.0
 LINGER_MS = 200
+ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": FinishReason.STOP}
 
 
 class Worker:
@@ -201,7 +202,7 @@ class Worker:
             ended_s - told.get("began_s", ended_s),
             ended_s,
             stats.num_running_reqs,
-            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - told.get("loaders", 0),
             stats.kv_cache_usage,
         )
         fell_idle = changed and stats.num_running_reqs == 0
@@ -223,8 +224,6 @@ class Worker:
                 await self._guests.drop(guest, "silent for too long")
 
 
-def _answer(segment: str, is_leased: bool) -> EngineCoreOutput:
-    """The output that answers a begin (transfer.py)."""
-    return EngineCoreOutput(
-        segment, [], finish_reason=FinishReason.ABORT if is_leased else FinishReason.ERROR
-    )
+def _answer(segment: str, answer: str) -> EngineCoreOutput:
+    """The output that answers a begin or a loader (transfer.py)."""
+    return EngineCoreOutput(segment, [], finish_reason=ANSWERS[answer])

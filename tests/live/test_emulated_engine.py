@@ -69,9 +69,9 @@ async def unmoved(fleet, tokens, **params):
 
 def test_a_copy_keeps_the_pace_unless_it_would_not_end_in_time():
     budget = MoveBudget(bytes_per_s=100e6, per_worker=2, stage_s=10.0)
-    assert budget.pace(1e6) == 50e6
-    assert budget.pace(1e9) == 200e6
-    assert MoveBudget().pace(1e9) == 0
+    assert budget.pace(1e6).fixed_bytes_per_s == 50e6
+    assert budget.pace(1e9).fixed_bytes_per_s == 200e6
+    assert MoveBudget().pace(1e9).fixed_bytes_per_s == 0
 
 
 def test_a_stream_is_repeatable_and_ends_at_max_tokens():

@@ -54,6 +54,37 @@ def test_a_moved_greedy_stream_equals_the_unmoved_one_token_for_token(two_worker
     two_workers.play(story)
 
 
+def test_what_is_copied_is_not_computed_on_the_target(two_workers):
+    async def story(fleet):
+        actor = two_workers.workers[1].actor
+        stream = await fleet.start(A, prompt(1400, 21), {"max_tokens": 80})
+        await stream.until(10)
+        before, _ = await actor.steps.remote()
+        move = await fleet.move(stream, B)
+        await stream.ended()
+        await clean(fleet, A, B)
+        assert (move.outcome, len(move.stages) > 0) == ("done", True)
+        _, steps = await actor.steps.remote(before)
+        # The continuation's own first token and nothing else: a loader's would keep everybody waiting.
+        assert sum(step.prefill_tokens for step in steps) == 1
+
+    two_workers.play(story)
+
+
+def test_a_move_given_up_between_two_copies_leaves_no_block_behind(two_workers):
+    async def story(fleet):
+        stream = await fleet.start(A, prompt(1000, 22), {"max_tokens": 3000})
+        await stream.until(5)
+        moving = asyncio.ensure_future(fleet.move(stream, B))
+        while not any(m.stages for m in fleet.migrations.open.values()):
+            await asyncio.sleep(0)
+        await fleet.abort(stream)
+        assert (await moving).outcome == "aborted"
+        await clean(fleet, A, B)
+
+    two_workers.play(story, bytes_per_s=2e6)  # slow, so that there is enough for a second copy
+
+
 @pytest.mark.parametrize("mode", ["stop-and-copy", "recompute"])
 def test_the_modes_that_live_moves_are_measured_against_are_exact_too(two_workers, mode):
     async def story(fleet):

@@ -101,9 +101,33 @@ def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
     assert (why["kind"], why["before"], why["workers"]) == ("scale", 1, 2)
     assert max(why["compared"].values()) > 1.0
     assert why["seen"]["workers_per_rps"] > 0
+    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})  # keep them for what follows
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
 
 
+def test_streams_go_on_when_an_engine_is_killed_and_another_takes_its_place(vllm_fleet):
+    def kill():
+        children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
+        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), signal.SIGKILL)
+
+    lost = vllm_fleet.metric("tokenfleet_workers_lost_total")
+    expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
+    assert got == expected
+    vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
+
+
+def used_blocks(fleet):
+    loads = [w["telemetry"] for w in workers(fleet)]
+    return [load["kv_used_blocks"] for load in loads if load is not None]
+
+
+def test_no_kv_block_is_in_use_once_all_is_quiet(vllm_fleet):
+    vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
+    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
+
+
+# The last one, since it leaves one worker: another would take a cold start.
 def test_when_one_is_enough_the_other_is_drained_by_migration(vllm_fleet):
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
     moved = vllm_fleet.metric("tokenfleet_migrations_total", outcome="done")
@@ -121,26 +145,5 @@ def test_when_one_is_enough_the_other_is_drained_by_migration(vllm_fleet):
     assert got
     assert all(is_whole(g, 700) for g in got)
     assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > moved
-    vllm_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
-    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
-
-
-def test_streams_go_on_when_an_engine_is_killed_and_another_takes_its_place(vllm_fleet):
-    def kill():
-        children = psutil.Process(workers(vllm_fleet)[0]["pid"]).children(recursive=True)
-        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), signal.SIGKILL)
-
-    lost = vllm_fleet.metric("tokenfleet_workers_lost_total")
-    expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
-    assert got == expected
-    vllm_fleet.until(lambda: vllm_fleet.metric("tokenfleet_workers_lost_total") == lost + 1)
-    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
-
-
-def test_no_kv_block_is_in_use_once_all_is_quiet(vllm_fleet):
-    def used():
-        loads = [w["telemetry"] for w in workers(vllm_fleet)]
-        return [load["kv_used_blocks"] for load in loads if load is not None]
-
-    vllm_fleet.until(lambda: not any(used()))
+    vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
     assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0

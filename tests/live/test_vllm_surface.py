@@ -80,6 +80,20 @@ def test_the_scheduler_output_has_the_fields_that_a_steps_load_is_read_from():
     assert {"req_id", "num_computed_tokens"} <= fields(NewRequestData)
 
 
+def test_a_complete_load_can_be_kept_from_the_scheduler_and_its_blocks_be_found():
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import KVConnectorOutput
+
+    assert KVConnectorOutput(finished_recving={"s"}).finished_recving == {"s"}
+    told = inspect.getsource(Scheduler._update_from_kv_xfer_finished)
+    hook, read = "update_connector_output(kv_connector_output)", "in kv_connector_output.finished_recving"
+    assert 0 < told.index(hook) < told.index(read)
+    names = list(inspect.signature(KVCacheManager.cache_blocks).parameters)
+    assert names[:3] == ["self", "request", "num_computed_tokens"]
+    assert "_kv_cache_manager" in inspect.getsource(surface.KVConnectorBase_V1.bind_kv_cache_manager)
+
+
 def test_a_control_message_is_aborted_on_arrival():
     control = control_request(request(), "c", Control("begin", "r"))
     assert control.abort_immediately
