@@ -212,7 +212,7 @@ def _one_fewer(worlds: Worlds, question: Question, winner: Sizing, pool: Threads
     """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
     count = (winner.confirmed or 1) - 1
     if count < winner.fewest:
-        return OneFewer(count, 0.0, None, "too few to serve anything")
+        return OneFewer(count, 0.0, None, "the load alone needs more" if count else "none would be left")
     fleet = winner.fleet(count)
     on_trace = worlds.replay(fleet).attainment
     verdict = winner.sure.get(count)

@@ -114,7 +114,8 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     fewer = plan.one_fewer
     if fewer is not None:
         expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
-        yield "one fewer", f"{workers_text(fewer.workers)}: {share_text(expected)} expected; {fewer.fails}"
+        words = f"{workers_text(fewer.workers)}: {share_text(expected)} expected; {fewer.fails}"
+        yield "one fewer", words if fewer.workers else fewer.fails
     bind = plan.binding
     if bind is not None:
         start_s, end_s = bind.window_s

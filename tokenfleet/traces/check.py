@@ -129,7 +129,8 @@ def _gaps(trace: Trace, shape: Shape) -> Finding:
 
 
 def _bursts(trace: Trace, shape: Shape) -> Finding:
-    fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in shape.fano.items())
+    told = {window: value for window, value in shape.fano.items() if not math.isnan(value)}
+    fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in told.items()) or "unknown"
     words = f"gap CV {shape.gap_cv:.2f}, Fano index {fano} (Poisson: 1)"
     if shape.gap_cv > BURSTY_CV or any(value > BURSTY_FANO for value in shape.fano.values()):
         return Finding("bursts", True, f"{words}: a plan from the mean rate alone would be too small")

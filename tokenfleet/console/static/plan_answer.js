@@ -127,10 +127,12 @@ function why({ binding, binding_window_s: window, binding_detail: detail, attain
 
 function fewer({ one_fewer: one }) {
   if (one === null) return null;
+  const why = make("h3", {}, "Why not one fewer");
+  if (one.workers === 0) return make("div", {}, why, make("p", {}, "There is one worker: none would be left."));
   return make(
     "div",
     {},
-    make("h3", {}, "Why not one fewer"),
+    why,
     make(
       "p",
       {},
