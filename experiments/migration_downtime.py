@@ -1,6 +1,6 @@
 """How long does a client wait for the next token when its request is moved?
 
-    python experiments/migration_downtime.py [--quick] [--seed N] [--format table|json]
+    python experiments/migration_downtime.py [--length N] [--quick] [--seed N] [--format table|json]
 
 A model with 32 KB of KV per token, in bfloat16; one request at a time is moved between two real vLLM
 engines: live (pre-copy while it decodes), by stop-and-copy, and by recomputing on the target. Downtime runs
@@ -62,8 +62,10 @@ async def measure(pair: Pair, length: int, mode: str, turns: int, seed: int) -> 
 
 
 def main() -> int:
-    asked = flags(__doc__.splitlines()[0]).parse_args()
-    lengths = QUICK_LENGTHS if asked.quick else LENGTHS
+    parser = flags(__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, action="append", help="tokens of the prompt")
+    asked = parser.parse_args()
+    lengths = asked.length or (QUICK_LENGTHS if asked.quick else LENGTHS)
     turns = QUICK_TURNS if asked.quick else TURNS
 
     async def story(pair: Pair) -> list[dict[str, Any]]:

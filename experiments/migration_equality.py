@@ -1,6 +1,6 @@
 """Is a moved stream, token for token, the stream without moves?
 
-    python experiments/migration_equality.py [--quick] [--seed N] [--format table|json]
+    python experiments/migration_equality.py [--part K/N] [--quick] [--seed N] [--format table|json]
 
 Greedy requests with prompts of 64 to 8000 tokens, moved one to five times between two real vLLM engines at
 random moments, to and fro, some with logprobs, penalties, or stop tokens. In float32 four at a time; in
@@ -113,12 +113,16 @@ def rows_of(dtype: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    asked = flags(__doc__.splitlines()[0]).parse_args()
+    parser = flags(__doc__.splitlines()[0])
+    parser.add_argument("--part", default="1/1", help="K/N: only every Nth request, from the Kth on")
+    parser.add_argument("--dtype", choices=CASES, action="append", help="only this one")
+    asked = parser.parse_args()
+    part, parts = map(int, asked.part.split("/"))
     rows: list[dict[str, Any]] = []
     for dtype, count in (QUICK_CASES if asked.quick else CASES).items():
-        if not count:
+        if not count or dtype not in (asked.dtype or CASES):
             continue
-        drawn = cases(count, 2000 if asked.quick else LONGEST, asked.seed)
+        drawn = cases(count, 2000 if asked.quick else LONGEST, asked.seed)[part - 1 :: parts]
 
         async def story(pair: Pair, drawn: list[Case] = drawn, dtype: str = dtype) -> list[dict[str, Any]]:
             gate = asyncio.Semaphore(TOGETHER[dtype])
