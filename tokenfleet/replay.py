@@ -101,10 +101,11 @@ async def served_model(url: str, key: str | None) -> Endpoint:
 async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> NDArray[np.float64]:
     """What HTTP and the way to the engine add to a first token, seen on a few lone requests.
 
-    `alone_s` is what the profile says of such a request. One zero where none was answered.
+    `alone_s` is what the profile says of such a request. One more comes first and is not counted: it finds
+    things still to be loaded. One zero where none was answered.
     """
     one = Workload(np.zeros(1), np.array([8]), np.array([1]))
-    seen = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES)]
+    seen = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES + 1)][1:]
     known = np.concatenate(seen)
     return np.maximum(known - alone_s, 0.0) if len(known) else np.zeros(1)
 
