@@ -71,11 +71,7 @@ from tokenfleet.whatifs.remembered import Memory
 
 SLO, TARGET = Slo(1.6, 0.05), 0.95
 CONFIDENCES = (0.8, 0.9, 0.95)
-MIDDLE = 0.9  # the plans that Worlds are other draws of the traffic that was, on workers that may be slower or faster. That the traffic
-itself goes on to become another is not among them: where it does from one window to the next (the Azure hour,
-whose requests get heavier), bounds are passed more often than they say. `steady` has nothing of it.
-
-`in reach` is about
+MIDDLE = 0.9  # the plans that `in reach` is about
 AZURE_RPS, AZURE_STEP_S = 5.53, 60.0
 MINUTES = {"azure": 5.0, "servegen": 10.0, "regimes": 30.0, "steady": 10.0}
 REGIME_S, REGIME_RATIO = 240.0, 1.6
