@@ -12,9 +12,10 @@ Workloads. Lengths to the token (dataplane.simulated.length_mixes); gaps from th
 other than the published one redraw the gaps alone.
 
 Policies. Those of the artifact's flags. Its migrate load counts all that wait, its thresholds are in blocks.
-Its dispatcher knows an instance's load as of the end of the instance's last step, and does not count what it
-has sent out since (`PlacementSettings.as_reported`): during a prefill step of seconds all that arrive go to
-the one that looked best before it. Ours counts every dispatch at once.
+Its dispatcher knows an instance's load as the instance noted it when its last step began, told when that
+step ended, and does not count what it has sent out since (`PlacementSettings.as_reported`): from a long
+prompt's arrival to the end of its prefill, seconds, all that arrive go to the one that looked best before it.
+Ours counts every dispatch at once.
 """
 
 from __future__ import annotations

@@ -294,3 +294,15 @@ def test_a_dispatcher_that_hears_once_a_step_herds_until_the_step_ends():
     assert set(heard.worker[:7]) == {0}
     assert set(heard.worker[7:]) == {1}
     assert heard.complete
+
+
+def test_a_step_reports_the_load_it_began_with():
+    # Worker 0 notes one request as it begins, worker 1 two small ones a little later. What comes during those
+    # steps is in no report until the next step of the worker that got it ends.
+    arrival_s = np.array([0.0, 0.001, 0.002, 0.21, 0.211, 0.212, 0.213])
+    prompts = np.array([2000, 10, 1900, 2000, 10, 10, 10])
+    workload = Workload(arrival_s, prompts, np.full(7, 50))
+    fleet = [WorkerSpec(profile())] * 2
+    heard = simulate(workload, fleet, SLO, "freeness", settings=PlacementSettings(as_reported=True))
+    assert heard.worker[0] == 0
+    assert len(set(heard.worker[3:])) == 1, "the second long prefill is not heard of while it runs"

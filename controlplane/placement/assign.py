@@ -82,8 +82,9 @@ class PlacementSettings:
     capacity_norm. `use_*`: a constraint switched off, for ablations. `high_load_tokens`: for `freeness`,
     the load at which a worker with a high-priority request counts as full for normal ones, and one without
     for high ones, so that the high keep together (see migration.virtual_usage); None: all are alike.
-    `as_reported`: `freeness` knows of a worker what it told at the end of its last step, as a scheduler does
-    that does not count what it sends out itself; simulated workers report, live ones are counted at once.
+    `as_reported`: `freeness` knows of a worker what it told at the end of its last step, the load as it was
+    when that began, as a scheduler does that does not count what it sends out itself; simulated workers
+    report, live ones are counted at once.
     """
 
     theta: float = 0.5

@@ -48,10 +48,13 @@ WORKER = np.dtype(
         ("queued_tokens", np.int64),  # tokens those have still to prefill, beyond the step in progress
         ("queued_context", np.int64),  # tokens those will hold once prefilled
         ("running_n", np.int64),  # admitted requests, prefilling or decoding
-        # A worker reports its load at the end of a step; what came since the last report (requests, the
-        # tokens they will hold once prefilled), and when the next one tells of it:
+        # A worker notes its load as it begins a step and reports it as the step ends. What the last report
+        # did not tell of (requests, the tokens they will hold once prefilled), what of that the step in
+        # progress did not note either, and when its report comes:
         ("unreported", np.int64),
         ("unreported_context", np.int64),
+        ("unnoted", np.int64),
+        ("unnoted_context", np.int64),
         ("report_s", np.float64),
     ],
     align=True,

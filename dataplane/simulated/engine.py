@@ -116,8 +116,7 @@ def new_engines(workers: int, output: Ints) -> Engines:
 def view(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     """Bring the ledger's columns of a worker in a decode run up to the steps that ended by `now_s`."""
     if now_s >= led.workers[w].report_s:
-        led.workers[w].unreported = 0
-        led.workers[w].unreported_context = 0
+        report(led, w)
     if eng.workers[w].activity != DECODE_RUN or now_s < led.workers[w].boundary_s:
         return  # no step ended since
     done = steps_within(eng.workers[w].first_step_s, eng.workers[w].growth_s, now_s - eng.workers[w].start_s)
@@ -130,17 +129,29 @@ def view(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 
 
 @compiled
+def report(led: Ledger, w: int) -> None:
+    """Tell dispatchers of the load that was noted as the step that ends now began."""
+    led.workers[w].unreported = led.workers[w].unnoted
+    led.workers[w].unreported_context = led.workers[w].unnoted_context
+    led.workers[w].report_s = np.inf
+
+
+@compiled
 def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
     """Put a request into a worker's queue; it is looked at when the step in progress ends."""
     enqueue(led, w, r, at_head)
-    resting = eng.workers[w].activity in (IDLE, WAKING)
+    tokens = led.requests[r].prompt + led.requests[r].key
     led.workers[w].unreported += 1
-    led.workers[w].unreported_context += led.requests[r].prompt + led.requests[r].key
-    led.workers[w].report_s = np.inf if resting else led.workers[w].boundary_s  # inf: its next step's end
+    led.workers[w].unreported_context += tokens
+    if eng.workers[w].activity == DECODE_RUN and eng.workers[w].blocked > 0 and queue_first(led, w) != r:
+        led.workers[w].report_s = led.workers[w].boundary_s  # a short step early: the run goes on unseen
+        return
+    led.workers[w].unnoted += 1
+    led.workers[w].unnoted_context += tokens
     if eng.workers[w].activity == IDLE:
         eng.workers[w].activity = WAKING
         eng.workers[w].next_s = now_s
-    elif eng.workers[w].activity == DECODE_RUN and (eng.workers[w].blocked == 0 or queue_first(led, w) == r):
+    elif eng.workers[w].activity == DECODE_RUN:
         eng.workers[w].blocked = 0
         cut(led, eng, w, now_s)
 
@@ -286,6 +297,9 @@ def end_activity(led: Ledger, eng: Engines, w: int) -> None:
 def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     """Decide at the boundary `now_s` what the worker does next, as its mode has it."""
     k = led.coefficients[led.workers[w].variant]
+    report(led, w)
+    led.workers[w].unnoted = 0
+    led.workers[w].unnoted_context = 0
     eng.workers[w].start_s = now_s
     eng.workers[w].blocked = 0
     if led.workers[w].role == DECODE_ONLY:
@@ -295,7 +309,7 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         begin_chunked(led, eng, w, now_s)
     elif not begin_prefill(led, eng, w, now_s):
         begin_run(led, eng, w, now_s)
-    if led.workers[w].report_s == np.inf:
+    if led.workers[w].unreported > 0:
         led.workers[w].report_s = led.workers[w].boundary_s
 
 
