@@ -5,15 +5,17 @@ Four rules, each with a memory in `State` so that it does not act twice on the s
 Move. The least free workers shed to the most free (migration.pairing), and draining ones are emptied.
 Shed. A worker whose TPOT or KV forecast broke sheds to one with slack (migration.shedding).
 Reassign. Requests that have not started follow Algorithm 2 (placement.rebalance), where the plane keeps
-its errors.
+its errors, to workers at which no more prompts are ahead of them.
 Scale. By demand (scaler.autoscale) where a line is known. Without one, or until there is one, by load: used
-and waiting tokens over the capacity of serving and starting workers. Above `high` or below `low` for `hold_s`
-without a break, the wanted number changes by one, within the bounds. A snapshot without load figures holds
-everything: absence of news is not idleness.
+and waiting tokens over the capacity of the wanted workers. Above `high` for `rise_s` without a break, as many
+are wanted as bring it down to `high`; below `low` for `hold_s`, as few as would have kept it in the middle
+between the two all that time; within the bounds. A snapshot without load figures holds everything: absence of
+news is not idleness.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,11 +23,12 @@ from controlplane.errors import BadInput
 from controlplane.migration.pairing import MoveSettings, Recent, Seen, look, plan_moves
 from controlplane.migration.shedding import ShedSettings, plan_shedding
 from controlplane.placement.heartbeat import NewRequest
+from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.placement.rebalance import rebalance
 from controlplane.scaler.autoscale import Scaling, ScalingSettings, has_line, scale
+from controlplane.scaler.hold import Held, HoldSettings, hold
 from controlplane.snapshot import (
     SERVING,
-    STARTING,
     Action,
     Load,
     Migrate,
@@ -56,8 +59,8 @@ __all__ = [
 class Settings:
     """How to move, shed (None: not at all) and scale.
 
-    `scaling` follows demand. Without it `high` and `low` are shares of KV capacity, and `bounds` None keeps
-    the number of workers.
+    `scaling` follows demand. Without it `high` and `low` are shares of KV capacity (above 1: what waits may
+    be as much more), and `bounds` None keeps the number of workers.
     """
 
     moves: MoveSettings | None = MoveSettings(pressure=0.6)  # noqa: RUF009 - frozen
@@ -65,6 +68,7 @@ class Settings:
     high: float = 0.75
     low: float = 0.3
     hold_s: float = 10.0
+    rise_s: float = 10.0
     bounds: tuple[int, int] | None = None
     scaling: ScalingSettings | None = None
 
@@ -80,13 +84,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What tick remembers: since when the load has been out of range, what moved lately and between whom.
+    """What tick remembers: what the load has asked for of late, what moved and between whom.
 
     An empty state loses nothing but the time already held.
     """
 
-    high_since_s: float | None = None
-    low_since_s: float | None = None
+    by_load: Held | None = None
     moved_at_s: Mapping[RequestId, float] = field(default_factory=dict)
     pairs_at_s: Mapping[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
     scaling: Scaling = field(default_factory=Scaling)
@@ -105,17 +108,17 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
         requests[move.request] = snapshot.now_s
         pairs[source, move.target] = snapshot.now_s
     actions: list[Action] = [move for move, _ in moves]
-    high_since_s, low_since_s = state.high_since_s, state.low_since_s
+    by_load = state.by_load
     scaling = state.scaling
     change: Scale | None = None
     if settings.scaling is not None:
         scaling, change = scale(settings.scaling, scaling, snapshot)
     by_demand = settings.scaling is not None and (change is not None or has_line(settings.scaling, scaling))
     if settings.bounds is not None and not by_demand and snapshot.fixed is None:
-        high_since_s, low_since_s, change = _by_load(settings, state, snapshot, seen)
+        by_load, change = _by_load(settings, by_load, snapshot, seen)
     if change is not None:
         actions.append(change)
-    return State(high_since_s, low_since_s, requests, pairs, scaling), actions
+    return State(by_load, requests, pairs, scaling), actions
 
 
 def _moves(
@@ -152,12 +155,19 @@ def _reassigned(
         for w, s in serving.items()
     }
     sizes = {r: size.prompt_tokens for queue in waiting.values() for r, size in queue}
+    ahead: dict[RequestId, int] = {}
+    for s in serving.values():
+        tokens = 0
+        for r in s.worker.waiting:
+            ahead[r.request] = tokens
+            tokens += r.tokens
 
-    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[object]) -> bool:
+    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[Outcast]) -> bool:
         s = serving[worker]
+        came = sum(sizes[move.request] for move in earlier if move.target == worker)
         room = s.free_tokens - s.load.waiting_tokens - s.load.running
-        # What came before in this heartbeat is counted as if it had all come here: never too much.
-        return sizes[request] * (len(earlier) + 1) <= room
+        # A balance of decode steps is no reason to wait longer for the first token.
+        return came + sizes[request] <= room and came + s.load.waiting_tokens <= ahead[request]
 
     weights = {w: e.weight_s(step) * 1e3 for w, e in errors.items()}
     return [
@@ -176,35 +186,32 @@ def _reassigned(
 
 
 def _by_load(
-    settings: Settings, state: State, snapshot: Snapshot, seen: Sequence[Seen]
-) -> tuple[float | None, float | None, Scale | None]:
+    settings: Settings, held: Held | None, snapshot: Snapshot, seen: Sequence[Seen]
+) -> tuple[Held | None, Scale | None]:
     assert settings.bounds is not None
     low, high = settings.bounds
     known = [s for s in seen if s.worker.state == SERVING]
     if not known:
-        return state.high_since_s, state.low_since_s, None
-    if not low <= snapshot.wanted <= high:
-        wanted = min(max(snapshot.wanted, low), high)
-        return None, None, Scale(wanted, f"{snapshot.wanted} workers are outside {low}..{high}")
-    starting = sum(w.state == STARTING for w in snapshot.workers)
+        return held, None
+    wanted = snapshot.wanted
+    if not low <= wanted <= high:
+        within = min(max(wanted, low), high)
+        return None, Scale(within, f"{wanted} workers are outside {low}..{high}")
     each = sum(s.worker.capacity_tokens for s in known) / len(known)
     used = sum(s.load.held_tokens + s.load.waiting_tokens for s in seen) + snapshot.waiting_tokens
-    load = used / (each * (len(known) + starting))
-    high_since_s = None if load <= settings.high else _first(state.high_since_s, snapshot.now_s)
-    low_since_s = None if load >= settings.low else _first(state.low_since_s, snapshot.now_s)
-    if _held(settings, high_since_s, snapshot.now_s) and snapshot.wanted < high:
-        reason = f"load {load:.0%} has been above {settings.high:.0%} for {settings.hold_s:g} s"
-        return None, None, Scale(snapshot.wanted + 1, reason)
-    after = used / (each * max(snapshot.wanted - 1, 1))
-    if _held(settings, low_since_s, snapshot.now_s) and snapshot.wanted > low and after < settings.high:
-        reason = f"load {load:.0%} has been below {settings.low:.0%} for {settings.hold_s:g} s"
-        return None, None, Scale(snapshot.wanted - 1, reason)
-    return high_since_s, low_since_s, None
-
-
-def _first(since_s: float | None, now_s: float) -> float:
-    return now_s if since_s is None else since_s
-
-
-def _held(settings: Settings, since_s: float | None, now_s: float) -> bool:
-    return since_s is not None and now_s - since_s >= settings.hold_s
+    load = used / (each * wanted) if wanted else math.inf
+    asked = wanted
+    if load > settings.high:
+        asked = math.ceil(used / (each * settings.high))
+    elif load < settings.low:
+        asked = min(math.ceil(used / (each * (settings.low + settings.high) / 2.0)), wanted - 1)
+    if held is None or held.wanted != wanted:
+        held = Held(wanted)
+    asked = min(max(asked, low), high)
+    held = hold(HoldSettings(settings.rise_s, settings.hold_s), held, asked, snapshot.now_s)
+    if held.wanted == wanted:
+        return held, None
+    over, limit, for_s = ("above", settings.high, settings.rise_s)
+    if held.wanted < wanted:
+        over, limit, for_s = ("below", settings.low, settings.hold_s)
+    return held, Scale(held.wanted, f"load {load:.0%} has been {over} {limit:.0%} for {for_s:g} s")

@@ -11,7 +11,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.autoscale import Outlook, ScalingSettings
 from controlplane.scaler.forecast import Forecast, ForecastSettings
-from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.hold import Held, HoldSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import WorkerLoad
 from controlplane.types import RequestId, WorkerId
@@ -74,10 +74,19 @@ def test_algorithm_2_reassigns_what_has_not_started():
     errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3)}
     _, actions = tick(STILL, State(), at(0.0, late, early, errors=errors))
     reassigned = [a for a in actions if isinstance(a, Reassign)]
-    assert [(r.request, r.source, r.target) for r in reassigned] == [("aq1", "a", "b"), ("aq0", "a", "b")]
+    assert [(r.request, r.source, r.target) for r in reassigned] == [("aq1", "a", "b")], "aq0 is next at a"
     assert "more than planned" in reassigned[0].reason
     _, none = tick(STILL, State(), at(0.0, late, worker("b", (980,)), errors=errors))
     assert [a for a in none if isinstance(a, Reassign)] == []
+
+
+def test_algorithm_2_makes_nobody_wait_behind_more_prompts():
+    late = worker("a", (100,), (50, 60, 70))
+    errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3)}
+    for there, moved in (((), ["aq2"]), ((110,), ["aq2"]), ((111,), [])):
+        seen = at(0.0, late, worker("b", (100,), there), errors=errors)
+        found = [a.request for a in tick(STILL, State(), seen)[1] if isinstance(a, Reassign)]
+        assert found == moved, there
 
 
 def test_every_action_says_why():
@@ -98,7 +107,7 @@ def test_a_snapshot_without_figures_holds_the_fleet():
     unknown = worker("a", capacity=0), worker("b", capacity=0)
     state, actions = tick(replace(STILL, hold_s=0.0), State(), at(50.0, *unknown))
     assert actions == []
-    assert state.low_since_s is None
+    assert state.by_load is None
 
 
 def test_the_fleet_grows_once_load_was_high_for_long_enough():
@@ -109,6 +118,29 @@ def test_the_fleet_grows_once_load_was_high_for_long_enough():
     assert [a.workers for a in actions if isinstance(a, Scale)] == [3]
     starting = at(11.0, *fleet, worker("c", state="starting", capacity=0), wanted=3)
     assert tick(STILL, state, starting)[1] == []
+
+
+def test_the_fleet_grows_by_as_many_as_the_load_asks_for():
+    # 5,100 tokens of queue and KV: seven workers hold them at 75 %, five at 102 %.
+    fleet = worker("a", (800,), (2000,)), worker("b", (900,), (1400,))
+    at_once = replace(STILL, rise_s=0.0)
+    _, actions = tick(at_once, State(), at(0.0, *fleet))
+    assert [a.workers for a in actions if isinstance(a, Scale)] == [7]
+    _, actions = tick(replace(at_once, high=1.02), State(), at(0.0, *fleet))
+    assert [a.workers for a in actions if isinstance(a, Scale)] == [5]
+
+
+def test_the_fleet_shrinks_to_what_the_hold_needed_at_most():
+    # In the middle of 30 % and 75 % a worker holds 525 tokens.
+    busier, idler = (
+        [worker("a", (1050,)), *map(worker, "bcdef")],
+        [worker("a", (100,)), *map(worker, "bcdef")],
+    )
+    state, _ = tick(STILL, State(), at(0.0, *busier))
+    state, actions = tick(STILL, state, at(9.0, *idler))
+    assert actions == []
+    _, actions = tick(STILL, state, at(10.0, *idler))
+    assert [a.workers for a in actions if isinstance(a, Scale)] == [2]
 
 
 def test_the_fleet_shrinks_from_two_to_one_when_nothing_comes():
@@ -169,7 +201,9 @@ def test_until_there_is_a_line_the_load_says_how_many():
         seen += [a.workers for a in actions]
     assert seen == [2]
     # An operator's number is no business of the load's.
-    state, actions = tick(unknown, State(high_since_s=0.0), replace(full, now_s=20.0, fixed=1))
+    state, actions = tick(
+        unknown, State(by_load=Held(1, above_since_s=0.0, least_above=2)), replace(full, now_s=20.0, fixed=1)
+    )
     assert actions == []
 
 
