@@ -112,6 +112,21 @@ def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
     assert outcome.preemptions.sum() == 0
 
 
+@pytest.mark.parametrize("last_first", [False, True])
+def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that(last_first):
+    # One long request on every worker; then the first worker's ends.
+    workload = Workload(np.array([0.0, 0.1, 0.2]), np.full(3, 60), np.array([20, 900, 900]))
+    states = []
+
+    def shrink(state, seen):
+        states.append([w.state for w in seen.workers])
+        return state, [Scale(2, "a test")] if 3.0 < seen.now_s < 3.6 else []
+
+    run(workload, ElasticSettings(3, last_first=last_first), decide=shrink, policy="jsq+migrate")
+    drained = next((n for s in states for n, one in enumerate(s) if one == "draining"), 0)
+    assert drained == (2 if last_first else 0)
+
+
 def test_the_same_inputs_give_the_same_fleet():
     first, second = (run(traffic(1), ElasticSettings(1, cold_start_s=10.0))[1] for _ in range(2))
     assert first == second

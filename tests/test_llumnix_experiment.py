@@ -9,8 +9,11 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from llumnix_figures import judge, with_priority
+from llumnix_scaling import instances_wanted
 from llumnix_setup import a10, llumnix, metrics, published, workload
 
+from controlplane.snapshot import Load, Snapshot, WorkerLoad
+from controlplane.types import WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import Outcome
 
@@ -77,3 +80,39 @@ def test_thresholds_are_the_authors_and_some_requests_are_made_important():
         assert llumnix(trace).control.tick.moves.out_below == steps
     plain = Workload(np.arange(4.0), np.ones(4), np.ones(4))
     assert list(with_priority(plain, np.array([True, False, False, True])).priority) == [1, 0, 0, 1]
+
+
+def fleet(*each, wanted=None):
+    """Instances of 100 blocks by (requests running, blocks held, blocks waiting), or a state as well."""
+    workers = tuple(
+        WorkerLoad(
+            *(WorkerId(str(w)), state[0] if state else "serving", 1600),
+            load=Load(running, held * 16, waiting=int(waits > 0), waiting_tokens=waits * 16),
+        )
+        for w, (running, held, waits, *state) in enumerate(each)
+    )
+    return Snapshot(0.0, workers, len(workers) if wanted is None else wanted)
+
+
+def test_instances_are_added_until_the_free_blocks_of_a_request_reach_the_threshold():
+    # 4 requests: 10 blocks each are 40 free ones, 20 each are 80.
+    full = (2, 95, 0), (2, 95, 0)
+    assert instances_wanted(fleet(*full), 10.0, 60.0) == 3
+    assert instances_wanted(fleet(*full), 30.0, 80.0) == 4
+    assert instances_wanted(fleet(*full, (0, 0, 0, "starting")), 10.0, 60.0) == 3, "one start at a time"
+    assert instances_wanted(fleet((2, 95, 0), (2, 30, 0)), 10.0, 60.0) == 2
+
+
+def test_one_instance_at_a_time_is_drained_and_taken_back_where_there_are_too_few():
+    idle = (1, 10, 0), (1, 10, 0), (1, 10, 0)
+    assert instances_wanted(fleet(*idle), 10.0, 55.0) == 2
+    assert instances_wanted(fleet(*idle, (1, 10, 0, "draining"), wanted=3), 10.0, 55.0) == 3
+    busy = (4, 99, 0), (4, 99, 0), (8, 90, 0, "draining")
+    assert instances_wanted(fleet(*busy, wanted=2), 10.0, 60.0) == 3
+
+
+def test_a_draining_instance_counts_as_one_request_and_with_all_its_free_blocks():
+    # 2 + 98 free blocks over 5 requests and one: 16.7; without it 0.4.
+    seen = (5, 98, 0), (4, 2, 0, "draining")
+    assert instances_wanted(fleet(*seen, wanted=1), 10.0, 60.0) == 1
+    assert instances_wanted(fleet(*seen, wanted=1), 17.0, 67.0) == 2

@@ -31,12 +31,14 @@ class ElasticSettings:
     """`start`: workers that serve at the beginning. `cold_start_s`: launch to serving.
 
     `never_ready`: launches (0 = the first) whose worker never comes up; it is given up after `start_limit_s`.
+    `last_first`: scaling in takes the highest slot, whatever it holds, as some published systems do.
     """
 
     start: int = 1
     cold_start_s: float = 60.0
     start_limit_s: float = 600.0
     never_ready: frozenset[int] = frozenset()
+    last_first: bool = False
 
     def __post_init__(self) -> None:
         if self.start < 0 or not 0 <= self.cold_start_s < inf or not self.start_limit_s > 0:
@@ -119,6 +121,7 @@ class Elastic:
             Standing(WorkerId(str(w)), s.state, s.since_s, self._requests(w) + (w in busy))
             for w, s in self.slots.items()
         ]
+        serving = sorted((w for w, s in self.slots.items() if s.state == SERVES), reverse=True)
         for step in steps_to(self.wanted, standing, now_s, self._settings.start_limit_s, "the target"):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
@@ -126,6 +129,8 @@ class Elastic:
                 continue
             w = int(step.worker)
             if isinstance(step, Drain):
+                if self._settings.last_first:
+                    w = serving.pop(0)
                 self.slots[w].state, self.slots[w].since_s = DRAINS, now_s
                 self.record.drains += 1
                 change_worker(led, self._run.engines, self._run.cluster, w, DRAIN)
