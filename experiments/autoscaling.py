@@ -1,11 +1,15 @@
 """Autoscaling on production rates: worker-hours against a clairvoyant's, cold starts of 60 s.
 
-    python experiments/autoscaling.py [--quick] [--hours H] [--mean-rps R] [--format table|json]
+    python experiments/autoscaling.py [--quick] [--days] [--kept FOLDER] [--jobs N] [--format table|json]
 
 Traffic. ServeGen's rates of 14 days (10-minute windows, taken as points with straight lines between), scaled
-to a mean of `--mean-rps`; arrivals Poisson at that rate; ShareGPT lengths. A part of the last day is
-simulated request by request, the days before it are the forecast's history. Azure's conversation trace as it
-is, one hour: too short for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `spread`.
+to a mean of `--mean-rps`; arrivals Poisson at that rate; ShareGPT lengths. A part of one day (`--day`, from
+06:00 on) is simulated request by request, the days before it are the forecast's history. With `--days` it is
+an hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock, so that no two days give
+the same hour and nights, mornings and evenings are all there; each with what came before it as history (on
+day 1 six hours, too little for a season) and a clairvoyant of its own. Their misses and worker-hours are
+added up. Azure's conversation trace as it is, one hour: too short for any season. Llama-2 70B on 2 A100s,
+1.6 s / 75 ms, `spread`.
 
 Clairvoyant. The trace cut into windows of `WINDOW_S`, each simulated alone at every count: the fewest workers
 with each window at the target (or as near to it as any number comes), then one after the other taken away
@@ -15,291 +19,216 @@ differ a little: in a run windows hand their load over.
 
 Ours is `control.tick` as it runs live: Eq 7's line learned by simulation at steady rates on these lengths
 (another draw), regimes, burst, backlog and forecast. The reactive rules (scaling_rules.py) get the target, of
-several, that is cheapest at 99 %, or where none is, the one with the best attainment: they are tuned on the
-trace itself, ours is not.
+several, that is cheapest at 99 % over all hours together, or where none is, the one with the best attainment:
+they are tuned on the traffic itself, ours is not.
+
+What has been simulated of an hour is kept in the folder `--kept`, if one is given: run again, the script goes
+on from there. `--jobs` hours at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import math
+import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from fewest_workers import Lengths, Question, sharegpt
-from numpy.typing import NDArray
-from policy_workers import CASES
+from autoscaling_bench import (
+    BEAT_S,
+    COLD_S,
+    SLOTS,
+    TARGET,
+    Bench,
+    Traffic,
+    azure,
+    line_at,
+    ours,
+    remembered,
+    servegen,
+)
+from fewest_workers import Lengths, sharegpt
 from results import bar, flags, show
 from scaling_rules import hpa, planned, ray_serve
 
-from controlplane.control import Settings, State
-from controlplane.placement.assign import Policy
-from controlplane.scaler.autoscale import Outlook, Scaling, ScalingSettings
-from controlplane.scaler.changepoint import Regimes, follow
-from controlplane.scaler.demand import Demand
-from controlplane.scaler.forecast import NEAR, ForecastSettings
-from controlplane.scaler.hold import HoldSettings
-from controlplane.scaler.line import Speed
-from controlplane.scaler.mix import ClassArrivals
-from controlplane.scaler.target import TargetSettings
-from controlplane.workload import Workload
-from dataplane.simulated.cluster import (
-    ControlSettings,
-    ElasticSettings,
-    Outcome,
-    WorkerSpec,
-    simulate,
-    simulate_elastic,
-)
-from dataplane.simulated.elastic import Decide, FleetRecord
-from tokenfleet.traces.trace import Trace
+from controlplane.control import Settings
+from dataplane.simulated.cluster import ControlSettings, Outcome
+from dataplane.simulated.elastic import FleetRecord
 
-CASE = CASES[1]
-TARGET = 0.99
-COLD_S = 60.0
-WINDOW_S = 300.0
-LEAD_IN_S = 30.0
-SLOTS = 64
-BEAT_S = 2.0
-AHEAD = ForecastSettings(bin_s=600.0, season=144)  # the rates' own windows
 TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
+RULES = (("HPA", hpa), ("Ray Serve ±1", ray_serve))
+SERIES = ("language_m-mid", "language_m-small")
+DAYS = range(1, 15)
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """A trace, and the counts of the bins before it (the forecast's history)."""
+class Run:
+    """What one rule did in one piece of traffic. `target`: a reactive rule's."""
 
-    name: str
-    workload: Workload
-    past: tuple[int, ...] = ()
+    rule: str
+    target: float | None
+    requests: int
+    misses: int
+    worker_s: float
+    launches: int
+    most: int
 
 
-def servegen(
-    data: Path, name: str, lengths: Lengths, mean_rps: float, hours: float, seed: int, day: int = 14
-) -> Traffic:
-    """`hours` of one of the 14 days from 06:00 on, and all before."""
-    with (data / "servegen" / f"{name}_rate_600s.csv").open() as file:
-        rows = [(float(r["window_start_s"]), float(r["total_rate_rps"])) for r in csv.DictReader(file)]
-    at, rate = np.array(rows).T
-    rate *= mean_rps / rate.mean()
-    rng = np.random.default_rng([seed, 9])
-    begin_s = (day - 1) * 24 * 3600.0 + 6 * 3600.0
-    end_s = min(begin_s + hours * 3600.0, at[-1])
-    past = rng.poisson(rate[at < begin_s] * 600.0)
-    # Poisson with a rate of straight lines: thinned.
-    top = float(rate.max())
-    times = np.sort(rng.uniform(begin_s, end_s, rng.poisson(top * (end_s - begin_s))))
-    times = times[rng.random(len(times)) < np.interp(times, at, rate) / top] - begin_s
-    drawn = rng.integers(0, len(lengths.prompt), len(times))
-    return Traffic(
-        f"ServeGen {name.removeprefix('language_')}",
-        Workload(times, lengths.prompt[drawn], lengths.output[drawn]),
-        tuple(int(c) for c in past),
+def seen(rule: str, outcome: Outcome, record: FleetRecord, target: float | None = None) -> Run:
+    requests = len(outcome.workload)
+    return Run(
+        rule,
+        target,
+        requests,
+        requests - round(outcome.attainment * requests),
+        record.worker_s,
+        record.launches,
+        max(there for _, _, there in record.changes),
     )
 
 
-def azure(data: Path) -> Traffic:
-    from tokenfleet.traces.readers import read_trace
-
-    trace: Trace = read_trace(data / "azure" / "AzureLLMInferenceTrace_conv_2023.csv")
-    return Traffic("Azure conv", trace.workload)
-
-
-@dataclass
-class Bench:
-    """The runs of one traffic: all with the same fleet, predictor and seed."""
-
-    traffic: Traffic
-    lengths: Lengths
-
-    def run(
-        self, start: int, control: ControlSettings, decide: Decide | None = None, state: State | None = None
-    ) -> tuple[Outcome, FleetRecord]:
-        return simulate_elastic(
-            self.traffic.workload,
-            [WorkerSpec(CASE.profile)] * SLOTS,
-            CASE.slo,
-            ElasticSettings(start, COLD_S),
-            control,
-            Policy.SPREAD,
-            decide=decide,
-            state=state,
-            predictor=self.lengths.table(),
-        )
-
-    def window(self, start_s: float) -> tuple[Workload, NDArray[np.bool_]]:
-        lead_s = min(LEAD_IN_S, start_s)
-        part = self.traffic.workload.window(start_s - lead_s, start_s + WINDOW_S)
-        return part, part.arrival_s >= lead_s
-
-    def clairvoyant(self) -> list[tuple[float, int]]:
-        """(start, workers) of each window; see the module's head."""
-        starts = np.arange(0.0, float(self.traffic.workload.arrival_s[-1]), WINDOW_S).tolist()
-        misses: list[Callable[[int], int]] = []
-        counts: list[int] = []
-        guess = 8
-        for start_s in starts:
-            part, judged = self.window(start_s)
-            missed = self.counted(part, judged)
-            allowed = (1.0 - TARGET) * int(judged.sum())
-            # Where no number of workers helps any more, the fewest of those that do as well.
-            allowed = max(allowed, missed(SLOTS))
-            n = guess
-            while missed(n) > allowed and n < SLOTS:
-                n += 1
-            while n > 1 and missed(n - 1) <= allowed:
-                n -= 1
-            misses.append(missed)
-            counts.append(n)
-            guess = n
-        spare = (1.0 - TARGET) * len(self.traffic.workload)
-        spare -= sum(missed(n) for missed, n in zip(misses, counts, strict=True))
-
-        def price(i: int) -> tuple[int, int]:
-            return misses[i](counts[i] - 1) - misses[i](counts[i]), i
-
-        offers = [price(i) for i in range(len(counts)) if counts[i] > 1]
-        heapify(offers)
-        while offers:  # a worker fewer where it costs least
-            more, i = heappop(offers)
-            if more > spare:
-                continue
-            counts[i], spare = counts[i] - 1, spare - more
-            if counts[i] > 1:
-                heappush(offers, price(i))
-        return list(zip(starts, counts, strict=True))
-
-    def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
-        """How many of a window's judged requests so many workers miss."""
-
-        @cache
-        def missed(workers: int) -> int:
-            fleet = [WorkerSpec(CASE.profile)] * workers
-            outcome = simulate(part, fleet, CASE.slo, predictor=self.lengths.table())
-            return int((~outcome.met & judged).sum())
-
-        return missed
-
-
-def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: int) -> tuple[float, float]:
-    """Eq 7 by simulation at steady rates, other draws than those judged.
-
-    Workers with a fraction, between the last count that fails and the first that does not, as in
-    tokenfleet.planning.line: whole numbers would be rounded up twice.
-    """
-    counts = []
-    for rate in rates:
-        workloads = [lengths.poisson(rate, round(rate * seconds), seed + 1000 + i) for i in range(2)]
-        question = Question(workloads, CASE.profile, CASE.slo, lengths.table(), Policy.SPREAD)
-        found = question.fewest(TARGET, max(rate, 1.0)) or question.most
-        allowed = (1.0 - TARGET) * question.requests
-        few, many = (math.log(question.misses(n, question.requests) + 0.5) for n in (found - 1, found))
-        share = (few - math.log(allowed + 0.5)) / (few - many) if few > many else 1.0
-        counts.append(found - 1 + min(max(share, 0.0), 1.0))
-    slope, intercept = np.polyfit(rates, counts, 1)
-    return float(slope), float(intercept)
-
-
-def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> ControlSettings:
-    prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
-    engine, profile = CASE.profile.engine, CASE.profile
-    scaling = ScalingSettings(
-        TargetSettings(*line, low=1, high=SLOTS),
-        HoldSettings(0.0, 120.0),
-        speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
-        ahead=AHEAD if forecasts else None,
-        near=NEAR if forecasts else None,
-        learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),
-    )
-    return ControlSettings(Settings(moves=None, shed=None, scaling=scaling), beat_s=BEAT_S)
-
-
-def remembered(past: tuple[int, ...]) -> State:
-    """A scaler that has watched the days before."""
-    demand = Demand(AHEAD.bin_s, AHEAD.keep)
-    regimes, levels = Regimes(), []
-    for n in range(1, len(past) + 1):
-        seen = replace(demand, first_bin=0, closed=past[:n])
-        regimes = follow(regimes, seen)
-        assert regimes.current is not None
-        levels.append(regimes.current.rate_rps)
-    demand = replace(demand, first_bin=-len(past), closed=past, seen_s=0.0)
-    return State(scaling=Scaling(far=Outlook(demand, tuple(levels))))
-
-
-def row(traffic: Traffic, name: str, outcome: Outcome, record: FleetRecord, least_s: float) -> dict[str, Any]:
-    return {
-        "traffic": traffic.name,
-        "requests": len(traffic.workload),
-        "rule": name,
-        "attainment": round(outcome.attainment, 4),
-        "worker_hours": round(record.worker_s / 3600.0, 2),
-        "of clairvoyant": round(record.worker_s / least_s, 3),
-        "launches": record.launches,
-        "most": max(there for _, _, there in record.changes),
-    }
-
-
-def judged(
-    traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: bool
-) -> list[dict[str, Any]]:
+def runs(traffic: Traffic, lengths: Lengths, line: tuple[float, float], quick: bool) -> list[Run]:
+    """Every rule on one piece of traffic."""
     bench = Bench(traffic, lengths)
     still = ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S)
     schedule = bench.clairvoyant()
     first = schedule[0][1]
-    outcome, record = bench.run(first, still, planned(schedule, COLD_S + BEAT_S))
-    least_s = record.worker_s
-    rows = [row(traffic, "clairvoyant", outcome, record, least_s)]
+    found = [seen("clairvoyant", *bench.run(first, still, planned(schedule, COLD_S + BEAT_S)))]
     for name, forecasts in (("ours", True), ("ours, no forecast", False)):
         state = remembered(traffic.past) if forecasts and traffic.past else None
-        rows.append(
-            row(traffic, name, *bench.run(first, ours(line, lengths, forecasts), state=state), least_s)
-        )
-        print(rows[-1], file=sys.stderr)
-    for name, rule in (("HPA", hpa), ("Ray Serve ±1", ray_serve)):
-        tried = []
+        found.append(seen(name, *bench.run(first, ours(line, lengths, forecasts), state=state)))
+    for name, rule in RULES:
         for target in TARGETS[:3:2] if quick else TARGETS:
-            run = bench.run(first, still, rule(target, 1, SLOTS))
-            tried.append((target, *run))
-            print(name, target, run[0].attainment, run[1].worker_s / least_s, file=sys.stderr)
-        meets = [t for t in tried if t[1].attainment >= TARGET]
-        best = max(tried, key=lambda t: t[1].attainment)
-        chosen = min(meets, key=lambda t: t[2].worker_s) if meets else best
-        rows.append(row(traffic, f"{name} at {chosen[0]:g} a worker", chosen[1], chosen[2], least_s))
+            found.append(seen(name, *bench.run(first, still, rule(target, 1, SLOTS)), target))
     most = max(count for _, count in schedule)
-    fixed = bench.run(most, still, lambda state, seen: (state, []))
-    rows.append(row(traffic, "fixed at the clairvoyant's most", *fixed, least_s))
-    return rows
+    fixed = bench.run(most, still, lambda state, snapshot: (state, []))
+    found.append(seen("fixed at the clairvoyant's most", *fixed))
+    for one in found:
+        share = one.worker_s / found[0].worker_s
+        print(
+            f"{traffic.name}: {one.rule} {one.target or ''} {1 - one.misses / one.requests:.4f} {share:.3f}",
+            file=sys.stderr,
+        )
+    return found
+
+
+def rows(name: str, pieces: list[list[Run]]) -> list[dict[str, Any]]:
+    """One row a rule, all pieces together; of a reactive rule that of its best target."""
+    columns = [list(column) for column in zip(*pieces, strict=True)]
+    least_s = sum(one.worker_s for one in columns[0])
+    by_rule: dict[str, list[list[Run]]] = {}
+    for column in columns:
+        by_rule.setdefault(column[0].rule, []).append(column)
+    table = []
+    for rule, tried in by_rule.items():
+        meets = [column for column in tried if attained(column) >= TARGET]
+        chosen = min(meets, key=hired_s) if meets else max(tried, key=attained)
+        target = chosen[0].target
+        row: dict[str, Any] = {
+            "traffic": name,
+            "requests": sum(one.requests for one in chosen),
+            "rule": rule if target is None else f"{rule} at {target:g} a worker",
+            "attainment": round(attained(chosen), 4),
+            "worker_hours": round(hired_s(chosen) / 3600.0, 2),
+            "of clairvoyant": round(hired_s(chosen) / least_s, 3),
+        }
+        if len(chosen) > 1:
+            shares = [a.worker_s / b.worker_s for a, b in zip(chosen, columns[0], strict=True)]
+            row |= {
+                "worst piece": round(min(attained([one]) for one in chosen), 4),
+                "dearest piece": round(max(shares), 3),
+            }
+        table.append(row | {"launches": sum(r.launches for r in chosen), "most": max(r.most for r in chosen)})
+    return table
+
+
+def attained(column: Iterable[Run]) -> float:
+    pairs = [(one.misses, one.requests) for one in column]
+    return 1.0 - sum(m for m, _ in pairs) / sum(n for _, n in pairs)
+
+
+def hired_s(column: Iterable[Run]) -> float:
+    return sum(one.worker_s for one in column)
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Which part of which series: all that `piece` needs to know, in any process."""
+
+    data: Path
+    name: str
+    day: int
+    from_h: float
+    hours: float
+    mean_rps: float
+    seed: int
+    line: tuple[float, float]
+    quick: bool
+
+
+def piece(asked: Hours, kept: Path | None) -> list[Run]:
+    """The runs of one part, read where they are kept, else made and kept."""
+    told = (
+        f"{asked.name}_{asked.mean_rps:g}rps_day{asked.day}_{asked.from_h:g}h_{asked.hours:g}h_{asked.seed}"
+    )
+    file = None if kept is None else kept / f"{told}{'_quick' if asked.quick else ''}.json"
+    if file is not None and file.exists():
+        return [Run(**one) for one in json.loads(file.read_text())]
+    lengths = sharegpt(asked.data)
+    traffic = servegen(
+        *(asked.data, asked.name, lengths, asked.mean_rps, asked.hours, asked.seed, asked.day, asked.from_h)
+    )
+    found = runs(traffic, lengths, asked.line, asked.quick)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".part")
+        unfinished.write_text(json.dumps([asdict(one) for one in found]))
+        unfinished.rename(file)
+    return found
+
+
+def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tuple[str, list[list[Run]]]]:
+    """By series: its parts' runs."""
+    names = SERIES[:1] if asked.quick else SERIES if asked.series is None else (asked.series,)
+    days = [(day, (6.0 + 5.0 * (day - 1)) % 24.0) for day in DAYS] if asked.days else [(asked.day, 6.0)]
+    hours = 1.0 if asked.quick or asked.days else asked.hours
+    parts = [
+        Hours(asked.data, name, day, from_h, hours, asked.mean_rps, asked.seed, line, asked.quick)
+        for name in names
+        for day, from_h in days
+    ]
+    work = partial(piece, kept=asked.kept)
+    with ProcessPoolExecutor(min(asked.jobs, len(parts)), get_context("spawn")) as processes:
+        found = list(processes.map(work, parts))
+    for at, name in enumerate(names):
+        said = f"ServeGen {name.removeprefix('language_')}" + (", 14 hours" if asked.days else "")
+        yield said, found[at * len(days) : (at + 1) * len(days)]
 
 
 def run(asked: argparse.Namespace) -> int:
     lengths = sharegpt(asked.data)
-    hours = 1.0 if asked.quick else asked.hours
     line = line_at(lengths, (4.0, 8.0) if asked.quick else (4.0, 8.0, 16.0), 200.0, asked.seed)
     print(f"line: {line[0]:.3f} workers per request/s + {line[1]:.2f}", file=sys.stderr)
-    names = ("language_m-mid",) if asked.quick else ("language_m-mid", "language_m-small")
-    traffics = [
-        servegen(asked.data, name, lengths, asked.mean_rps, hours, asked.seed, asked.day) for name in names
-    ]
-    rows, bars = [], {}
-    for traffic in traffics:
-        rows += judged(traffic, lengths, line, asked.quick)
-    if not asked.quick:
+    table, bars = [], {}
+    if asked.only != "azure":
+        for name, parts in pieces(asked, line):
+            table += rows(name, parts)
+    if not asked.quick and asked.only != "servegen":
         real = azure(asked.data)
         own = Lengths(real.workload.prompt_tokens, real.workload.output_tokens)
-        rows += judged(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)
-    for mine in (r for r in rows if r["rule"] == "ours"):
+        table += rows(
+            real.name, [runs(real, own, line_at(own, (3.0, 6.0, 9.0), 200.0, asked.seed), asked.quick)]
+        )
+    for mine in (r for r in table if r["rule"] == "ours"):
         says = f"{mine['traffic']}: ours"
         bars[f"{says}: worker-hours over the clairvoyant's"] = bar(mine["of clairvoyant"], 1.10)
         bars[f"{says}: attainment"] = bar(mine["attainment"], TARGET, at_least=True)
-    return show("autoscaling", rows, bars, asked)
+    return show("autoscaling", table, bars, asked)
 
 
 if __name__ == "__main__":
@@ -309,4 +238,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--day", type=int, default=14, help="of ServeGen's 14; settings were chosen on day 11"
     )
+    parser.add_argument("--days", action="store_true", help="an hour of every day instead")
+    parser.add_argument("--only", choices=("servegen", "azure"))
+    parser.add_argument("--series", choices=SERIES, help="only one of ServeGen's")
+    parser.add_argument("--kept", type=Path, help="where the hours that are done are kept")
+    parser.add_argument("--jobs", type=int, default=2, help="hours simulated at a time")
     sys.exit(run(parser.parse_args()))

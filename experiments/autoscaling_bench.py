@@ -1,0 +1,214 @@
+"""The traffic, the simulated fleet, the clairvoyant and our own scaler of autoscaling.py."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+
+import numpy as np
+from fewest_workers import Lengths, Question
+from numpy.typing import NDArray
+from policy_workers import CASES
+
+from controlplane.control import Settings, State
+from controlplane.placement.assign import Policy
+from controlplane.scaler.autoscale import Outlook, Scaling, ScalingSettings
+from controlplane.scaler.changepoint import Regimes, follow
+from controlplane.scaler.demand import Demand
+from controlplane.scaler.forecast import NEAR, ForecastSettings
+from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.line import Speed
+from controlplane.scaler.mix import ClassArrivals
+from controlplane.scaler.target import TargetSettings
+from controlplane.workload import Workload
+from dataplane.simulated.cluster import (
+    ControlSettings,
+    ElasticSettings,
+    Outcome,
+    WorkerSpec,
+    simulate,
+    simulate_elastic,
+)
+from dataplane.simulated.elastic import Decide, FleetRecord
+from tokenfleet.traces.readers import read_trace
+
+CASE = CASES[1]
+TARGET = 0.99
+COLD_S = 60.0
+WINDOW_S = 300.0
+LEAD_IN_S = 30.0
+SLOTS = 64
+BEAT_S = 2.0
+AHEAD = ForecastSettings(bin_s=600.0, season=144)  # the rates' own windows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A trace, and the counts of the bins before it (the forecast's history)."""
+
+    name: str
+    workload: Workload
+    past: tuple[int, ...] = ()
+
+
+def servegen(
+    data: Path,
+    name: str,
+    lengths: Lengths,
+    mean_rps: float,
+    hours: float,
+    seed: int,
+    day: int = 14,
+    from_h: float = 6.0,
+) -> Traffic:
+    """`hours` of one of the 14 days (1 to 14) from `from_h` o'clock on, and all before."""
+    with (data / "servegen" / f"{name}_rate_600s.csv").open() as file:
+        rows = [(float(r["window_start_s"]), float(r["total_rate_rps"])) for r in csv.DictReader(file)]
+    at, rate = np.array(rows).T
+    rate *= mean_rps / rate.mean()
+    rng = np.random.default_rng([seed, 9])
+    begin_s = ((day - 1) * 24 + from_h) * 3600.0
+    end_s = min(begin_s + hours * 3600.0, at[-1])
+    past = rng.poisson(rate[at < begin_s] * 600.0)
+    # Poisson with a rate of straight lines: thinned.
+    top = float(rate.max())
+    times = np.sort(rng.uniform(begin_s, end_s, rng.poisson(top * (end_s - begin_s))))
+    times = times[rng.random(len(times)) < np.interp(times, at, rate) / top] - begin_s
+    drawn = rng.integers(0, len(lengths.prompt), len(times))
+    return Traffic(
+        f"ServeGen {name.removeprefix('language_')}",
+        Workload(times, lengths.prompt[drawn], lengths.output[drawn]),
+        tuple(int(c) for c in past),
+    )
+
+
+def azure(data: Path) -> Traffic:
+    trace = read_trace(data / "azure" / "AzureLLMInferenceTrace_conv_2023.csv")
+    return Traffic("Azure conv", trace.workload)
+
+
+@dataclass
+class Bench:
+    """The runs of one traffic: all with the same fleet, predictor and seed."""
+
+    traffic: Traffic
+    lengths: Lengths
+
+    def run(
+        self, start: int, control: ControlSettings, decide: Decide | None = None, state: State | None = None
+    ) -> tuple[Outcome, FleetRecord]:
+        return simulate_elastic(
+            self.traffic.workload,
+            [WorkerSpec(CASE.profile)] * SLOTS,
+            CASE.slo,
+            ElasticSettings(start, COLD_S),
+            control,
+            Policy.SPREAD,
+            decide=decide,
+            state=state,
+            predictor=self.lengths.table(),
+        )
+
+    def window(self, start_s: float) -> tuple[Workload, NDArray[np.bool_]]:
+        lead_s = min(LEAD_IN_S, start_s)
+        part = self.traffic.workload.window(start_s - lead_s, start_s + WINDOW_S)
+        return part, part.arrival_s >= lead_s
+
+    def clairvoyant(self) -> list[tuple[float, int]]:
+        """(start, workers) of each window; see the module's head."""
+        starts = np.arange(0.0, float(self.traffic.workload.arrival_s[-1]), WINDOW_S).tolist()
+        misses: list[Callable[[int], int]] = []
+        counts: list[int] = []
+        guess = 8
+        for start_s in starts:
+            part, judged = self.window(start_s)
+            missed = self.counted(part, judged)
+            allowed = (1.0 - TARGET) * int(judged.sum())
+            # Where no number of workers helps any more, the fewest of those that do as well.
+            allowed = max(allowed, missed(SLOTS))
+            n = guess
+            while missed(n) > allowed and n < SLOTS:
+                n += 1
+            while n > 1 and missed(n - 1) <= allowed:
+                n -= 1
+            misses.append(missed)
+            counts.append(n)
+            guess = n
+        spare = (1.0 - TARGET) * len(self.traffic.workload)
+        spare -= sum(missed(n) for missed, n in zip(misses, counts, strict=True))
+
+        def price(i: int) -> tuple[int, int]:
+            return misses[i](counts[i] - 1) - misses[i](counts[i]), i
+
+        offers = [price(i) for i in range(len(counts)) if counts[i] > 1]
+        heapify(offers)
+        while offers:  # a worker fewer where it costs least
+            more, i = heappop(offers)
+            if more > spare:
+                continue
+            counts[i], spare = counts[i] - 1, spare - more
+            if counts[i] > 1:
+                heappush(offers, price(i))
+        return list(zip(starts, counts, strict=True))
+
+    def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
+        """How many of a window's judged requests so many workers miss."""
+
+        @cache
+        def missed(workers: int) -> int:
+            fleet = [WorkerSpec(CASE.profile)] * workers
+            outcome = simulate(part, fleet, CASE.slo, predictor=self.lengths.table())
+            return int((~outcome.met & judged).sum())
+
+        return missed
+
+
+def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: int) -> tuple[float, float]:
+    """Eq 7 by simulation at steady rates, other draws than those judged.
+
+    Workers with a fraction, between the last count that fails and the first that does not, as in
+    tokenfleet.planning.line: whole numbers would be rounded up twice.
+    """
+    counts = []
+    for rate in rates:
+        workloads = [lengths.poisson(rate, round(rate * seconds), seed + 1000 + i) for i in range(2)]
+        question = Question(workloads, CASE.profile, CASE.slo, lengths.table(), Policy.SPREAD)
+        found = question.fewest(TARGET, max(rate, 1.0)) or question.most
+        allowed = (1.0 - TARGET) * question.requests
+        few, many = (math.log(question.misses(n, question.requests) + 0.5) for n in (found - 1, found))
+        share = (few - math.log(allowed + 0.5)) / (few - many) if few > many else 1.0
+        counts.append(found - 1 + min(max(share, 0.0), 1.0))
+    slope, intercept = np.polyfit(rates, counts, 1)
+    return float(slope), float(intercept)
+
+
+def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> ControlSettings:
+    prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
+    engine, profile = CASE.profile.engine, CASE.profile
+    scaling = ScalingSettings(
+        TargetSettings(*line, low=1, high=SLOTS),
+        HoldSettings(0.0, 120.0),
+        speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
+        ahead=AHEAD if forecasts else None,
+        near=NEAR if forecasts else None,
+        learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),
+    )
+    return ControlSettings(Settings(moves=None, shed=None, scaling=scaling), beat_s=BEAT_S)
+
+
+def remembered(past: tuple[int, ...]) -> State:
+    """A scaler that has watched the days before."""
+    demand = Demand(AHEAD.bin_s, AHEAD.keep)
+    regimes, levels = Regimes(), []
+    for n in range(1, len(past) + 1):
+        seen = replace(demand, first_bin=0, closed=past[:n])
+        regimes = follow(regimes, seen)
+        assert regimes.current is not None
+        levels.append(regimes.current.rate_rps)
+    demand = replace(demand, first_bin=-len(past), closed=past, seen_s=0.0)
+    return State(scaling=Scaling(far=Outlook(demand, tuple(levels))))
