@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dataplane.live.kv_pace import Pacer
 
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
-PIECE = 1 << 20  # bytes per call, between two looks at the pace: a step may wait for one, a fifth of a ms
+PIECE = 4 << 20  # bytes per call, between two looks at the pace: under a millisecond that a step may wait
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
 
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
@@ -60,8 +60,6 @@ def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | No
     ours, theirs = _aligned(target, source)
     done = 0
     for first, last in _calls(ours[:, 1]):
-        if pacer is not None:
-            pacer.wait(done)
         want = int(ours[first:last, 1].sum())
         got = _readv(pid, ours[first:last], theirs[first:last])
         if got < 0:
@@ -71,6 +69,8 @@ def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | No
         if got != want:
             raise OSError(f"{got} of {want} bytes could be read of process {pid}")
         done += got
+        if pacer is not None:
+            pacer.wait(done)
 
 
 def _readv(pid: int, ours: Places, theirs: Places) -> int:

@@ -36,7 +36,7 @@ class Pacer:
         self._began_s, self._worked_s = time.monotonic(), time.thread_time()
 
     def wait(self, done: int) -> None:
-        """Rest before the next piece; `done` are the bytes copied so far."""
+        """Rest after a piece; `done` are the bytes copied so far."""
         pace = self._pace
         if pace.bytes_per_s <= 0 and pace.share >= 1:
             return

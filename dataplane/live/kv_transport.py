@@ -312,21 +312,21 @@ def _send_views(connection: socket.socket, views: Views, pacer: Pacer) -> None:
     for view in views:
         for start in range(0, view.nbytes, PIECE):
             piece = view[start : start + PIECE]
-            pacer.wait(sent)
             connection.sendall(piece)
             sent += piece.nbytes
+            pacer.wait(sent)
 
 
 def _receive_views(connection: socket.socket, views: Views, pacer: Pacer | None = None) -> None:
     at, offset, received = 0, 0, 0
     while at < len(views):
         batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
-        if pacer is not None:
-            pacer.wait(received)
         got = connection.recvmsg_into(batch)[0]
         if got == 0:
             raise ConnectionError("the other side closed the connection")
         received += got
+        if pacer is not None:
+            pacer.wait(received)
         while got:
             rest = views[at].nbytes - offset
             if got < rest:
