@@ -42,6 +42,7 @@ from llumnix_scaling import (
     LOWS,
     P99,
     Curve,
+    averaged,
     figure_14,
     figure_15,
     instances_at,
@@ -85,11 +86,6 @@ GAP, WITHIN = 1.2, 0.3
 FEWEST, MOST = 11, 40  # below the one every generated trace overloads the fleet; the other is enough for all
 PAIR = ("INFaaS++", "Llumnix")
 Points = dict[tuple[str, str, float, str], float]
-
-
-def averaged(runs: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of every metric over repeats."""
-    return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
 def figure_11(names: Iterable[str], rates: Any, seeds: range) -> Points:

@@ -134,6 +134,7 @@ def ours(fill: float) -> ControlSettings:
 
 
 def averaged(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of every metric over repeats."""
     return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
