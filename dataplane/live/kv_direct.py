@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dataplane.live.kv_pace import Pacer
 
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
-PIECE = 4 << 20  # bytes per call, between two looks at the pace: under a millisecond that a step may wait
+PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once is no cheaper
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
 
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
