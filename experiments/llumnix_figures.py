@@ -22,8 +22,8 @@ worse than ours on 16.
 
 The published dispatchers know loads as of the beginning of each instance's last step (llumnix_setup.py):
 without that nothing herds, and INFaaS++ is so much better than published that migration has little left to
-win. What is left of the difference lies near saturation, where latencies are steep in the load and a P99 is
-the tail of one or two bursts. The real traces of Figure 11 are not part of the public data.
+win. What is left of the difference lies near saturation (S-S, S-L), where latencies are steep in the load and
+a P99 is the tail of one or two bursts. The real traces of Figure 11 are not part of the public data.
 """
 
 from __future__ import annotations
