@@ -192,7 +192,7 @@ def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> Contro
     engine, profile = CASE.profile.engine, CASE.profile
     scaling = ScalingSettings(
         TargetSettings(*line, low=1, high=SLOTS),
-        HoldSettings(0.0, 120.0),
+        HoldSettings(),
         speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
         ahead=AHEAD if forecasts else None,
         near=NEAR if forecasts else None,

@@ -57,7 +57,7 @@ def serve_command(
     autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None,
     scale_in_after: Annotated[
         str, typer.Option(help="how long fewer workers must be enough before some are drained")
-    ] = "2m",
+    ] = "80s",
     max_workers: Annotated[
         int | None, typer.Option(min=1, help="never more (default: twice, at least 8)")
     ] = None,

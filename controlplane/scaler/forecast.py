@@ -52,7 +52,7 @@ class ForecastSettings:
 
 
 # Minutes know no season: what half-minutes rose by within a cold start, in the last hours.
-NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.7, keep=720)
+NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.6, keep=720)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ class HoldSettings:
     """How long a target must stand above (`up_s`) or below (`down_s`) the wanted number without a break."""
 
     up_s: float = 0.0
-    down_s: float = 120.0
+    down_s: float = 80.0
 
     def __post_init__(self) -> None:
         if not (0 <= self.up_s < math.inf and 0 <= self.down_s < math.inf):

@@ -1,7 +1,7 @@
 """What arrives, by SLO class: how many requests and how long, as sums that fade.
 
 Lengths drift, and with them what a worker can do: the sums halve every `half_life_s`, so that the line
-learned from them (scaler.line) follows the traffic of the last quarter of an hour.
+learned from them (scaler.line) follows the traffic of the last minutes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 
-HALF_LIFE_S = 300.0
+HALF_LIFE_S = 120.0
 MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not remembered
 
 

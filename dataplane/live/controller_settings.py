@@ -40,7 +40,7 @@ class Autoscale:
     low: int
     high: int
     line: tuple[float, float] | None = None
-    hold_s: float = 120.0
+    hold_s: float = 80.0
     usd_per_worker_h: float | None = None
     learned_at: tuple[float, float] | None = None
 
