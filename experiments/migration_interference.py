@@ -219,7 +219,7 @@ def main() -> int:
         from dataplane.live.fleet import CPU_MOVES
 
         budgets = {
-            "ordinary": {"bytes_per_s": CPU_MOVES.bytes_per_s, "share": CPU_MOVES.share},
+            "ordinary": {name: getattr(CPU_MOVES, name) for name in ("bytes_per_s", "share", "stage_s")},
             "unbounded": {},
         }
         for pace in given.pace or STAGE_TOKENS:
