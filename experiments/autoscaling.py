@@ -6,10 +6,10 @@ Traffic. ServeGen's rates of 14 days (10-minute windows, taken as points with st
 to a mean of `--mean-rps`; arrivals Poisson at that rate; ShareGPT lengths. A part of one day (`--day`, from
 06:00 on) is simulated request by request, the days before it are the forecast's history. With `--days` it is
 an hour of every day: of day d the one that begins at (6 + 5 (d - 1)) mod 24 o'clock, so that no two days give
-the same hour and nights, mornings and evenings are all there; each with what came before it as history (on
-day 1 six hours, too little for a season) and a clairvoyant of its own. Their misses and worker-hours are
-added up. Azure's conversation trace as it is, one hour: too short for any season. Llama-2 70B on 2 A100s,
-1.6 s / 75 ms, `spread`.
+the same hour and nights, mornings and evenings are all there (an hour in which nothing arrived is left
+out); each with what came before it as history (on day 1 six hours, too little for a season) and a
+clairvoyant of its own. Their misses and worker-hours are added up. Azure's conversation trace as it is, one
+hour: too short for any season. Llama-2 70B on 2 A100s, 1.6 s / 75 ms, `spread`.
 
 Clairvoyant. The trace cut into windows of `WINDOW_S`, each simulated alone at every count: the fewest workers
 with each window at the target (or as near to it as any number comes), then one after the other taken away
@@ -172,7 +172,7 @@ class Hours:
 
 
 def piece(asked: Hours, kept: Path | None) -> list[Run]:
-    """The runs of one part, read where they are kept, else made and kept."""
+    """The runs of one part, read where they are kept, else made and kept; none where nothing arrived."""
     told = (
         f"{asked.name}_{asked.mean_rps:g}rps_day{asked.day}_{asked.from_h:g}h_{asked.hours:g}h_{asked.seed}"
     )
@@ -183,7 +183,7 @@ def piece(asked: Hours, kept: Path | None) -> list[Run]:
     traffic = servegen(
         *(asked.data, asked.name, lengths, asked.mean_rps, asked.hours, asked.seed, asked.day, asked.from_h)
     )
-    found = runs(traffic, lengths, asked.line, asked.quick)
+    found = runs(traffic, lengths, asked.line, asked.quick) if len(traffic.workload) else []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".part")
@@ -206,8 +206,9 @@ def pieces(asked: argparse.Namespace, line: tuple[float, float]) -> Iterator[tup
     with ProcessPoolExecutor(min(asked.jobs, len(parts)), get_context("spawn")) as processes:
         found = list(processes.map(work, parts))
     for at, name in enumerate(names):
-        said = f"ServeGen {name.removeprefix('language_')}" + (", 14 hours" if asked.days else "")
-        yield said, found[at * len(days) : (at + 1) * len(days)]
+        busy = [part for part in found[at * len(days) : (at + 1) * len(days)] if part]
+        said = f"ServeGen {name.removeprefix('language_')}"
+        yield said + (f", {len(busy)} hours" if asked.days else ""), busy
 
 
 def run(asked: argparse.Namespace) -> int:
