@@ -20,7 +20,7 @@ from controlplane.placement.ledger import (
     generated,
 )
 from dataplane.simulated.cluster import RunState
-from dataplane.simulated.engine import PREFILL_STEP
+from dataplane.simulated.engine_records import PREFILL_STEP
 from dataplane.simulated.loop import view_all
 
 

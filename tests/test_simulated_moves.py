@@ -28,7 +28,8 @@ from controlplane.types import EngineMode, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.closed_loop import ControlSettings, drive
 from dataplane.simulated.cluster import WorkerSpec, prepare, simulate
-from dataplane.simulated.engine import IDLE, blocks_of
+from dataplane.simulated.engine_records import IDLE
+from dataplane.simulated.kv_room import blocks_of
 from dataplane.simulated.loop import advance, view_all
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observing import observe

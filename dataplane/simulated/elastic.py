@@ -20,7 +20,8 @@ from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import WorkerId
-from dataplane.simulated.loop import DRAIN, READY, change_worker
+from dataplane.simulated.cluster_records import DRAIN, READY
+from dataplane.simulated.loop import change_worker
 from dataplane.simulated.state import RunState
 
 Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]

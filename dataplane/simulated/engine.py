@@ -1,33 +1,18 @@
-"""One simulated engine: what happens at a step boundary, and how far it may jump to the next.
+"""One simulated engine: who comes, what happens at a step boundary, and what is then known.
 
 Between two things that matter (a request finishes, KV runs out, somebody arrives who can be admitted) a
 worker only repeats decode steps whose length grows by the same amount each time, so a whole run of n steps
 lasts n·a + growth·n(n-1)/2 and is jumped at once. The result is that of going step by step (tests do).
-
-The rules of each mode are those of docs/engine.md, which follows vLLM:
-  prefill-first  a step is a prefill of all that can be admitted, else a decode step
-  chunked        every step carries one token for each decoding request, then prefill chunks up to a budget
-  split          a prefill worker only prefills; a decode worker only decodes
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import (
-    BLOCK_TOKENS,
     CHUNKED,
-    KV_BLOCKS,
-    MAX_BATCHED,
-    MAX_SEQS,
     MODE,
-    PER_CONTEXT,
-    decode_base_s,
-    mixed_s,
-    prefill_s,
     run_s,
     steps_within,
 )
@@ -36,80 +21,29 @@ from controlplane.placement.ledger import (
     DECODING,
     DONE,
     HELD,
-    NONE,
     PREFILL_ONLY,
     PREFILLING,
-    QUEUED,
-    Ints,
     Ledger,
-    Records,
     begin_decoding,
-    dequeue,
     enqueue,
     generated,
     queue_first,
     stop_decoding,
 )
-
-IDLE, WAKING, PREFILL_STEP, DECODE_RUN, MIXED_STEP = 0, 1, 2, 3, 4
-
-
-ENGINE = np.dtype(
-    [
-        ("activity", np.int64),
-        ("next_s", np.float64),  # when the activity ends; inf for an idle worker
-        ("start_s", np.float64),  # when it began
-        ("first_step_s", np.float64),  # of a decode run: its first step,
-        ("growth_s", np.float64),  # what each step adds to the next,
-        ("run_steps", np.int64),  # its planned steps,
-        ("start_step", np.int64),  # the worker's step count
-        ("start_context", np.int64),  # and context when it began
-        ("blocked", np.int64),  # 1 while the head of the queue is known not to fit
-        ("busy_s", np.float64),
-        ("reserved_blocks", np.int64),  # KV and
-        ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
-        ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
-    ],
-    align=True,
+from dataplane.simulated.engine_records import (
+    DECODE_RUN,
+    IDLE,
+    MIXED_STEP,
+    PREFILL_STEP,
+    WAKING,
+    Engines,
 )
-JOB = np.dtype(
-    [
-        ("output", np.int64),  # how long it really is
-        ("computed", np.int64),  # prefill tokens done
-        ("chunk", np.int64),  # prefill tokens in the step in progress
-        ("finish_s", np.float64),
-        ("preemptions", np.int64),
-        ("migrations", np.int64),
-        ("missed", np.int64),  # 1 once it is known that a target is not met
-    ],
-    align=True,
+from dataplane.simulated.next_step import (
+    admit_decoding,
+    begin_chunked,
+    begin_prefill,
+    begin_run,
 )
-TOTAL = np.dtype(
-    [
-        ("misses", np.int64),  # requests known not to meet their targets
-        ("handover_n", np.int64),  # entries of `handover`
-    ],
-    align=True,
-)
-
-
-class Engines(NamedTuple):
-    """What the simulated engines know beyond the ledger."""
-
-    workers: Records  # [workers] of ENGINE
-    requests: Records  # [requests] of JOB
-    total: Records  # [1] of TOTAL
-    handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
-
-
-def new_engines(workers: int, output: Ints) -> Engines:
-    """Idle engines, and `output` as the requests' true lengths."""
-    engines = np.zeros(workers, ENGINE)
-    engines["next_s"] = np.inf
-    jobs = np.zeros(len(output), JOB)
-    jobs["output"] = output
-    jobs["finish_s"] = np.nan
-    return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(len(output), np.int64))
 
 
 @compiled
@@ -168,39 +102,6 @@ def cut(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         eng.workers[w].next_s = eng.workers[w].start_s + run_s(
             eng.workers[w].first_step_s, eng.workers[w].growth_s, done
         )
-
-
-@compiled
-def blocks_of(tokens: int, block: int) -> int:
-    """KV blocks that hold `tokens`."""
-    return (tokens + block - 1) // block
-
-
-@compiled
-def drop_running(led: Ledger, w: int, i: int) -> int:
-    """Take the i-th admitted request off a worker's list and return it; the order of the others stays."""
-    r = led.running[w, i]
-    for j in range(i, led.workers[w].running_n - 1):
-        led.running[w, j] = led.running[w, j + 1]
-    led.workers[w].running_n -= 1
-    return r
-
-
-@compiled
-def preempt_newest(led: Ledger, eng: Engines, w: int) -> None:
-    """Free the KV of the newest admitted request; it waits at the head, to be prefilled anew."""
-    r = drop_running(led, w, led.workers[w].running_n - 1)
-    if led.requests[r].phase == DECODING:
-        stop_decoding(led, w, r, QUEUED)
-    else:  # part of its prefill is lost; it had been counted as queued all along
-        led.workers[w].queued -= 1
-        led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
-        led.workers[w].queued_tokens -= (
-            led.requests[r].prompt + led.requests[r].key - eng.requests[r].computed
-        )
-    eng.requests[r].computed = 0
-    eng.requests[r].preemptions += 1
-    enqueue(led, w, r, True)
 
 
 @compiled
@@ -311,223 +212,3 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         begin_run(led, eng, w, now_s)
     if led.workers[w].unreported > 0:
         led.workers[w].report_s = led.workers[w].boundary_s
-
-
-@compiled
-def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
-    """Begin a prefill step of all waiting requests that can be admitted; False when none can."""
-    k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
-    running = led.workers[w].running_n
-    used = 0
-    for i in range(running):
-        r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
-    seats = running + eng.workers[w].reserved_seats
-    used += eng.workers[w].reserved_blocks
-    taken, tokens, squares = 0, 0, 0.0
-    while True:
-        r = queue_first(led, w)
-        if r == NONE:
-            break
-        length = led.requests[r].prompt + led.requests[r].key
-        need = blocks_of(length + 1, block)
-        if seats + taken > 0 and (
-            seats + taken + 1 > k[MAX_SEQS] or used + need + running + taken > k[KV_BLOCKS]
-        ):
-            break
-        if taken > 0 and tokens + length > k[MAX_BATCHED]:
-            break
-        dequeue(led, w, r)
-        led.requests[r].phase = PREFILLING
-        led.running[w, led.workers[w].running_n] = r
-        led.workers[w].running_n += 1
-        led.workers[w].queued_tokens -= length
-        eng.requests[r].computed = 0
-        eng.requests[r].chunk = length
-        used += need
-        taken += 1
-        tokens += length
-        squares += float(length) * float(length)
-    if taken == 0:
-        return False
-    eng.workers[w].activity = PREFILL_STEP
-    eng.workers[w].next_s = now_s + prefill_s(k, tokens, squares) * (1.0 + eng.workers[w].slowdown)
-    led.workers[w].boundary_s = eng.workers[w].next_s
-    led.workers[w].gains = 0
-    return True
-
-
-@compiled
-def admit_decoding(led: Ledger, eng: Engines, w: int) -> None:
-    """A decode worker takes requests whose KV has arrived, in order, while batch and KV allow."""
-    k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
-    used = 0
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
-    while True:
-        r = queue_first(led, w)
-        if r == NONE:
-            return
-        running = led.workers[w].running_n
-        need = blocks_of(led.requests[r].prompt + led.requests[r].key, block)
-        if running > 0 and (running + 1 > k[MAX_SEQS] or used + need + running + 1 > k[KV_BLOCKS]):
-            eng.workers[w].blocked = 1
-            return
-        dequeue(led, w, r)
-        led.workers[w].queued_tokens -= led.requests[r].prompt + led.requests[r].key
-        led.running[w, running] = r
-        led.workers[w].running_n += 1
-        used += need
-        begin_decoding(led, w, r, led.requests[r].key)
-
-
-@compiled
-def begin_run(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Begin a run of decode steps as long as nothing can change in it; idle with nothing to decode."""
-    k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
-    capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
-    preempted = False
-    while led.workers[w].running_n > 1 and blocks_after(led, w, 1, block) > capacity:
-        preempt_newest(led, eng, w)
-        preempted = True
-    if led.workers[w].running_n == 0:
-        eng.workers[w].activity = IDLE
-        eng.workers[w].next_s = np.inf
-        led.workers[w].boundary_s = now_s
-        led.workers[w].gains = 0
-        return
-    steps = eng.requests[led.running[w, 0]].output
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        steps = min(steps, eng.requests[r].output - generated(led, r))
-    if preempted:
-        steps = 1  # what it freed may let somebody in at the next boundary
-    elif led.workers[w].running_n > 1:
-        steps = steps_with_room(led, w, steps, block, capacity)
-    if queue_first(led, w) != NONE:
-        eng.workers[w].blocked = 1
-    sequences = led.workers[w].decoding
-    longer = 1.0 + eng.workers[w].slowdown
-    first_step_s = decode_base_s(k, sequences) + k[PER_CONTEXT] * led.workers[w].context
-    eng.workers[w].activity = DECODE_RUN
-    eng.workers[w].first_step_s = first_step_s * longer
-    eng.workers[w].growth_s = k[PER_CONTEXT] * sequences * longer
-    eng.workers[w].run_steps = steps
-    eng.workers[w].start_step = led.workers[w].step
-    eng.workers[w].start_context = led.workers[w].context
-    eng.workers[w].next_s = now_s + run_s(eng.workers[w].first_step_s, eng.workers[w].growth_s, steps)
-    led.workers[w].boundary_s = now_s + eng.workers[w].first_step_s
-    led.workers[w].gains = 1
-
-
-@compiled
-def blocks_after(led: Ledger, w: int, steps: int, block: int) -> int:
-    """KV blocks the admitted requests hold once each has `steps` more tokens."""
-    used = 0
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r) + steps, block)
-    return used
-
-
-@compiled
-def steps_with_room(led: Ledger, w: int, steps: int, block: int, capacity: int) -> int:
-    """How many of `steps` decode steps KV has room for; the first is known to fit."""
-    count = led.workers[w].running_n
-    if led.workers[w].context + count * (steps + block - 1) <= capacity * block:
-        return steps  # even with every last block nearly empty
-    low, high = 1, steps
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks_after(led, w, middle, block) <= capacity:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@compiled
-def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Begin a chunked step: a token for each decoding request, then prefill up to the budget.
-
-    With no prefill to carry it is a run of decode steps instead.
-    """
-    k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
-    capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
-    budget = int(k[MAX_BATCHED]) - led.workers[w].decoding
-    preempted = False
-    while True:
-        used, chunk = chunked_need(led, eng, w, budget, block)
-        if used <= capacity or led.workers[w].running_n <= 1:
-            break
-        newest = led.running[w, led.workers[w].running_n - 1]
-        if led.requests[newest].phase == DECODING:
-            budget += 1
-        preempt_newest(led, eng, w)
-        preempted = True
-    prefill, squares = 0, 0.0
-    if chunk > 0:
-        r = led.running[w, led.workers[w].running_n - 1]
-        prefill, squares = take_chunk(led, eng, w, r, chunk)
-        budget -= chunk
-    while not preempted and budget > 0:
-        r = queue_first(led, w)
-        if r == NONE:
-            break
-        length = led.requests[r].prompt + led.requests[r].key
-        chunk = min(length, budget)
-        need = blocks_of(length + 1 if chunk == length else chunk, block)
-        seats = led.workers[w].running_n + eng.workers[w].reserved_seats
-        if seats > 0 and (seats >= k[MAX_SEQS] or used + need > capacity):
-            break
-        dequeue(led, w, r)
-        led.requests[r].phase = PREFILLING
-        led.running[w, led.workers[w].running_n] = r
-        led.workers[w].running_n += 1
-        eng.requests[r].computed = 0
-        more, square = take_chunk(led, eng, w, r, chunk)
-        prefill += more
-        squares += square
-        used += need
-        budget -= chunk
-    if prefill == 0:
-        begin_run(led, eng, w, now_s)
-        if preempted and eng.workers[w].activity == DECODE_RUN:
-            eng.workers[w].run_steps = 1
-            eng.workers[w].next_s = led.workers[w].boundary_s
-        return
-    eng.workers[w].activity = MIXED_STEP
-    step_s = mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, squares)
-    eng.workers[w].next_s = now_s + step_s * (1.0 + eng.workers[w].slowdown)
-    led.workers[w].boundary_s = eng.workers[w].next_s
-    led.workers[w].gains = 1
-
-
-@compiled
-def chunked_need(led: Ledger, eng: Engines, w: int, budget: int, block: int) -> tuple[int, int]:
-    """KV blocks that the admitted requests need for their next step, and the chunk of the one in prefill."""
-    used, chunk = 0, 0
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        if led.requests[r].phase == DECODING:
-            used += blocks_of(led.requests[r].prompt + generated(led, r) + 1, block)
-        else:
-            length = led.requests[r].prompt + led.requests[r].key
-            chunk = min(length - eng.requests[r].computed, budget)
-            after = eng.requests[r].computed + chunk
-            used += blocks_of(length + 1 if after == length else after, block)
-    return used, chunk
-
-
-@compiled
-def take_chunk(led: Ledger, eng: Engines, w: int, r: int, chunk: int) -> tuple[int, float]:
-    """Put `chunk` tokens of a prefill into the step; return them and the growth of its squared length."""
-    before = float(eng.requests[r].computed)
-    eng.requests[r].chunk = chunk
-    led.workers[w].queued_tokens -= chunk
-    return chunk, (before + chunk) * (before + chunk) - before * before

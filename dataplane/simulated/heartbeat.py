@@ -14,16 +14,10 @@ from controlplane.placement.exact import solve
 from controlplane.placement.heartbeat import Heartbeat, NewRequest, WorkerState
 from controlplane.placement.ledger import DECODING, NONE, SERVING, Ledger, generated
 from controlplane.types import EngineMode, Slo
-from dataplane.simulated.engine import Engines, arrive, count_miss
-from dataplane.simulated.loop import (
-    LATE,
-    Cluster,
-    Rules,
-    hold,
-    offer_queue,
-    unlink_held,
-    view_all,
-)
+from dataplane.simulated.cluster_records import Cluster, Rules
+from dataplane.simulated.engine import arrive, count_miss
+from dataplane.simulated.engine_records import Engines
+from dataplane.simulated.loop import LATE, hold, offer_queue, unlink_held, view_all
 
 HEARTBEAT_S = 0.05
 MOST_REQUESTS = 64  # of one heartbeat; the others wait for the next

@@ -22,7 +22,8 @@ from controlplane.migration.price import Price
 from controlplane.migration.protocol import Happened, Stage, step
 from controlplane.placement.ledger import OFF, SERVING
 from controlplane.snapshot import Migrate, Reassign
-from dataplane.simulated.engine import DECODE_RUN, IDLE, cut
+from dataplane.simulated.engine import cut
+from dataplane.simulated.engine_records import DECODE_RUN, IDLE
 from dataplane.simulated.loop import hold
 from dataplane.simulated.moving import (
     look_again,

@@ -22,19 +22,9 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from dataplane.simulated.engine import (
-    DECODE_RUN,
-    IDLE,
-    WAKING,
-    Engines,
-    arrive,
-    begin_activity,
-    blocks_of,
-    cut,
-    drop_running,
-    end_activity,
-    view,
-)
+from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
+from dataplane.simulated.engine_records import DECODE_RUN, IDLE, WAKING, Engines
+from dataplane.simulated.kv_room import blocks_of, drop_running
 
 
 @compiled

@@ -26,9 +26,9 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policy_name import read_policy
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.engine import Engines, new_engines
+from dataplane.simulated.cluster_records import DRAIN, FAIL, READY, Cluster, Rules, new_cluster
+from dataplane.simulated.engine_records import Engines, new_engines
 from dataplane.simulated.heartbeat import check_exact
-from dataplane.simulated.loop import DRAIN, FAIL, READY, Cluster, Rules, new_cluster
 from dataplane.simulated.outcome import Outcome
 
 Role = Literal["any", "prefill", "decode"]

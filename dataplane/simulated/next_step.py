@@ -1,0 +1,240 @@
+"""What a simulated engine does next, by its mode. The rules are those of docs/engine.md, which follows vLLM:
+
+prefill-first  a step is a prefill of all that can be admitted, else a decode step
+chunked        every step carries one token for each decoding request, then prefill chunks up to a budget
+split          a prefill worker only prefills; a decode worker only decodes
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controlplane.compiled import compiled
+from controlplane.perfmodel.coefficients import (
+    BLOCK_TOKENS,
+    KV_BLOCKS,
+    MAX_BATCHED,
+    MAX_SEQS,
+    PER_CONTEXT,
+    decode_base_s,
+    mixed_s,
+    prefill_s,
+    run_s,
+)
+from controlplane.placement.ledger import (
+    DECODING,
+    NONE,
+    PREFILLING,
+    Ledger,
+    begin_decoding,
+    dequeue,
+    generated,
+    queue_first,
+)
+from dataplane.simulated.engine_records import (
+    DECODE_RUN,
+    IDLE,
+    MIXED_STEP,
+    PREFILL_STEP,
+    Engines,
+)
+from dataplane.simulated.kv_room import (
+    blocks_after,
+    blocks_of,
+    preempt_newest,
+    steps_with_room,
+)
+
+
+@compiled
+def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
+    """Begin a prefill step of all waiting requests that can be admitted; False when none can."""
+    k = led.coefficients[led.workers[w].variant]
+    block = int(k[BLOCK_TOKENS])
+    running = led.workers[w].running_n
+    used = 0
+    for i in range(running):
+        r = led.running[w, i]
+        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
+    seats = running + eng.workers[w].reserved_seats
+    used += eng.workers[w].reserved_blocks
+    taken, tokens, squares = 0, 0, 0.0
+    while True:
+        r = queue_first(led, w)
+        if r == NONE:
+            break
+        length = led.requests[r].prompt + led.requests[r].key
+        need = blocks_of(length + 1, block)
+        if seats + taken > 0 and (
+            seats + taken + 1 > k[MAX_SEQS] or used + need + running + taken > k[KV_BLOCKS]
+        ):
+            break
+        if taken > 0 and tokens + length > k[MAX_BATCHED]:
+            break
+        dequeue(led, w, r)
+        led.requests[r].phase = PREFILLING
+        led.running[w, led.workers[w].running_n] = r
+        led.workers[w].running_n += 1
+        led.workers[w].queued_tokens -= length
+        eng.requests[r].computed = 0
+        eng.requests[r].chunk = length
+        used += need
+        taken += 1
+        tokens += length
+        squares += float(length) * float(length)
+    if taken == 0:
+        return False
+    eng.workers[w].activity = PREFILL_STEP
+    eng.workers[w].next_s = now_s + prefill_s(k, tokens, squares) * (1.0 + eng.workers[w].slowdown)
+    led.workers[w].boundary_s = eng.workers[w].next_s
+    led.workers[w].gains = 0
+    return True
+
+
+@compiled
+def admit_decoding(led: Ledger, eng: Engines, w: int) -> None:
+    """A decode worker takes requests whose KV has arrived, in order, while batch and KV allow."""
+    k = led.coefficients[led.workers[w].variant]
+    block = int(k[BLOCK_TOKENS])
+    used = 0
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
+    while True:
+        r = queue_first(led, w)
+        if r == NONE:
+            return
+        running = led.workers[w].running_n
+        need = blocks_of(led.requests[r].prompt + led.requests[r].key, block)
+        if running > 0 and (running + 1 > k[MAX_SEQS] or used + need + running + 1 > k[KV_BLOCKS]):
+            eng.workers[w].blocked = 1
+            return
+        dequeue(led, w, r)
+        led.workers[w].queued_tokens -= led.requests[r].prompt + led.requests[r].key
+        led.running[w, running] = r
+        led.workers[w].running_n += 1
+        used += need
+        begin_decoding(led, w, r, led.requests[r].key)
+
+
+@compiled
+def begin_run(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Begin a run of decode steps as long as nothing can change in it; idle with nothing to decode."""
+    k = led.coefficients[led.workers[w].variant]
+    block = int(k[BLOCK_TOKENS])
+    capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
+    preempted = False
+    while led.workers[w].running_n > 1 and blocks_after(led, w, 1, block) > capacity:
+        preempt_newest(led, eng, w)
+        preempted = True
+    if led.workers[w].running_n == 0:
+        eng.workers[w].activity = IDLE
+        eng.workers[w].next_s = np.inf
+        led.workers[w].boundary_s = now_s
+        led.workers[w].gains = 0
+        return
+    steps = eng.requests[led.running[w, 0]].output
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        steps = min(steps, eng.requests[r].output - generated(led, r))
+    if preempted:
+        steps = 1  # what it freed may let somebody in at the next boundary
+    elif led.workers[w].running_n > 1:
+        steps = steps_with_room(led, w, steps, block, capacity)
+    if queue_first(led, w) != NONE:
+        eng.workers[w].blocked = 1
+    sequences = led.workers[w].decoding
+    longer = 1.0 + eng.workers[w].slowdown
+    first_step_s = decode_base_s(k, sequences) + k[PER_CONTEXT] * led.workers[w].context
+    eng.workers[w].activity = DECODE_RUN
+    eng.workers[w].first_step_s = first_step_s * longer
+    eng.workers[w].growth_s = k[PER_CONTEXT] * sequences * longer
+    eng.workers[w].run_steps = steps
+    eng.workers[w].start_step = led.workers[w].step
+    eng.workers[w].start_context = led.workers[w].context
+    eng.workers[w].next_s = now_s + run_s(eng.workers[w].first_step_s, eng.workers[w].growth_s, steps)
+    led.workers[w].boundary_s = now_s + eng.workers[w].first_step_s
+    led.workers[w].gains = 1
+
+
+@compiled
+def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Begin a chunked step: a token for each decoding request, then prefill up to the budget.
+
+    With no prefill to carry it is a run of decode steps instead.
+    """
+    k = led.coefficients[led.workers[w].variant]
+    block = int(k[BLOCK_TOKENS])
+    capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
+    budget = int(k[MAX_BATCHED]) - led.workers[w].decoding
+    preempted = False
+    while True:
+        used, chunk = chunked_need(led, eng, w, budget, block)
+        if used <= capacity or led.workers[w].running_n <= 1:
+            break
+        newest = led.running[w, led.workers[w].running_n - 1]
+        if led.requests[newest].phase == DECODING:
+            budget += 1
+        preempt_newest(led, eng, w)
+        preempted = True
+    prefill, squares = 0, 0.0
+    if chunk > 0:
+        r = led.running[w, led.workers[w].running_n - 1]
+        prefill, squares = take_chunk(led, eng, w, r, chunk)
+        budget -= chunk
+    while not preempted and budget > 0:
+        r = queue_first(led, w)
+        if r == NONE:
+            break
+        length = led.requests[r].prompt + led.requests[r].key
+        chunk = min(length, budget)
+        need = blocks_of(length + 1 if chunk == length else chunk, block)
+        seats = led.workers[w].running_n + eng.workers[w].reserved_seats
+        if seats > 0 and (seats >= k[MAX_SEQS] or used + need > capacity):
+            break
+        dequeue(led, w, r)
+        led.requests[r].phase = PREFILLING
+        led.running[w, led.workers[w].running_n] = r
+        led.workers[w].running_n += 1
+        eng.requests[r].computed = 0
+        more, square = take_chunk(led, eng, w, r, chunk)
+        prefill += more
+        squares += square
+        used += need
+        budget -= chunk
+    if prefill == 0:
+        begin_run(led, eng, w, now_s)
+        if preempted and eng.workers[w].activity == DECODE_RUN:
+            eng.workers[w].run_steps = 1
+            eng.workers[w].next_s = led.workers[w].boundary_s
+        return
+    eng.workers[w].activity = MIXED_STEP
+    step_s = mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, squares)
+    eng.workers[w].next_s = now_s + step_s * (1.0 + eng.workers[w].slowdown)
+    led.workers[w].boundary_s = eng.workers[w].next_s
+    led.workers[w].gains = 1
+
+
+@compiled
+def chunked_need(led: Ledger, eng: Engines, w: int, budget: int, block: int) -> tuple[int, int]:
+    """KV blocks that the admitted requests need for their next step, and the chunk of the one in prefill."""
+    used, chunk = 0, 0
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        if led.requests[r].phase == DECODING:
+            used += blocks_of(led.requests[r].prompt + generated(led, r) + 1, block)
+        else:
+            length = led.requests[r].prompt + led.requests[r].key
+            chunk = min(length - eng.requests[r].computed, budget)
+            after = eng.requests[r].computed + chunk
+            used += blocks_of(length + 1 if after == length else after, block)
+    return used, chunk
+
+
+@compiled
+def take_chunk(led: Ledger, eng: Engines, w: int, r: int, chunk: int) -> tuple[int, float]:
+    """Put `chunk` tokens of a prefill into the step; return them and the growth of its squared length."""
+    before = float(eng.requests[r].computed)
+    eng.requests[r].chunk = chunk
+    led.workers[w].queued_tokens -= chunk
+    return chunk, (before + chunk) * (before + chunk) - before * before
