@@ -60,7 +60,8 @@ class WorkerLoad:
     """A worker as last seen. `capacity_tokens` 0 = not known (it is starting).
 
     `requests` run there in order of admission, `waiting` stand in its queue, its head first. `step` is its
-    speed, for forecasts. `load`, where given, says the same as the lists.
+    speed, for forecasts. `load`, where given, says the same as the lists. `kind` names what it is made of, in a
+    fleet of several kinds: KV moves between workers of one kind only.
     """
 
     worker: WorkerId
@@ -71,6 +72,7 @@ class WorkerLoad:
     step: StepModel | None = None
     max_seqs: int = 1 << 30
     load: Load | None = None
+    kind: str = ""
 
     def counted(self) -> Load:
         """The load, added up from the lists where the plane gave none."""
@@ -109,7 +111,8 @@ class Snapshot:
     outstanding surprises, where the plane keeps them. `arrivals`: requests that arrived since the last
     snapshot, None = nobody counted; `by_class` the same with their lengths. `fixed`: the number of workers an
     operator has fixed. `waiting_requests`: those that no worker has taken. `cold_start_s`, `drain_s`: what a
-    launch and a drain have lately taken here, 0 = not known.
+    launch and a drain have lately taken here, 0 = not known. `wanted_kinds`: how many of each are
+    wanted, in a fleet of several kinds; they add up to `wanted`.
     """
 
     now_s: float
@@ -125,6 +128,7 @@ class Snapshot:
     waiting_requests: int = 0
     cold_start_s: float = 0.0
     drain_s: float = 0.0
+    wanted_kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +152,15 @@ class Reassign:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Want another number of workers. `facts`: what was seen, what was compared, and what it costs."""
+    """Want another number of workers. `facts`: what was seen, what was compared, and what it costs.
+
+    `kinds`: how many of each, in a fleet of several kinds; they add up to `workers`.
+    """
 
     workers: int
     reason: str
     facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 Action = Migrate | Reassign | Scale
