@@ -60,8 +60,8 @@ class WorkerLoad:
     """A worker as last seen. `capacity_tokens` 0 = not known (it is starting).
 
     `requests` run there in order of admission, `waiting` stand in its queue, its head first. `step` is its
-    speed, for forecasts. `load`, where given, says the same as the lists. `kind` names what it is made of, in a
-    fleet of several kinds: KV moves between workers of one kind only.
+    speed, for forecasts. `load`, where given, says the same as the lists. `kind` names what it is made
+    of, in a fleet of several kinds: KV moves between workers of one kind only.
     """
 
     worker: WorkerId
