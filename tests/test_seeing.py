@@ -22,11 +22,11 @@ STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),)
 SPEED = Speed(STEP, 16_000, 32, PrefillModel(0.01, 1e-4))
 
 
-def worker(name, steps=100, waiting=0, state="serving", **load):
+def worker(name, steps=100, waiting=0, state="serving", kind="a", **load):
     telemetry = {"steps": steps, "waiting": waiting, "step_s": 0.02, "prefill_tokens": 0, "sequences": 2}
     telemetry |= {"context_tokens": 500, **load}
     return {
-        "worker": name, "state": state, "kv_blocks": 1000, "block_tokens": 16, "max_seqs": 32,
+        "worker": name, "kind": kind, "state": state, "kv_blocks": 1000, "block_tokens": 16, "max_seqs": 32,
         "kv_bytes_per_token": 1000,
         "telemetry": telemetry,
     }  # fmt: skip
@@ -48,13 +48,13 @@ def counted(requests, ttft_s=1.0):
 
 def fleet(*workers, arrivals=(), wanted=2, auto=True):
     return {
-        "workers": list(workers), "wanted_workers": wanted, "auto": auto, "moving": [],
-        "arrivals": list(arrivals), "cold_start_s": 30.0, "drain_s": 4.0,
+        "workers": list(workers), "wanted_workers": wanted, "wanted_kinds": {"a": wanted}, "auto": auto,
+        "moving": [], "arrivals": list(arrivals), "cold_start_s": 30.0, "drain_s": 4.0,
     }  # fmt: skip
 
 
 def test_arrivals_are_what_came_between_two_looks():
-    seeing = Seeing(SPEED)
+    seeing = Seeing({"a": SPEED})
     assert seeing.snapshot(fleet(worker("a"), arrivals=[counted(7)]), [], 0.0).arrivals is None
     seen = seeing.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 0.5)
     assert seen.arrivals == 3
@@ -109,13 +109,13 @@ def test_a_request_that_moved_is_no_surprise():
 
 
 def test_errors_make_algorithm_2_act_on_what_waits():
-    seeing = Seeing(SPEED)
+    seeing = Seeing({"a": SPEED})
     running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
     seeing.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
     outlived = [request(f"a{i}", "a", output=100, expected=900) for i in range(3)]
     queued = [request("q", "a", 0, expected=20, age_s=0.1)]
     seen = seeing.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
-    settings = ControllerSettings("", None, False, 0, speed=SPEED).tick(SPEED)
+    settings = ControllerSettings("", None, False, 0).tick(seeing.speeds)
     _, actions = tick(settings, State(), seen)
     assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
 
@@ -126,23 +126,23 @@ def test_speed_is_learned_from_steps_unless_it_was_given():
         b = 1 + n % 16
         load = worker("a", n, sequences=b, context_tokens=b * 100, step_s=0.01 + b * 1e-3)
         seeing.snapshot(fleet(load), [], n / 2)
-    assert seeing.speed.step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
-    assert seeing.speed.max_seqs == 32
-    assert Seeing(SPEED).speed is SPEED
+    assert seeing.speeds.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
+    assert seeing.speeds.of("a").max_seqs == 32
+    assert Seeing({"a": SPEED}).speeds.of("a") is SPEED
 
 
 def test_moves_must_pay_once_speed_and_size_are_known():
-    seeing = Seeing(SPEED)
+    seeing = Seeing({"a": SPEED})
     seeing.snapshot(fleet(worker("a")), [], 0.0)
     told = ControllerSettings("", None, False, 0)
-    settings = told.tick(seeing.speed, seeing.kv_bytes_per_token)
+    settings = told.tick(seeing.speeds, seeing.kv_bytes_per_token)
     assert settings.moves.price == settings.shed.price == Price(1000.0)
-    assert told.tick(None).shed is None
+    assert told.tick(Seeing().speeds).shed is None
 
 
 def test_settings_cross_the_pipe_unchanged():
     told = ControllerSettings(
-        "http://x", "k", True, 7, Autoscale(0, 4, (0.5, 0.2), 60.0, 2.5, (900.0, 80.0)), SPEED
+        "http://x", "k", True, 7, Autoscale(0, 4, (0.5, 0.2), 60.0, 2.5, (900.0, 80.0)), {"a": SPEED}
     )
     assert ControllerSettings.from_json(json.loads(json.dumps(told.as_json()))) == told
     bare = ControllerSettings("http://x", None, False, 7)

@@ -34,14 +34,14 @@ def expected_s(sequences: int) -> float:
 def run(times: StepTimes, factor: float, steps: int, first: int = 0) -> None:
     for i in range(first, first + steps):
         b = 1 + i % 64
-        times.learn(load(i, factor * expected_s(b), sequences=b))
+        times.kinds["a"].learn(load(i, factor * expected_s(b), sequences=b))
 
 
 def test_a_slowdown_reaches_placement_the_log_and_the_operators() -> None:
     events = EventLog()
-    times = StepTimes(PROFILE, events)
+    times = StepTimes({"a": PROFILE}, events)
     told: list[StepModel] = []
-    times.on_refit.append(told.append)
+    times.kinds["a"].on_refit.append(told.append)
     run(times, 1.0, 400)
     assert len(told) == 400 // TELL_EVERY
     assert float(told[-1].step_s(0, 32, 32_000)) == pytest.approx(expected_s(32), rel=1e-6)
@@ -50,22 +50,24 @@ def test_a_slowdown_reaches_placement_the_log_and_the_operators() -> None:
     (event,) = [e for e in events if e.kind == "drift"]
     assert "slower" in event.reason
     assert event.facts["ratio"] == pytest.approx(1.3, rel=0.05)
-    view = times.as_json()
+    (view,) = times.as_json()
     assert view["slowdown"] == pytest.approx(1.3, rel=0.05)
     assert view["refit_error"] < 0.05 < view["profile_error"]
     assert len(view["drifts"]) == 1
 
 
 def test_metrics_say_how_far_reality_is_from_the_profile() -> None:
-    times = StepTimes(PROFILE, EventLog())
+    times = StepTimes({"a": PROFILE}, EventLog())
     for i in range(300):
         times.add(load(i, 1.2 * expected_s(8)))
     run(times, 1.2, 200)
     registry = CollectorRegistry()
     registry.register(times)
     text = generate_latest(registry).decode()
-    assert times.refit.slowdown == pytest.approx(1.2, rel=0.05)
-    assert f'tokenfleet_step_profile_ratio{{variant="h100-sxm TP1"}} {times.refit.slowdown}' in text
+    assert times.kinds["a"].refit.slowdown == pytest.approx(1.2, rel=0.05)
+    assert (
+        f'tokenfleet_step_profile_ratio{{variant="h100-sxm TP1"}} {times.kinds["a"].refit.slowdown}' in text
+    )
     assert 'tokenfleet_worker_step_profile_ratio{worker="w0"} 1.2' in text
     assert "tokenfleet_step_drifts_total" in text
     times.attached = lambda: set()  # the worker is gone
@@ -73,10 +75,10 @@ def test_metrics_say_how_far_reality_is_from_the_profile() -> None:
 
 
 def test_a_step_told_twice_and_an_idle_worker_teach_nothing_more() -> None:
-    times = StepTimes(PROFILE, EventLog())
+    times = StepTimes({"a": PROFILE}, EventLog())
     times.add(load(1, 0.01))
-    learned = times.refit.steps
+    learned = times.kinds["a"].refit.steps
     times.add(load(1, 0.01))  # a heartbeat repeats the last step
     times.add(load(2, 0.01, sequences=0))
     times.add(load(3, 0.0))
-    assert times.refit.steps == learned == 1
+    assert times.kinds["a"].refit.steps == learned == 1

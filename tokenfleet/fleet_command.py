@@ -43,14 +43,21 @@ def status(context: typer.Context, format: Format = "table") -> None:
 
 
 @fleet_app.command()
-def scale(context: typer.Context, workers: str, format: Format = "table") -> None:
+def scale(
+    context: typer.Context,
+    workers: str,
+    kind: Annotated[str | None, typer.Option(help="of this kind, in a fleet of several")] = None,
+    format: Format = "table",
+) -> None:
     """Set the number of workers, or `auto` to let the controller decide."""
     if workers != "auto" and not workers.isdigit():
         raise BadInput(f"scale: expected a number of workers or auto, got {workers!r}")
-    order = {"auto": True} if workers == "auto" else {"workers": int(workers)}
+    order: dict[str, Any] = {"auto": True} if workers == "auto" else {"workers": int(workers)}
+    if kind is not None:
+        order["kind"] = kind
     reply = context.obj.ask("POST", "/v1/fleet/scale", order)
     mode = "decided by the controller" if reply.get("auto") else "fixed"
-    _show(reply, format, lambda r: [f"workers wanted: {r['wanted_workers']} ({mode})"])
+    _show(reply, format, lambda r: [f"workers wanted: {_wanted(r)} ({mode})"])
 
 
 @fleet_app.command()
@@ -139,13 +146,14 @@ def _show(reply: Any, format: str, tables: Any) -> None:
 
 def _status_tables(view: dict[str, Any]) -> list[Any]:
     workers = Table(title=f"{view['model']} ({view['engine']})", title_justify="left")
-    for name in ("worker", "state", "for", "requests", "tokens", "KV used", "step", "preempted"):
-        workers.add_column(name, justify="left" if name in ("worker", "state") else "right")
+    for name in ("worker", "kind", "state", "for", "requests", "tokens", "KV used", "step", "preempted"):
+        workers.add_column(name, justify="left" if name in ("worker", "kind", "state") else "right")
     for w in view["workers"]:
         load = w.get("telemetry") or {}
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
         workers.add_row(
             w["worker"],
+            w["kind"],
             w["state"],
             duration_text(w["for_s"]),
             str(w["requests"]),
@@ -159,12 +167,19 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     counts = view["requests"]
     parts: list[Any] = [
         workers,
-        f"wanted {view['wanted_workers']} of at most {view['max_workers']} ({mode}{advice}); "
+        f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
     if view["decisions"]:
         parts.append(_decisions_table(view["decisions"]))
     return parts
+
+
+def _wanted(view: dict[str, Any]) -> str:
+    """The number of workers wanted, by kind where there are several."""
+    kinds = view.get("wanted_kinds") or {}
+    parts = ", ".join(f"{workers} {kind}" for kind, workers in kinds.items())
+    return f"{view['wanted_workers']} ({parts})" if len(kinds) > 1 else str(view["wanted_workers"])
 
 
 def _decisions_table(decisions: list[dict[str, Any]]) -> Table:

@@ -17,13 +17,12 @@ from controlplane.errors import BadInput
 from controlplane.placement.assign import Policy
 from controlplane.types import Slo
 from tokenfleet.durations import parse_duration_s, parse_slo
-from tokenfleet.profile_files import find_profiles, read_profile
-from tokenfleet.serve_scaling import autoscale_of, bounds_of, read_plan, workers_of
+from tokenfleet.serve_kinds import kinds_of
+from tokenfleet.serve_scaling import autoscale_of, bounds_of, read_plan, slo_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from controlplane.perfmodel.profile import Profile
     from dataplane.live.fleet import FleetSettings
     from dataplane.live.keys import ApiKey
 
@@ -33,13 +32,13 @@ INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 )
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-EMULATED = ("llama-3.1-8b", ["h100-sxm"])  # what an emulated engine is like unless --profile says
+WORKERS = 2
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 
 
 def serve_command(
     model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")],
-    workers: Annotated[int, typer.Option(min=1, help="how many to start with")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="how many to start with")] = WORKERS,
     tp: Annotated[int, typer.Option(min=1, help="GPUs a worker spans (tensor parallel)")] = 1,
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
@@ -53,7 +52,15 @@ def serve_command(
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
     ] = None,
     slo: Annotated[str | None, typer.Option(help="default targets: ttft=1.6s,tpot=75ms")] = None,
-    plan: Annotated[Path | None, typer.Option(help="take workers, TP and SLOs from a plan's JSON")] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="gpu=…,tp=…,workers=…",
+            help="workers of this kind, in place of --workers and --tp; repeatable, for a fleet of several"
+            " (also max=N, how many can be had, and usd=…, a worker's price an hour)",
+        ),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="take workers, kinds and SLOs from a plan's JSON")] = None,
     autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None,
     scale_in_after: Annotated[
         str, typer.Option(help="how long fewer workers must be enough before some are drained")
@@ -64,7 +71,10 @@ def serve_command(
     advisory: Annotated[bool, typer.Option("--advisory", help="say decisions, do not act on them")] = False,
     engine: Annotated[str, typer.Option(help="vllm, or emulated (tokens are made up)")] = "vllm",
     profile: Annotated[
-        Path | None, typer.Option(help="step times of emulated engines, and what placement expects")
+        list[Path] | None,
+        typer.Option(
+            help="step times of emulated engines, and what placement expects; repeatable, one for each kind"
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -104,8 +114,11 @@ def serve_command(
         raise BadInput(f"--engine: expected vllm or emulated, got {engine!r}")
     found = None if plan is None else (plan, read_plan(plan))
     if found is not None:
-        workers, tp, planned = workers_of(found[1])
-        slo = slo or planned
+        slo = slo or slo_of(found[1])
+    if kind and (workers, tp) != (WORKERS, 1):
+        raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
+    kinds = kinds_of(workers, tp, kind or (), found, profile or (), engine == "emulated")
+    workers = sum(kinds.workers.values())
     bounds = None if autoscale is None else bounds_of(autoscale)
     most = max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
     if workers > most or (bounds is not None and bounds[1] > most):
@@ -123,7 +136,6 @@ def serve_command(
     queue_wait_s = parse_duration_s(queue_wait, "--queue-wait")
     shutdown_s = max(1, round(parse_duration_s(shutdown_wait, "--shutdown-wait")))
     placement = _policy(policy)
-    step_times = _profile(profile, engine, tp)
     _needs_live_extra()
 
     from dataplane.live.keys import ApiKey
@@ -156,9 +168,8 @@ def serve_command(
                 shutdown_s=shutdown_s,
             ),
             engine="emulated" if engine == "emulated" else "vllm",
-            workers=workers,
+            kinds=kinds,
             max_workers=most,
-            tp_degree=tp,
             control_host=control_host,
             control_port=control_port,
             control_key=control_key,
@@ -167,7 +178,6 @@ def serve_command(
             waiting=WaitingSettings(queue, queue_wait_s),
             autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, found),
             advisory=advisory,
-            profile=step_times,
             policy=placement,
             data=None if history is False else folder,
             history_limits=HistoryLimits(history_days, history_mb << 20),
@@ -223,13 +233,6 @@ def _prepare_process(verbose: bool) -> None:
         os.environ.setdefault(name, value)
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenfleet").setLevel(logging.INFO)
-
-
-def _profile(path: Path | None, engine: str, tp: int) -> Profile | None:
-    """The profile of `--profile`; emulated engines have one without asking."""
-    if path is not None:
-        return read_profile(path)
-    return find_profiles(*EMULATED, [tp])[0] if engine == "emulated" else None
 
 
 def _policy(name: str) -> Policy:

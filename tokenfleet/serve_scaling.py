@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """A feasible plan's JSON of one TP degree. Raises BadInput for anything else."""
+    """A feasible plan's JSON. Raises BadInput for anything else."""
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -26,17 +26,13 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: schema: expected tokenfleet.plan/1 (plan --format json)")
     if not plan.get("feasible") or not plan.get("fleet"):
         raise BadInput(f"{path}: feasible: this plan found no fleet, so there is none to serve")
-    degrees = {part["tp_degree"] for part in plan["fleet"]}
-    if len(degrees) > 1:
-        raise BadInput(f"{path}: fleet: mixes TP degrees {sorted(degrees)}; serve one part of it with --tp")
     return plan
 
 
-def workers_of(plan: dict[str, Any]) -> tuple[int, int, str | None]:
-    """Workers, TP degree and SLO text of a plan."""
+def slo_of(plan: dict[str, Any]) -> str | None:
+    """A plan's targets, as --slo has them."""
     slo = plan.get("slo") or plan.get("inputs", {}).get("slo")
-    text = f"ttft={slo['ttft_s']}s,tpot={slo['tpot_s']}s" if isinstance(slo, dict) else None
-    return int(plan["workers"]), int(plan["fleet"][0]["tp_degree"]), text
+    return f"ttft={slo['ttft_s']}s,tpot={slo['tpot_s']}s" if isinstance(slo, dict) else None
 
 
 def bounds_of(text: str) -> tuple[int, int]:
@@ -56,7 +52,9 @@ def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None)
     if plan is None:
         return Autoscale(low, high, hold_s=hold_s)
     path, found = plan
-    line, usd = found.get("demand_line"), found.get("usd_per_hour")
+    # A mix's line counts workers of no one kind: what each kind can do says how many of which.
+    line = found.get("demand_line") if len(found["fleet"]) == 1 else None
+    usd = found.get("usd_per_hour")
     slope_and_intercept = learned_at = None
     if line is not None:
         try:

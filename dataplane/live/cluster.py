@@ -21,7 +21,9 @@ from controlplane.scaler.drain import Drain, Launch, Standing, Step, Undrain, st
 from controlplane.types import WorkerId
 from dataplane.live.events import EventLog
 from dataplane.live.fleet_core import FleetCore
+from dataplane.live.kinds import Kinds
 from dataplane.live.link import EngineLink
+from dataplane.live.tracked import Tracked
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,8 @@ START_LIMIT_S = 1800.0  # a large model loads for minutes
 class Host(Protocol):
     """Where workers run: Ray, or this process for the emulated engine."""
 
-    async def launch(self, worker: WorkerId) -> EngineLink:
-        """Start a worker; return when its engine answers. Raises RuntimeError with its reason."""
+    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+        """Start a worker of a kind; return when its engine answers. Raises RuntimeError with its reason."""
 
     async def stop(self, worker: WorkerId) -> None:
         """End a worker and all its processes; nothing happens for one that is gone."""
@@ -53,6 +55,7 @@ class Member:
     """A worker of the cluster, from the decision to launch it until it is gone."""
 
     worker: WorkerId
+    kind: str
     state: WorkerState
     since_s: float
     reason: str
@@ -61,7 +64,7 @@ class Member:
 
 
 class Cluster:
-    """Keeps the wanted number of workers running behind one FleetCore."""
+    """Keeps the wanted number of workers of each kind running behind one FleetCore."""
 
     def __init__(
         self,
@@ -69,13 +72,14 @@ class Cluster:
         core: FleetCore,
         events: EventLog,
         max_workers: int,
+        kinds: Kinds,
         health_every_s: float = 5.0,
         start_limit_s: float = START_LIMIT_S,
     ) -> None:
         self.host, self.core, self.events = host, core, events
-        self.max_workers = max_workers
+        self.max_workers, self.kinds = max_workers, kinds
         self.start_limit_s = start_limit_s
-        self.wanted = 0
+        self.wanted_kinds = dict.fromkeys(kinds.names, 0)
         self.cold_start_s = 0.0  # what the last launch took, and
         self.drain_s = 0.0  # the last drain
         self._members: dict[WorkerId, Member] = {}
@@ -94,6 +98,11 @@ class Cluster:
         return None if member is None else member.state
 
     @property
+    def wanted(self) -> int:
+        """How many workers of all kinds."""
+        return sum(self.wanted_kinds.values())
+
+    @property
     def serving(self) -> int:
         return sum(member.state == "serving" for member in self._members.values())
 
@@ -101,12 +110,13 @@ class Cluster:
     def starting(self) -> int:
         return sum(member.state == "starting" for member in self._members.values())
 
-    async def start(self, workers: int) -> None:
-        """Launch the first workers, side by side. Raises RuntimeError if one cannot start."""
-        self._check(workers)
-        self.wanted = workers
+    async def start(self) -> None:
+        """Launch each kind's first workers, side by side. Raises RuntimeError if one cannot start."""
+        self.wanted_kinds = self._checked(self.kinds.workers)
         launches = [
-            self._begin_launch(self._enroll("the fleet starts"), report=False) for _ in range(workers)
+            self._begin_launch(self._enroll(kind, "the fleet starts"), report=False)
+            for kind, workers in self.wanted_kinds.items()
+            for _ in range(workers)
         ]
         try:
             await asyncio.gather(*launches)
@@ -117,18 +127,22 @@ class Cluster:
             raise
 
     def scale(
-        self, workers: int, reason: str, facts: Mapping[str, Mapping[str, float]] | None = None
+        self, kinds: Mapping[str, int], reason: str, facts: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
-        """Set the wanted number; launches and drains follow. Raises BadInput beyond `max_workers`.
+        """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
 
         `facts`: what the decision saw, compared and costs, for the event it leaves.
         """
-        self._check(workers)
-        if workers != self.wanted:
-            self._record("scale", reason, workers=workers, before=self.wanted, **(facts or {}))
-        self.wanted = workers
-        for step in self._steps(reason):
-            self._take(step)
+        before, wanted = self.wanted_kinds, self._checked(self.wanted_kinds | dict(kinds))
+        if wanted != before:
+            told: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
+            if len(self.kinds) > 1:
+                told["kinds"] = wanted
+            self._record("scale", reason, **told, **(facts or {}))
+        self.wanted_kinds = wanted
+        for kind in wanted:
+            for step in self._steps(kind, reason):
+                self._take(step, kind)
 
     def drain(self, worker: WorkerId, reason: str) -> None:
         """Move everything off a worker, then stop it; the wanted number falls by one.
@@ -140,7 +154,7 @@ class Cluster:
             raise BadInput(f"worker {worker}: is draining already")
         if member.state == "serving" and self.serving == 1 and len(self.core.requests):
             raise BadInput(f"worker {worker}: is the only one serving and has requests; scale up first")
-        self.wanted = max(0, self.wanted - 1)
+        self.wanted_kinds[member.kind] = max(0, self.wanted_kinds[member.kind] - 1)
         if member.state == "starting":
             self._give_up(member, f"{reason}; it was not ready yet")
         else:
@@ -153,7 +167,7 @@ class Cluster:
             raise BadInput(f"worker {worker}: is not draining")
         if member.is_stopping:
             raise BadInput(f"worker {worker}: is drained and being stopped; scale up instead")
-        self.wanted += 1
+        self.wanted_kinds[member.kind] += 1
         self._undrain(member, reason)
 
     async def close(self) -> None:
@@ -169,26 +183,26 @@ class Cluster:
 
     # Lives.
 
-    def _enroll(self, reason: str) -> Member:
+    def _enroll(self, kind: str, reason: str) -> Member:
         worker = WorkerId(f"w{next(self._numbers)}")
-        member = Member(worker, "starting", time.monotonic(), reason)
+        member = Member(worker, kind, "starting", time.monotonic(), reason)
         self._members[worker] = member
-        self._record("launch", reason, worker=worker)
+        self._record("launch", reason, worker=worker, worker_kind=kind)
         return member
 
-    def _steps(self, reason: str) -> list[Step]:
+    def _steps(self, kind: str, reason: str) -> list[Step]:
         now_s = time.monotonic()
         standing = [
             Standing(m.worker, m.state, m.since_s, len(self.core.requests.on_worker(m.worker)))
             for m in self._members.values()
-            if not m.is_stopping
+            if m.kind == kind and not m.is_stopping
         ]
-        return steps_to(self.wanted, standing, now_s, self.start_limit_s, reason)
+        return steps_to(self.wanted_kinds[kind], standing, now_s, self.start_limit_s, reason)
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: Step, kind: str) -> None:
         if isinstance(step, Launch):
             for _ in range(step.workers):
-                self._begin_launch(self._enroll(step.reason))
+                self._begin_launch(self._enroll(kind, step.reason))
             return
         member = self._members[step.worker]
         if isinstance(step, Drain):
@@ -218,12 +232,12 @@ class Cluster:
 
     async def _launch(self, member: Member) -> None:
         try:
-            link = await self.host.launch(member.worker)
+            link = await self.host.launch(member.worker, member.kind)
         except BaseException:
             self._members.pop(member.worker, None)
             await self.host.stop(member.worker)
             raise
-        self.core.attach(link)
+        self.core.attach(link, member.kind)
         self.cold_start_s = time.monotonic() - member.since_s
         self._become(member, "serving", "its engine is ready and warm")
 
@@ -254,12 +268,13 @@ class Cluster:
             self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
         else:
             self._pause_s = 0.0
-        self._spawn(self._replace_after(self._pause_s, f"replaces {member.worker}"))
+        self._spawn(self._replace_after(self._pause_s, member))
 
-    async def _replace_after(self, pause_s: float, reason: str) -> None:
+    async def _replace_after(self, pause_s: float, gone: Member) -> None:
         await asyncio.sleep(pause_s)
-        if sum(m.state != "draining" for m in self._members.values()) < self.wanted:
-            self._begin_launch(self._enroll(reason))
+        here = sum(m.kind == gone.kind and m.state != "draining" for m in self._members.values())
+        if here < self.wanted_kinds[gone.kind]:
+            self._begin_launch(self._enroll(gone.kind, f"replaces {gone.worker}"))
 
     def _begin_drain(self, member: Member, reason: str) -> None:
         self._become(member, "draining", reason)
@@ -282,7 +297,7 @@ class Cluster:
         tracked = self.core.requests.find(request)
         if tracked is None or tracked.worker != source:
             return True
-        target = self.core.placement.choose(tracked, time.monotonic(), (source,))
+        target = self._haven(tracked, source)
         if target is None:
             return False
         try:
@@ -291,6 +306,13 @@ class Cluster:
             log.exception("the move of %s broke", tracked.id)
             return False
         return move.moved
+
+    def _haven(self, tracked: Tracked, source: WorkerId) -> WorkerId | None:
+        """Where a request of a draining worker may go: with its KV, to one of its kind, if one has room."""
+        kind = self._members[source].kind
+        others = [m.worker for m in self.members() if m.kind != kind]
+        now_s, choose = time.monotonic(), self.core.placement.choose
+        return choose(tracked, now_s, (source, *others)) or choose(tracked, now_s, (source,))
 
     async def _watch(self, every_s: float) -> None:
         """Notice a worker whose process hangs or has vanished without its link saying so."""
@@ -301,7 +323,7 @@ class Cluster:
             for member in self.members():
                 if member.state == "starting" and now_s - member.since_s > self.start_limit_s:
                     self._give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
-                    self._spawn(self._replace_after(self._pause_s, f"replaces {member.worker}"))
+                    self._spawn(self._replace_after(self._pause_s, member))
                     continue
                 if member.state == "starting" or await self.host.is_healthy(member.worker):
                     silent.pop(member.worker, None)
@@ -313,9 +335,17 @@ class Cluster:
 
     # Small things.
 
-    def _check(self, workers: int) -> None:
-        if not 0 <= workers <= self.max_workers:
+    def _checked(self, kinds: Mapping[str, int]) -> dict[str, int]:
+        """The numbers, in the kinds' order. Raises BadInput for an unknown kind or beyond a limit."""
+        for name in kinds:
+            self.kinds.known(name)
+        for kind in self.kinds:
+            if kind.high is not None and kinds[kind.name] > kind.high:
+                raise BadInput(f"workers: {kind.name}: at most {kind.high}, got {kinds[kind.name]}")
+        workers = sum(kinds.values())
+        if min(kinds.values()) < 0 or workers > self.max_workers:
             raise BadInput(f"workers: must be from 0 to {self.max_workers} (--max-workers), got {workers}")
+        return {name: kinds[name] for name in self.kinds.names}
 
     def _known(self, worker: WorkerId) -> Member:
         member = self._members.get(worker)

@@ -27,10 +27,11 @@ from dataplane.live.operations import Operations
 
 
 class ScaleOrder(BaseModel):
-    """A number of workers, or `auto` to let the controller decide."""
+    """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     workers: int | None = Field(None, ge=0, le=10_000)
+    kind: str | None = Field(None, min_length=1, max_length=64)
     auto: bool = False
 
 
@@ -43,13 +44,16 @@ class MoveOrder(BaseModel):
 
 
 class Decision(BaseModel):
-    """The controller's: a `scale` with `workers`, or a `migrate` with `request_id` and `target`."""
+    """The controller's: a `scale` with `workers` (and `kinds`, in a fleet of several), or a `migrate` with
+    `request_id` and `target`.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     kind: Literal["scale", "migrate"]
     reason: str = Field(min_length=1, max_length=500)
     advisory: bool = False
     workers: int | None = Field(None, ge=0, le=10_000)
+    kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
     facts: dict[Literal["seen", "compared", "cost"], dict[str, float]] = Field(default_factory=dict)
     request_id: str | None = Field(None, min_length=1, max_length=256)
     target: str | None = Field(None, min_length=1, max_length=64)
@@ -57,7 +61,8 @@ class Decision(BaseModel):
     def action(self) -> Scale | Migrate:
         """The decision as the core's noun. Raises BadInput when a field its kind needs is missing."""
         if self.kind == "scale" and self.workers is not None:
-            return Scale(self.workers, self.reason, {str(part): told for part, told in self.facts.items()})
+            facts = {str(part): told for part, told in self.facts.items()}
+            return Scale(self.workers, self.reason, facts, self.kinds)
         if self.kind == "migrate" and self.request_id is not None and self.target is not None:
             return Migrate(RequestId(self.request_id), WorkerId(self.target), self.reason)
         raise BadInput(f"decision: a {self.kind} needs other fields, see /openapi.json")
@@ -89,13 +94,18 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
     @app.post("/v1/fleet/scale", status_code=202)
     async def scale(order: Annotated[ScaleOrder, Body()]) -> dict[str, Any]:
         """Fix the number of workers, or hand the decision back to the controller."""
-        if (order.workers is None) == (not order.auto):
-            raise BadInput('scale: give either {"workers": N} or {"auto": true}')
+        if (order.workers is None) == (not order.auto) or (order.auto and order.kind is not None):
+            raise BadInput('scale: give either {"workers": N}, with a "kind" or not, or {"auto": true}')
         if order.workers is None:
             operations.scale_automatically()
         else:
-            operations.scale(order.workers, "an operator asked")
-        return {"wanted_workers": operations.cluster.wanted, "auto": operations.auto}
+            operations.scale(order.workers, order.kind, "an operator asked")
+        cluster = operations.cluster
+        return {
+            "wanted_workers": cluster.wanted,
+            "wanted_kinds": cluster.wanted_kinds,
+            "auto": operations.auto,
+        }
 
     @app.post("/v1/workers/{worker}/drain", status_code=202)
     async def drain(worker: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ControlPort:
 
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
-        self._advised: tuple[int, int] | None = None
+        self._advised: tuple[object, ...] | None = None
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The reply's JSON. Raises OSError (urllib's errors are) when there is none."""
@@ -48,11 +48,11 @@ class ControlPort:
         kind = "scale" if isinstance(action, Scale) else "migrate"  # one that waits moves as one that runs
         order: dict[str, Any] = {"kind": kind, "reason": action.reason, "advisory": self._settings.advisory}
         if isinstance(action, Scale):
-            advice = (snapshot.wanted, action.workers)
+            advice = (snapshot.wanted, action.workers, action.kinds)
             if self._settings.advisory and advice == self._advised:
                 return
             self._advised = advice
-            order |= {"workers": action.workers, "facts": action.facts}
+            order |= {"workers": action.workers, "kinds": action.kinds, "facts": action.facts}
         else:
             order |= {"request_id": action.request, "target": action.target}
         self.ask("POST", "/v1/decisions", order)
@@ -60,14 +60,14 @@ class ControlPort:
 
 def run(settings: ControllerSettings) -> None:
     """Tick until the parent is gone. What cannot be done now is looked at again in the next round."""
-    port, seeing, state = ControlPort(settings), Seeing(settings.speed), State()
+    port, seeing, state = ControlPort(settings), Seeing(settings.speeds), State()
     while os.getppid() == settings.parent:
         began_s = time.monotonic()
         try:
             fleet = port.ask("GET", "/v1/fleet")
             requests = port.ask("GET", "/v1/requests")["requests"]
             snapshot = seeing.snapshot(fleet, requests, began_s)
-            state, actions = tick(settings.tick(seeing.speed, seeing.kv_bytes_per_token), state, snapshot)
+            state, actions = tick(settings.tick(seeing.speeds, seeing.kv_bytes_per_token), state, snapshot)
             for action in actions:
                 port.apply(action, snapshot)
         except urllib.error.HTTPError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from controlplane.control import Settings
@@ -19,6 +20,7 @@ from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
 from controlplane.scaler.target import TargetSettings
 from controlplane.types import Slo
+from dataplane.live.speeds import Speeds
 
 # The fleet empties its draining workers itself. Shedding is off until a worker's speed is known.
 MOVES = MoveSettings(pressure=0.6, drains=False)
@@ -79,27 +81,23 @@ class ControllerSettings:
     advisory: bool
     parent: int
     autoscale: Autoscale | None = None
-    speed: Speed | None = None
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> ControllerSettings:
-        scaled, speed = given["autoscale"], given["speed"]
+        scaled = given["autoscale"]
         if scaled is not None:
             pairs = {name: scaled[name] and tuple(scaled[name]) for name in ("line", "learned_at")}
             scaled = Autoscale(**(scaled | pairs))
-        if speed is not None:
-            step = StepModel(**(speed["step"] | {"hinges": _hinges(speed["step"])}))
-            prefill = speed["prefill"]
-            if prefill is not None:
-                prefill = PrefillModel(**(prefill | {"hinges": _hinges(prefill)}))
-            speed = Speed(**(speed | {"step": step, "prefill": prefill}))
-        return cls(**(given | {"autoscale": scaled, "speed": speed}))
+        speeds = {kind: _speed(speed) for kind, speed in given["speeds"].items()}
+        return cls(**(given | {"autoscale": scaled, "speeds": speeds}))
 
-    def tick(self, speed: Speed | None, kv_bytes_per_token: int = 0) -> Settings:
-        """The settings of this heartbeat; speed and size of KV as known by now: with both, moves must pay."""
+    def tick(self, speeds: Speeds, kv_bytes_per_token: int = 0) -> Settings:
+        """This heartbeat's settings; speeds and size of KV as known by now: with both, moves must pay."""
+        speed = speeds.any()
         price = Price(float(kv_bytes_per_token)) if kv_bytes_per_token else None
         shed = ShedSettings(price=price) if speed is not None else None
         plain = Settings(replace(MOVES, price=price), shed)
@@ -108,6 +106,14 @@ class ControllerSettings:
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
         bounds = (max(self.autoscale.low, 1), self.autoscale.high)
         return replace(plain, bounds=bounds, scaling=self.autoscale.settings(speed))
+
+
+def _speed(given: dict[str, Any]) -> Speed:
+    step = StepModel(**(given["step"] | {"hinges": _hinges(given["step"])}))
+    prefill = given["prefill"]
+    if prefill is not None:
+        prefill = PrefillModel(**(prefill | {"hinges": _hinges(prefill)}))
+    return Speed(**(given | {"step": step, "prefill": prefill}))
 
 
 def speed_of(profile: Profile) -> Speed:

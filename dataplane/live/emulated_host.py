@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
 from dataplane.emulated.engine import EmulatedEngine, Fabric
@@ -10,17 +12,17 @@ from dataplane.live.link import EngineLink
 
 
 class EmulatedHost:
-    """Launches emulated engines of one profile, joined by one fabric."""
+    """Launches emulated engines, each kind by its profile, joined by one fabric."""
 
-    def __init__(self, profile: Profile, model: str, max_model_len: int, noise: Noise) -> None:
-        self._profile, self._model, self._max_model_len, self._noise = profile, model, max_model_len, noise
+    def __init__(self, profiles: Mapping[str, Profile], model: str, max_model_len: int, noise: Noise) -> None:
+        self._profiles, self._model, self._max_model_len, self._noise = profiles, model, max_model_len, noise
         self._fabric = Fabric()
         self._engines: dict[WorkerId, EmulatedEngine] = {}
 
-    async def launch(self, worker: WorkerId) -> EngineLink:
+    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
         engine = EmulatedEngine(
             worker,
-            self._profile,
+            self._profiles[kind],
             self._fabric,
             model=self._model,
             max_model_len=self._max_model_len,

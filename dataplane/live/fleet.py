@@ -10,9 +10,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,7 @@ from dataplane.live.gateway import Gateway, GatewaySettings
 from dataplane.live.history import History
 from dataplane.live.history_files import HistoryLimits
 from dataplane.live.keys import ApiKey, KeyRing
+from dataplane.live.kinds import Kinds
 from dataplane.live.ledger_placement import LedgerPlacement
 from dataplane.live.listening import bind, until_answering
 from dataplane.live.metrics import EngineFamilies, Metrics
@@ -54,7 +56,7 @@ PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a hist
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Everything `tokenfleet serve` was asked for. `profile`: where emulated engines take step times from.
+    """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every kind has one.
 
     `move_bytes_per_s`: what copies may take of a worker, `move_share`: of a core's time. None of both is
     CPU_MOVES where copying takes the cores that compute, no bound elsewhere.
@@ -62,9 +64,8 @@ class FleetSettings:
 
     gateway: GatewaySettings
     engine: Literal["vllm", "emulated"]
-    workers: int
+    kinds: Kinds
     max_workers: int
-    tp_degree: int
     control_host: str
     control_port: int
     control_key: str | None
@@ -73,7 +74,6 @@ class FleetSettings:
     waiting: WaitingSettings
     autoscale: Autoscale | None = None
     advisory: bool = False
-    profile: Profile | None = None
     policy: Policy = Policy.SPREAD
     data: Path | None = None
     history_limits: HistoryLimits | None = None
@@ -102,10 +102,11 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         events, metrics = EventLog(), Metrics()
         history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
         cleanup.callback(history.close)
-        step_times = None if settings.profile is None else StepTimes(settings.profile, events)
-        placement = _placement(settings, history, step_times)
+        profiles = {kind.name: kind.profile for kind in settings.kinds if kind.profile is not None}
+        step_times = StepTimes(profiles, events) if len(profiles) == len(settings.kinds) else None
+        placement = _placement(settings, history, profiles, step_times)
         gateway = Gateway(settings.gateway)
-        host = await _host(settings, gateway)
+        host = await _host(settings, gateway, profiles)
         core = FleetCore(
             CoreSettings(settings.max_workers, settings.slo, settings.waiting, _moves(settings)),
             placement,
@@ -118,14 +119,15 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         if step_times is not None:
             core.on_step.append(step_times.add)
             step_times.attached = lambda: {at.worker for at in core.attached()}
+            step_times.kind_of = core.kind_of
             metrics.registry.register(step_times)
         core.predict_anew = history.expected_tokens
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
-        cluster = Cluster(host, core, events, settings.max_workers)
+        cluster = Cluster(host, core, events, settings.max_workers, settings.kinds)
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
-        await cluster.start(settings.workers)
+        await cluster.start()
         gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
 
         gateway_url = _url(settings.gateway.host, settings.gateway.port)
@@ -154,7 +156,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
             settings.advisory,
             os.getpid(),
             settings.autoscale,
-            None if settings.profile is None else speed_of(settings.profile),
+            {kind: speed_of(profile) for kind, profile in profiles.items()},
         )
         controller = ControllerProcess(told, events)
         cleanup.push_async_callback(controller.close)
@@ -170,31 +172,34 @@ def _moves(settings: FleetSettings) -> MoveBudget:
     return MoveBudget(bytes_per_s=bytes_per_s or 0.0, share=share or 1.0)
 
 
-def _placement(settings: FleetSettings, history: History, step_times: StepTimes | None) -> Placement:
+def _placement(
+    settings: FleetSettings, history: History, profiles: Mapping[str, Profile], step_times: StepTimes | None
+) -> Placement:
     """By the core's `assign` where step times are known, by load alone where they are not."""
-    if settings.profile is None or step_times is None:
+    if step_times is None:
         return LeastLoaded()
     placement = LedgerPlacement(
-        settings.profile, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+        profiles, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
     )
     history.on_learnt.append(placement.learn)
-    step_times.on_refit.append(placement.refit)
+    for kind, times in step_times.kinds.items():
+        times.on_refit.append(partial(placement.refit, kind))
     return placement
 
 
-async def _host(settings: FleetSettings, gateway: Gateway) -> Host:
+async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str, Profile]) -> Host:
     if settings.engine == "emulated":
         from dataplane.emulated.segment import Noise
         from dataplane.live.emulated_host import EmulatedHost
 
-        if settings.profile is None:
+        if len(profiles) < len(settings.kinds):
             raise BadInput("--profile: emulated engines take their step times from one")
         model = gateway.config.model_config
         noise = Noise(last=min(256, model.get_vocab_size()))
-        return EmulatedHost(settings.profile, settings.gateway.model, model.max_model_len, noise)
+        return EmulatedHost(profiles, settings.gateway.model, model.max_model_len, noise)
     from dataplane.live.ray_host import RayHost
 
-    host: Host = await RayHost.start(gateway.arguments, settings.tp_degree, settings.workers)
+    host: Host = await RayHost.start(gateway.arguments, settings.kinds)
     return host
 
 

@@ -69,6 +69,7 @@ class Attached:
 
     link: EngineLink
     slot: int
+    kind: str = ""
     telemetry: Telemetry | None = None
     reader: asyncio.Task[None] | None = None
 
@@ -157,12 +158,12 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     # Workers.
 
-    def attach(self, link: EngineLink) -> None:
+    def attach(self, link: EngineLink, kind: str = "") -> None:
         """Take a worker in; it gets requests from now on. Raises StopIteration when every slot is taken."""
         taken = {at.slot for at in self._attached.values()}
-        at = Attached(link, next(s for s in self.engine_ranks_managed if s not in taken))
+        at = Attached(link, next(s for s in self.engine_ranks_managed if s not in taken), kind)
         self._attached[at.worker] = at
-        self.placement.attach(link.info)
+        self.placement.attach(link.info, kind)
         at.reader = self._loop.create_task(self._read(at))
         self._admission.look()
 
@@ -185,6 +186,10 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     def link(self, worker: WorkerId) -> EngineLink | None:
         at = self._attached.get(worker)
         return None if at is None else at.link
+
+    def kind_of(self, worker: WorkerId) -> str | None:
+        at = self._attached.get(worker)
+        return None if at is None else at.kind
 
     def attached(self) -> Iterator[Attached]:
         return iter(tuple(self._attached.values()))

@@ -35,6 +35,7 @@ ROOT = (
 class Place:
     """What a worker is given: `gpus` of one node (0 on a CPU host), and `cores` to pin it to.
 
+    `accelerator` is Ray's name of the GPUs' type; None takes any.
     `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|"; empty leaves them to vLLM.
     `host` is the address other machines reach the worker's node by.
     """
@@ -42,6 +43,13 @@ class Place:
     gpus: int = 0
     cores: str = ""
     host: str = "127.0.0.1"
+    accelerator: str | None = None
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray is asked to reserve. A node has one of its type's resource, of which any share will do."""
+        typed = {f"accelerator_type:{self.accelerator}": 0.001} if self.accelerator else {}
+        return {"GPU": float(self.gpus), **typed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +123,13 @@ async def launch_worker(
 
 async def _reserve(place: Place) -> Any:
     """All GPUs of a worker on one node: tensor parallelism across nodes would wait for the network."""
-    group = placement_group([{"GPU": place.gpus}], strategy="STRICT_PACK")
+    group = placement_group([place.bundle], strategy="STRICT_PACK")
     try:
         await asyncio.wait_for(group.ready(), PLACE_S)
     except TimeoutError:
         remove_placement_group(group)
-        raise BadInput(f"workers: no node has {place.gpus} free GPUs") from None
+        what = f"{place.accelerator} GPUs" if place.accelerator else "GPUs"
+        raise BadInput(f"workers: no node has {place.gpus} free {what}") from None
     return group
 
 

@@ -8,7 +8,7 @@ generated = key + step stays exact. What decides is `decide`, as in the simulate
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -54,13 +54,13 @@ RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy wo
 
 
 class LedgerPlacement:
-    """`Placement` by a profile's step times. `workers` and `requests` bound how many it can hold at once."""
+    """`Placement` by each kind's profile. `workers` and `requests` bound how many it can hold at once."""
 
     refusals = 4
 
     def __init__(
         self,
-        profile: Profile,
+        profiles: Mapping[str, Profile],
         workers: int,
         lengths: LengthTable,
         rng: np.random.Generator,
@@ -69,15 +69,16 @@ class LedgerPlacement:
         requests: int = 4096,
         slots: int = 1024,
     ) -> None:
-        self._profile = profile
-        self._profile_row = coefficient_row(profile)
-        rows = np.tile(self._profile_row, (workers, 1))
+        self._profiles = dict(profiles)
+        self._profile_rows = {kind: coefficient_row(profile) for kind, profile in profiles.items()}
+        rows = np.tile(next(iter(self._profile_rows.values())), (workers, 1))
         self._led = new_ledger(rows, np.arange(workers), requests, slots, lengths)
         self._code = POLICY_CODE[policy]
         self._knobs = (settings or PlacementSettings()).knobs()
         self._rng = rng
         self._worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
+        self._kinds: dict[int, str] = {}
         self._rows: dict[RequestId, int] = {}
         self._free = list(range(requests))
         # Compiled now rather than under the first client's request.
@@ -92,18 +93,19 @@ class LedgerPlacement:
             length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
         )
 
-    def refit(self, step: StepModel) -> None:
-        """Use other step times than the profile's from now on, for all workers."""
-        row = coefficient_row(replace(self._profile, step=step))
+    def refit(self, kind: str, step: StepModel) -> None:
+        """Use other step times than the profile's from now on, for all workers of a kind."""
+        row = coefficient_row(replace(self._profiles[kind], step=step))
         times = slice(BASE, PRE_BASE)
-        self._profile_row[times] = row[times]
-        self._led.coefficients[:, times] = row[times]
+        self._profile_rows[kind][times] = row[times]
+        for w in [w for w, its in self._kinds.items() if its == kind]:
+            self._led.coefficients[w, times] = row[times]
 
-    def attach(self, info: WorkerInfo) -> None:
+    def attach(self, info: WorkerInfo, kind: str) -> None:
         w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
-        self._worker_rows[info.worker], self._workers[w] = w, info.worker
+        self._worker_rows[info.worker], self._workers[w], self._kinds[w] = w, info.worker, kind
         row = self._led.coefficients[w]
-        row[:] = self._profile_row
+        row[:] = self._profile_rows[kind]
         # The engine's own limits, whatever the profile's engine had.
         row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
         row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, min(info.max_seqs, self._slots)
@@ -119,7 +121,7 @@ class LedgerPlacement:
             return
         for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
             self._leave(self._rows[request])
-        del self._workers[w]
+        del self._workers[w], self._kinds[w]
         blank = self._led.workers[w]
         for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
             blank[name] = 0

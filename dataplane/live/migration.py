@@ -159,7 +159,7 @@ class Migrations:
         """Move a request, waiting for the budget; return the closed move. Raises nothing of its own.
 
         `stop-and-copy` copies all KV after the cut-over, `recompute` none: what live migration is measured
-        against, and `recompute` also what engines without a common KV layout can do.
+        against, and `recompute` also what is done between workers of two kinds, which lay KV out differently.
         """
         running = self._fleet.running(request)
         source = None if running is None else running.worker
@@ -232,8 +232,11 @@ class Migrations:
             return f"{running.worker if source is None else move.target} is gone"
         if running.worker == move.target:
             return f"it is on {move.target} already"
-        if move.mode != "recompute" and _layout(source.info) != _layout(target.info):
-            return f"{running.worker} and {move.target} lay their KV out differently"
+        if _meaning(source.info) != _meaning(target.info):
+            return f"{running.worker} and {move.target} do not run the same model in the same way"
+        if running.output_token_ids and _layout(source.info) != _layout(target.info):
+            move.mode = "recompute"
+            move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
         return obstacle_to_move(running.request, running.output_token_ids)
 
     async def _move_running(self, move: Move, running: Running) -> None:
@@ -382,14 +385,11 @@ class Migrations:
             await link.abort([segment])
 
 
-def _layout(info: WorkerInfo) -> tuple[object, ...]:
-    """What must be equal for one engine to read another's blocks as its own."""
-    return (
-        info.engine,
-        info.model,
-        info.dtype,
-        info.block_tokens,
-        info.kv_bytes_per_token,
-        info.tp_degree,
-        info.vllm_version,
-    )
+def _meaning(info: WorkerInfo) -> tuple[str, ...]:
+    """What must be equal for one engine to go on where another was, token for token."""
+    return (info.engine, info.model, info.dtype, info.vllm_version)
+
+
+def _layout(info: WorkerInfo) -> tuple[int, ...]:
+    """What must be equal, besides, for one engine to read another's blocks as its own."""
+    return (info.block_tokens, info.kv_bytes_per_token, info.tp_degree)

@@ -75,6 +75,7 @@ class Operations:
             "engine": self.facts.engine,
             "gateway": self.facts.gateway,
             "wanted_workers": self.cluster.wanted,
+            "wanted_kinds": self.cluster.wanted_kinds,
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
             # The bounds within which the controller may decide; null where it was not asked to.
@@ -88,7 +89,7 @@ class Operations:
             },
             "workers": [_worker_view(m, attached.get(m.worker), requests) for m in self.cluster.members()],
             "arrivals": self.arrived.as_json(),
-            "step_times": None if self.step_times is None else self.step_times.as_json(),
+            "step_times": [] if self.step_times is None else self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
@@ -136,10 +137,12 @@ class Operations:
 
     # Verbs. All raise BadInput for what cannot be done.
 
-    def scale(self, workers: int, reason: str) -> None:
-        """Fix the number of workers; the controller no longer decides it."""
+    def scale(self, workers: int, kind: str | None, reason: str) -> None:
+        """Fix the number of workers, of a `kind` where there are several; the controller lets go of it."""
+        kinds = self.cluster.kinds
+        named = kinds.only() if kind is None else kinds.known(kind)
+        self.cluster.scale({named: workers}, reason)
         self.auto = False
-        self.cluster.scale(workers, reason)
 
     def scale_automatically(self) -> None:
         """Let the controller decide the number of workers again."""
@@ -185,11 +188,14 @@ class Operations:
         if advisory:
             said = {name: value for name, value in asdict(decision).items() if name != "reason"}
             said |= said.pop("facts", {})
+            if not said.get("kinds"):
+                said.pop("kinds", None)
             self.events.record(time.time(), f"advice-{kind}", decision.reason, **said)
         elif isinstance(decision, Scale):
             if not self.auto:  # an operator fixed the number while this was being decided
                 raise BadInput("decision: scale: the number of workers is an operator's now")
-            self.cluster.scale(decision.workers, decision.reason, decision.facts)
+            kinds = decision.kinds or {self.cluster.kinds.only(): decision.workers}
+            self.cluster.scale(kinds, decision.reason, decision.facts)
         else:
             await self.migrate(decision.request, decision.target, decision.reason)
 
@@ -203,6 +209,7 @@ def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -
     here = [t for t in requests if t.worker == member.worker]
     view: dict[str, Any] = {
         "worker": member.worker,
+        "kind": member.kind,
         "state": member.state,
         "reason": member.reason,
         "for_s": round(time.monotonic() - member.since_s, 3),

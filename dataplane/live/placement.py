@@ -25,8 +25,8 @@ class Placement(Protocol):
     @property
     def refusals(self) -> int: ...
 
-    def attach(self, info: WorkerInfo) -> None:
-        """A worker takes requests from now on."""
+    def attach(self, info: WorkerInfo, kind: str) -> None:
+        """A worker of a kind takes requests from now on."""
 
     def detach(self, worker: WorkerId) -> None:
         """A worker is gone; its requests must be put elsewhere or ended."""
@@ -80,7 +80,7 @@ class LeastLoaded:
         self._charges: dict[WorkerId, Charge] = {}
         self._shares: dict[str, tuple[WorkerId, int]] = {}
 
-    def attach(self, info: WorkerInfo) -> None:
+    def attach(self, info: WorkerInfo, kind: str) -> None:
         self._charges[info.worker] = Charge(info)
 
     def detach(self, worker: WorkerId) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 import zmq.asyncio
 
-from controlplane.errors import BadInput
 from controlplane.types import WorkerId
+from dataplane.live.kinds import Kinds, WorkerKind
 from dataplane.live.launch import Place, RayWorker, launch_worker
 from dataplane.live.link import EngineLink
 from dataplane.live.vllm_surface import AsyncEngineArgs, current_platform
@@ -28,40 +28,37 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, asked: Mapping[str, Any], tp_degree: int, folder: Path | None, spread: int) -> None:
+    def __init__(self, asked: Mapping[str, Any], kinds: Kinds, folder: Path | None) -> None:
         self._asked = dict(asked)
-        self._tp_degree = tp_degree
+        self._kinds = kinds
         self._folder = folder
-        self._spread = spread
         self._token = secrets.token_hex(16)
         self._context = zmq.asyncio.Context()
         self._workers: dict[WorkerId, RayWorker] = {}
         self._shares: dict[WorkerId, list[int]] = {}
 
     @classmethod
-    async def start(cls, arguments: Any, tp_degree: int, workers: int) -> RayHost:
-        """Initialise Ray for workers with these vLLM flags; `workers` is how many shall share its cores.
+    async def start(cls, arguments: Any, kinds: Kinds) -> RayHost:
+        """Initialise Ray for workers with these vLLM flags, of these kinds.
 
         Raises BadInput when the GPUs that are asked for are not there.
         """
-        asked = asked_engine_args(arguments) | {"tensor_parallel_size": tp_degree}
         address = os.environ.get("RAY_ADDRESS")
         folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
-        host = cls(asked, tp_degree, folder, workers)
+        host = cls(asked_engine_args(arguments), kinds, folder)
         try:
             await asyncio.to_thread(_initialise, address, folder)
             if not current_platform.is_cpu():
-                gpus = int(ray.cluster_resources().get("GPU", 0))
-                if gpus < tp_degree * workers:
-                    needed = f"{workers} workers of {tp_degree} GPUs need {tp_degree * workers}"
-                    raise BadInput(f"--workers: {needed}, Ray has {gpus}")
+                kinds.check_gpus(ray.cluster_resources())
         except BaseException:
             await host.close()
             raise
         return host
 
-    async def launch(self, worker: WorkerId) -> EngineLink:
-        started = await launch_worker(worker, self._asked, self._token, self._place(worker))
+    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+        made_of = self._kinds[kind]
+        asked = self._asked | {"tensor_parallel_size": made_of.tp_degree}
+        started = await launch_worker(worker, asked, self._token, self._place(worker, made_of))
         self._workers[worker] = started
         return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
 
@@ -82,16 +79,18 @@ class RayHost:
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
-    def _place(self, worker: WorkerId) -> Place:
+    def _place(self, worker: WorkerId, kind: WorkerKind) -> Place:
         if not current_platform.is_cpu():
-            return Place(gpus=self._tp_degree)
+            accelerator = kind.accelerator if self._kinds.are_typed else None
+            return Place(gpus=kind.tp_degree, accelerator=accelerator)
         if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
             return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
         cores = sorted(os.sched_getaffinity(0))
-        width = max(1, len(cores) // (self._spread * self._tp_degree))
+        ranks = sum(k.workers * k.tp_degree for k in self._kinds)
+        width = max(1, len(cores) // max(1, ranks))
         shares = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
         taken = self._shares[worker] = []
-        for _ in range(self._tp_degree):
+        for _ in range(kind.tp_degree):
             # The share with the fewest ranks on it: a worker launched late finds the gap.
             used = [share for shares_of_one in self._shares.values() for share in shares_of_one]
             taken.append(min(range(len(shares)), key=used.count))

@@ -7,24 +7,18 @@ whose expected length has grown has outlived its prediction (placement.rebalance
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from controlplane.perfmodel.samples import StepSamples
 from controlplane.placement.rebalance import Error, Surprises, error_at, finished, forget, outlived
 from controlplane.scaler.line import Speed
-from controlplane.scaler.seen_speed import speed_seen
 from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.demand_count import since
+from dataplane.live.speeds import Speeds
 
 PRIORITIES = {"normal": 0, "high": 1}
-REMEMBERED_STEPS = 600
-REFIT_EVERY = 40
 
 Row = Mapping[str, Any]
 
@@ -39,27 +33,18 @@ class Planned:
 
 
 class Seeing:
-    """Snapshots from replies. `speed`: what workers can do; None learns it from their steps."""
+    """Snapshots from replies. `speeds`: what workers can do, by kind; else it is learned from steps."""
 
-    def __init__(self, speed: Speed | None = None) -> None:
-        self._given = speed
-        self._learnt: Speed | None = None
+    def __init__(self, speeds: Mapping[str, Speed] | None = None) -> None:
+        self.speeds = Speeds(speeds or {})
         self._arrivals: list[dict[str, Any]] | None = None
         self._planned: dict[RequestId, Planned] = {}
         self._surprises: dict[WorkerId, Surprises] = {}
-        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=REMEMBERED_STEPS)
-        self._last_step: dict[str, int] = {}
-        self._new_steps = 0
         self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
-
-    @property
-    def speed(self) -> Speed | None:
-        """A worker's speed, as given or as seen."""
-        return self._given or self._learnt
 
     def snapshot(self, fleet: Row, requests: Sequence[Row], now_s: float) -> Snapshot:
         """The fleet now; `fleet` and `requests` as GET /v1/fleet and /v1/requests have them."""
-        self._learn_speed(fleet["workers"])
+        self.speeds.learn(fleet["workers"])
         sizes = [int(w.get("kv_bytes_per_token", 0)) for w in fleet["workers"]]
         self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
         placed: dict[str, list[Row]] = {}
@@ -83,6 +68,7 @@ class Seeing:
             len(waiting),
             float(fleet["cold_start_s"]),
             float(fleet["drain_s"]),
+            fleet["wanted_kinds"],
         )
 
     def _worker(self, w: Row, placed: Sequence[Row]) -> WorkerLoad:
@@ -91,7 +77,7 @@ class Seeing:
         fresh = sorted((r for r in placed if r["state"] == "prefilling"), key=lambda r: -float(r["age_s"]))
         queue = fresh[len(fresh) - min(queued, len(fresh)) :]
         names = {r["request"] for r in queue}
-        speed = self.speed
+        speed = self.speeds.of(w["kind"])
         return WorkerLoad(
             WorkerId(w["worker"]),
             w["state"],
@@ -100,6 +86,7 @@ class Seeing:
             tuple(_running(r) for r in queue),
             None if speed is None else speed.step,
             int(w.get("max_seqs", 1 << 30)),
+            kind=w["kind"],
         )
 
     def _errors(self, workers: Sequence[Row], requests: Sequence[Row]) -> dict[WorkerId, Error]:
@@ -130,27 +117,6 @@ class Seeing:
         self._planned = planned
         errors = {w: error_at(s, steps[w]) for w, s in self._surprises.items()}
         return errors if any(e.sequences or e.output_tokens for e in errors.values()) else {}
-
-    def _learn_speed(self, workers: Sequence[Row]) -> None:
-        """Take in the workers' last steps; refit now and then."""
-        for w in workers:
-            load = w.get("telemetry")
-            if self._given is not None or not load or self._last_step.get(w["worker"]) == load["steps"]:
-                continue
-            self._last_step[w["worker"]] = load["steps"]
-            if load["step_s"] > 0 and (load["prefill_tokens"] or load["sequences"]):
-                self._steps.append(
-                    (load["prefill_tokens"], load["sequences"], load["context_tokens"], load["step_s"])
-                )
-                self._new_steps += 1
-        if self._new_steps < REFIT_EVERY:
-            return
-        self._new_steps = 0
-        known = [w for w in workers if w.get("kv_blocks")]
-        capacity = min((int(w["kv_blocks"]) * int(w["block_tokens"]) for w in known), default=0)
-        seats = min((int(w["max_seqs"]) for w in known), default=0)
-        columns = np.array(self._steps, float).T
-        self._learnt = speed_seen(StepSamples(*columns), capacity, seats) or self._learnt
 
 
 def _tokens(r: Row) -> int:

@@ -17,7 +17,7 @@ class FlakyHost:
         self.may_stop = asyncio.Event()
         self.may_stop.set()
 
-    async def launch(self, worker):
+    async def launch(self, worker, kind):
         if self.failures:
             self.failures -= 1
             raise RuntimeError("no such model")
@@ -40,6 +40,7 @@ class FlakyHost:
 @pytest.fixture
 def play(live_extra, monkeypatch):
     from dataplane.live import cluster
+    from dataplane.live.kinds import Kinds, WorkerKind
     from dataplane.live.waiting_room import WaitingSettings
 
     monkeypatch.setattr(cluster, "YOUNG_S", 0.0)  # else a replacement waits a second
@@ -48,9 +49,9 @@ def play(live_extra, monkeypatch):
         async def scene():
             front = Front((), profile(**sizes), WaitingSettings())
             host = FlakyHost(front)
-            fleet = cluster.Cluster(host, front.core, front.events, 4)
+            fleet = cluster.Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(workers)]))
             try:
-                await fleet.start(workers)
+                await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)
             finally:
                 await fleet.close()
@@ -107,7 +108,7 @@ def test_a_drained_worker_that_is_being_stopped_is_not_taken_back(play):
         await until(lambda: "w0" in host.stopped)
         with pytest.raises(BadInput, match="being stopped"):
             fleet.cancel_drain(WorkerId("w0"), "changed my mind")
-        fleet.scale(2, "a test")
+        fleet.scale({"TP1": 2}, "a test")
         await until(lambda: names(fleet) == ["w1", "w2"])
         host.may_stop.set()
         await until(lambda: not names(fleet, "draining"))
@@ -132,12 +133,12 @@ def test_a_drain_can_be_taken_back(play):
 
 def test_scaling_up_launches_and_scaling_down_drains_the_emptiest(play):
     async def story(front, fleet, host):
-        fleet.scale(4, "a test")
+        fleet.scale({"TP1": 4}, "a test")
         await until(lambda: len(names(fleet)) == 4)
         await front.send("r", max_tokens=400)
         await front.until("r", 2)
         busy = front.core.requests.get("r").worker
-        fleet.scale(1, "a test")
+        fleet.scale({"TP1": 1}, "a test")
         await until(lambda: len(list(fleet.members())) == 1)
         assert names(fleet) == [busy]
         await front.ended("r")
@@ -148,7 +149,7 @@ def test_scaling_up_launches_and_scaling_down_drains_the_emptiest(play):
 def test_a_worker_that_does_not_start_is_tried_again(play):
     async def story(front, fleet, host):
         host.failures = 2
-        fleet.scale(3, "a test")
+        fleet.scale({"TP1": 3}, "a test")
         await until(lambda: len(names(fleet)) == 3)
         reasons = [e.reason for e in front.events if e.kind == "lost"]
         assert reasons == ["did not start: no such model"] * 2
@@ -158,16 +159,17 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
 
 def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
     from dataplane.live.cluster import Cluster
+    from dataplane.live.kinds import Kinds, WorkerKind
     from dataplane.live.waiting_room import WaitingSettings
 
     async def scene():
         front = Front((), profile(), WaitingSettings())
         host = FlakyHost(front)
         host.failures = 1
-        fleet = Cluster(host, front.core, front.events, 4)
+        fleet = Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(3)]))
         try:
             with pytest.raises(RuntimeError, match="no such model"):
-                await fleet.start(3)
+                await fleet.start()
         finally:
             await fleet.close()
             await front.close()
@@ -178,7 +180,7 @@ def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
 def test_what_cannot_be_is_refused(play):
     async def story(front, fleet, host):
         with pytest.raises(BadInput, match="max-workers"):
-            fleet.scale(5, "a test")
+            fleet.scale({"TP1": 5}, "a test")
         with pytest.raises(BadInput, match="no such worker"):
             fleet.drain(WorkerId("w9"), "a test")
         with pytest.raises(BadInput, match="not draining"):

@@ -18,7 +18,7 @@ def by_ledger(profile):
     from controlplane.placement.lengths import LengthTable
     from dataplane.live.ledger_placement import LedgerPlacement
 
-    return LedgerPlacement(profile, 8, LengthTable.constant(200), np.random.default_rng(0))
+    return LedgerPlacement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0))
 
 
 def is_empty(placement):

@@ -1,0 +1,173 @@
+"""A fleet of two kinds of worker: counted, replaced, drained and placed on by kind."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from front import Front, profile
+
+from controlplane.errors import BadInput
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import WorkerId
+
+FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
+
+
+class TwoKindsHost:
+    """Launches emulated engines by the profile of their kind, joined by the front's fabric."""
+
+    def __init__(self, front, profiles):
+        self.front, self.profiles, self.kinds = front, profiles, {}
+
+    async def launch(self, worker, kind):
+        from dataplane.emulated.engine import EmulatedEngine
+
+        self.kinds[worker] = kind
+        engine = self.front.engines[worker] = EmulatedEngine(worker, self.profiles[kind], self.front.fabric)
+        return engine
+
+    async def stop(self, worker):
+        await self.front.engines[worker].close()
+
+    async def is_healthy(self, worker):
+        return not self.front.engines[worker].is_lost
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def play(live_extra, monkeypatch):
+    from dataplane.live import cluster
+    from dataplane.live.kinds import Kinds, WorkerKind
+    from dataplane.live.ledger_placement import LedgerPlacement
+    from dataplane.live.waiting_room import WaitingSettings
+
+    monkeypatch.setattr(cluster, "YOUNG_S", 0.0)
+    slow = profile()
+    profiles = {FAST: replace(slow, gpu="h100-sxm", tp_degree=2), SLOW: replace(slow, gpu="a100-sxm")}
+
+    def run(story, fast=1, slow=1, by_profile=False):
+        async def scene():
+            lengths = LengthTable.constant(200)
+            placement = LedgerPlacement(profiles, 8, lengths, np.random.default_rng(0))
+            front = Front((), profiles[SLOW], WaitingSettings(), placement if by_profile else None)
+            host = TwoKindsHost(front, profiles)
+            kinds = Kinds([WorkerKind(fast, 2, "h100-sxm"), WorkerKind(slow, 1, "a100-sxm", high=2)])
+            fleet = cluster.Cluster(host, front.core, front.events, 4, kinds)
+            try:
+                await fleet.start()
+                await asyncio.wait_for(story(front, fleet, host), 30)
+            finally:
+                await fleet.close()
+                await front.close()
+
+        asyncio.run(scene())
+
+    return run
+
+
+def kinds_serving(fleet):
+    return sorted(member.kind for member in fleet.members() if member.state == "serving")
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_each_kind_has_its_own_number(play):
+    async def story(front, fleet, host):
+        assert (fleet.wanted, kinds_serving(fleet)) == (2, [SLOW, FAST])
+        fleet.scale({SLOW: 2}, "a test")
+        await until(lambda: kinds_serving(fleet) == [SLOW, SLOW, FAST])
+        fleet.scale({FAST: 0, SLOW: 1}, "a test")
+        await until(lambda: kinds_serving(fleet) == [SLOW] and fleet.serving == 1)
+        assert fleet.wanted_kinds == {FAST: 0, SLOW: 1}
+        last = [event for event in front.events if event.kind == "scale"][-1].as_json()
+        assert (last["before"], last["workers"], last["kinds"]) == (3, 1, {FAST: 0, SLOW: 1})
+
+    play(story)
+
+
+def test_a_lost_worker_is_replaced_by_one_of_its_kind(play):
+    async def story(front, fleet, host):
+        lost = next(worker for worker, kind in host.kinds.items() if kind == FAST)
+        front.engines[lost].kill("kill -9")
+        await until(lambda: len(host.kinds) == 3 and kinds_serving(fleet) == [SLOW, FAST])
+        assert lost not in {member.worker for member in fleet.members()}
+
+    play(story)
+
+
+def test_the_last_of_a_kind_drains_by_computing_its_requests_anew_elsewhere(play):
+    async def story(front, fleet, host):
+        for i in range(6):
+            await front.send(f"r{i}", [i + 1] * 30, max_tokens=300)
+        await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(6)))
+        fast = next(worker for worker, kind in host.kinds.items() if kind == FAST)
+        held = [t.id for t in front.core.requests.on_worker(fast)]
+        assert held
+        fleet.drain(WorkerId(fast), "a test")
+        await until(lambda: kinds_serving(fleet) == [SLOW] and fleet.wanted == 1)
+        await front.ended(*(f"r{i}" for i in range(6)))
+        assert all(len(front.tokens[f"r{i}"]) == 300 for i in range(6))
+        moves = [move for move in front.core.migrations.closed if move.request in held and move.moved]
+        assert moves
+        assert {move.mode for move in moves} == {"recompute"}
+        assert all("computed anew" in move.reason for move in moves)
+
+    play(story)
+
+
+def test_a_drain_prefers_workers_of_its_kind_and_brings_kv_there(play):
+    async def story(front, fleet, host):
+        for i in range(8):
+            await front.send(f"r{i}", [i + 1] * 200, max_tokens=400)
+        await asyncio.gather(*(front.until(f"r{i}", 5) for i in range(8)))
+        source, haven = (worker for worker, kind in host.kinds.items() if kind == SLOW)
+        held = {t.id for t in front.core.requests.on_worker(source)}
+        fleet.drain(WorkerId(source), "a test")
+        await until(lambda: fleet.state_of(WorkerId(source)) is None)
+        moves = [move for move in front.core.migrations.closed if move.request in held and move.moved]
+        assert moves
+        assert {(move.target, move.mode) for move in moves} == {(haven, "live")}
+        await front.ended(*(f"r{i}" for i in range(8)))
+
+    play(story, slow=2)
+
+
+def test_what_cannot_be_is_refused(play):
+    async def story(front, fleet, host):
+        with pytest.raises(BadInput, match=r"a100-sxm TP1: at most 2, got 3"):
+            fleet.scale({SLOW: 3}, "a test")
+        with pytest.raises(BadInput, match="from 0 to 4"):
+            fleet.scale({FAST: 4}, "a test")
+        with pytest.raises(BadInput, match="expected one of h100-sxm TP2, a100-sxm TP1, got 'b200'"):
+            fleet.scale({"b200": 1}, "a test")
+        with pytest.raises(BadInput, match="say which"):
+            fleet.kinds.only()
+        assert fleet.wanted_kinds == {FAST: 1, SLOW: 1}
+
+    play(story)
+
+
+def test_placement_goes_by_the_step_times_of_each_kind(play):
+    async def story(front, fleet, host):
+        # A refit of one kind: its steps of 2 s would break every TPOT target.
+        front.core.placement.refit(SLOW, replace(profile().step, base_s=2.0))
+        for i in range(6):
+            await front.send(f"r{i}", [i + 1] * 30, max_tokens=50)
+        fast = next(worker for worker, kind in host.kinds.items() if kind == FAST)
+        assert {t.worker for t in front.core.requests} <= {fast, None}
+        await front.ended(*(f"r{i}" for i in range(6)))
+
+    play(story, by_profile=True)
+
+
+def test_a_worker_reserves_gpus_of_its_type(live_extra):
+    from dataplane.live.launch import Place
+
+    assert Place(gpus=2, accelerator="H100").bundle == {"GPU": 2.0, "accelerator_type:H100": 0.001}
+    assert Place(gpus=2).bundle == {"GPU": 2.0}

@@ -1,0 +1,68 @@
+"""A plan's mix of worker kinds, served: counted, shown and scaled by kind."""
+
+import json
+
+import httpx
+import pytest
+from served_fleet import serve
+
+from tokenfleet.cli import main
+
+pytestmark = pytest.mark.live
+LARGE, SMALL = "h100-sxm TP2", "a100-sxm TP1"
+
+
+@pytest.fixture(scope="module")
+def mixed_fleet(model_folder, scratch):
+    parts = [("h100-sxm", 2, 1, 5.38), ("a100-sxm", 1, 2, 2.78)]
+    plan = {
+        "schema": "tokenfleet.plan/1", "feasible": True, "workers": 3, "usd_per_hour": 8.16,
+        "slo": {"ttft_s": 0.4, "tpot_s": 0.03}, "inputs": {"profiles": [{"model": "llama-3.1-8b"}]},
+        "fleet": [
+            {"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts
+        ],
+    }  # fmt: skip
+    path = scratch / "mixed.json"
+    path.write_text(json.dumps(plan))
+    fleet = serve(model_folder, "--engine", "emulated", "--plan", str(path), folder=scratch)
+    yield fleet
+    fleet.stop()
+
+
+def kinds_of(fleet):
+    return sorted(w["kind"] for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["state"] == "serving")
+
+
+def complete(fleet, tokens=20):
+    body = {"model": "tiny-llama", "prompt": "x", "max_tokens": tokens, "ignore_eos": True}
+    reply = httpx.post(f"{fleet.gateway}/v1/completions", json=body, timeout=60)
+    assert reply.json()["usage"]["completion_tokens"] == tokens
+    return reply.headers["x-tokenfleet-worker"]
+
+
+def test_a_mixed_plan_starts_its_kinds_and_says_so(mixed_fleet, capsys):
+    view = mixed_fleet.ask("GET", "/v1/fleet")
+    assert view["wanted_kinds"] == {LARGE: 1, SMALL: 2}
+    assert kinds_of(mixed_fleet) == [SMALL, SMALL, LARGE]
+    assert {w["kind"]: w["tp_degree"] for w in view["workers"]} == {LARGE: 2, SMALL: 1}
+    assert [times["variant"] for times in view["step_times"]] == [LARGE, SMALL]
+    complete(mixed_fleet)
+    assert main(["fleet", "--control", mixed_fleet.control, "status"]) == 0
+    shown = capsys.readouterr().out
+    assert f"wanted 3 (1 {LARGE}, 2 {SMALL})" in " ".join(shown.split())
+
+
+def test_kinds_are_scaled_one_by_one(mixed_fleet, capsys):
+    control = ["fleet", "--control", mixed_fleet.control, "scale"]
+    assert main([*control, "2"]) == 2
+    assert f"say which: {LARGE}, {SMALL}" in " ".join(capsys.readouterr().err.split())
+    assert main([*control, "1", "--kind", "b200"]) == 2
+    capsys.readouterr()
+    assert main([*control, "1", "--kind", SMALL]) == 0
+    mixed_fleet.until(lambda: kinds_of(mixed_fleet) == [SMALL, LARGE])
+    assert main([*control, "0", "--kind", LARGE]) == 0
+    mixed_fleet.until(lambda: kinds_of(mixed_fleet) == [SMALL])
+    complete(mixed_fleet)
+    assert main([*control, "1", "--kind", LARGE]) == 0
+    mixed_fleet.until(lambda: kinds_of(mixed_fleet) == [SMALL, LARGE])
+    complete(mixed_fleet)
