@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,24 @@ def model_folder(live_extra: None, scratch: Path) -> Path:
 def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     """Three emulated workers behind a real gateway."""
     fleet = serve(model_folder, "--engine", "emulated", "--workers", "3", folder=scratch)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
+    """A plan's mix: an emulated worker of one kind and two of another."""
+    parts = [("h100-sxm", 2, 1, 5.38), ("a100-sxm", 1, 2, 2.78)]
+    plan = {
+        "schema": "tokenfleet.plan/1", "feasible": True, "workers": 3, "usd_per_hour": 8.16,
+        "slo": {"ttft_s": 0.4, "tpot_s": 0.03}, "inputs": {"profiles": [{"model": "llama-3.1-8b"}]},
+        "fleet": [
+            {"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts
+        ],
+    }  # fmt: skip
+    path = scratch / "mixed.json"
+    path.write_text(json.dumps(plan))
+    fleet = serve(model_folder, "--engine", "emulated", "--plan", str(path), folder=scratch)
     yield fleet
     fleet.stop()
 

@@ -1,32 +1,12 @@
 """A plan's mix of worker kinds, served: counted, shown and scaled by kind."""
 
-import json
-
 import httpx
 import pytest
-from served_fleet import serve
 
 from tokenfleet.cli import main
 
 pytestmark = pytest.mark.live
 LARGE, SMALL = "h100-sxm TP2", "a100-sxm TP1"
-
-
-@pytest.fixture(scope="module")
-def mixed_fleet(model_folder, scratch):
-    parts = [("h100-sxm", 2, 1, 5.38), ("a100-sxm", 1, 2, 2.78)]
-    plan = {
-        "schema": "tokenfleet.plan/1", "feasible": True, "workers": 3, "usd_per_hour": 8.16,
-        "slo": {"ttft_s": 0.4, "tpot_s": 0.03}, "inputs": {"profiles": [{"model": "llama-3.1-8b"}]},
-        "fleet": [
-            {"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts
-        ],
-    }  # fmt: skip
-    path = scratch / "mixed.json"
-    path.write_text(json.dumps(plan))
-    fleet = serve(model_folder, "--engine", "emulated", "--plan", str(path), folder=scratch)
-    yield fleet
-    fleet.stop()
 
 
 def kinds_of(fleet):

@@ -75,6 +75,21 @@ def test_scaling_asks_first_and_is_done_by_keyboard_alone(emulated_fleet, live):
     live.until("#tiles", "3 of 3")
 
 
+def test_a_fleet_of_several_kinds_is_scaled_kind_by_kind(mixed_fleet, visit):
+    small = "a100-sxm TP1"
+    mixed_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2, "kind": small})
+    live = visit(f"{mixed_fleet.control}/live")
+    live.until("#workers", small)
+    live.page.select_option("#scale-kind", small)
+    assert live.page.input_value("#scale-to") == "2"
+    live.page.fill("#scale-to", "3")
+    live.page.keyboard.press("Enter")
+    live.until("dialog", f"Scale {small} from 2 to 3?")
+    live.page.click("dialog button.primary")
+    mixed_fleet.until(lambda: mixed_fleet.ask("GET", "/v1/fleet")["wanted_kinds"][small] == 3)
+    mixed_fleet.ask("POST", "/v1/fleet/scale", {"workers": 2, "kind": small})
+
+
 def test_a_worker_is_drained_and_taken_back(emulated_fleet, live):
     emulated_fleet.ask("POST", "/v1/fleet/scale", {"workers": 3})
     live.until("#tiles", "3 of 3")

@@ -113,8 +113,9 @@ function show(now) {
   showMoving(now.moving);
   byId("attainment").hidden = !now.attainment;
   if (now.attainment) attainment.show(now.attainment, now.slo, Date.now() / 1e3);
+  offerKinds(Object.keys(now.wanted_kinds));
   if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined)
-    byId("scale-to").value = now.wanted_workers;
+    byId("scale-to").value = wantedOf(now);
   byId("scale-to").max = now.max_workers;
   byId("auto").disabled = now.auto || !now.autoscale;
   say(byId("auto-says"), rangeOf(now));
@@ -124,6 +125,17 @@ function show(now) {
     stream.run().catch((error) => connection(`No stream of decisions: ${error.message}`));
   }
 }
+
+/** In a fleet of several kinds, which of them the number of workers is meant for. */
+function offerKinds(kinds) {
+  const select = byId("scale-kind");
+  byId("scale-which").hidden = kinds.length < 2;
+  if (select.options.length === kinds.length) return;
+  select.replaceChildren(...kinds.map((kind) => make("option", { value: kind }, kind)));
+}
+
+/** How many workers of the chosen kind are wanted. */
+const wantedOf = (now) => now.wanted_kinds[byId("scale-kind").value];
 
 function factsOf(now) {
   const who = now.auto ? "the controller decides how many" : "an operator decides how many";
@@ -178,7 +190,8 @@ async function scale() {
     byId("scale-to").focus();
     return;
   }
-  const change = wanted - fleet.wanted_workers;
+  const before = wantedOf(fleet);
+  const change = wanted - before;
   const happens =
     change > 0
       ? `${counted(change, "worker")} will start.`
@@ -186,9 +199,10 @@ async function scale() {
         ? `${counted(-change, "worker")} will be drained and stopped; what runs there moves.`
         : "No worker starts or stops.";
   const hands = fleet.auto ? " The controller no longer decides how many." : "";
-  if (!(await confirmed(`Scale from ${fleet.wanted_workers} to ${wanted}?`, happens + hands, "Scale")))
-    return;
-  await give(() => ask("POST", "/v1/fleet/scale", { json: { workers: wanted } }));
+  const kind = byId("scale-kind").value;
+  const which = byId("scale-which").hidden ? "" : `${kind} `;
+  if (!(await confirmed(`Scale ${which}from ${before} to ${wanted}?`, happens + hands, "Scale"))) return;
+  await give(() => ask("POST", "/v1/fleet/scale", { json: { workers: wanted, kind } }));
   delete byId("scale-to").dataset.typed;
 }
 
@@ -226,6 +240,10 @@ byId("scale").addEventListener("submit", (event) => {
   void scale();
 });
 byId("scale-to").addEventListener("input", () => (byId("scale-to").dataset.typed = "yes"));
+byId("scale-kind").addEventListener("change", () => {
+  delete byId("scale-to").dataset.typed;
+  byId("scale-to").value = wantedOf(fleet);
+});
 byId("auto").addEventListener("click", () => void automatic());
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
 refresh();

@@ -6,7 +6,7 @@ import { bar } from "./chart.js";
 import { byId, make, say } from "./dom.js";
 import { count, duration, percent } from "./format.js";
 
-const COLUMNS = ["worker", "state", "KV in use", "running", "waiting", "tokens", "step", "action"];
+const COLUMNS = ["worker", "kind", "state", "KV in use", "running", "waiting", "tokens", "step", "action"];
 const NUMBERS = new Set(["running", "waiting", "tokens", "step"]);
 
 /** The table of workers. `onDrain(worker, isDraining)` is called by a worker's button. */
@@ -72,6 +72,7 @@ function newRow(name, onDrain) {
 
 function update(row, worker) {
   const load = worker.telemetry ?? null;
+  say(row.cells.kind, worker.kind);
   say(row.state, worker.state);
   row.state.className = `state ${["serving", "starting", "draining"].includes(worker.state) ? worker.state : ""}`;
   say(row.reason, `${duration(worker.for_s, 2)}: ${worker.reason}`);
