@@ -9,8 +9,9 @@ its errors, to workers at which no more prompts are ahead of them.
 Scale. By demand (scaler.autoscale) where a line is known. Without one, or until there is one, by load: used
 and waiting tokens over the capacity of the wanted workers. Above `high` for `rise_s` without a break, as many
 are wanted as bring it down to `high`; below `low` for `hold_s`, as few as would have kept it in the middle
-between the two all that time; within the bounds. A snapshot without load figures holds everything: absence of
-news is not idleness.
+between the two all that time; within the bounds. Of several kinds the one cheapest for its KV capacity grows,
+and the dearest shrinks of those whose going leaves the load below `high`. A snapshot without load figures holds
+everything: absence of news is not idleness.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.placement.rebalance import rebalance
 from controlplane.scaler.autoscale import Scaling, ScalingSettings, has_line, scale
+from controlplane.scaler.counts import present, said, stepped
 from controlplane.scaler.hold import Held, HoldSettings, hold
 from controlplane.snapshot import (
     SERVING,
@@ -196,7 +198,9 @@ def _by_load(
     wanted = snapshot.wanted
     if not low <= wanted <= high:
         within = min(max(wanted, low), high)
-        return None, Scale(within, f"{wanted} workers are outside {low}..{high}")
+        return None, _of_kinds(
+            settings, snapshot, seen, within, f"{wanted} workers are outside {low}..{high}"
+        )
     each = sum(s.worker.capacity_tokens for s in known) / len(known)
     used = sum(s.load.held_tokens + s.load.waiting_tokens for s in seen) + snapshot.waiting_tokens
     load = used / (each * wanted) if wanted else math.inf
@@ -214,4 +218,29 @@ def _by_load(
     over, limit, for_s = ("above", settings.high, settings.rise_s)
     if held.wanted < wanted:
         over, limit, for_s = ("below", settings.low, settings.hold_s)
-    return held, Scale(held.wanted, f"load {load:.0%} has been {over} {limit:.0%} for {for_s:g} s")
+    why = f"load {load:.0%} has been {over} {limit:.0%} for {for_s:g} s"
+    return held, _of_kinds(settings, snapshot, seen, held.wanted, why)
+
+
+def _of_kinds(
+    settings: Settings, snapshot: Snapshot, seen: Sequence[Seen], workers: int, why: str
+) -> Scale | None:
+    """So many workers; of several kinds, as near to that as limits and load let those come or go."""
+    kinds = () if settings.scaling is None else settings.scaling.kinds
+    if not kinds:
+        return Scale(workers, why)
+    known = [s.worker for s in seen if s.worker.state == SERVING]
+    capacity = dict.fromkeys((k.kind for k in kinds), sum(w.capacity_tokens for w in known) / len(known))
+    capacity |= {k.kind: float(k.speed.kv_capacity_tokens) for k in kinds if k.speed is not None}
+    capacity |= {w.kind: float(w.capacity_tokens) for w in known}
+    used = sum(s.load.held_tokens + s.load.waiting_tokens for s in seen) + snapshot.waiting_tokens
+
+    def may_go(rest: Mapping[str, int]) -> bool:
+        return used <= settings.high * sum(capacity.get(kind, 0.0) * n for kind, n in rest.items())
+
+    there = present(snapshot.wanted_kinds)
+    counts = stepped(kinds, capacity, there, workers, may_go)
+    if counts == there:
+        return None
+    named = {k.kind: 0 for k in kinds} | counts
+    return Scale(sum(counts.values()), f"{why}: {said(counts)}", kinds=named)

@@ -12,11 +12,12 @@ from planning_builders import offer, planned, poisson, worker
 from test_plan_command import plan, save
 
 from controlplane.errors import BadInput
+from controlplane.scaler.reclaims import enough_stand, missing_share
 from tokenfleet.planning.cold_start import paid
 from tokenfleet.planning.fleet import Fleet, Group
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.schedule import Stretch
-from tokenfleet.planning.spares import enough_stand, missing_share, spares_for
+from tokenfleet.planning.spares import spares_for
 from tokenfleet.profile_files import write_profile
 
 

@@ -12,6 +12,8 @@ from controlplane.placement.rebalance import Error
 from controlplane.scaler.autoscale import Outlook, ScalingSettings
 from controlplane.scaler.forecast import Forecast, ForecastSettings
 from controlplane.scaler.hold import Held, HoldSettings
+from controlplane.scaler.kinds import KindSettings
+from controlplane.scaler.line import Speed
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import WorkerLoad
 from controlplane.types import RequestId, WorkerId
@@ -153,6 +155,28 @@ def test_the_fleet_shrinks_from_two_to_one_when_nothing_comes():
 def test_the_bounds_hold_whatever_the_load():
     outside = at(0.0, worker("a"), wanted=12)
     assert [a.workers for a in tick(STILL, State(), outside)[1]] == [8]
+
+
+def test_of_several_kinds_load_grows_the_cheapest_for_its_capacity_and_shrinks_the_dearest_it_can():
+    kinds = KindSettings("big", Speed(STEP, 4000, 64), 3.0, high=1), KindSettings("small", None, 1.0)
+    scaling = ScalingSettings(TargetSettings(None, None), kinds=kinds)
+    settings = replace(STILL, hold_s=0.0, rise_s=0.0, scaling=scaling)
+    big = replace(worker("b", (3600,), capacity=4000), kind="big")
+    small = [replace(worker(f"s{i}", (900,)), kind="small") for i in range(2)]
+
+    def asked(*workers, wanted):
+        seen = at(0.0, *workers, wanted=sum(wanted.values()), wanted_kinds=wanted)
+        return [a for a in tick(settings, State(), seen)[1] if isinstance(a, Scale)]
+
+    (more,) = asked(*small, wanted={"small": 2})
+    assert (more.workers, more.kinds) == (3, {"big": 1, "small": 2})
+    assert more.reason.endswith(": 1 big + 2 small")
+    (most,) = asked(big, *small, wanted={"big": 1, "small": 2})  # no more of the big to be had
+    assert most.kinds["big"] == 1
+    assert most.kinds["small"] == most.workers - 1 > 2
+    idle = replace(worker("b", (500,), capacity=4000), kind="big")
+    (fewer,) = asked(idle, *[replace(w, requests=()) for w in small], wanted={"big": 1, "small": 2})
+    assert fewer.kinds == {"big": 1, "small": 0}, "the small are dearer for what they hold"
 
 
 def test_thresholds_the_wrong_way_round_are_refused():

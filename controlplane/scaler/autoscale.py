@@ -9,6 +9,9 @@ Besides the regime's rate four others must be covered, and the highest counts:
 
 A rise is followed at once. A fall must last: `hold.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
+
+In a fleet of several kinds all of this counts in reference workers (scaler.kinds), limits apart, and what is
+held becomes the cheapest counts of each kind within the limits (scaler.counts).
 """
 
 from __future__ import annotations
@@ -16,12 +19,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from controlplane.errors import BadInput
 from controlplane.scaler.changepoint import Regime, Regimes, follow
+from controlplane.scaler.counts import Asked, present
 from controlplane.scaler.demand import Demand, observe
 from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
 from controlplane.scaler.hold import Held, HoldSettings, hold
+from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, check_kinds, even, weigh
 from controlplane.scaler.line import Line, Speed, at_lengths, line_of
 from controlplane.scaler.mix import ClassArrivals, Mix, blend
+from controlplane.scaler.mixed import (
+    Mixed,
+    change,
+    fixed_mix,
+    next_mix,
+    serving_kinds,
+    taken_up,
+    terms_of,
+    units_in,
+)
 from controlplane.scaler.target import Rate, Target, TargetSettings, target
 from controlplane.snapshot import SERVING, STARTING, Scale, Snapshot
 
@@ -36,6 +52,10 @@ class ScalingSettings:
     `speed`: what a worker can do, where the target has no line of its own, or where the lengths drift from
     those that its line was learned at (`learned_at`). `bin_s`: a bin of the counts. `catch_up_s`: in which a
     backlog is to be served. `ahead`: whether and how to forecast; `near`: by short bins as well.
+
+    `kinds`: of worker that may be had, where there are several; then each has a speed of its own and `speed`
+    is not read. `line_kind`: the one whose workers the target's line counts, by default the first. `mixing`:
+    how counts are chosen among them, and their budget.
     """
 
     target: TargetSettings
@@ -48,6 +68,16 @@ class ScalingSettings:
     ahead: ForecastSettings | None = None
     near: ForecastSettings | None = None
     learned_at: ClassArrivals | None = None
+    kinds: tuple[KindSettings, ...] = ()
+    line_kind: str | None = None
+    mixing: MixingSettings = field(default_factory=MixingSettings)
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            return
+        check_kinds(self.kinds, self.mixing, self.target.low, self.target.high, self.line_kind)
+        if self.target.budget_usd_per_h is not None:
+            raise BadInput("scaling: budget_usd_per_h: of several kinds it belongs to `mixing`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +93,7 @@ class Outlook:
 class Scaling:
     """What the scaler remembers; empty at the start, and after a restart, which loses hold and history.
 
-    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`.
+    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `mixed` to its `kinds`.
     """
 
     demand: Demand | None = None
@@ -73,6 +103,8 @@ class Scaling:
     mix: Mix = field(default_factory=Mix)
     far: Outlook = field(default_factory=Outlook)
     soon: Outlook = field(default_factory=Outlook)
+    weights: Weights | None = None
+    mixed: Mixed | None = None
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -89,16 +121,22 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     mix = blend(state.mix, snapshot.by_class, now_s)
     after = replace(state, demand=demand, regimes=regimes, counted_s=counted_s, mix=mix)
     after = _foreseen(settings, after, snapshot)
-    line = _line(settings, mix)
+    limits, unit, there = settings.target, "workers", snapshot.wanted
+    if settings.kinds:
+        after, asked = _asked(settings, after, snapshot)
+        limits = replace(limits, low=0, high=None)
+        unit, there = f"times one {asked.weights.reference}", asked.units
+    line = _line(settings, after)
     also = _also(settings, after, snapshot)
     found = target(
-        settings.target,
+        limits,
         regimes.current,
         demand.bin_s,
         stale=stale,
         fixed=snapshot.fixed,
         line=line,
         also=also,
+        unit=unit,
     )
     if settings.target.to_zero and snapshot.fixed is None and not stale and _is_silent(demand):
         why = f"nothing has arrived for {SILENT_BINS * demand.bin_s:g} s"
@@ -106,17 +144,19 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if _must_wake(settings, snapshot, found):
         why = f"{snapshot.waiting_requests} requests wait and nobody serves"
         found = Target(max(found.workers or 0, settings.target.low, 1), why, found.compared)
-    found = _kept_for_those_here(snapshot, found)
+    found = _kept_for_those_here(snapshot, found, there, after.weights)
     held = state.held
-    if held is None or held.wanted != snapshot.wanted:
-        held = Held(snapshot.wanted)
+    if held is None or held.wanted != there:
+        held = Held(there)
     if snapshot.fixed is not None:
-        held = Held(snapshot.fixed)
+        held = held if settings.kinds else Held(snapshot.fixed)
     elif snapshot.wanted == 0 and found.workers:
         held = Held(found.workers)  # nobody is kept waiting for a hold to end
     else:
         held = hold(_held_for(settings.hold, snapshot), held, found.workers, now_s)
     after = replace(after, held=held)
+    if settings.kinds:
+        return _mixed(settings, after, snapshot, replace(asked, units=held.wanted), found, line)
     if held.wanted == snapshot.wanted:
         return after, None
     return after, Scale(
@@ -126,17 +166,72 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
 
 def has_line(settings: ScalingSettings, state: Scaling) -> bool:
     """Whether demand says how many workers: else another rule must."""
-    return _line(settings, state.mix) is not None
+    return _line(settings, state) is not None
 
 
-def _line(settings: ScalingSettings, mix: Mix) -> Line | None:
-    """The target's own line, at the lengths seen where it says which it was learned at; else the speed's."""
-    given, speed = settings.target.line, settings.speed
+def _line(settings: ScalingSettings, state: Scaling) -> Line | None:
+    """The target's own line, at the lengths seen where it says which it was learned at; else the speed's.
+
+    Of several kinds in reference workers, and None until it is known what those are.
+    """
+    given, speed, mix, weights = settings.target.line, settings.speed, state.mix, state.weights
+    line_kind = None
+    if settings.kinds:
+        if weights is None:
+            return None
+        line_kind = weights.reference if given is None else settings.line_kind or settings.kinds[0].kind
+        speed = next(k.speed for k in settings.kinds if k.kind == line_kind)
     if given is None:
         return None if speed is None else line_of(speed, mix)
-    if speed is None or settings.learned_at is None:
+    if speed is not None and settings.learned_at is not None:
+        given = at_lengths(given, settings.learned_at, speed, mix)
+    if weights is None or line_kind is None:
         return given
-    return at_lengths(given, settings.learned_at, speed, mix)
+    return weights.scaled(given, line_kind) if line_kind in weights.of else None
+
+
+def _asked(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Asked]:
+    """The state with this traffic's weights; what to choose from, with the units that are wanted so far."""
+    there = present(snapshot.wanted_kinds)
+    weights = weigh(settings.kinds, there, state.mix, state.weights)
+    asked = Asked(
+        terms_of(settings.kinds),
+        settings.mixing,
+        weights or even(settings.kinds),
+        0,
+        there,
+        settings.target.low,
+        settings.target.high,
+        snapshot.cold_start_s,
+        snapshot.drain_s,
+    )
+    mixed = taken_up(state.mixed, asked, snapshot.now_s + _held_for(settings.hold, snapshot).down_s)
+    return replace(state, weights=weights, mixed=mixed), replace(asked, units=units_in(mixed, asked))
+
+
+def _mixed(
+    settings: ScalingSettings,
+    state: Scaling,
+    snapshot: Snapshot,
+    asked: Asked,
+    found: Target,
+    line: Line | None,
+) -> tuple[Scaling, Scale | None]:
+    """From units to counts of each kind."""
+    before = state.mixed
+    assert before is not None
+    if asked.units == 0 and settings.target.to_zero:
+        asked = replace(asked, least=0)
+    if snapshot.fixed is not None:
+        mixed = fixed_mix(asked, snapshot.fixed)
+        state = replace(state, held=Held(mixed.units))
+    else:
+        # Without news nothing is due.
+        looked_s = snapshot.now_s if found.workers is not None else -math.inf
+        mixed = next_mix(before, asked, serving_kinds(snapshot), looked_s)
+    state = replace(state, mixed=mixed)
+    facts = _facts(settings, state, snapshot, found, line, sum(mixed.wanted.values()))
+    return state, change(before, mixed, asked, found.reason, facts)
 
 
 def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list[Rate]:
@@ -215,17 +310,21 @@ def _must_wake(settings: ScalingSettings, snapshot: Snapshot, found: Target) -> 
     return nobody and settings.target.to_zero and snapshot.waiting_requests > 0
 
 
-def _kept_for_those_here(snapshot: Snapshot, found: Target) -> Target:
-    """The target, but no fewer workers than those who are here need: the demand knows arrivals alone."""
-    if found.workers is None or found.workers >= snapshot.wanted or snapshot.fixed is not None:
+def _kept_for_those_here(snapshot: Snapshot, found: Target, wanted: int, weights: Weights | None) -> Target:
+    """The target, but no fewer workers than those who are here need: the demand knows arrivals alone.
+
+    `wanted`: workers, or of several kinds what they weigh.
+    """
+    if found.workers is None or found.workers >= wanted or snapshot.fixed is not None:
         return found
     serving = [w for w in snapshot.workers if w.state == SERVING]
     running = sum(len(w.requests) + len(w.waiting) for w in snapshot.workers)
     if snapshot.waiting_requests:
         why = f"{found.reason}; kept, {snapshot.waiting_requests} requests wait"
-        return Target(snapshot.wanted, why, found.compared)
-    seats = min((w.max_seqs for w in serving), default=1)
-    needed = min(math.ceil(running / seats), snapshot.wanted)
+        return Target(wanted, why, found.compared)
+    of = {} if weights is None else weights.of
+    seats = min((w.max_seqs / of.get(w.kind, 1.0) for w in serving), default=1)
+    needed = min(math.ceil(running / seats), wanted)
     if needed <= found.workers:
         return found
     return Target(needed, f"{found.reason}; {needed} hold the {running} requests here", found.compared)

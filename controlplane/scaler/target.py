@@ -90,10 +90,12 @@ def target(
     fixed: int | None = None,
     line: Line | None = None,
     also: Sequence[Rate] = (),
+    unit: str = "workers",
 ) -> Target:
     """The target now. `stale`: the newest counts are too old, or missing. `fixed`: an operator's number.
 
-    `line`: in place of the settings' own. `also`: other rates that must be covered.
+    `line`: in place of the settings' own. `also`: other rates that must be covered. `unit`: what the line
+    counts in.
     """
     if fixed is not None:
         if fixed < 0:
@@ -110,22 +112,22 @@ def target(
     compared = {rate.name: _workers(line, rate.rps) for rate in rates}
     highest = max(rates, key=lambda rate: rate.rps)
     if settings.to_zero and highest.rps == 0:
-        return _within(settings, 0, "nothing arrives", compared)
+        return _within(settings, 0, "nothing arrives", compared, unit)
     asked = math.ceil(compared[highest.name] - 1e-9)
-    return _within(settings, max(asked, 0 if settings.to_zero else 1), highest.why, compared)
+    return _within(settings, max(asked, 0 if settings.to_zero else 1), highest.why, compared, unit)
 
 
 def _workers(line: Line, rate_rps: float) -> float:
     return round(line.workers_per_rps * rate_rps + line.intercept, 3)
 
 
-def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float]) -> Target:
+def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float], unit: str) -> Target:
     most = settings.most
     if most is not None and asked > most:
-        return Target(most, f"{why}: {asked} workers, but no more than {most} are allowed", compared)
+        return Target(most, f"{why}: {asked} {unit}, but no more than {most} are allowed", compared)
     low = 0 if asked == 0 and settings.to_zero else settings.low
     if most is not None:
         low = min(low, most)
     if asked < low:
-        return Target(low, f"{why}: {asked} workers, but at least {low} are kept", compared)
-    return Target(asked, f"{why}: {asked} workers", compared)
+        return Target(low, f"{why}: {asked} {unit}, but at least {low} are kept", compared)
+    return Target(asked, f"{why}: {asked} {unit}", compared)

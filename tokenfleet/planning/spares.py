@@ -1,13 +1,10 @@
 """Spot workers can be reclaimed: how many more than serve must be bought, so that enough stand (N + k).
 
-Each worker is reclaimed r times an hour, independently of the others, and stands again after the cold start
-T; so at any time it is missing with probability q = r·T / (1 + r·T). While fewer than the N that the target
+How many stand is scaler.reclaims' binomial of rate r and cold start. While fewer than the N that the target
 needs stand, every request counts as missed; and so does every request that was running on a worker when it
 was reclaimed (share 1 - exp(-r·d), d the mean time of a request). Both are more than is really lost.
 
     attainment >= low(N) · P(at least N of N + k stand) · exp(-r·d)
-
-What takes many workers at once, such as a zone that is cleared, is not covered.
 """
 
 from __future__ import annotations
@@ -15,8 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from scipy import stats
-
+from controlplane.scaler.reclaims import enough_stand, missing_share
 from tokenfleet.planning.fleet import Fleet
 
 MOST_SPARES = 64
@@ -46,17 +42,6 @@ class Spares:
     def survives(self) -> float:
         """What attainment is multiplied by, at least."""
         return self.availability * self.untouched
-
-
-def missing_share(reclaims_per_h: float, cold_start_s: float) -> float:
-    """Probability that a worker is missing at a given time: gone for T after every 1/r hours on average."""
-    gone = reclaims_per_h * cold_start_s / 3600.0
-    return gone / (1.0 + gone)
-
-
-def enough_stand(needed: int, spares: int, missing: float) -> float:
-    """P(at least `needed` of `needed + spares` workers stand)."""
-    return float(stats.binom.cdf(spares, needed + spares, missing))
 
 
 def spares_for(

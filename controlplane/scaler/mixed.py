@@ -1,0 +1,143 @@
+"""The mix that is wanted, from one heartbeat to the next, and the change to ask for.
+
+The program is solved only where the question changed: demand, weights, prices and limits, or counts that
+somebody else set. What somebody else set is left alone until the demand changes, or until it has stood as
+long as a fall must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from controlplane.scaler.counts import (
+    Asked,
+    Counts,
+    alone,
+    bridged,
+    choose,
+    present,
+    said,
+    stepped,
+    usd_per_h,
+)
+from controlplane.scaler.kinds import KindSettings, Weights, whole
+from controlplane.snapshot import SERVING, Scale, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """The counts last chosen for so many `units`, and `wanted` on the way there; kinds with none left out.
+
+    `kinds`: without their speeds, which count as weights. `due_s`: when to choose even if nothing changes.
+    `solved`: the last question put to the program, and its answer.
+    """
+
+    units: int
+    weights: Weights
+    kinds: tuple[KindSettings, ...]
+    chosen: Counts
+    wanted: Counts
+    due_s: float = math.inf
+    solved: tuple[Asked, Counts] | None = None
+
+
+def terms_of(kinds: Sequence[KindSettings]) -> tuple[KindSettings, ...]:
+    """What of the kinds decides besides their weights."""
+    return tuple(replace(k, speed=None) for k in kinds)
+
+
+def taken_up(before: Mixed | None, asked: Asked, due_s: float) -> Mixed:
+    """`before`, where what is there is what it wanted; else what is there, to be left alone until `due_s`."""
+    if before is not None and before.wanted == asked.there and before.weights.known == asked.weights.known:
+        return before
+    solved = None if before is None else before.solved
+    units = whole(asked.carries(asked.there))
+    due_s = due_s if asked.weights.known else math.inf
+    return Mixed(units, asked.weights, asked.kinds, asked.there, asked.there, due_s, solved)
+
+
+def units_in(mixed: Mixed, asked: Asked) -> int:
+    """The mix's units in reference workers as they are now."""
+    old = mixed.weights.reference
+    if old == asked.weights.reference:
+        return mixed.units
+    if old not in asked.weights.of:
+        return whole(asked.carries(mixed.chosen))
+    return math.ceil(mixed.units * asked.weights.of[old] - 1e-6)
+
+
+def next_mix(before: Mixed, asked: Asked, serving: Counts, now_s: float) -> Mixed:
+    """The mix for what is asked now: `before`'s where nothing changed. `serving`: workers now, by kind."""
+    same = (before.units, before.weights, before.kinds) == (asked.units, asked.weights, asked.kinds)
+    chosen, due_s, solved = before.chosen, before.due_s, before.solved
+    if not same or now_s >= due_s:
+        if solved is None or solved[0] != asked:
+            solved = asked, choose(asked)
+        chosen, due_s = solved[1], math.inf
+    wanted = bridged(asked, chosen, serving)
+    return Mixed(asked.units, asked.weights, asked.kinds, chosen, wanted, due_s, solved)
+
+
+def fixed_mix(asked: Asked, total: int) -> Mixed:
+    """An operator's number: what is there, with as many more or fewer as that takes."""
+    counts = stepped(asked.kinds, asked.weights.of, asked.there, total)
+    return Mixed(whole(asked.carries(counts)), asked.weights, asked.kinds, counts, counts)
+
+
+def serving_kinds(snapshot: Snapshot) -> dict[str, int]:
+    """How many workers of each kind serve."""
+    return dict(Counter(w.kind for w in snapshot.workers if w.state == SERVING))
+
+
+def change(
+    before: Mixed, after: Mixed, asked: Asked, why: str, facts: Mapping[str, Mapping[str, float]]
+) -> Scale | None:
+    """What to ask for, if anything. `why` asked for the units; `facts` besides those of the mix."""
+    if after.wanted == asked.there:
+        return None
+    kinds = {k.kind: 0 for k in asked.kinds} | dict(after.wanted)
+    mix = _mix_facts(after, asked)
+    reason = _reason(before, after, asked, why)
+    return Scale(sum(kinds.values()), reason, {**facts, **mix, "cost": _cost(after, asked)}, kinds)
+
+
+def _reason(before: Mixed, after: Mixed, asked: Asked, why: str) -> str:
+    if before.chosen == after.chosen and before.wanted == asked.there and before.units == after.units:
+        return f"{said(after.chosen)} serve now, which is enough"
+    if not asked.is_enough(after.chosen):
+        most = asked.carries(after.chosen)
+        return f"{why}, but all that is allowed, {said(after.chosen)}, carries {most:.3g}"
+    cost = usd_per_h(asked.kinds, after.chosen)
+    ranked = "fewest GPUs" if cost is None else "cheapest"
+    reason = f"{why}; {ranked}: {said(after.chosen)}"
+    if cost is not None:
+        reason += f" at ${cost:.2f}/h"
+    stay = present({kind: n - after.chosen.get(kind, 0) for kind, n in after.wanted.items()})
+    return f"{reason}; {said(stay)} more until those serve" if stay else reason
+
+
+def _mix_facts(after: Mixed, asked: Asked) -> dict[str, dict[str, float]]:
+    facts: dict[str, dict[str, float]] = {
+        "weights": dict(asked.weights.of),
+        "chosen": {kind: float(n) for kind, n in after.chosen.items()},
+        "alone": {kind: float(n) for kind, n in alone(asked).items()},
+    }
+    prices = {kind: usd_per_h(asked.kinds, {kind: n}) for kind, n in alone(asked).items()}
+    known = {kind: round(usd, 4) for kind, usd in prices.items() if usd is not None}
+    return facts | ({"alone_usd_per_h": known} if known else {})
+
+
+def _cost(after: Mixed, asked: Asked) -> dict[str, float]:
+    steps = {k: after.wanted.get(k, 0) - asked.there.get(k, 0) for k in {**asked.there, **after.wanted}}
+    cost: dict[str, float] = {"workers": float(sum(steps.values()))}
+    if any(n > 0 for n in steps.values()):
+        cost["ready_after_s"] = asked.cold_start_s
+    if any(n < 0 for n in steps.values()):
+        cost["drained_after_s"] = asked.drain_s
+    now, then = (usd_per_h(asked.kinds, counts) for counts in (asked.there, after.wanted))
+    if now is not None and then is not None:
+        cost |= {"usd_per_h": round(then - now, 4), "mix_usd_per_h": round(then, 4)}
+    return cost
