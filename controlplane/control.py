@@ -10,8 +10,8 @@ Scale. By demand (scaler.autoscale) where a line is known. Without one, or until
 and waiting tokens over the capacity of the wanted workers. Above `high` for `rise_s` without a break, as many
 are wanted as bring it down to `high`; below `low` for `hold_s`, as few as would have kept it in the middle
 between the two all that time; within the bounds. Of several kinds the one cheapest for its KV capacity grows,
-and the dearest shrinks of those whose going leaves the load below `high`. A snapshot without load figures holds
-everything: absence of news is not idleness.
+and the dearest of those shrinks whose going leaves the load below `high`. A snapshot without load figures
+holds everything: absence of news is not idleness.
 """
 
 from __future__ import annotations
