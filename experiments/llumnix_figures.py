@@ -30,11 +30,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kept import Kept
 from llumnix_scaling import CVS as SCALED_CVS
 from llumnix_scaling import (
     FILLS,
@@ -88,20 +91,30 @@ PAIR = ("INFaaS++", "Llumnix")
 Points = dict[tuple[str, str, float, str], float]
 
 
-def figure_11(names: Iterable[str], rates: Any, seeds: range) -> Points:
+def figure_11(names: Iterable[str], rates: Any, seeds: range, kept: Kept) -> Points:
     """Every system on every trace and rate; the first seed is the published stream."""
     points: Points = {}
     for name in names:
         for rate in rates(name):
-            traces = [workload(name, rate, seed) for seed in seeds]
             for system in (ROUND_ROBIN, INFAAS, llumnix(name), OURS):
-                seen = averaged([metrics(system.run(trace)) for trace in traces])
+                seen = averaged([served(system, name, rate, seed, kept) for seed in seeds])
                 points |= {(name, metric, rate, system.name): y for metric, y in seen.items()}
             print(f"{name} at {rate:g}/s done", file=sys.stderr)
     return points
 
 
-def figure_13(cvs: Iterable[float], seeds: range) -> Points:
+def served(
+    system: System, name: str, rate: float, seed: int, kept: Kept, workers: int = WORKERS
+) -> dict[str, float]:
+    """The metrics of one run of Figure 11, or of one like it with another number of instances."""
+    part = f"11 {name} {rate:g} seed {seed} {system.name} {workers}"
+    found: dict[str, float] = kept.part(
+        part, lambda: metrics(system.run(workload(name, rate, seed), workers))
+    )
+    return found
+
+
+def figure_13(cvs: Iterable[float], seeds: range, kept: Kept) -> Points:
     """High and normal requests apart, with and without priorities."""
     headroom = PlacementSettings(high_load_tokens=HIGH_LOAD_TOKENS)
     heard = replace(headroom, as_reported=True)
@@ -112,18 +125,21 @@ def figure_13(cvs: Iterable[float], seeds: range) -> Points:
         System("ours", base.policy, our_moves(True), headroom),
     )
     points: Points = {}
+
+    def apart(system: System, cv: float, seed: int) -> list[dict[str, float]]:
+        plain = workload("S-S", PRIORITY_RATE, seed, cv)
+        high = np.random.default_rng([seed, 13]).random(REQUESTS) < HIGH_SHARE
+        outcome = system.run(plain if system.name == "Llumnix-base" else with_priority(plain, high))
+        return [metrics(outcome, high), metrics(outcome, ~high)]
+
     for cv in cvs:
         for system in systems:
-            high_runs, normal_runs = [], []
-            for seed in seeds:
-                plain = workload("S-S", PRIORITY_RATE, seed, cv)
-                high = np.random.default_rng([seed, 13]).random(REQUESTS) < HIGH_SHARE
-                trace = plain if system.name == "Llumnix-base" else with_priority(plain, high)
-                outcome = system.run(trace)
-                high_runs.append(metrics(outcome, high))
-                normal_runs.append(metrics(outcome, ~high))
-            for row, runs in (("High", high_runs), ("Normal", normal_runs)):
-                points |= {(row, m, cv, system.name): y for m, y in averaged(runs).items()}
+            runs = [
+                kept.part(f"13 CV {cv:g} seed {seed} {system.name}", partial(apart, system, cv, seed))
+                for seed in seeds
+            ]
+            for row, mine in zip(("High", "Normal"), zip(*runs, strict=True), strict=True):
+                points |= {(row, m, cv, system.name): y for m, y in averaged(list(mine)).items()}
         print(f"S-S at CV {cv:g} done", file=sys.stderr)
     return points
 
@@ -173,47 +189,53 @@ def judge(figure: str, paper: Curves, seen: Points, slower: str, faster: str) ->
     return rows, bars
 
 
-def fewest(system: System, trace: Workload, p99_s: float, low: int, high: int) -> int:
+def fewest(p99_with: Callable[[int], float], p99_s: float, low: int, high: int) -> int:
     """The fewest workers from `low` to `high` with a P99 prefill latency of at most `p99_s`; by bisection."""
     while low < high:
         middle = (low + high) // 2
-        if metrics(system.run(trace, middle))["Prefill P99 s"] <= p99_s:
+        if p99_with(middle) <= p99_s:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def savings(names: Iterable[str]) -> list[dict[str, Any]]:
+def savings(names: Iterable[str], kept: Kept) -> list[dict[str, Any]]:
     """Workers at equal P99 prefill latency, each trace at its highest rate, published stream."""
     rows = []
     for name in names:
         rate = RATES[name][-1]
         trace = workload(name, rate, 0)
         bound = fluid_workers(trace.rate_rps, trace.prompt_tokens, trace.output_tokens, a10(), SLO)
-        target_s, own_s = (metrics(system.run(trace))["Prefill P99 s"] for system in (INFAAS, OURS))
+
+        def p99(system: System, name: str, rate: float, workers: int) -> float:
+            return served(system, name, rate, 0, kept, workers)["Prefill P99 s"]
+
+        target_s, own_s = (p99(system, name, rate, WORKERS) for system in (INFAAS, OURS))
         row: dict[str, Any] = {"figure": "iso-P99", "trace": name, "at": rate, "bound": round(bound, 2)}
         row["P99 INFaaS++ 16"] = target_s
         for system in (llumnix(name), OURS):
-            count = fewest(system, trace, target_s, FEWEST, WORKERS)
+            count = fewest(partial(p99, system, name, rate), target_s, FEWEST, WORKERS)
             row |= {f"workers {system.name}": count, f"saving {system.name}": 1 - count / WORKERS}
-        count = fewest(INFAAS, trace, own_s, WORKERS, MOST)
+        count = fewest(partial(p99, INFAAS, name, rate), own_s, WORKERS, MOST)
         row |= {"P99 ours 16": own_s, "workers INFaaS++": count, "saving at it": 1 - WORKERS / count}
         rows.append(row)
         print(f"{name}: workers at equal P99 done", file=sys.stderr)
     return rows
 
 
-def scaling(asked: argparse.Namespace, seeds: range) -> tuple[list[Any], list[Any], dict[str, Any]]:
+def scaling(
+    asked: argparse.Namespace, seeds: range, kept: Kept
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Rows of Figures 14 and 15 with what ours saves, and their bars."""
     quick = asked.quick
     fills = FILLS[1::2] if quick else FILLS
     rates, cvs = ((2.0,), (2.0,)) if quick else (SCALED_RATES, SCALED_CVS)
-    seen_14, ours_14 = figure_14(rates, cvs, fills, seeds)
+    seen_14, ours_14 = figure_14(rates, cvs, fills, seeds, kept)
     rows_14, bars = judge("Fig 14", published(asked.data, "Fig14"), seen_14, "INFaaS++", "Llumnix")
     theirs_15 = published_15(published(asked.data, "Fig15"))
     lows = (5.0, 25.0) if quick else LOWS
-    seen_15, curves = figure_15(lows, fills, seeds)
+    seen_15, curves = figure_15(lows, fills, seeds, kept)
     rows_15, bars_15 = judge("Fig 15", theirs_15, seen_15, "INFaaS++", "Llumnix")
     bars |= bars_15
     saved: dict[str, list[float]] = {}
@@ -244,8 +266,9 @@ def saving_row(title: str, x: float, there: tuple[float, float], theirs: Curve, 
 def run(asked: argparse.Namespace) -> int:
     quick = asked.quick
     seeds = range(asked.seed, asked.seed + (1 if quick else asked.repeats))
+    kept = Kept(asked.kept)
     if asked.only == "scaling":
-        rows_14, rows_15, bars = scaling(asked, seeds)
+        rows_14, rows_15, bars = scaling(asked, seeds, kept)
         if asked.format == "json":
             return show("llumnix_figures", [*rows_14, *rows_15], bars, asked)
         show("Figure 14", rows_14, {}, asked)
@@ -259,11 +282,11 @@ def run(asked: argparse.Namespace) -> int:
     rows_saved: list[Any] = []
     bars: dict[str, Any] = {}
     if asked.only in (None, "serving"):
-        seen_11 = figure_11(names, lambda n: RATES[n][-1:] if quick else RATES[n], seeds)
+        seen_11 = figure_11(names, lambda n: RATES[n][-1:] if quick else RATES[n], seeds, kept)
         rows_11, bars = judge("Fig 11", published(asked.data, "Fig11"), seen_11, "INFaaS++", "Llumnix")
-        rows_saved = [] if quick else savings(names)
+        rows_saved = [] if quick else savings(names, kept)
     if asked.only in (None, "priorities"):
-        seen_13 = figure_13((2.0,) if quick else CVS, seeds)
+        seen_13 = figure_13((2.0,) if quick else CVS, seeds, kept)
         rows_13, bars_13 = judge("Fig 13", published(asked.data, "Fig13"), seen_13, "Llumnix-base", "Llumnix")
         bars |= bars_13
     if rows_saved:
@@ -276,7 +299,7 @@ def run(asked: argparse.Namespace) -> int:
     rows_14: list[Any] = []
     rows_15: list[Any] = []
     if asked.only is None:
-        rows_14, rows_15, bars_scaled = scaling(asked, seeds)
+        rows_14, rows_15, bars_scaled = scaling(asked, seeds, kept)
         bars |= bars_scaled
     if asked.format == "json":
         return show("llumnix_figures", [*rows_11, *rows_13, *rows_14, *rows_15, *rows_saved], bars, asked)
@@ -296,5 +319,6 @@ if __name__ == "__main__":
     parser = flags(__doc__)
     parser.add_argument("--repeats", type=int, default=1, help="arrival streams to average over")
     parser.add_argument("--only", choices=("serving", "priorities", "scaling"), help="11; 13; 14 and 15")
+    parser.add_argument("--kept", type=Path, help="where the runs that are done are kept")
     parser.add_argument("--trace", choices=tuple(RATES), help="only one trace of Figure 11")
     sys.exit(run(parser.parse_args()))

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
+from kept import Kept
 from llumnix_setup import (
     BEAT_S,
     BLOCK,
@@ -138,15 +140,49 @@ def averaged(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
-def by_fill(traces: Sequence[Workload], fills: Iterable[float]) -> dict[float, dict[str, float]]:
-    """The figures' metrics of ours by how full it keeps its instances."""
-    return {
-        fill: averaged([measured(OURS, trace, ours(fill), ALIKE, None) for trace in traces]) for fill in fills
-    }
+@dataclass(frozen=True)
+class Runs:
+    """One traffic (L-L at a rate and CV), its seeds, and where the runs of it are kept."""
+
+    rate_rps: float
+    cv: float
+    seeds: range
+    kept: Kept
+
+    def under(self, system: System, low: float, high: float) -> dict[str, float]:
+        """A published system under the published scaler."""
+        return averaged(
+            [
+                self._part(
+                    seed, f"{system.name} {low:g}-{high:g}", partial(scaled, system, low=low, high=high)
+                )
+                for seed in self.seeds
+            ]
+        )
+
+    def by_fill(self, fills: Iterable[float]) -> dict[float, dict[str, float]]:
+        """The figures' metrics of ours by how full it keeps its instances."""
+        return {
+            fill: averaged(
+                [self._part(seed, f"ours {fill:g}", partial(_ours_at, fill=fill)) for seed in self.seeds]
+            )
+            for fill in fills
+        }
+
+    def _part(self, seed: int, says: str, run: Callable[[Workload], dict[str, float]]) -> dict[str, float]:
+        name = f"scaling {self.rate_rps:g} CV {self.cv:g} seed {seed} {says}"
+        found: dict[str, float] = self.kept.part(
+            name, lambda: run(workload("L-L", self.rate_rps, seed, self.cv))
+        )
+        return found
+
+
+def _ours_at(trace: Workload, fill: float) -> dict[str, float]:
+    return measured(OURS, trace, ours(fill), ALIKE, None)
 
 
 def figure_14(
-    rates: Iterable[float], cvs: Iterable[float], fills: Sequence[float], seeds: range
+    rates: Iterable[float], cvs: Iterable[float], fills: Sequence[float], seeds: range, kept: Kept
 ) -> tuple[Points, dict[tuple[str, float], Curve]]:
     """L-L under Poisson arrivals at several rates, and Gamma at 2.0 a second; the curves of ours beside it.
 
@@ -157,11 +193,11 @@ def figure_14(
     asked = [("Poisson(rate)", rate, rate, 1.0) for rate in rates]
     asked += [("Gamma(CV)", cv, 2.0, cv) for cv in cvs]
     for row, x, rate, cv in asked:
-        traces = [workload("L-L", rate, seed, cv) for seed in seeds]
+        runs = Runs(rate, cv, seeds, kept)
         for system in (INFAAS, llumnix("L-L")):
-            seen = averaged([scaled(system, trace, LOW, HIGH) for trace in traces])
+            seen = runs.under(system, LOW, HIGH)
             points |= {(row, metric, x, system.name): y for metric, y in seen.items()}
-        own = by_fill(traces, fills)
+        own = runs.by_fill(fills)
         curves[row, x] = [(one[INSTANCES], one[P99]) for one in own.values()]
         middle = own[fills[len(fills) // 2]]
         points |= {(row, metric, x, "ours"): y for metric, y in middle.items()}
@@ -169,17 +205,19 @@ def figure_14(
     return points, curves
 
 
-def figure_15(lows: Sequence[float], fills: Sequence[float], seeds: range) -> tuple[Points, dict[str, Curve]]:
+def figure_15(
+    lows: Sequence[float], fills: Sequence[float], seeds: range, kept: Kept
+) -> tuple[Points, dict[str, Curve]]:
     """L-L, Gamma with CV 2 at 2.0 a second: P99 prefill latency and instances by threshold, ours by fill."""
     points: Points = {}
-    traces = [workload("L-L", 2.0, seed, 2.0) for seed in seeds]
+    runs = Runs(2.0, 2.0, seeds, kept)
     for low in lows:
         for system in (INFAAS, llumnix("L-L")):
-            seen = averaged([scaled(system, trace, low, low + 50.0) for trace in traces])
+            seen = runs.under(system, low, low + 50.0)
             for metric in (P99, INSTANCES):
                 points["threshold", metric, low, system.name] = seen[metric]
         print(f"Figure 15: threshold {low:g} done", file=sys.stderr)
-    own = by_fill(traces, fills)
+    own = runs.by_fill(fills)
     middle = own[fills[len(fills) // 2]]
     points |= {("threshold", m, low, "ours"): middle[m] for low in lows for m in (P99, INSTANCES)}
     curves = {name: curve(points, name) for name in ("INFaaS++", "Llumnix")}
