@@ -14,6 +14,7 @@ import numpy as np
 from fewest_workers import Lengths, Question
 from numpy.typing import NDArray
 from policy_workers import CASES
+from scaling_rules import planned
 
 from controlplane.control import Settings, State
 from controlplane.placement.assign import Policy
@@ -44,6 +45,7 @@ WINDOW_S = 300.0
 LEAD_IN_S = 30.0
 SLOTS = 64
 BEAT_S = 2.0
+Schedule = list[tuple[float, int]]  # from when, how many workers
 AHEAD = ForecastSettings(bin_s=600.0, season=144)  # the rates' own windows
 
 
@@ -119,11 +121,45 @@ class Bench:
         part = self.traffic.workload.window(start_s - lead_s, start_s + WINDOW_S)
         return part, part.arrival_s >= lead_s
 
-    def clairvoyant(self) -> list[tuple[float, int]]:
-        """(start, workers) of each window; see the module's head."""
+    def clairvoyant(self) -> tuple[Schedule, Outcome, FleetRecord]:
+        """The schedule and its run; see autoscaling.py's head."""
         starts = np.arange(0.0, float(self.traffic.workload.arrival_s[-1]), WINDOW_S).tolist()
+        counts, taken, cheapest = self.window_by_window(starts)
+        best = self.scheduled(starts, counts)
+        while best[1].attainment < TARGET and min(counts) < SLOTS:  # windows hand their load over
+            counts[taken.pop() if taken else self.worst_window(best[1], counts)] += 1
+            best = self.scheduled(starts, counts)
+        for i in cheapest:
+            while (
+                counts[i] > 1
+            ):  # the fewer workers elsewhere, the worse without this one: once round is enough
+                fewer = [n - (i == at) for at, n in enumerate(counts)]
+                found = self.scheduled(starts, fewer)
+                if found[1].attainment < TARGET or found[2].worker_s >= best[2].worker_s:
+                    break
+                counts, best = fewer, found
+        return best
+
+    def worst_window(self, seen: Outcome, counts: list[int]) -> int:
+        """Where a run misses most, of the windows that may have another worker."""
+        at = (self.traffic.workload.arrival_s // WINDOW_S).astype(int)
+        missed = np.bincount(at[~seen.met], minlength=len(counts))
+        return int(np.where(np.array(counts) < SLOTS, missed[: len(counts)], -1).argmax())
+
+    def scheduled(self, starts: list[float], counts: list[int]) -> tuple[Schedule, Outcome, FleetRecord]:
+        """A schedule, run: launched a cold start ahead."""
+        schedule = list(zip(starts, counts, strict=True))
+        still = ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S)
+        return schedule, *self.run(counts[0], still, planned(schedule, COLD_S + BEAT_S))
+
+    def window_by_window(self, starts: list[float]) -> tuple[list[int], list[int], list[int]]:
+        """Workers of each window, the windows that one was then taken from, and those to take from next.
+
+        Each in order.
+        """
         misses: list[Callable[[int], int]] = []
         counts: list[int] = []
+        taken: list[int] = []
         guess = 8
         for start_s in starts:
             part, judged = self.window(start_s)
@@ -152,9 +188,10 @@ class Bench:
             if more > spare:
                 continue
             counts[i], spare = counts[i] - 1, spare - more
+            taken.append(i)
             if counts[i] > 1:
                 heappush(offers, price(i))
-        return list(zip(starts, counts, strict=True))
+        return counts, taken, sorted((i for i, n in enumerate(counts) if n > 1), key=price)
 
     def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
         """How many of a window's judged requests so many workers miss."""
