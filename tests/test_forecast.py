@@ -75,6 +75,19 @@ def test_errors_are_those_that_could_be_known_by_then():
     assert jumped.origins == calm.origins
 
 
+def test_where_losses_fade_a_climb_is_not_judged_by_the_steady_hours_before_it():
+    rng = np.random.default_rng(5)
+    mean = 180.0 * 1.04 ** np.concatenate([np.zeros(300), np.arange(1, 16)])
+    counts = rng.poisson(mean).tolist()
+    levels = [6.0] * 300 + [6.0 * 1.04 ** (i / 2) for i in range(1, 16)]  # what lags behind by half
+    alike, fading = (
+        says(counts, levels, 2, ForecastSettings(30.0, 1_000, 0.6, fade=fade)) for fade in (math.inf, 10.0)
+    )
+    assert alike.candidate == "regime"
+    assert fading.candidate in ("last", "ewma")
+    assert alike.rps < mean[-1] / 30.0 < fading.rps
+
+
 @given(st.lists(st.none() | st.integers(0, 10_000), max_size=60), st.integers(1, 5))
 def test_any_history_gives_a_number_or_nothing(counts, lead):
     found = forecast(ForecastSettings(60.0, 12), counts, [1.0] * len(counts), lead)
@@ -95,6 +108,7 @@ def test_a_short_past_says_nothing():
     [
         lambda: ForecastSettings(bin_s=0.0),
         lambda: ForecastSettings(quantile=1.0),
+        lambda: ForecastSettings(fade=0.0),
         lambda: says([1], lead=0),
         lambda: forecast(DAY, [1, 2], [1.0], 1),
     ],

@@ -12,10 +12,12 @@ says, from the counts before, the mean rate of each of the next `lead` bins:
 To the highest of these goes the `quantile` of the candidate's own past errors (relative, so that busy hours
 do not lend their errors to quiet ones). The candidate with the least pinball loss at that quantile over the
 past is taken: it is scored on forecasts made before what they foretold, as they would have been made then.
+What traffic was like need not last (a steady hour's best is a climb's worst), so older losses may count less.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,23 +38,26 @@ MOST_ORIGINS = 576
 class ForecastSettings:
     """`bin_s`: bins of the history; `season`: bins of a season (a day); `quantile`: how sure to be.
 
-    `keep`: bins remembered.
+    `keep`: bins remembered. `fade`: bins after which a loss counts half in a candidate's score.
     """
 
     bin_s: float = 300.0
     season: int = 288
     quantile: float = 0.6  # regime, burst and backlog see to the rest
     keep: int = 4032
+    fade: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.bin_s > 0 or self.season < 2 or self.keep < 2:
             raise BadInput(f"forecast: need bin_s > 0, season and keep of at least 2, got {self}")
+        if not self.fade > 0:
+            raise BadInput(f"forecast: fade: must be positive, got {self.fade:g}")
         if not 0.5 <= self.quantile < 1.0:
             raise BadInput(f"forecast: quantile: must be from 0.5 to below 1, got {self.quantile:g}")
 
 
 # Minutes know no season: what half-minutes rose by within a cold start, in the last hours.
-NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.6, keep=720)
+NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.6, keep=720, fade=10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,9 @@ def forecast(
         lift = _lift((truth - base) / scale, settings.quantile, lead)
         ready = np.maximum(base + lift[:-1] * scale, 0.0)[learn:]
         base, truth = base[learn:], truth[learn:]
-        loss = float(np.mean(_pinball(truth - ready, settings.quantile)))
+        loss = float(
+            np.average(_pinball(truth - ready, settings.quantile), weights=_fading(len(truth), settings))
+        )
         found = Forecast(
             max(float(now + lift[-1] * max(now, 1.0 / settings.bin_s)), 0.0),
             name,
@@ -176,6 +183,11 @@ def _lift(errors: Floats, quantile: float, lead: int) -> Floats:
             high = min(low + 1, len(ordered) - 1)
             out[i] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
     return out
+
+
+def _fading(n: int, settings: ForecastSettings) -> Floats:
+    """The weight of each past forecast in a candidate's score: the newest, last, counts one."""
+    return np.exp2(-np.arange(n - 1, -1, -1) / settings.fade)
 
 
 def _pinball(short: Floats, quantile: float) -> Floats:
