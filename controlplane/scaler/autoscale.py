@@ -91,7 +91,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the scaler remembers; empty at the start, and after a restart, which loses hold and history.
+    """What the scaler remembers; empty at the start. A restart loses all but what scaler.remembered keeps.
 
     `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `mixed` to its `kinds`.
     """
@@ -289,7 +289,7 @@ def _outlook(
     before = known.past or Demand(settings.bin_s, settings.keep)
     past = observe(before, snapshot.now_s, snapshot.arrivals)
     new = past.first_bin + len(past.closed) - before.first_bin - len(before.closed)
-    if new == 0 or not past.closed:
+    if not past.closed or (new == 0 and known.coming is not None):
         return replace(known, past=past)
     rate = 0.0 if regime is None else regime.rate_rps
     past_rps = (*known.past_rps, *(rate,) * new)[-len(past.closed) :]

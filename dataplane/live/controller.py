@@ -1,7 +1,8 @@
 """The controller: the one place that runs `tick`. A process of its own, which may die without harm.
 
 It looks at the fleet through the control API and acts through it. While it is down gateways go on placing
-requests with what they know, and nothing is moved or scaled; started again, it begins with an empty state.
+requests with what they know, and nothing is moved or scaled; started again, it begins with an empty state,
+but for the counts that forecasts are made from, where the fleet keeps data (demand_file).
 
 Run by the fleet as `python -m dataplane.live.controller`, its settings as JSON on stdin. It ends when its
 parent does.
@@ -15,11 +16,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from controlplane.control import Action, Scale, State, tick
 from controlplane.snapshot import Snapshot
 from dataplane.live.controller_settings import ControllerSettings
+from dataplane.live.demand_file import DemandFile
 from dataplane.live.seeing import Seeing
 
 HEARTBEAT_S = 0.5
@@ -60,7 +63,10 @@ class ControlPort:
 
 def run(settings: ControllerSettings) -> None:
     """Tick until the parent is gone. What cannot be done now is looked at again in the next round."""
-    port, seeing, state = ControlPort(settings), Seeing(settings.speeds), State()
+    port, seeing = ControlPort(settings), Seeing(settings.speeds)
+    file = DemandFile(None if settings.demand is None else Path(settings.demand))
+    scaling = settings.tick(seeing.speeds).scaling
+    state = State(scaling=file.read(scaling, time.monotonic()))
     while os.getppid() == settings.parent:
         began_s = time.monotonic()
         try:
@@ -68,6 +74,7 @@ def run(settings: ControllerSettings) -> None:
             requests = port.ask("GET", "/v1/requests")["requests"]
             snapshot = seeing.snapshot(fleet, requests, began_s)
             state, actions = tick(settings.tick(seeing.speeds, seeing.kv_bytes_per_token), state, snapshot)
+            file.write(state.scaling, began_s)
             for action in actions:
                 port.apply(action, snapshot)
         except urllib.error.HTTPError as error:

@@ -74,7 +74,10 @@ class Autoscale:
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """Where the control API is, and what tick is told. `parent`: the process to end with."""
+    """Where the control API is, and what tick is told.
+
+    `parent`: the process to end with. `demand`: the file that counts are kept in; None keeps none.
+    """
 
     control: str
     key: str | None
@@ -82,6 +85,7 @@ class ControllerSettings:
     parent: int
     autoscale: Autoscale | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
+    demand: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

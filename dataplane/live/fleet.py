@@ -157,6 +157,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
             os.getpid(),
             settings.autoscale,
             {kind: speed_of(profile) for kind, profile in profiles.items()},
+            None if settings.data is None else str(settings.data.absolute() / "demand.json"),
         )
         controller = ControllerProcess(told, events)
         cleanup.push_async_callback(controller.close)
