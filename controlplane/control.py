@@ -134,14 +134,16 @@ def _moves(
         taken = frozenset(w for move, source in moves for w in (source, move.target))
         moves += plan_shedding(settings.shed, recent, snapshot, seen, taken)
     if snapshot.errors:
-        moves += _reassigned(recent, snapshot, seen, {move.request for move, _ in moves})
+        moved = {move.request for move, _ in moves}
+        for kind in dict.fromkeys(s.worker.kind for s in seen):
+            moves += _reassigned(recent, snapshot, [s for s in seen if s.worker.kind == kind], moved)
     return moves
 
 
 def _reassigned(
     recent: Recent, snapshot: Snapshot, seen: Sequence[Seen], moved: set[RequestId]
 ) -> list[tuple[Reassign, WorkerId]]:
-    """Algorithm 2's moves among serving workers of known speed; one step model weighs them all."""
+    """Algorithm 2's moves among serving workers of known speed and one kind: one step model weighs them."""
     serving = {s.worker.worker: s for s in seen if s.worker.state == SERVING and s.worker.step is not None}
     errors = {w: e for w, e in snapshot.errors.items() if w in serving}
     if len(errors) < 2:

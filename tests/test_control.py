@@ -91,6 +91,14 @@ def test_algorithm_2_makes_nobody_wait_behind_more_prompts():
         assert found == moved, there
 
 
+def test_algorithm_2_keeps_to_workers_of_one_kind():
+    late, early = worker("a", (100,), (50, 60)), worker("b", (100,))
+    errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3), WorkerId("c"): Error(-90, -1)}
+    fleet = replace(late, kind="x"), replace(early, kind="y"), replace(worker("c", (100,)), kind="x")
+    _, actions = tick(STILL, State(), at(0.0, *fleet, errors=errors))
+    assert [(a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("a", "c")]
+
+
 def test_every_action_says_why():
     fleet = worker("a", (500, 450), (80,)), worker("b", (10,)), worker("c", (20, 10), state="draining")
     errors = {WorkerId("a"): Error(100, 1), WorkerId("b"): Error(-100, -1)}

@@ -212,3 +212,35 @@ def test_high_priority_requests_are_not_moved_for_the_sake_of_their_own_headroom
     full = worker("a", (500, 480), high=(0, 1))
     bare = MoveSettings(reading, out_below=20, in_above=20, check_after=False)
     assert moves_of(bare, full, worker("b", (5,))) == [("a1", "a", "b")]
+
+
+def of(kind, one):
+    return replace(one, kind=kind)
+
+
+def test_what_runs_goes_to_workers_of_its_kind_only():
+    full = of("a", worker("full", (500, 450)))
+    free, own = of("b", worker("free", ())), of("a", worker("own", (10,)))
+    assert moves_of(LOOSE, full, free) == []
+    assert moves_of(LOOSE, full, free, own) == [("full1", "full", "own")]
+
+
+def test_what_waits_may_go_to_another_kind_where_no_target_of_its_own_is_left():
+    full = of("a", worker("full", (500, 450), (80,)))
+    free = of("b", worker("free", ()))
+    (move,) = planned(LOOSE, full, free)
+    assert isinstance(move[0], Reassign)
+    assert move[0].request == "fullq0"
+    leaving = of("a", worker("leaving", (), (2000,), state="draining"))
+    assert moves_of(LOOSE, leaving, free) == [("leavingq0", "leaving", "free")]
+
+
+def test_kinds_are_paired_each_by_itself_and_nobody_takes_part_twice():
+    fleet = [of(k, worker(f"{k}{i}", (500, 450), (90,))) for k in "ab" for i in range(2)]
+    fleet += [of("a", worker("afree", ())), of("b", worker("bfree", ())), of("c", worker("cfree", ()))]
+    found = moves_of(LOOSE, *fleet)
+    assert [(source, target) for _, source, target in found] == [
+        ("a0", "afree"),
+        ("b0", "bfree"),
+        ("a1", "cfree"),
+    ]

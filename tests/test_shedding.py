@@ -1,5 +1,7 @@
 """Forecasts and shedding: lengths that were predicted wrongly no longer break a worker."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,3 +116,10 @@ def test_what_costs_more_to_move_than_it_spares_stays():
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(BadInput, match="shedding"):
         ShedSettings(**wrong)
+
+
+def test_a_broken_worker_sheds_to_its_own_kind_only():
+    broken = replace(worker("full", [(500, 900)] * 12), kind="a")
+    free = replace(worker("free", []), kind="b")
+    assert shed(broken, free) == []
+    assert {target for *_, target in shed(broken, free, replace(worker("own", []), kind="a"))} == {"own"}

@@ -1,7 +1,10 @@
 """Who moves where: the least free workers shed to the most free, one request each.
 
     sources  F < out_below, or draining;   targets  F > in_above, not draining, no source
-    pairs    sources by F rising with targets by F falling
+    pairs    sources by F rising with targets by F falling, each kind of worker by itself
+
+KV moves between workers of one kind only. Sources left over are paired with targets left over, whatever their
+kinds, for requests that have not started.
 
 A worker is never both, so no pair has its source for target, nor is there ever A→B with B→A; across
 heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source
@@ -135,7 +138,7 @@ def plan_moves(
     )
     moves: list[tuple[Migrate | Reassign, WorkerId]] = []
     tokens = 0
-    for source, target in zip(sources, targets, strict=False):
+    for source, target in _pairs(sources, targets):
         if len(moves) >= settings.most:
             break
         if (target.worker.worker, source.worker.worker) in recent.pairs:
@@ -156,10 +159,26 @@ def plan_moves(
     return moves
 
 
+def _pairs(sources: Sequence[Seen], targets: Sequence[Seen]) -> list[tuple[Seen, Seen]]:
+    """Sources with targets, both in order: kind by kind, then those left over."""
+    kinds = {s.worker.kind for s in sources}
+    if kinds == {t.worker.kind for t in targets} and len(kinds) == 1:
+        return list(zip(sources, targets, strict=False))
+    queues = {kind: iter([t for t in targets if t.worker.kind == kind]) for kind in kinds}
+    found = [(s, next(queues[s.worker.kind], None)) for s in sources]
+    pairs = [(s, t) for s, t in found if t is not None]
+    paired = {t.worker.worker for _, t in pairs}
+    others = [t for t in targets if t.worker.worker not in paired]
+    return pairs + list(zip([s for s, t in found if t is None], others, strict=False))
+
+
 def choose(
     settings: MoveSettings, recent: Recent, snapshot: Snapshot, source: Seen, target: Seen
 ) -> tuple[RunningRequest, bool] | None:
-    """The request of `source` that should go to `target`, and whether it waits there; None if none may."""
+    """The request of `source` that should go to `target`, and whether it waits there; None if none may.
+
+    Only one that waits may go to another kind of worker.
+    """
 
     def free(r: RunningRequest) -> bool:
         return r.request not in recent.requests and r.request not in snapshot.moving
@@ -173,7 +192,8 @@ def choose(
         for r in _in_order(settings.order, source.worker.requests)
         if free(r) and not (low_only and r.priority)
     )
-    for r in islice(free_ones, _TRIED):
+    same_kind = source.worker.kind == target.worker.kind
+    for r in islice(free_ones, _TRIED if same_kind else 0):
         if _may_go(settings, source, target, r):
             return r, False
     if source.worker.state == DRAINING:  # its queue must go, room or not

@@ -6,8 +6,8 @@ So both are forecast anew from what is there now, with the predictions renewed:
     (b) t_step(b, held + θ·still to come) <= tightest TPOT        (e) peak of KV <= γ·capacity
 
 (b = all at the worker, waiting ones included.) A worker that breaks either sheds the request with the most
-still to come for the least to copy, low priority first, to the worker with the most slack that keeps both
-with it. One request a worker and heartbeat: the next heartbeat looks again.
+still to come for the least to copy, low priority first, to the worker of its kind with the most slack that
+keeps both with it. One request a worker and heartbeat: the next heartbeat looks again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from controlplane.errors import BadInput
 from controlplane.migration.pairing import Recent, Seen
@@ -118,7 +119,8 @@ def plan_shedding(
     for source in broken:
         if len(moves) >= settings.most:
             break
-        for target in slack[:_LOOKED_AT]:
+        same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
+        for target in list(islice(same_kind, _LOOKED_AT)):
             if (target.worker.worker, source.worker.worker) in recent.pairs:
                 continue
             chosen = _choose(settings, recent, snapshot, source, target)
