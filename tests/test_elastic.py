@@ -1,5 +1,7 @@
 """A simulated fleet that grows and shrinks mid-run: everyone served, everything paid for, nothing stuck."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_simulated_moves import check, profile
@@ -8,9 +10,11 @@ from controlplane.control import Scale, Settings, State
 from controlplane.errors import BadInput
 from controlplane.migration.pairing import MoveSettings
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import OFF
 from controlplane.scaler.autoscale import ScalingSettings
 from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.kinds import KindSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.target import TargetSettings
 from controlplane.types import Slo
@@ -130,6 +134,90 @@ def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that
 def test_the_same_inputs_give_the_same_fleet():
     first, second = (run(traffic(1), ElasticSettings(1, cold_start_s=10.0))[1] for _ in range(2))
     assert first == second
+
+
+# --- several kinds ------------------------------------------------------------------------------------------
+
+SMALL = profile(capacity=4096)
+BIG = replace(
+    profile(capacity=16384, seqs=64),
+    gpu="big",
+    step=StepModel(0.02, 3e-5, 2.5e-4, 2e-6),
+    prefill=PrefillModel(0.01, 5e-5),
+)
+USD_PER_H = {"made TP1": 1.0, "big TP1": 2.5}
+
+
+def mixed(*profiles, **more):
+    """What tick is told of a fleet of these kinds, and its slots: twelve small ones, four big ones."""
+    kinds = tuple(
+        KindSettings(
+            str(p.variant),
+            Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill),
+            USD_PER_H[str(p.variant)],
+            **more,
+        )
+        for p in profiles
+    )
+    scaling = ScalingSettings(TargetSettings(None, None), HoldSettings(0.0, 30.0), bin_s=5.0, kinds=kinds)
+    slots = [WorkerSpec(p) for p in profiles for _ in range(12 if p is SMALL else 4)]
+    return slots, ControlSettings(Settings(MoveSettings(), scaling=scaling), beat_s=0.5)
+
+
+def run_mixed(*profiles, start, decide=None):
+    slots, control = mixed(*profiles)
+    elastic = ElasticSettings(cold_start_s=10.0, start_kinds=start, usd_per_h=USD_PER_H)
+    return simulate_elastic(
+        traffic(2, busy=30.0), slots, SLO, elastic, control, "spread+migrate", decide=decide
+    )
+
+
+def test_a_mix_shifts_with_demand_loses_nothing_and_costs_less_than_either_kind_alone(monkeypatch):
+    beat = closed_loop._beat
+
+    def checked(run, told, state, moves, now_s, *rest):
+        state = beat(run, told, state, moves, now_s, *rest)
+        check(run, moves)
+        return state
+
+    monkeypatch.setattr(closed_loop, "_beat", checked)
+    outcome, record = run_mixed(SMALL, BIG, start={"made TP1": 1})
+    assert np.isfinite(outcome.finish_s).all()
+    busiest = max((kinds for at, kinds in record.kinds if 120 < at < 300), key=lambda k: k["big TP1"])
+    assert busiest["big TP1"] > 0
+    assert record.kinds[-1][1] == {"made TP1": 1, "big TP1": 0}
+    assert record.worker_s == pytest.approx(sum(record.kind_s.values()))
+    assert record.usd == pytest.approx(sum(USD_PER_H[k] * s / 3600 for k, s in record.kind_s.items()))
+    assert record.gpu_s == record.worker_s
+    small, small_record = run_mixed(SMALL, start={"made TP1": 1})
+    big, big_record = run_mixed(BIG, start={"big TP1": 1})
+    assert record.usd < min(small_record.usd, big_record.usd)
+    assert outcome.attainment > min(small.attainment, big.attainment) - 0.01 > 0.9
+    assert run_mixed(SMALL, BIG, start={"made TP1": 1})[1] == record
+
+
+def test_kinds_are_seen_and_a_number_of_each_is_followed_as_far_as_there_are_slots():
+    seen = []
+
+    def decide(state, snapshot):
+        seen.append(snapshot)
+        want = {"made TP1": 2, "big TP1": 9}
+        return state, [Scale(11, "a test", kinds=want)] if 5.0 < snapshot.now_s < 5.6 else []
+
+    _, record = run_mixed(SMALL, BIG, start={"made TP1": 4, "big TP1": 1}, decide=decide)
+    assert seen[0].wanted_kinds == {"made TP1": 4, "big TP1": 1}
+    assert [w.kind for w in seen[0].workers] == ["made TP1"] * 4 + ["big TP1"]
+    assert seen[-1].wanted_kinds == {"made TP1": 2, "big TP1": 4}
+    assert seen[-1].wanted == 6
+    assert sorted(w.kind for w in seen[-1].workers) == ["big TP1"] * 4 + ["made TP1"] * 2
+    assert (record.launches, record.drains) == (3, 2)
+
+
+def test_more_of_a_kind_than_there_are_slots_are_refused():
+    with pytest.raises(BadInput, match="start_kinds"):
+        run_mixed(SMALL, start={"made TP1": 13})
+    with pytest.raises(BadInput, match="start_kinds"):
+        ElasticSettings(start_kinds={"made TP1": -1})
 
 
 def test_a_brain_of_another_kind_can_be_compared():

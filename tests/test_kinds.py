@@ -296,7 +296,7 @@ def test_a_rising_and_falling_demand_is_carried_by_the_cheapest_counts(solves):
     for action in fleet.asked:
         assert action.workers == sum(action.kinds.values())
         assert set(action.facts) >= {"seen", "compared", "weights", "alone", "cost"}
-    assert "times one small; cheapest: " in fleet.asked[0].reason
+    assert " × small; cheapest: " in fleet.asked[0].reason
     assert "at $" in fleet.asked[0].reason
 
 

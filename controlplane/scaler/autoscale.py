@@ -125,7 +125,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if settings.kinds:
         after, asked = _asked(settings, after, snapshot)
         limits = replace(limits, low=0, high=None)
-        unit, there = f"times one {asked.weights.reference}", asked.units
+        unit, there = f"× {asked.weights.reference}", asked.units
     line = _line(settings, after)
     also = _also(settings, after, snapshot)
     found = target(
@@ -231,7 +231,10 @@ def _mixed(
         mixed = next_mix(before, asked, serving_kinds(snapshot), looked_s)
     state = replace(state, mixed=mixed)
     facts = _facts(settings, state, snapshot, found, line, sum(mixed.wanted.values()))
-    return state, change(before, mixed, asked, found.reason, facts)
+    why = found.reason
+    if found.workers is not None and found.workers < mixed.units and snapshot.fixed is None:
+        why += f", {mixed.units} for now"  # a fall goes no further yet
+    return state, change(before, mixed, asked, why, facts)
 
 
 def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list[Rate]:

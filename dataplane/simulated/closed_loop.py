@@ -166,6 +166,7 @@ def _with_demand(run: RunState, watch: Watch, elastic: Elastic, seen: Snapshot) 
         waiting_requests=int(run.cluster.clock["held_n"][0]),
         cold_start_s=elastic.cold_start_s,
         drain_s=elastic.drain_s,
+        wanted_kinds=elastic.wanted_kinds,
     )
 
 

@@ -2,12 +2,14 @@
 
 The steps to a wanted number are scaler.drain's, as in the live plane. A worker is paid for from its launch to
 its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as may ever be
-there at once, of one kind or several, taken in order.
+there at once, of one kind or several, taken in order. A kind is a profile's variant; a wanted number that
+names kinds is followed in each of them by itself, one that does not in all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -33,6 +35,7 @@ class ElasticSettings:
 
     `never_ready`: launches (0 = the first) whose worker never comes up; it is given up after `start_limit_s`.
     `last_first`: scaling in takes the highest slot, whatever it holds, as some published systems do.
+    `start_kinds`: in place of `start`, how many of each kind. `usd_per_h`: of a worker, by kind.
     """
 
     start: int = 1
@@ -40,8 +43,12 @@ class ElasticSettings:
     start_limit_s: float = 600.0
     never_ready: frozenset[int] = frozenset()
     last_first: bool = False
+    start_kinds: Mapping[str, int] | None = None
+    usd_per_h: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.start_kinds is not None and min(self.start_kinds.values(), default=0) < 0:
+            raise BadInput(f"elastic fleet: start_kinds: must not be negative, got {dict(self.start_kinds)}")
         if self.start < 0 or not 0 <= self.cold_start_s < inf or not self.start_limit_s > 0:
             raise BadInput(f"elastic fleet: need start and cold_start_s of at least 0, got {self}")
 
@@ -58,32 +65,40 @@ class Slot:
 
 @dataclass
 class FleetRecord:
-    """What the fleet was: (seconds, workers wanted, workers paid for) at every change, and the sums."""
+    """What the fleet was: (seconds, workers wanted, workers paid for) at every change, and the sums.
+
+    `kinds`: seconds, and workers of each kind wanted, where they are named. `kind_s`: worker-seconds by kind.
+    `usd`: of all that was paid for; None where a kind's price is not known.
+    """
 
     changes: list[tuple[float, int, int]] = field(default_factory=list)
     worker_s: float = 0.0
     launches: int = 0
     drains: int = 0
     reasons: list[tuple[float, str]] = field(default_factory=list)
+    kinds: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    kind_s: dict[str, float] = field(default_factory=dict)
+    gpu_s: float = 0.0
+    usd: float | None = None
 
 
 class Elastic:
     """The slots of a run. Every method leaves ledger and engines consistent at `now_s`."""
 
     def __init__(self, run: RunState, settings: ElasticSettings) -> None:
-        if settings.start > len(run.ledger.workers):
-            raise BadInput(
-                f"elastic fleet: start: {settings.start} of {len(run.ledger.workers)} workers at most"
-            )
         self._run, self._settings = run, settings
+        self._variants = [run.profiles[v].variant for v in run.ledger.workers["variant"].tolist()]
+        self.kinds = [str(variant) for variant in self._variants]
+        first = self._first()
         self.slots: dict[int, Slot] = {}
         self.record = FleetRecord()
-        self.wanted = settings.start
+        self.wanted = len(first)
+        self.wanted_kinds = dict.fromkeys(self.kinds, 0) | Counter(self.kinds[w] for w in first)
         self.drain_s = 0.0
         self._launched = 0
         for w in range(len(run.ledger.workers)):
-            run.ledger.workers["status"][w] = SERVING if w < settings.start else OFF
-            if w < settings.start:
+            run.ledger.workers["status"][w] = SERVING if w in first else OFF
+            if w in first:
                 self.slots[w] = Slot(SERVES, 0.0, 0.0)
         self._note(0.0)
 
@@ -110,23 +125,37 @@ class Elastic:
                 self._offer_soon(now_s)
 
     def scale(self, action: Scale, now_s: float) -> None:
-        """Want another number from now on."""
+        """Want another number from now on, or other numbers of each kind."""
         self.wanted = min(action.workers, len(self._run.ledger.workers))
+        slots = Counter(self.kinds)
+        self.wanted_kinds = {kind: min(n, slots[kind]) for kind, n in action.kinds.items()}
+        if self.wanted_kinds:
+            self.wanted = sum(self.wanted_kinds.values())
+            self.record.kinds.append((now_s, dict(self.wanted_kinds)))
         self.record.reasons.append((now_s, action.reason))
         self._note(now_s)
 
     def follow(self, now_s: float, busy: frozenset[int]) -> None:
         """Take the steps to the wanted number; what is drained and at no end of a move stops."""
+        if not self.wanted_kinds:
+            self._follow(now_s, busy, self.wanted, None)
+            return
+        for kind in sorted(set(self.kinds)):
+            self._follow(now_s, busy, self.wanted_kinds.get(kind, 0), kind)
+
+    def _follow(self, now_s: float, busy: frozenset[int], wanted: int, kind: str | None) -> None:
+        """The steps of one kind's slots, or (None) of all."""
         led = self._run.ledger
+        here = {w: s for w, s in self.slots.items() if kind is None or self.kinds[w] == kind}
         standing = [
             Standing(WorkerId(str(w)), s.state, s.since_s, self._requests(w) + (w in busy))
-            for w, s in self.slots.items()
+            for w, s in here.items()
         ]
-        serving = sorted((w for w, s in self.slots.items() if s.state == SERVES), reverse=True)
-        for step in steps_to(self.wanted, standing, now_s, self._settings.start_limit_s, "the target"):
+        serving = sorted((w for w, s in here.items() if s.state == SERVES), reverse=True)
+        for step in steps_to(wanted, standing, now_s, self._settings.start_limit_s, "the target"):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
-                    self._launch(now_s)
+                    self._launch(now_s, kind)
                 continue
             w = int(step.worker)
             if isinstance(step, Drain):
@@ -145,13 +174,37 @@ class Elastic:
 
     def close(self, now_s: float) -> FleetRecord:
         """Pay for what is still there; the record."""
-        for w in tuple(self.slots):
-            self.record.worker_s += now_s - self.slots[w].launched_s
+        for w, slot in self.slots.items():
+            self._pay(w, now_s - slot.launched_s)
         self.slots.clear()
+        prices = self._settings.usd_per_h
+        if all(kind in prices for kind in self.record.kind_s):
+            self.record.usd = sum(s * prices[kind] / 3600.0 for kind, s in self.record.kind_s.items())
         return self.record
 
-    def _launch(self, now_s: float) -> None:
-        free = [w for w in range(len(self._run.ledger.workers)) if w not in self.slots]
+    def _first(self) -> frozenset[int]:
+        """The slots that serve at the beginning."""
+        start, named = self._settings.start, self._settings.start_kinds
+        if named is None:
+            if start > len(self.kinds):
+                raise BadInput(f"elastic fleet: start: {start} of {len(self.kinds)} workers at most")
+            return frozenset(range(start))
+        first: list[int] = []
+        for kind, count in named.items():
+            slots = [w for w, k in enumerate(self.kinds) if k == kind]
+            if count > len(slots):
+                raise BadInput(f"elastic fleet: start_kinds: {count} of {len(slots)} {kind} at most")
+            first += slots[:count]
+        return frozenset(first)
+
+    def _pay(self, w: int, seconds: float) -> None:
+        kind = self.kinds[w]
+        self.record.worker_s += seconds
+        self.record.kind_s[kind] = self.record.kind_s.get(kind, 0.0) + seconds
+        self.record.gpu_s += seconds * self._variants[w].tp_degree
+
+    def _launch(self, now_s: float, kind: str | None) -> None:
+        free = [w for w, of in enumerate(self.kinds) if w not in self.slots and (kind is None or of == kind)]
         if not free:  # those that drain hold the rest; looked at again at the next heartbeat
             return
         stuck = self._launched in self._settings.never_ready
@@ -166,7 +219,7 @@ class Elastic:
         if slot.state == DRAINS:
             self.drain_s = now_s - slot.since_s
         self._run.ledger.workers["status"][w] = OFF
-        self.record.worker_s += now_s - slot.launched_s
+        self._pay(w, now_s - slot.launched_s)
         self._note(now_s)
 
     def _requests(self, w: int) -> int:

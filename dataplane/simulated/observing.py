@@ -170,7 +170,8 @@ def observe(
     watermark: float,
     states: Sequence[str | None] | None = None,
 ) -> Snapshot:
-    """The fleet at `now_s`, the ledger brought up to it before; workers and requests go by their numbers.
+    """The fleet at `now_s`, the ledger brought up to it before; workers and requests go by their numbers,
+    kinds by their profiles' variants.
 
     `watermark`: the share of KV that an engine keeps back at admission. `states`: of an elastic fleet's
     workers, None for those that are not there.
@@ -179,6 +180,7 @@ def observe(
     status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
     decoding = led.workers["decoding"].tolist()
     capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
+    kinds = [str(p.variant) for p in profiles]
     workers = []
     for w, row in enumerate(table):
         state = _STATES.get(status[w], SERVES) if states is None else states[w]
@@ -206,6 +208,7 @@ def observe(
                     tpot_s,
                     int(peak),
                 ),
+                kinds[variant[w]],
             )
         )
     return Snapshot(
