@@ -3,7 +3,8 @@
 vLLM V1's rules, which the simulated plane calls `chunked`: one token for each decoding segment, the next
 chunk of each running prefill, then waiting segments in order of (priority, arrival), all within
 `max_batched_tokens`; admission by free blocks; when a block is missing the newest admitted is preempted and
-recomputed later. KV is counted in blocks, and holds are those of the real connector (`Holds`).
+recomputed later. KV is counted in blocks, and holds are those of the real connector (`Holds`): a loader
+whose KV has arrived rests in the batch, owns its blocks, and is never computed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._loading)
+        """Segments that wait to be computed, for KV that is on its way too; loaders are not meant to be."""
+        return len(self._waiting) + sum(not s.transfer.hold for s in self._loading.values())
 
     @property
     def held_blocks(self) -> int:
@@ -158,7 +160,7 @@ class Batch:
             budget -= chunk
             self._carry(step, segment, chunk)
         orders = self._holds.orders({}, (), now_s)
-        self._free(orders.freed)
+        self._free(orders.freed + orders.dropped)
         step.jobs = orders.jobs
         return step
 
@@ -173,15 +175,19 @@ class Batch:
                 made.append(self._produce(segment, now_s))
         return made
 
-    def loaded(self, name: str, now_s: float) -> None:
-        """A load between steps has arrived; its segment goes to the head of its rank."""
+    def loaded(self, name: str, now_s: float) -> bool:
+        """A load between steps has arrived: its segment goes to the head of its rank, unless it is a loader,
+        which rests (True)."""
         segment = self._loading.pop(name, None)
         if segment is None:
-            return
+            return False
         if segment.doomed:
             self._end(segment, now_s, aborted=True)
-            return
+            return False
+        if self._holds.arrived(name, now_s):
+            return True
         bisect.insort(self._waiting, segment, key=lambda s: s.rank)
+        return False
 
     def failed(self, name: str, now_s: float) -> Made | None:
         """A load failed: its segment ends in an error, as vLLM's does under `kv_load_failure_policy=fail`."""
@@ -226,7 +232,9 @@ class Batch:
 
     def _inherited_blocks(self, segment: Segment) -> int:
         """Blocks of the loaders that this segment takes over from."""
-        return sum(self._held.get(loader, 0) for loader in segment.transfer.drop)
+        drop = segment.transfer.drop
+        resting = sum(self._known[loader].blocks for loader in drop if self._holds.rests(loader))
+        return resting + sum(self._held.get(loader, 0) for loader in drop)
 
     def _inherited_tokens(self, segment: Segment) -> int:
         """Their tokens that are a prefix of this segment: whole blocks, and at least one token to compute."""
@@ -291,3 +299,6 @@ class Batch:
     def _free(self, names: list[str]) -> None:
         for name in names:
             self.free_blocks += self._held.pop(name, 0)
+            resting = self._known.pop(name, None)
+            if resting is not None:
+                self.free_blocks += resting.blocks

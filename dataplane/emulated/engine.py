@@ -97,6 +97,7 @@ class EmulatedEngine:
         self._work = asyncio.Event()
         self._lost: Lost | None = None
         self._told_s = 0.0
+        self._telling: set[asyncio.Task[None]] = set()
         fabric.engines[self._info.kv_addresses[0]] = self
         self._loop = asyncio.get_running_loop()
         self._runner = self._loop.create_task(self._run())
@@ -196,11 +197,17 @@ class EmulatedEngine:
     def _arrive(self, job: LoadJob) -> None:
         if self._lost is not None:
             return
-        if self._fabric.can_read(job):
-            self.batch.loaded(job.segment, time.monotonic())
-            self._work.set()
-        else:
-            self._late = self._loop.create_task(self._tell(self._fail(job)))
+        if not self._fabric.can_read(job):
+            self._say(self._fail(job))
+        elif self.batch.loaded(job.segment, time.monotonic()):
+            self._say([EngineCoreOutput(job.segment, [], finish_reason=FinishReason.STOP)])
+        self._work.set()
+
+    def _say(self, outputs: list[EngineCoreOutput]) -> None:
+        """Tell of what comes between steps."""
+        telling = self._loop.create_task(self._tell(outputs))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
 
     def _fail(self, job: LoadJob) -> list[EngineCoreOutput]:
         made = self.batch.failed(job.segment, time.monotonic())

@@ -68,9 +68,14 @@ class Holds:
         """Whether a move has begun on a segment that has not ended."""
         return segment in self._leases
 
+    def rests(self, segment: str) -> bool:
+        """Whether a loader's KV has arrived, and it is not to be computed."""
+        return segment in self._resting
+
     def take_freed(self) -> list[str]:
         """The segments let go since the last orders, for an engine whose ranks need not be told first."""
-        freed, self._orders.freed = self._orders.freed, []
+        freed = self._orders.freed + self._orders.dropped
+        self._orders.freed, self._orders.dropped = [], []
         return freed
 
     def begin(self, segment: str, is_running: bool, now_s: float) -> bool:

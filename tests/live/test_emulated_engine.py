@@ -1,6 +1,7 @@
 """Emulated engines keep an engine's promises: order, blocks, moves, failures. No model, real messages."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -97,6 +98,53 @@ def test_a_moved_stream_says_what_the_unmoved_one_says(mode):
         assert stream.tokens == expected
         if mode == "live":
             assert move.tail_tokens < 700 / 4
+
+    run(story)
+
+
+def test_a_loader_rests_until_its_request_follows_and_is_never_computed():
+    async def story(fleet, a, b):
+        bystander = await fleet.start(B, prompt(20, 1), {"max_tokens": 4000})
+        stream = await fleet.start(A, prompt(800), {"max_tokens": 1000})
+        await asyncio.gather(bystander.until(5), stream.until(5))
+        before, _ = b.steps()
+        moving = asyncio.ensure_future(fleet.move(stream, B))
+        while not any(b.batch._holds.rests(s.id) for s in b.batch.segments()):
+            await asyncio.sleep(0)
+        (loader,) = (s for s in b.batch.segments() if b.batch._holds.rests(s.id))
+        assert (loader.blocks, b.batch.running, b.batch.waiting) == (800 // 16, 1, 0)
+        move = await moving
+        await stream.until(len(stream.tokens) + 5)
+        assert (move.outcome, len(move.stages) > 1) == ("done", True)
+        _, steps = b.steps(before)
+        assert [s.prefill_tokens for s in steps if s.prefill_tokens] == [1]  # of the request itself
+        for each in (bystander, stream):
+            await fleet.abort(each)
+
+    run(story, speed=1.0, bytes_per_s=1e7)
+
+
+def test_a_resting_loader_that_is_aborted_or_forgotten_is_let_go():
+    async def story(fleet, a, b):
+        from dataplane.live.segment import loader_request
+        from dataplane.live.transfer import Load
+
+        stream = await fleet.start(A, prompt(100), {"max_tokens": 3000})
+        await stream.until(5)
+        assert a.batch._holds.begin(stream.segment, True, time.monotonic())
+        load = Load(a.info.kv_addresses, stream.segment, 96)
+        for ended_by in ("abort", "deadline"):
+            await b.add(loader_request(stream.request, stream.tokens, f"move-{ended_by}", load, ()))
+            while not b.batch._holds.rests(f"move-{ended_by}"):
+                await asyncio.sleep(0)
+            assert b.batch.free_blocks == b.batch.total_blocks - 6
+            if ended_by == "abort":
+                await b.abort(["move-abort"])
+            else:
+                b.batch.plan(time.monotonic() + 1000)
+            assert (b.batch.free_blocks, len(b.batch)) == (b.batch.total_blocks, 0)
+        await fleet.abort(stream)
+        a.batch._holds.release(stream.segment)
 
     run(story)
 
