@@ -31,7 +31,6 @@ PLAIN_FLAGS = (
     "--enforce-eager", "--block-size", "32",
     "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log",
 )  # fmt: skip
-ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 START_S = 300.0
 
 
@@ -133,6 +132,8 @@ def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterat
         "--port", str(port), "--host", "127.0.0.1", "--served-model-name", MODEL, *ENGINE_FLAGS, *PLAIN_FLAGS,
     ]  # fmt: skip
     if is_one_process:
+        from dataplane.live.vllm_surface import ONE_PROCESS_EXECUTOR  # vLLM is slow to import
+
         command += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]
         process = _spawn(command, OMP_NUM_THREADS="1")
     else:
