@@ -1,22 +1,24 @@
 """What do moves cost the requests that are not moved?
 
-    python experiments/migration_interference.py [--length N] [--pace ordinary|unbounded] [--turns N]
-        [--seconds S] [--kept FILE] [--quick] [--seed N] [--format table|json]
+    python experiments/migration_interference.py [--length N] [--share S] [--seconds S] [--kept FILE]
+        [--quick] [--seed N] [--format table|json]
 
 Four bystanders decode on each of two real vLLM engines while the KV of one more request, 32 KB a token, is
-copied from one to the other as a move does it: begin, then loaders, each taking over from the last. The copy
-is made in turns: a stretch of it, a stretch of rest as long, and so on, while the same batches decode. The
-bystanders' time per step in a stretch with copying (every step that it touches) is compared with that of the
-rests before and after it. So neither the cut-over's change of batch counts, nor contexts that grow by a
-token a step, nor a machine that is 10 % faster in one second than in the next, as ours is. Every third
-stretch is a sham, in which nothing is copied: `sham` is the same figure for those, 1 if the method is sound.
+copied from one to the other as a move does it, at the pace of `tokenfleet serve` on a CPU host: begin, then a
+loader that takes all of it. Then the next request, the other way, and so on.
 
-A figure is the median over the stretches of (source + target) / 2, with its 95 % bootstrap interval; the
-mean, and source and target alone, stand beside it. (Before, a whole move was compared with the stretch before
-it, between workers that had most of the request cached: that was good to 5 %, and copied little.)
+The machine is 5 % faster in one second than in the next, so a copy is made in turns of 0.2 s: in one of
+every two it works, in the other it waits (`copy_turns.py`). `copying` is how much longer steps are in the
+turns that it works in, the mean of source and target. `sham` is the same figure while nothing is copied: 0,
+if the method is sound.
 
-`ordinary` is how `tokenfleet serve` moves on a CPU host, `unbounded` as fast as it goes. Runs can be added up
-in a file (`--kept`).
+What a copy costs once, its request's arrival and its end, does not fall into such turns. It is told from the
+steps right after each, compared with those around them (`once`, ms of both workers' mean), and counted as if
+the copy had taken all turns: step time = 1 + copying + once / (its time).
+
+A figure is the mean of the middle half, with its 95 % bootstrap interval. Runs can be added up in a file
+(`--kept`; `--seconds 0` only adds up). `--share` is another share of a core than the product's: a large one
+shows that the method finds what there is.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from copy_turns import Times, extra_s, growth, idle_pair, middle_mean, pairs, slower, working_s
 from numpy.typing import NDArray
 from results import bar, flags, show
 from two_workers import A, B, Pair, on_two_workers
@@ -38,33 +41,35 @@ from controlplane.types import WorkerId
 
 BYSTANDERS = 4  # on each worker
 CONTEXT = 200
-TURNS, QUICK_TURNS = 60, 12
+TURN_S = 0.2
 LENGTHS, QUICK_LENGTHS = (1024, 4096), (1024,)
-STAGE_TOKENS = {"ordinary": 1024, "unbounded": 1 << 20}  # a whole copy is few steps long when unbounded
-LEAST_REST_S = 0.25
+SECONDS, QUICK_SECONDS = 180.0, 20.0
+TOKENS_A_ROUND = 4096  # of requests that move, before all streams start anew
+REST_S = 1.0  # before, between and after copies
 BAR = 1.02
 BEFORE_STEPS = 16
+SIDES = ("both", "source", "target")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A stretch's time per step over that of the rests around it, by worker. `sham`: nothing was copied."""
+    """Something measured on both workers.
 
-    pace: str
+    `what`: "copying" or "sham", the log ratio of two turns; "begin" or "end", the extra seconds of a copy's
+    first or last message; "copy", the seconds that a copy worked, under both names.
+    """
+
+    share: float
     tokens: int
-    sham: bool
+    what: str
     source: float
     target: float
-    steps: float
-    span_s: float
-    copied_tokens: int
 
 
 @dataclass(slots=True)
 class Asked:
     """How much to measure, and what was found; `kept` is a file of earlier runs to go on with, if any."""
 
-    turns: int
     seconds: float
     seed: int
     kept: Path | None
@@ -77,12 +82,20 @@ class Asked:
                 file.write(json.dumps(asdict(one)) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        kinds = dict.fromkeys((f.pace, f.tokens) for f in self.found)
-        return [row([f for f in self.found if (f.pace, f.tokens) == kind], self.seed) for kind in kinds]
+        kinds = dict.fromkeys((f.share, f.tokens) for f in self.found)
+        return [row([f for f in self.found if (f.share, f.tokens) == kind], self.seed) for kind in kinds]
+
+
+@dataclass(slots=True)
+class Spans:
+    """When copies began and ended in a round, and the rests around them."""
+
+    copies: list[tuple[float, float]] = field(default_factory=list)
+    rests: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Copying:
-    """A move's copies of one running request, a stage at a time, without its cut-over."""
+    """A move's copy of one running request, without its cut-over."""
 
     def __init__(self, pair: Pair, mover: Any, target: WorkerId) -> None:
         from dataplane.live.migration import Move
@@ -100,7 +113,6 @@ class Copying:
     async def copy(self, tokens: int) -> None:
         """Bring the KV of [0, tokens) to the target."""
         self._loader = await self._moves._copy(self._move, self._running, tokens, self._loader)
-        self._move.stages.append(tokens)
 
     async def release(self) -> None:
         if self._loader is not None:
@@ -108,133 +120,144 @@ class Copying:
         await self._moves._release(self._move, self._running, self._mover.worker, self._mover.segment)
 
 
-def step_s(times: NDArray[np.float64], start_s: float, end_s: float, touched: bool) -> tuple[float, int]:
-    """Mean time of the steps within [start, end], or of all that it touches; and how many they are."""
-    begins, ends = times[:-1], times[1:]
-    inside = (ends > start_s) & (begins < end_s) if touched else (begins >= start_s) & (ends <= end_s)
-    return float((ends - begins)[inside].mean()), int(inside.sum())
+async def copies(pair: Pair, movers: list[Any], target: WorkerId, length: int) -> Spans:
+    """Copy the movers one after the other, each from the beginning of two turns in which no copy works."""
+    spans = Spans()
+    rest_began_s = time.monotonic() + 0.5
+    for mover in movers:
+        copying = Copying(pair, mover, target)
+        await copying.begin()
+        start_s = idle_pair(time.monotonic() + REST_S, TURN_S)
+        await asyncio.sleep(start_s - time.monotonic())
+        spans.rests.append((rest_began_s, start_s))
+        await copying.copy(length)
+        spans.copies.append((start_s, time.monotonic()))
+        rest_began_s = time.monotonic() + 0.1
+        await asyncio.sleep(REST_S)
+        spans.rests.append((rest_began_s, time.monotonic()))
+        await copying.release()
+        rest_began_s = time.monotonic() + 0.2
+    await asyncio.sleep(0.2)
+    return spans
 
 
-def compare(times: NDArray[np.float64], spans: list[tuple[float, float]], at: int) -> tuple[float, int]:
-    """Stretch `at` over the rests around it; `spans` are the stretches, and an end at either side."""
-    start_s, end_s = spans[at]
-    one, steps = step_s(times, start_s, end_s, touched=True)
-    rests = [
-        step_s(times, spans[at - 1][1], start_s, touched=False)[0],
-        step_s(times, end_s, spans[at + 1][0], touched=False)[0],
-    ]
-    return one / float(np.mean(rests)), steps
+def judge(times: dict[str, Times], spans: Spans, kind: tuple[float, int], asked: Asked) -> None:
+    """Keep what a round shows; `times` of the source's and the target's tokens."""
+
+    def keep(what: str, figures: dict[str, float]) -> None:
+        asked.keep(Found(*kind, what, **figures))
+
+    grows = {side: float(np.median([growth(t, *rest) for rest in spans.rests])) for side, t in times.items()}
+    for what, found, lead_s in (("sham", spans.rests, 0.0), ("copying", spans.copies, 0.2)):
+        for start_s, end_s in found:
+            for at in pairs(start_s + lead_s, end_s, TURN_S):
+                keep(what, {side: slower(t, at, TURN_S, grows[side]) for side, t in times.items()})
+    for start_s, end_s in spans.copies:
+        keep("begin", {side: extra_s(t, start_s) for side, t in times.items()})
+        keep("end", {side: extra_s(t, end_s) for side, t in times.items()})
+        keep("copy", dict.fromkeys(times, working_s(start_s, end_s, TURN_S)))
 
 
-async def measure(pair: Pair, pace: str, length: int, asked: Asked) -> None:
-    """Copy the KV of a request of `length` tokens again and again, either way, and keep what is found."""
+async def measure(pair: Pair, kind: tuple[float, int], asked: Asked) -> None:
+    """Copy the KV of requests of one length again and again, either way, and keep what is found."""
+    _, length = kind
     rng = np.random.default_rng((asked.seed, length))
     draw = lambda n: rng.integers(5, 2000, n).tolist()  # noqa: E731
     bystanders = {w: [draw(CONTEXT) for _ in range(BYSTANDERS)] for w in (A, B)}
-    prompt, params = draw(length), {"max_tokens": 8000}
-    stage = min(STAGE_TOKENS[pace], length)
-    ends_s, turns = time.monotonic() + asked.seconds, 0
+    prompts, params = [draw(length) for _ in range(max(1, TOKENS_A_ROUND // length))], {"max_tokens": 8000}
     source, target = A, B
-    while turns < asked.turns and time.monotonic() < ends_s:
-        if turns >= asked.turns / 2 or time.monotonic() > ends_s - asked.seconds / 2:
-            source, target = B, A
+    ends_s = time.monotonic() + asked.seconds
+    while time.monotonic() < ends_s:
         streams = {w: [await pair.fleet.start(w, p, params) for p in bystanders[w]] for w in (A, B)}
-        mover = await pair.fleet.start(source, prompt, params)
-        await mover.until(BEFORE_STEPS)
-        copying = Copying(pair, mover, target)
-        await copying.begin()
-        spans, copied, took_s = [(0.0, time.monotonic())], [0], LEAST_REST_S
-        for tokens in range(stage, length + 1, stage):
-            # With every second copy a sham, before it or after it.
-            both = [False, True][:: int(rng.choice([-1, 1]))]
-            for is_sham in both if (tokens // stage + turns) % 2 else [False]:
-                await asyncio.sleep(max(LEAST_REST_S, took_s))
-                start_s = time.monotonic()
-                if is_sham:
-                    await asyncio.sleep(took_s)
-                else:
-                    await copying.copy(tokens)
-                    took_s = time.monotonic() - start_s
-                spans.append((start_s, time.monotonic()))
-                copied.append(0 if is_sham else stage)
-        await asyncio.sleep(max(LEAST_REST_S, took_s))
-        spans.append((time.monotonic(), 0.0))
-        await copying.release()
-        times = {w: np.array(streams[w][0].times) for w in (A, B)}
-        for at in range(1, len(spans) - 1):
-            (on_source, n), (on_target, m) = (compare(times[w], spans, at) for w in (source, target))
-            span_s, sham = spans[at][1] - spans[at][0], copied[at] == 0
-            asked.keep(Found(pace, length, sham, on_source, on_target, (n + m) / 2, span_s, copied[at]))
-            turns += not sham
-        for stream in (mover, *streams[A], *streams[B]):
+        movers = [await pair.fleet.start(source, prompt, params) for prompt in prompts]
+        for mover in movers:
+            await mover.until(BEFORE_STEPS)
+        spans = await copies(pair, movers, target, length)
+        times = {"source": streams[source][0].times, "target": streams[target][0].times}
+        judge({side: np.array(t) for side, t in times.items()}, spans, kind, asked)
+        for stream in (*movers, *streams[A], *streams[B]):
             await pair.fleet.abort(stream)
-        await pair.forget(target)
+        for worker in (A, B):
+            await pair.forget(worker)
+        source, target = target, source
 
 
-def interval(figures: NDArray[np.float64], seed: int) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
-    rng = np.random.default_rng(seed)
-    medians = np.median(rng.choice(figures, (4000, len(figures))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(low), float(high)
+def drawn(found: list[Found], what: str, side: str) -> NDArray[np.float64]:
+    """What was found of a kind, at one worker or the mean of both."""
+    of = [f for f in found if f.what == what]
+    if side == "both":
+        return np.array([(f.source + f.target) / 2 for f in of])
+    return np.array([getattr(f, side) for f in of])
 
 
 def row(found: list[Found], seed: int) -> dict[str, Any]:
     """What copies of one length at one pace cost."""
-    real, sham = [f for f in found if not f.sham], [f for f in found if f.sham]
-    source, target = (np.array([getattr(f, name) for f in real]) for name in ("source", "target"))
-    both = (source + target) / 2
-    low, high = interval(both, seed)
+    rng = np.random.default_rng(seed)
+    copy_s = float(drawn(found, "copy", "both").mean())
+
+    def figures(what: str, side: str = "both") -> tuple[float, NDArray[np.float64]]:
+        """The figure, and what it would be in other draws."""
+        all_of = drawn(found, what, side)
+        return float(middle_mean(all_of)), middle_mean(rng.choice(all_of, (4000, len(all_of))))
+
+    def text(one: tuple[float, NDArray[np.float64]], scale: float = 100.0) -> str:
+        low, high = np.quantile(one[1], [0.025, 0.975]) * scale
+        return f"{one[0] * scale:.2f} [{low:.2f}, {high:.2f}]"
+
+    parts = {side: [figures(what, side) for what in ("copying", "begin", "end")] for side in SIDES}
+    whole = {
+        side: (c[0] + (b[0] + e[0]) / copy_s, c[1] + (b[1] + e[1]) / copy_s)
+        for side, (c, b, e) in parts.items()
+    }
+    copying, begin, end = parts["both"]
+    low, high = np.quantile(whole["both"][1], [0.025, 0.975])
     return {
-        "pace": real[0].pace,
-        "tokens": real[0].tokens,
-        "stretches": len(real),
-        "steps": float(np.median([f.steps for f in real])),
-        "tokens/s": float(np.median([f.copied_tokens / f.span_s for f in real])),
-        "step time, copying over not": float(np.median(both)),
-        "low": low,
-        "high": high,
-        "mean": float(both.mean()),
-        "source": float(np.median(source)),
-        "target": float(np.median(target)),
-        "sham": float(np.median([(f.source + f.target) / 2 for f in sham])) if sham else None,
-        "shams": len(sham),
+        "share": found[0].share,
+        "tokens": found[0].tokens,
+        "copies": sum(f.what == "copy" for f in found),
+        "pairs": sum(f.what == "copying" for f in found),
+        "copy s": copy_s,
+        "step time": 1 + whole["both"][0],
+        "low": 1 + float(low),
+        "high": 1 + float(high),
+        "target %": text(whole["target"]),
+        "source %": text(whole["source"]),
+        "copying %": text(copying),
+        "once ms": text((begin[0] + end[0], begin[1] + end[1]), 1e3),
+        "sham %": text(figures("sham")),
+        "shams": sum(f.what == "sham" for f in found),
     }
 
 
 def main() -> int:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, action="append", help="tokens of the request that moves")
-    parser.add_argument("--pace", choices=STAGE_TOKENS, action="append")
-    parser.add_argument("--turns", type=int, help="stretches with copying, for each row; 0 only adds up")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of measuring, for each row")
-    parser.add_argument("--kept", type=Path, help="a file to add stretches to; its earlier ones count, too")
+    parser.add_argument("--share", type=float, help="of a core that copies take, if not the product's")
+    parser.add_argument("--seconds", type=float, help="of measuring, for each row; 0 only adds up")
+    parser.add_argument("--kept", type=Path, help="a file to add findings to; its earlier ones count, too")
     given = parser.parse_args()
-    turns = given.turns if given.turns is not None else (QUICK_TURNS if given.quick else TURNS)
-    asked = Asked(turns, given.seconds, given.seed, given.kept)
+    seconds = given.seconds if given.seconds is not None else (QUICK_SECONDS if given.quick else SECONDS)
+    asked = Asked(seconds, given.seed, given.kept)
     if given.kept is not None and given.kept.exists():
         asked.found = [Found(**json.loads(line)) for line in given.kept.read_text().splitlines()]
 
     async def story(pair: Pair) -> None:
         from dataplane.live.fleet import CPU_MOVES
 
-        budgets = {
-            "ordinary": {name: getattr(CPU_MOVES, name) for name in ("bytes_per_s", "share", "stage_s")},
-            "unbounded": {},
-        }
-        for pace in given.pace or STAGE_TOKENS:
-            pair = await pair.budgeted(**budgets[pace])
-            for length in given.length or (QUICK_LENGTHS if given.quick else LENGTHS):
-                await measure(pair, pace, length, asked)
+        budget = {name: getattr(CPU_MOVES, name) for name in ("bytes_per_s", "share", "stage_s")}
+        if given.share is not None:
+            budget["share"] = given.share
+        pair = await pair.budgeted(**budget, turn_s=TURN_S)
+        for length in given.length or (QUICK_LENGTHS if given.quick else LENGTHS):
+            await measure(pair, (budget["share"], length), asked)
 
-    if turns > 0:
+    if seconds > 0:
         on_two_workers(
             story, fat=True, dtype="bfloat16", max_model_len=16000, kv_cache_memory_bytes=1280 << 20
         )
     rows = asked.rows()
     bars = {
-        f"step time at {r['tokens']} tokens, {r['pace']}": bar(r["step time, copying over not"], BAR)
-        for r in rows
+        f"step time at {r['tokens']} tokens, {r['share']:g} of a core": bar(r["step time"], BAR) for r in rows
     }
     return show("migration_interference", rows, bars, given)
 

@@ -50,7 +50,7 @@ from dataplane.live.waiting_room import WaitingSettings
 log = logging.getLogger(__name__)
 
 # Of a core's time: every step of a worker is that much longer while it takes KV in.
-CPU_MOVES = MoveBudget(bytes_per_s=200e6, share=0.01)
+CPU_MOVES = MoveBudget(bytes_per_s=200e6, share=0.01, stage_s=30.0)
 PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
 
 

@@ -59,6 +59,8 @@ def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | No
     target = places(into)
     ours, theirs = _aligned(target, source)
     done = 0
+    if pacer is not None:
+        pacer.wait(done)
     for first, last in _calls(ours[:, 1]):
         want = int(ours[first:last, 1].sum())
         got = _readv(pid, ours[first:last], theirs[first:last])

@@ -16,7 +16,7 @@ STOP, once its KV is there; it is never computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -33,12 +33,15 @@ class Pace:
     """How fast a copy may go; the default is as fast as it can.
 
     At most `bytes_per_s` (0: no bound), and at work for at most `share` of the time in each process that
-    copies, but never slower than `least_bytes_per_s`, for it must end.
+    copies, but never slower than `least_bytes_per_s`, for it must end. With `turn_s` a copy works in about
+    half of all turns of so many seconds (`kv_pace.is_turn`), all this in those: what it costs can then be
+    told from the turns without.
     """
 
     bytes_per_s: float = 0.0
     share: float = 1.0
     least_bytes_per_s: float = 0.0
+    turn_s: float = 0.0
 
     @property
     def fixed_bytes_per_s(self) -> float:
@@ -88,7 +91,7 @@ def params_from(message: Transfer | Control) -> dict[str, Any]:
     load = message.load
     body: dict[str, Any] = {"hold": message.hold, "drop": list(message.drop)}
     if load is not None:
-        pace = [load.pace.bytes_per_s, load.pace.share, load.pace.least_bytes_per_s]
+        pace = astuple(load.pace)
         body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, pace]
     return {PARAMS_KEY: body}
 
