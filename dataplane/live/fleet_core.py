@@ -290,6 +290,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 kept.append((tracked, output))
         got = [(tracked, len(output.new_token_ids)) for tracked, output in kept]
         self.placement.advance(at.worker, got, now_s)
+        self.metrics.tokens.inc(sum(tokens for _, tokens in got))
         for tracked, output in kept:
             self._accept(tracked, output, now_s, shift_s)
         if kept or batch.scheduler_stats is not None:
@@ -303,7 +304,6 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         is_first = not tracked.output_token_ids
         if output.new_token_ids:
             tracked.output_token_ids.extend(output.new_token_ids)
-            self.metrics.tokens.inc(len(output.new_token_ids))
             tracked.last_token_s, tracked.fruitless = now_s, 0
             if is_first:
                 tracked.first_token_s = now_s
