@@ -146,14 +146,17 @@ def _show(reply: Any, format: str, tables: Any) -> None:
 
 def _status_tables(view: dict[str, Any]) -> list[Any]:
     workers = Table(title=f"{view['model']} ({view['engine']})", title_justify="left")
-    for name in ("worker", "kind", "state", "for", "requests", "tokens", "KV used", "step", "preempted"):
-        workers.add_column(name, justify="left" if name in ("worker", "kind", "state") else "right")
+    several = len(view["wanted_kinds"]) > 1
+    for name in ("worker", *(["kind"] if several else []), "state"):
+        workers.add_column(name, no_wrap=True)
+    for name in ("for", "requests", "tokens", "KV used", "step", "preempted"):
+        workers.add_column(name, justify="right")
     for w in view["workers"]:
         load = w.get("telemetry") or {}
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
         workers.add_row(
             w["worker"],
-            w["kind"],
+            *([w["kind"]] if several else []),
             w["state"],
             duration_text(w["for_s"]),
             str(w["requests"]),
@@ -203,7 +206,7 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
         before = f"{decision['before']} → " if "before" in decision else ""
         table.add_row(
             decision["kind"],
-            f"{before}{decision['workers']}",
+            "\n".join([f"{before}{decision['workers']}", *_named(decision.get("kinds") or {})]),
             decision["reason"],
             *(_figures(decision.get(part) or {}) for part in ("seen", "compared", "cost")),
         )
@@ -211,7 +214,11 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
 
 
 def _figures(values: dict[str, float]) -> str:
-    return "\n".join(f"{name} {value:.4g}" for name, value in values.items()) or "–"
+    return "\n".join(_named(values)) or "–"
+
+
+def _named(values: dict[str, float]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in values.items()]
 
 
 def _request_tables(reply: dict[str, Any]) -> list[Any]:

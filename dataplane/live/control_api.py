@@ -25,6 +25,9 @@ from dataplane.live.http_rules import (
 )
 from dataplane.live.operations import Operations
 
+# What a decision may tell of its reasons: of any fleet, and of one of several kinds.
+Facts = Literal["seen", "compared", "cost", "weights", "chosen", "alone", "alone_usd_per_h"]
+
 
 class ScaleOrder(BaseModel):
     """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
@@ -54,7 +57,7 @@ class Decision(BaseModel):
     advisory: bool = False
     workers: int | None = Field(None, ge=0, le=10_000)
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
-    facts: dict[Literal["seen", "compared", "cost"], dict[str, float]] = Field(default_factory=dict)
+    facts: dict[Facts, dict[str, float]] = Field(default_factory=dict)
     request_id: str | None = Field(None, min_length=1, max_length=256)
     target: str | None = Field(None, min_length=1, max_length=64)
 

@@ -16,6 +16,7 @@ from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.scaler.autoscale import ScalingSettings
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
+from controlplane.scaler.kinds import KindSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
 from controlplane.scaler.target import TargetSettings
@@ -52,7 +53,8 @@ class Autoscale:
                 f"autoscale: need 0 <= MIN <= MAX and MAX of at least 1, got {self.low}..{self.high}"
             )
 
-    def settings(self, speed: Speed | None) -> ScalingSettings:
+    def settings(self, speed: Speed | None, kinds: tuple[KindSettings, ...] = ()) -> ScalingSettings:
+        """How this fleet follows demand; `kinds`: where there are several, each with its speed if known."""
         slope, intercept = self.line or (None, None)
         return ScalingSettings(
             TargetSettings(
@@ -69,6 +71,7 @@ class Autoscale:
             ahead=ForecastSettings(),
             near=NEAR,
             learned_at=None if self.learned_at is None else ClassArrivals(ANY_SLO, 1.0, *self.learned_at),
+            kinds=kinds,
         )
 
 
@@ -76,7 +79,8 @@ class Autoscale:
 class ControllerSettings:
     """Where the control API is, and what tick is told.
 
-    `parent`: the process to end with. `demand`: the file that counts are kept in; None keeps none.
+    `parent`: the process to end with. `speeds`: what workers can do, by kind, where profiles say. `demand`: the
+    file that counts are kept in; None keeps none. `kinds`: of a fleet of several, speeds apart.
     """
 
     control: str
@@ -86,6 +90,7 @@ class ControllerSettings:
     autoscale: Autoscale | None = None
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     demand: str | None = None
+    kinds: tuple[KindSettings, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,7 +102,8 @@ class ControllerSettings:
             pairs = {name: scaled[name] and tuple(scaled[name]) for name in ("line", "learned_at")}
             scaled = Autoscale(**(scaled | pairs))
         speeds = {kind: _speed(speed) for kind, speed in given["speeds"].items()}
-        return cls(**(given | {"autoscale": scaled, "speeds": speeds}))
+        kinds = tuple(KindSettings(**kind) for kind in given["kinds"])
+        return cls(**(given | {"autoscale": scaled, "speeds": speeds, "kinds": kinds}))
 
     def tick(self, speeds: Speeds, kv_bytes_per_token: int = 0) -> Settings:
         """This heartbeat's settings; speeds and size of KV as known by now: with both, moves must pay."""
@@ -109,7 +115,8 @@ class ControllerSettings:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
         bounds = (max(self.autoscale.low, 1), self.autoscale.high)
-        return replace(plain, bounds=bounds, scaling=self.autoscale.settings(speed))
+        kinds = tuple(replace(kind, speed=speeds.of(kind.kind)) for kind in self.kinds)
+        return replace(plain, bounds=bounds, scaling=self.autoscale.settings(speed, kinds))
 
 
 def _speed(given: dict[str, Any]) -> Speed:

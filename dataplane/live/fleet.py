@@ -22,6 +22,7 @@ import numpy as np
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.assign import Policy
+from controlplane.scaler.kinds import KindSettings
 from controlplane.types import Slo
 from dataplane.live.cluster import Cluster, Host
 from dataplane.live.control_api import control_app, control_server
@@ -158,12 +159,22 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
             settings.autoscale,
             {kind: speed_of(profile) for kind, profile in profiles.items()},
             None if settings.data is None else str(settings.data.absolute() / "demand.json"),
+            _scaled_kinds(settings.kinds),
         )
         controller = ControllerProcess(told, events)
         cleanup.push_async_callback(controller.close)
         controller.start()
         announce(f"ready {gateway_url} control {control_url}")
         await serving
+
+
+def _scaled_kinds(kinds: Kinds) -> tuple[KindSettings, ...]:
+    """What the scaler may choose from, where there is a choice."""
+    if len(kinds) == 1:
+        return ()
+    return tuple(
+        KindSettings(kind.name, None, kind.usd_per_h, gpus=kind.tp_degree, high=kind.high) for kind in kinds
+    )
 
 
 def _moves(settings: FleetSettings) -> MoveBudget:

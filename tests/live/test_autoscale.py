@@ -42,26 +42,55 @@ def explained(fleet):
     ).stdout  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def small_profile(scratch):
-    """A worker that carries four requests at once, and so about five a second of 60 tokens."""
-    library = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
+def four_seats(folder, tp):
+    """The profile of a worker that carries four requests at once, and so about five a second of 60 tokens."""
+    library = ROOT / "profiles" / "h100-sxm" / f"llama-3.1-8b_tp{tp}.yaml"
     text = re.sub(r"max_seqs: \d+", "max_seqs: 4", library.read_text())
     assert "max_seqs: 4" in text
-    path = scratch / "four_seats.yaml"
+    path = folder / f"four_seats_tp{tp}.yaml"
     path.write_text(text)
-    return path
+    return str(path)
 
 
 @pytest.fixture(scope="module")
-def scaled_fleet(model_folder, scratch, small_profile):
-    flags = ("--engine", "emulated", "--profile", str(small_profile), "--workers", "1")
+def scaled_fleet(model_folder, scratch):
+    flags = ("--engine", "emulated", "--profile", four_seats(scratch, 1), "--workers", "1")
     fleet = serve(
         model_folder, *flags, "--autoscale", "0..4", "--scale-in-after", HOLD, "--queue-wait", "5m",
         "--slo", "ttft=2s,tpot=50ms", folder=scratch,
     )  # fmt: skip
     yield fleet
     fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def mixed_scaled_fleet(model_folder, scratch):
+    """One cheap worker, of which no more can be had, and dearer ones."""
+    profiles = [word for tp in (1, 2) for word in ("--profile", four_seats(scratch, tp))]
+    kinds = ("--kind", "gpu=h100-sxm,tp=1,usd=2,max=1", "--kind", "gpu=h100-sxm,tp=2,usd=5,workers=0")
+    fleet = serve(
+        model_folder, "--engine", "emulated", *profiles, *kinds, "--autoscale", "1..4",
+        "--scale-in-after", HOLD, "--queue-wait", "5m", "--slo", "ttft=2s,tpot=50ms", folder=scratch,
+    )  # fmt: skip
+    yield fleet
+    fleet.stop()
+
+
+def test_a_burst_raises_the_kind_that_can_be_had_and_silence_leaves_the_cheaper(mixed_scaled_fleet):
+    cheap, dear = "h100-sxm TP1", "h100-sxm TP2"
+    up = []
+    while not up:  # the controller begins after the fleet
+        check_whole(asyncio.run(burst(mixed_scaled_fleet, 60, 100, 2.0)), 100)
+        view = mixed_scaled_fleet.ask("GET", "/v1/fleet")
+        up = [e for e in view["scaling"] if e["workers"] > e["before"]]
+    assert all(e["kinds"][cheap] == 1 and e["kinds"][dear] >= 1 for e in up)
+    assert dear in up[0]["reason"]
+    mixed_scaled_fleet.until(
+        lambda: mixed_scaled_fleet.ask("GET", "/v1/fleet")["wanted_kinds"] == {cheap: 1, dear: 0}
+    )
+    mixed_scaled_fleet.until(lambda: counts(mixed_scaled_fleet) == (1, 1, 1))
+    check_whole(asyncio.run(burst(mixed_scaled_fleet, 3, 20, 0.0)), 20)
+    assert dear in explained(mixed_scaled_fleet)
 
 
 def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_fleet):
