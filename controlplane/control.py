@@ -26,9 +26,10 @@ from controlplane.migration.shedding import ShedSettings, plan_shedding
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.placement.rebalance import rebalance
-from controlplane.scaler.autoscale import Scaling, ScalingSettings, has_line, scale
+from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.counts import present, said, stepped
 from controlplane.scaler.hold import Held, HoldSettings, hold
+from controlplane.scaler.scaling import Scaling, ScalingSettings
 from controlplane.snapshot import (
     SERVING,
     Action,

@@ -18,13 +18,13 @@ from scaling_rules import planned
 
 from controlplane.control import Settings, State
 from controlplane.placement.assign import Policy
-from controlplane.scaler.autoscale import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.changepoint import Regimes, follow
 from controlplane.scaler.demand import Demand
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
+from controlplane.scaler.scaling import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import (

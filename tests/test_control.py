@@ -9,11 +9,11 @@ from controlplane.errors import BadInput
 from controlplane.migration.pairing import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
-from controlplane.scaler.autoscale import Outlook, ScalingSettings
 from controlplane.scaler.forecast import Forecast, ForecastSettings
 from controlplane.scaler.hold import Held, HoldSettings
 from controlplane.scaler.kinds import KindSettings
 from controlplane.scaler.line import Speed
+from controlplane.scaler.scaling import Outlook, ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import WorkerLoad
 from controlplane.types import RequestId, WorkerId

@@ -15,9 +15,10 @@ from conftest import ROOT
 from test_seeing import SPEED, counted, fleet, worker
 
 from controlplane.errors import BadInput
-from controlplane.scaler.autoscale import Scaling, ScalingSettings, scale
+from controlplane.scaler.autoscale import scale
 from controlplane.scaler.forecast import ForecastSettings
 from controlplane.scaler.remembered import resumed, to_keep
+from controlplane.scaler.scaling import Scaling, ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import Snapshot
 from dataplane.live.controller_settings import Autoscale, ControllerSettings

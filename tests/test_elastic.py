@@ -12,10 +12,10 @@ from controlplane.migration.pairing import MoveSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import OFF
-from controlplane.scaler.autoscale import ScalingSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.kinds import KindSettings
 from controlplane.scaler.line import Speed
+from controlplane.scaler.scaling import ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.types import Slo
 from controlplane.workload import Workload

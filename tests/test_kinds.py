@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler import mixed as mixed_module
-from controlplane.scaler.autoscale import Scaling, ScalingSettings, has_line, scale
+from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.counts import Asked, alone, bridged, choose, stepped
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, carried, even, stands, weigh
 from controlplane.scaler.line import Speed, capacity_rps, line_of
 from controlplane.scaler.mix import ClassArrivals, Mix
 from controlplane.scaler.reclaims import enough_stand, missing_share, most_missing
+from controlplane.scaler.scaling import Scaling, ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import Snapshot, WorkerLoad
 from controlplane.types import Slo, WorkerId

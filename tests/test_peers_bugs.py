@@ -14,10 +14,10 @@ from controlplane.control import RunningRequest, Scale, Settings, Snapshot, Stat
 from controlplane.migration.pairing import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.assign import JSQ, SPREAD
-from controlplane.scaler.autoscale import ScalingSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
+from controlplane.scaler.scaling import ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import STARTING
 from controlplane.types import RequestId, Slo, WorkerId

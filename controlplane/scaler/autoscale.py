@@ -17,94 +17,30 @@ held becomes the cheapest counts of each kind within the limits (scaler.counts).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from controlplane.errors import BadInput
-from controlplane.scaler.changepoint import Regime, Regimes, follow
-from controlplane.scaler.counts import Asked, present
+from controlplane.scaler.changepoint import Regime, follow
+from controlplane.scaler.counts import Asked
 from controlplane.scaler.demand import Demand, observe
 from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
 from controlplane.scaler.hold import Held, HoldSettings, hold
-from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, check_kinds, even, weigh
-from controlplane.scaler.line import Line, Speed, at_lengths, line_of
-from controlplane.scaler.mix import ClassArrivals, Mix, blend
+from controlplane.scaler.kinds import Weights, weigh
+from controlplane.scaler.line import Line, at_lengths, line_of
+from controlplane.scaler.mix import blend
 from controlplane.scaler.mixed import (
-    Mixed,
+    asked_of,
     change,
     fixed_mix,
     next_mix,
-    serving_kinds,
     taken_up,
-    terms_of,
     units_in,
 )
-from controlplane.scaler.target import Rate, Target, TargetSettings, target
+from controlplane.scaler.scaling import Outlook, Scaling, ScalingSettings
+from controlplane.scaler.target import Rate, Target, target
 from controlplane.snapshot import SERVING, STARTING, Scale, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
 BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand errs
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingSettings:
-    """How demand becomes workers. `stale_s`: counts older than this are no news.
-
-    `speed`: what a worker can do, where the target has no line of its own, or where the lengths drift from
-    those that its line was learned at (`learned_at`). `bin_s`: a bin of the counts. `catch_up_s`: in which a
-    backlog is to be served. `ahead`: whether and how to forecast; `near`: by short bins as well.
-
-    `kinds`: of worker that may be had, where there are several; then each has a speed of its own and `speed`
-    is not read. `line_kind`: the one whose workers the target's line counts, by default the first. `mixing`:
-    how counts are chosen among them, and their budget.
-    """
-
-    target: TargetSettings
-    hold: HoldSettings = field(default_factory=HoldSettings)
-    strictness: float = 4.0
-    stale_s: float = 60.0
-    speed: Speed | None = None
-    bin_s: float = 10.0
-    catch_up_s: float = 30.0
-    ahead: ForecastSettings | None = None
-    near: ForecastSettings | None = None
-    learned_at: ClassArrivals | None = None
-    kinds: tuple[KindSettings, ...] = ()
-    line_kind: str | None = None
-    mixing: MixingSettings = field(default_factory=MixingSettings)
-
-    def __post_init__(self) -> None:
-        if not self.kinds:
-            return
-        check_kinds(self.kinds, self.mixing, self.target.low, self.target.high, self.line_kind)
-        if self.target.budget_usd_per_h is not None:
-            raise BadInput("scaling: budget_usd_per_h: of several kinds it belongs to `mixing`")
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A forecast, the bins it is made from, and the regime's rate as each of them closed."""
-
-    past: Demand | None = None
-    past_rps: tuple[float, ...] = ()
-    coming: Forecast | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What the scaler remembers; empty at the start. A restart loses all but what scaler.remembered keeps.
-
-    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `mixed` to its `kinds`.
-    """
-
-    demand: Demand | None = None
-    regimes: Regimes = field(default_factory=Regimes)
-    held: Held | None = None
-    counted_s: float | None = None  # when arrivals were last reported
-    mix: Mix = field(default_factory=Mix)
-    far: Outlook = field(default_factory=Outlook)
-    soon: Outlook = field(default_factory=Outlook)
-    weights: Weights | None = None
-    mixed: Mixed | None = None
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -192,19 +128,9 @@ def _line(settings: ScalingSettings, state: Scaling) -> Line | None:
 
 def _asked(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Asked]:
     """The state with this traffic's weights; what to choose from, with the units that are wanted so far."""
-    there = present(snapshot.wanted_kinds)
-    weights = weigh(settings.kinds, there, state.mix, state.weights)
-    asked = Asked(
-        terms_of(settings.kinds),
-        settings.mixing,
-        weights or even(settings.kinds),
-        0,
-        there,
-        settings.target.low,
-        settings.target.high,
-        snapshot.cold_start_s,
-        snapshot.drain_s,
-    )
+    weights = weigh(settings.kinds, snapshot.wanted_kinds, state.mix, state.weights)
+    limits = settings.target.low, settings.target.high
+    asked = asked_of(settings.kinds, settings.mixing, weights, limits, snapshot)
     mixed = taken_up(state.mixed, asked, snapshot.now_s + _held_for(settings.hold, snapshot).down_s)
     return replace(state, weights=weights, mixed=mixed), replace(asked, units=units_in(mixed, asked))
 
@@ -226,9 +152,7 @@ def _mixed(
         mixed = fixed_mix(asked, snapshot.fixed)
         state = replace(state, held=Held(mixed.units))
     else:
-        # Without news nothing is due.
-        looked_s = snapshot.now_s if found.workers is not None else -math.inf
-        mixed = next_mix(before, asked, serving_kinds(snapshot), looked_s)
+        mixed = next_mix(before, asked, snapshot, is_news=found.workers is not None)
     state = replace(state, mixed=mixed)
     facts = _facts(settings, state, snapshot, found, line, sum(mixed.wanted.values()))
     why = found.reason

@@ -23,7 +23,7 @@ from controlplane.scaler.counts import (
     stepped,
     usd_per_h,
 )
-from controlplane.scaler.kinds import KindSettings, Weights, whole
+from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, even, whole
 from controlplane.snapshot import SERVING, Scale, Snapshot
 
 
@@ -69,15 +69,28 @@ def units_in(mixed: Mixed, asked: Asked) -> int:
     return math.ceil(mixed.units * asked.weights.of[old] - 1e-6)
 
 
-def next_mix(before: Mixed, asked: Asked, serving: Counts, now_s: float) -> Mixed:
-    """The mix for what is asked now: `before`'s where nothing changed. `serving`: workers now, by kind."""
+def asked_of(
+    kinds: Sequence[KindSettings],
+    mixing: MixingSettings,
+    weights: Weights | None,
+    limits: tuple[int, int | None],
+    snapshot: Snapshot,
+) -> Asked:
+    """The question, its units still open. `limits`: least and most workers. `weights` None: not known."""
+    there, known = present(snapshot.wanted_kinds), weights or even(kinds)
+    takes = snapshot.cold_start_s, snapshot.drain_s
+    return Asked(terms_of(kinds), mixing, known, 0, there, *limits, *takes)
+
+
+def next_mix(before: Mixed, asked: Asked, snapshot: Snapshot, is_news: bool = True) -> Mixed:
+    """The mix for what is asked now: `before`'s where nothing changed. Without news nothing is due."""
     same = (before.units, before.weights, before.kinds) == (asked.units, asked.weights, asked.kinds)
     chosen, due_s, solved = before.chosen, before.due_s, before.solved
-    if not same or now_s >= due_s:
+    if not same or (is_news and snapshot.now_s >= due_s):
         if solved is None or solved[0] != asked:
             solved = asked, choose(asked)
         chosen, due_s = solved[1], math.inf
-    wanted = bridged(asked, chosen, serving)
+    wanted = bridged(asked, chosen, Counter(w.kind for w in snapshot.workers if w.state == SERVING))
     return Mixed(asked.units, asked.weights, asked.kinds, chosen, wanted, due_s, solved)
 
 
@@ -85,11 +98,6 @@ def fixed_mix(asked: Asked, total: int) -> Mixed:
     """An operator's number: what is there, with as many more or fewer as that takes."""
     counts = stepped(asked.kinds, asked.weights.of, asked.there, total)
     return Mixed(whole(asked.carries(counts)), asked.weights, asked.kinds, counts, counts)
-
-
-def serving_kinds(snapshot: Snapshot) -> dict[str, int]:
-    """How many workers of each kind serve."""
-    return dict(Counter(w.kind for w in snapshot.workers if w.state == SERVING))
 
 
 def change(

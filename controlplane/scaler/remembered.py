@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from controlplane.errors import BadInput
-from controlplane.scaler.autoscale import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.demand import Demand
 from controlplane.scaler.forecast import ForecastSettings
+from controlplane.scaler.scaling import Outlook, Scaling, ScalingSettings
 
 
 def to_keep(state: Scaling, now_s: float) -> dict[str, Any]:

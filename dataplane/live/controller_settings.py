@@ -13,12 +13,12 @@ from controlplane.migration.price import Price
 from controlplane.migration.shedding import ShedSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.scaler.autoscale import ScalingSettings
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.kinds import KindSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.mix import ClassArrivals
+from controlplane.scaler.scaling import ScalingSettings
 from controlplane.scaler.target import TargetSettings
 from controlplane.types import Slo
 from dataplane.live.speeds import Speeds
@@ -79,8 +79,8 @@ class Autoscale:
 class ControllerSettings:
     """Where the control API is, and what tick is told.
 
-    `parent`: the process to end with. `speeds`: what workers can do, by kind, where profiles say. `demand`: the
-    file that counts are kept in; None keeps none. `kinds`: of a fleet of several, speeds apart.
+    `parent`: the process to end with. `speeds`: what workers can do, by kind, where profiles say. `demand`:
+    the file that counts are kept in; None keeps none. `kinds`: of a fleet of several, speeds apart.
     """
 
     control: str

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput
-from controlplane.scaler.autoscale import Scaling, ScalingSettings
 from controlplane.scaler.remembered import resumed, to_keep
+from controlplane.scaler.scaling import Scaling, ScalingSettings
 
 SCHEMA = "tokenfleet.demand/1"
 
