@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from datetime import UTC, datetime
@@ -319,13 +320,32 @@ def test_a_plan_that_cannot_be_deployed_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_mixed_degrees_are_refused_where_one_serve_cannot_run_them() -> None:
-    profiles = [{"model": "llama-3.1-8b", "gpu": "h100-sxm", "tp_degree": n} for n in (1, 2)]
-    parts = [{"gpu": "h100-sxm", "tp_degree": n, "workers": 1} for n in (1, 2)]
-    mixed = fleet(fleet=parts, inputs=plan()["inputs"] | {"profiles": profiles})
-    for kind in ("kuberay", "systemd"):
-        with pytest.raises(BadInput, match="plan with"):
-            export_files(mixed, [kind], ExportSettings(), Path("out"))
+def mixed(*gpus: str) -> Deployment:
+    """A worker over one GPU of the first type, and two over two of the last."""
+    parts = [{"gpu": gpu, "tp_degree": n, "workers": n} for n, gpu in ((1, gpus[0]), (2, gpus[-1]))]
+    profiles = [{"model": "llama-3.1-8b", "gpu": p["gpu"], "tp_degree": p["tp_degree"]} for p in parts]
+    return fleet(fleet=parts, inputs=plan()["inputs"] | {"profiles": profiles})
+
+
+def test_a_mix_is_one_serve_with_a_group_of_pods_for_each_kind() -> None:
+    from tokenfleet.cli import VERBS, _command
+
+    job = documents(export_files(mixed("h100-sxm"), ["kuberay"], ExportSettings(), Path("out")))[0]
+    pods = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(pod["groupName"], pod["replicas"]) for pod in pods] == [("h100-sxm-tp2", 2)]  # TP1: the head
+    words = shlex.split(job["spec"]["entrypoint"])
+    found = _command(VERBS["serve"]).make_context("serve", words[2:], resilient_parsing=False)
+    assert list(found.params["kind"]) == [
+        "gpu=h100-sxm,tp=1,workers=1,max=1",
+        "gpu=h100-sxm,tp=2,workers=2,max=2",
+    ]
+    unit = export_files(mixed("h100-sxm"), ["systemd"], ExportSettings(), Path("out"))
+    assert "this machine needs 5 GPUs" in "".join(unit.values())
+
+
+def test_one_machine_has_one_type_of_gpu() -> None:
+    with pytest.raises(BadInput, match="plan with"):
+        export_files(mixed("h100-sxm", "a100-sxm"), ["systemd"], ExportSettings(), Path("out"))
 
 
 def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,10 +113,11 @@ class Cluster:
     async def start(self) -> None:
         """Launch each kind's first workers, side by side. Raises RuntimeError if one cannot start."""
         self.wanted_kinds = self._checked(self.kinds.workers)
+        # The widest first, while there are nodes with so many free GPUs.
         launches = [
-            self._begin_launch(self._enroll(kind, "the fleet starts"), report=False)
-            for kind, workers in self.wanted_kinds.items()
-            for _ in range(workers)
+            self._begin_launch(self._enroll(kind.name, "the fleet starts"), report=False)
+            for kind in sorted(self.kinds, key=lambda kind: -kind.tp_degree)
+            for _ in range(kind.workers)
         ]
         try:
             await asyncio.gather(*launches)

@@ -22,11 +22,6 @@ CORES_PER_GPU = 8
 
 def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
     """The RayJob and the Service. Raises BadInput for a fleet that one `serve` cannot run."""
-    degrees = sorted({group.gpus for group in fleet.groups})
-    if len(degrees) > 1:
-        raise BadInput(
-            f"kuberay: the fleet mixes TP degrees {degrees}; one `tokenfleet serve` runs one: plan with --tp"
-        )
     if any(group.role != "any" for group in fleet.groups):
         raise BadInput("kuberay: `tokenfleet serve` has no separate prefill and decode workers yet")
     first, *others = fleet.groups
@@ -83,8 +78,12 @@ def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
 
 def serve_words(fleet: Deployment) -> list[str]:
     """`tokenfleet serve` for the fleet, reachable from other machines; its keys come by the environment."""
-    words = ["tokenfleet", "serve", "--model", fleet.weights, "--workers", str(fleet.workers)]
-    words += ["--tp", str(fleet.groups[0].gpus), "--slo", fleet.slo_text, "--max-workers", str(fleet.workers)]
+    words = ["tokenfleet", "serve", "--model", fleet.weights]
+    if len(fleet.groups) == 1:
+        words += ["--workers", str(fleet.workers), "--tp", str(fleet.groups[0].gpus)]
+    for group in fleet.groups if len(fleet.groups) > 1 else ():
+        words += ["--kind", f"gpu={group.gpu},tp={group.gpus},workers={group.workers},max={group.workers}"]
+    words += ["--slo", fleet.slo_text, "--max-workers", str(fleet.workers)]
     words += ["--host", "0.0.0.0", "--port", str(PORT)]
     words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT)]
     flags = [group.engine_flags for group in fleet.groups]

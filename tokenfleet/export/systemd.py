@@ -12,18 +12,19 @@ SHUTDOWN_S = 60
 
 
 def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfleet") -> str:
-    """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several kinds."""
-    if len(fleet.groups) > 1:
-        raise BadInput("systemd: one machine has one kind of worker, this fleet has several: plan with --gpu")
+    """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several GPU types."""
+    if len({group.gpu for group in fleet.groups}) > 1:
+        raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
     words = [program, *serve_words(fleet)[1:]]
     flags = [] if "--" not in words else words[words.index("--") :]
     head = words[: len(words) - len(flags)]
     head += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
     # systemd expands % and $ in ExecStart; neither has a meaning in our flags.
     command = shlex.join([*head, *flags]).replace("%", "%%").replace("$", "$$")
-    group = fleet.groups[0]
+    parts = ", ".join(f"{group.workers} workers of {group.gpus} x {group.gpu}" for group in fleet.groups)
+    gpus = sum(group.workers * group.gpus for group in fleet.groups)
     return f"""\
-# {fleet.workers} workers of {group.gpus} x {group.gpu}: this machine needs {fleet.workers * group.gpus} GPUs.
+# {parts}: this machine needs {gpus} GPUs.
 [Unit]
 Description=Tokenfleet: {fleet.weights} within {fleet.slo_text}
 After=network-online.target nvidia-persistenced.service
