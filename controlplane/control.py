@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from controlplane.errors import BadInput
 from controlplane.migration.pairing import MoveSettings, Recent, Seen, look, plan_moves
-from controlplane.migration.shedding import ShedSettings, plan_shedding
+from controlplane.migration.shedding import ShedSettings, forecast_of, plan_shedding
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.placement.rebalance import rebalance
@@ -135,16 +135,22 @@ def _moves(
         taken = frozenset(w for move, source in moves for w in (source, move.target))
         moves += plan_shedding(settings.shed, recent, snapshot, seen, taken)
     if snapshot.errors:
+        forecasts = settings.shed or ShedSettings()
         moved = {move.request for move, _ in moves}
         for kind in dict.fromkeys(s.worker.kind for s in seen):
-            moves += _reassigned(recent, snapshot, [s for s in seen if s.worker.kind == kind], moved)
+            alike = [s for s in seen if s.worker.kind == kind]
+            moves += _reassigned(forecasts, recent, snapshot, alike, moved)
     return moves
 
 
 def _reassigned(
-    recent: Recent, snapshot: Snapshot, seen: Sequence[Seen], moved: set[RequestId]
+    forecasts: ShedSettings, recent: Recent, snapshot: Snapshot, seen: Sequence[Seen], moved: set[RequestId]
 ) -> list[tuple[Reassign, WorkerId]]:
-    """Algorithm 2's moves among serving workers of known speed and one kind: one step model weighs them."""
+    """Algorithm 2's moves among serving workers of known speed and one kind: one step model weighs them.
+
+    An error alone is no harm: what waits stays where placement put it for as long as (b) and (e) hold there,
+    and goes only where they go on holding with it.
+    """
     serving = {s.worker.worker: s for s in seen if s.worker.state == SERVING and s.worker.step is not None}
     errors = {w: e for w, e in snapshot.errors.items() if w in serving}
     if len(errors) < 2:
@@ -158,8 +164,10 @@ def _reassigned(
             if r.request not in recent.requests and r.request not in snapshot.moving | moved
         ]
         for w, s in serving.items()
+        if s.worker.waiting and forecast_of(s, forecasts).worst > 1.0
     }
     sizes = {r: size.prompt_tokens for queue in waiting.values() for r, size in queue}
+    asked = {r.request: r for w in waiting for r in serving[w].worker.waiting}
     ahead: dict[RequestId, int] = {}
     for s in serving.values():
         tokens = 0
@@ -172,7 +180,9 @@ def _reassigned(
         came = sum(sizes[move.request] for move in earlier if move.target == worker)
         room = s.free_tokens - s.load.waiting_tokens - s.load.running
         # A balance of decode steps is no reason to wait longer for the first token.
-        return came + sizes[request] <= room and came + s.load.waiting_tokens <= ahead[request]
+        if came + sizes[request] > room or came + s.load.waiting_tokens > ahead[request]:
+            return False
+        return forecast_of(s, forecasts, asked[request]).worst <= 1.0
 
     weights = {w: e.weight_s(step) * 1e3 for w, e in errors.items()}
     return [

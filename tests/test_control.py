@@ -72,7 +72,7 @@ def test_every_worker_is_at_one_end_of_one_move_at_most():
 
 
 def test_algorithm_2_reassigns_what_has_not_started():
-    late, early = worker("a", (100,), (50, 60)), worker("b", (100,))
+    late, early = worker("a", (720,), (50, 60)), worker("b", (100,))
     errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3)}
     _, actions = tick(STILL, State(), at(0.0, late, early, errors=errors))
     reassigned = [a for a in actions if isinstance(a, Reassign)]
@@ -82,8 +82,17 @@ def test_algorithm_2_reassigns_what_has_not_started():
     assert [a for a in none if isinstance(a, Reassign)] == []
 
 
+def test_algorithm_2_lets_wait_what_breaks_no_forecast_and_breaks_none_elsewhere():
+    errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3)}
+    # A worker may hold 950. With what is to come a holds 350 or 970; b 950 with aq1, or 951 with aq0.
+    for running, there, moved in ((90, 100, []), (710, 790, ["aq1"]), (710, 801, [])):
+        seen = at(0.0, worker("a", (running,), (50, 60)), worker("b", (there,)), errors=errors)
+        found = [a.request for a in tick(STILL, State(), seen)[1] if isinstance(a, Reassign)]
+        assert found == moved, (running, there)
+
+
 def test_algorithm_2_makes_nobody_wait_behind_more_prompts():
-    late = worker("a", (100,), (50, 60, 70))
+    late = worker("a", (700,), (50, 60, 70))
     errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3)}
     for there, moved in (((), ["aq2"]), ((110,), ["aq2"]), ((111,), [])):
         seen = at(0.0, late, worker("b", (100,), there), errors=errors)

@@ -112,7 +112,7 @@ def test_errors_make_algorithm_2_act_on_what_waits():
     seeing = Seeing({"a": SPEED})
     running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
     seeing.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
-    outlived = [request(f"a{i}", "a", output=100, expected=900) for i in range(3)]
+    outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
     queued = [request("q", "a", 0, expected=20, age_s=0.1)]
     seen = seeing.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
     settings = ControllerSettings("", None, False, 0).tick(seeing.speeds)

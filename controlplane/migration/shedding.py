@@ -92,6 +92,15 @@ def peak_tokens(requests: Sequence[RunningRequest]) -> int:
     return peak
 
 
+def forecast_of(s: Seen, settings: ShedSettings, also: RunningRequest | None = None) -> Forecast:
+    """A worker's forecast, with another request there if one is given."""
+    worker, load = s.worker, s.load
+    everyone = _everyone(worker.requests, worker.waiting)
+    if also is not None:
+        load, everyone = with_request(load, also), [*everyone, also]
+    return forecast(load, everyone, worker.capacity_tokens, worker.step, settings)
+
+
 def plan_shedding(
     settings: ShedSettings,
     recent: Recent,
@@ -104,7 +113,7 @@ def plan_shedding(
     `taken` have a move already.
     """
     free = [s for s in seen if s.worker.worker not in taken and s.worker.worker not in snapshot.busy]
-    ahead = {s.worker.worker: _forecast_of(s, settings) for s in free}
+    ahead = {s.worker.worker: forecast_of(s, settings) for s in free}
     broken = sorted(
         (s for s in free if ahead[s.worker.worker].worst > 1.0 + settings.margin and s.load.running > 1),
         key=lambda s: (-ahead[s.worker.worker].worst, s.worker.worker),
@@ -132,11 +141,6 @@ def plan_shedding(
     return moves
 
 
-def _forecast_of(s: Seen, settings: ShedSettings) -> Forecast:
-    everyone = _everyone(s.worker.requests, s.worker.waiting)
-    return forecast(s.load, everyone, s.worker.capacity_tokens, s.worker.step, settings)
-
-
 def _everyone(
     running: Sequence[RunningRequest], waiting: Sequence[RunningRequest]
 ) -> Sequence[RunningRequest]:
@@ -158,10 +162,7 @@ def _choose(
     for r in candidates[:_TRIED]:
         if r.tokens > room or target.load.running + target.load.waiting >= target.worker.max_seqs:
             continue
-        after = with_request(target.load, r)
-        there = [*_everyone(target.worker.requests, target.worker.waiting), r]
-        then = forecast(after, there, target.worker.capacity_tokens, target.worker.step, settings)
-        if then.worst <= 1.0 and _pays(settings, source, r):
+        if forecast_of(target, settings, r).worst <= 1.0 and _pays(settings, source, r):
             return r
     return None
 
