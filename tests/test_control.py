@@ -101,7 +101,7 @@ def test_algorithm_2_makes_nobody_wait_behind_more_prompts():
 
 
 def test_algorithm_2_keeps_to_workers_of_one_kind():
-    late, early = worker("a", (100,), (50, 60)), worker("b", (100,))
+    late, early = worker("a", (720,), (50, 60)), worker("b", (100,))
     errors = {WorkerId("a"): Error(4000, 3), WorkerId("b"): Error(-4000, -3), WorkerId("c"): Error(-90, -1)}
     fleet = replace(late, kind="x"), replace(early, kind="y"), replace(worker("c", (100,)), kind="x")
     _, actions = tick(STILL, State(), at(0.0, *fleet, errors=errors))
