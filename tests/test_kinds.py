@@ -308,6 +308,53 @@ def test_what_is_asked_for_and_cannot_be_had_is_said():
     assert "all that is allowed, 1 big + 1 small, carries" in fleet.asked[-1].reason
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 30)), min_size=2, max_size=6),
+    st.integers(1, 2),
+    st.integers(3, 7),
+    st.sampled_from([None, 6.0, 9.5]),
+    st.integers(0, 3),
+)
+def test_whatever_comes_limits_hold_at_every_heartbeat(demand, most_big, most, budget, lag):
+    kinds = (
+        kind("big", 2.0, BIG, high=most_big),
+        kind("small", 1.0, low=1),
+        kind("spot", 0.6, reclaims_per_h=2.0),
+    )
+    fleet = Fleet(
+        {"small": 1},
+        kinds,
+        TargetSettings(None, None, low=1, high=most),
+        down_s=10.0,
+        mixing=MixingSettings(budget_usd_per_h=budget),
+    )
+    history = [fleet.there] * (lag + 1)
+    for units, beats in demand:
+        for _ in range(beats):
+            fleet.serving = history[-lag - 1]  # what is asked for serves a few heartbeats later
+            fleet.beat(rate_of(units) if units else 0)
+            history.append(fleet.there)
+            there = fleet.there
+            assert 1 <= sum(there.values()) <= most
+            assert there.get("big", 0) <= most_big
+            assert there["small"] >= 1
+            usd = 2.0 * there.get("big", 0) + there["small"] + 0.6 * there.get("spot", 0)
+            assert budget is None or usd <= budget + 1e-9
+    assert [a for a in fleet.asked if not a.reason] == []
+
+
+def test_demand_that_swings_over_equally_dear_kinds_changes_no_kinds():
+    fleet = Fleet({"a": 3}, (kind("a", 1.0), kind("b", 1.0)), down_s=5.0)
+    for swing in range(6):
+        fleet.beat(rate_of(3 if swing % 2 else 5), 40)
+    assert len(fleet.asked) >= 4
+    for before, after in pairwise([{"a": 3, "b": 0}, *(action.kinds for action in fleet.asked)]):
+        assert len({after[k] > before[k] for k in "ab" if after[k] != before[k]}) == 1, (
+            "some come as others go"
+        )
+
+
 def test_a_line_in_workers_of_one_kind_is_converted():
     line = TargetSettings(0.5, 0.2)
     big = ScalingSettings(line, kinds=TWO, line_kind="big")
