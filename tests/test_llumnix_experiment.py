@@ -8,8 +8,9 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from llumnix_figures import judge, with_priority
+from llumnix_figures import judge
 from llumnix_scaling import instances_wanted
+from llumnix_serving import with_priority
 from llumnix_setup import a10, llumnix, metrics, published, workload
 
 from controlplane.snapshot import Load, Snapshot, WorkerLoad
