@@ -1,6 +1,7 @@
 """Several kinds of worker: what each is worth, the cheapest counts against trying all, and the way there."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -14,7 +15,16 @@ from controlplane.scaler import mixed as mixed_module
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.counts import Asked, alone, bridged, choose, stepped
 from controlplane.scaler.hold import HoldSettings
-from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, carried, even, stands, weigh
+from controlplane.scaler.kinds import (
+    PARTS,
+    KindSettings,
+    MixingSettings,
+    Weights,
+    carried,
+    even,
+    stands,
+    weigh,
+)
 from controlplane.scaler.line import Speed, capacity_rps, line_of
 from controlplane.scaler.mix import ClassArrivals, Mix
 from controlplane.scaler.reclaims import enough_stand, missing_share, most_missing
@@ -35,7 +45,9 @@ def kind(name, usd=1.0, speed=SMALL, **more):
 def ask(units, kinds, weights, there=None, mixing=None, **more):
     of = dict(zip((k.kind for k in kinds), weights, strict=True))
     lightest = min(of, key=of.__getitem__)
-    return Asked(tuple(kinds), mixing or MixingSettings(), Weights(lightest, of), units, there or {}, **more)
+    return Asked(
+        tuple(kinds), mixing or MixingSettings(), Weights(lightest, of), units * PARTS, there or {}, **more
+    )
 
 
 # --- the program, against trying everything -----------------------------------------------------------------
@@ -301,6 +313,19 @@ def test_a_rising_and_falling_demand_is_carried_by_the_cheapest_counts(solves):
     assert "at $" in fleet.asked[0].reason
 
 
+def test_a_demand_that_rises_to_what_is_there_anyway_is_no_question(solves):
+    fleet = Fleet({"small": 1}, (kind("big", 2.0, BIG),))
+    fleet.settings = replace(fleet.settings, kinds=(kind("big", 2.0, BIG), kind("small", 1.0)), near=None)
+    fleet.beat(rate_of(2.2), 60)
+    (before, solved) = fleet.there, len(solves)
+    assert before == {"big": 1, "small": 0}
+    fleet.beat(rate_of(2.9), 60)
+    assert (fleet.there, len(solves)) == (before, solved)
+    assert fleet.state.mixed.units > 29
+    fleet.beat(rate_of(4.5), 60)
+    assert len(solves) > solved
+
+
 def test_what_is_asked_for_and_cannot_be_had_is_said():
     fleet = Fleet({"small": 1}, (kind("big", 2.0, BIG, high=1), kind("small", 1.0, high=1)))
     fleet.beat(rate_of(30), 40)
@@ -368,8 +393,8 @@ def test_a_line_in_workers_of_one_kind_is_converted():
         assert has_line(settings_, fleet.state)
     weight = states[0].weights.of["big"]
     needed = [0.5 * s.regimes.current.upper_rps(10.0, 1.64) + 0.2 for s in states]
-    assert states[0].mixed.units == math.ceil(needed[0] * weight)
-    assert states[1].mixed.units == math.ceil(needed[1])
+    assert states[0].mixed.units == pytest.approx(needed[0] * weight * PARTS, rel=0.05)
+    assert states[1].mixed.units == pytest.approx(needed[1] * PARTS, rel=0.05)
 
 
 def test_nothing_is_changed_before_lengths_are_known_and_while_there_is_no_news():

@@ -24,7 +24,7 @@ from controlplane.scaler.counts import Asked
 from controlplane.scaler.demand import Demand, observe
 from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
 from controlplane.scaler.hold import Held, HoldSettings, hold
-from controlplane.scaler.kinds import Weights, weigh
+from controlplane.scaler.kinds import PARTS, Weights, weigh
 from controlplane.scaler.line import Line, at_lengths, line_of
 from controlplane.scaler.mix import blend
 from controlplane.scaler.mixed import (
@@ -57,11 +57,11 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     mix = blend(state.mix, snapshot.by_class, now_s)
     after = replace(state, demand=demand, regimes=regimes, counted_s=counted_s, mix=mix)
     after = _foreseen(settings, after, snapshot)
-    limits, unit, there = settings.target, "workers", snapshot.wanted
+    limits, unit, parts, there = settings.target, "workers", 1, snapshot.wanted
     if settings.kinds:
         after, asked = _asked(settings, after, snapshot)
         limits = replace(limits, low=0, high=None)
-        unit, there = f"× {asked.weights.reference}", asked.units
+        unit, parts, there = f"× {asked.weights.reference}", PARTS, asked.units
     line = _line(settings, after)
     also = _also(settings, after, snapshot)
     found = target(
@@ -73,6 +73,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         line=line,
         also=also,
         unit=unit,
+        parts=parts,
     )
     if settings.target.to_zero and snapshot.fixed is None and not stale and _is_silent(demand):
         why = f"nothing has arrived for {SILENT_BINS * demand.bin_s:g} s"
@@ -157,7 +158,7 @@ def _mixed(
     facts = _facts(settings, state, snapshot, found, line, sum(mixed.wanted.values()))
     why = found.reason
     if found.workers is not None and found.workers < mixed.units and snapshot.fixed is None:
-        why += f", {mixed.units} for now"  # a fall goes no further yet
+        why += f", {mixed.units / PARTS} for now"  # a fall goes no further yet
     return state, change(before, mixed, asked, why, facts)
 
 
@@ -240,7 +241,7 @@ def _must_wake(settings: ScalingSettings, snapshot: Snapshot, found: Target) -> 
 def _kept_for_those_here(snapshot: Snapshot, found: Target, wanted: int, weights: Weights | None) -> Target:
     """The target, but no fewer workers than those who are here need: the demand knows arrivals alone.
 
-    `wanted`: workers, or of several kinds what they weigh.
+    `wanted`: workers, or PARTS of reference workers where there are `weights`.
     """
     if found.workers is None or found.workers >= wanted or snapshot.fixed is not None:
         return found
@@ -249,12 +250,13 @@ def _kept_for_those_here(snapshot: Snapshot, found: Target, wanted: int, weights
     if snapshot.waiting_requests:
         why = f"{found.reason}; kept, {snapshot.waiting_requests} requests wait"
         return Target(wanted, why, found.compared)
-    of = {} if weights is None else weights.of
-    seats = min((w.max_seqs / of.get(w.kind, 1.0) for w in serving), default=1)
+    of, parts = (weights.of, PARTS) if weights is not None else ({}, 1)
+    seats = min((w.max_seqs / of.get(w.kind, 1.0) / parts for w in serving), default=1)
     needed = min(math.ceil(running / seats), wanted)
     if needed <= found.workers:
         return found
-    return Target(needed, f"{found.reason}; {needed} hold the {running} requests here", found.compared)
+    why = f"{found.reason}; {needed if parts == 1 else needed / parts} hold the {running} requests here"
+    return Target(needed, why, found.compared)
 
 
 def _held_for(settings: HoldSettings, snapshot: Snapshot) -> HoldSettings:

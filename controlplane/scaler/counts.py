@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from controlplane.errors import Infeasible
 from controlplane.scaler.fleet import Candidate, FleetLimits, cheapest_counts, most_counts
-from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, carried, stands
+from controlplane.scaler.kinds import PARTS, KindSettings, MixingSettings, Weights, carried, stands
 
 Counts = Mapping[str, int]
 _HAIR = 1e-6  # weights are rounded numbers
@@ -23,7 +23,7 @@ _HAIR = 1e-6  # weights are rounded numbers
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question to the program: so many reference workers, with so much to be had.
+    """A question to the program: so many `units` (PARTS of a reference worker), with so much to be had.
 
     `kinds`: their speeds are not read, they count as weights. `there`: what is wanted now. `least`, `most`:
     workers, all kinds together. `cold_start_s`, `drain_s`: what a launch and a drain take.
@@ -39,12 +39,17 @@ class Asked:
     cold_start_s: float = 0.0
     drain_s: float = 0.0
 
+    @property
+    def needed(self) -> float:
+        """Reference workers asked for."""
+        return self.units / PARTS
+
     def carries(self, counts: Counts) -> float:
         """Reference workers that these counts can be counted on for."""
         return carried(self.kinds, self.mixing, self.weights, counts, self.cold_start_s)
 
     def is_enough(self, counts: Counts) -> bool:
-        return self.carries(counts) >= self.units - _HAIR
+        return self.carries(counts) >= self.needed - _HAIR
 
     def is_allowed(self, counts: Counts) -> bool:
         """Whether the fleet's limits allow these counts."""
@@ -79,9 +84,9 @@ def choose(asked: Asked) -> dict[str, int]:
     least = max(asked.least - elsewhere, 0)
     limits = FleetLimits(None, asked.mixing.budget_usd_per_h, least, most)
     try:
-        found = cheapest_counts(float(asked.units), candidates, limits)
+        found = cheapest_counts(asked.needed, candidates, limits)
     except Infeasible:
-        found = most_counts(float(asked.units), candidates, limits)
+        found = most_counts(asked.needed, candidates, limits)
     return {k.kind: n for k, n in zip(known, found, strict=True) if n} | others
 
 
@@ -145,7 +150,7 @@ def alone(asked: Asked) -> dict[str, int]:
     for k in asked.kinds:
         if k.kind not in asked.weights.of:
             continue
-        n = math.ceil(asked.units / asked.weights.of[k.kind] - _HAIR)
+        n = math.ceil(asked.needed / asked.weights.of[k.kind] - _HAIR)
         while not asked.is_enough({k.kind: n}):
             n += 1
         counts[k.kind] = n

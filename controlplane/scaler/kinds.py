@@ -1,8 +1,9 @@
 """Kinds of worker in one fleet, and what each is worth in reference workers.
 
-Demand is counted in reference workers: those of the kind that carries least of this traffic, so the unit is
-the finest there is. At the lengths seen, x_v(c) being what a worker of kind v carries of class c
-(scaler.line) and s_c the class's share of the requests,
+Demand is counted in reference workers, those of the kind that carries least of this traffic, and held in
+tenths of them: rounded to whole ones it would ask for half a worker too many, in the mean. At the lengths
+seen, x_v(c) being what a worker of kind v carries of class c (scaler.line) and s_c the class's share of the
+requests,
 
     capacity_v = 1 / Σ_c s_c / x_v(c)        weight_v = capacity_v / capacity_reference
 
@@ -23,6 +24,7 @@ from controlplane.scaler.mix import Mix
 from controlplane.scaler.reclaims import missing_share, most_missing
 
 DRIFT = 0.1
+PARTS = 10  # of a reference worker: what demand is rounded up to
 _HAIR = 1e-6  # weights are rounded numbers: 3 · 0.33 carries 0.99
 
 
@@ -189,9 +191,9 @@ def carried(
     return sums
 
 
-def whole(units: float) -> int:
-    """Whole reference workers, rounding forgiven."""
-    return math.floor(units + _HAIR)
+def in_parts(workers: float) -> int:
+    """Reference workers in whole `PARTS`, no more than there are."""
+    return math.floor(workers * PARTS + _HAIR)
 
 
 def _capacity(speed: Speed, mix: Mix) -> float:

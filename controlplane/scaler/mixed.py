@@ -1,8 +1,9 @@
 """The mix that is wanted, from one heartbeat to the next, and the change to ask for.
 
 The program is solved only where the question changed: demand, weights, prices and limits, or counts that
-somebody else set. What somebody else set is left alone until the demand changes, or until it has stood as
-long as a fall must.
+somebody else set; and not for a demand that rose to what is there anyway, since what is cheapest for less and
+enough for more is cheapest for more. What somebody else set is left alone until the demand changes, or until
+it has stood as long as a fall must.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from controlplane.scaler.counts import (
     stepped,
     usd_per_h,
 )
-from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, even, whole
+from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, even, in_parts
 from controlplane.snapshot import SERVING, Scale, Snapshot
 
 
@@ -31,8 +32,8 @@ from controlplane.snapshot import SERVING, Scale, Snapshot
 class Mixed:
     """The counts last chosen for so many `units`, and `wanted` on the way there; kinds with none left out.
 
-    `kinds`: without their speeds, which count as weights. `due_s`: when to choose even if nothing changes.
-    `solved`: the last question put to the program, and its answer.
+    `units`: PARTS of a reference worker. `kinds`: without their speeds, which count as weights. `due_s`: when
+    to choose even if nothing changes. `solved`: the last question put to the program, and its answer.
     """
 
     units: int
@@ -54,18 +55,18 @@ def taken_up(before: Mixed | None, asked: Asked, due_s: float) -> Mixed:
     if before is not None and before.wanted == asked.there and before.weights.known == asked.weights.known:
         return before
     solved = None if before is None else before.solved
-    units = whole(asked.carries(asked.there))
+    units = in_parts(asked.carries(asked.there))
     due_s = due_s if asked.weights.known else math.inf
     return Mixed(units, asked.weights, asked.kinds, asked.there, asked.there, due_s, solved)
 
 
 def units_in(mixed: Mixed, asked: Asked) -> int:
-    """The mix's units in reference workers as they are now."""
+    """The mix's units, of the reference worker as it is now."""
     old = mixed.weights.reference
     if old == asked.weights.reference:
         return mixed.units
     if old not in asked.weights.of:
-        return whole(asked.carries(mixed.chosen))
+        return in_parts(asked.carries(mixed.chosen))
     return math.ceil(mixed.units * asked.weights.of[old] - 1e-6)
 
 
@@ -84,7 +85,10 @@ def asked_of(
 
 def next_mix(before: Mixed, asked: Asked, snapshot: Snapshot, is_news: bool = True) -> Mixed:
     """The mix for what is asked now: `before`'s where nothing changed. Without news nothing is due."""
-    same = (before.units, before.weights, before.kinds) == (asked.units, asked.weights, asked.kinds)
+    same = (before.weights, before.kinds) == (asked.weights, asked.kinds)
+    if before.units != asked.units:
+        carried = before.units < asked.units and asked.is_enough(before.chosen)
+        same = same and carried and sum(before.chosen.values()) >= asked.least
     chosen, due_s, solved = before.chosen, before.due_s, before.solved
     if not same or (is_news and snapshot.now_s >= due_s):
         if solved is None or solved[0] != asked:
@@ -97,7 +101,7 @@ def next_mix(before: Mixed, asked: Asked, snapshot: Snapshot, is_news: bool = Tr
 def fixed_mix(asked: Asked, total: int) -> Mixed:
     """An operator's number: what is there, with as many more or fewer as that takes."""
     counts = stepped(asked.kinds, asked.weights.of, asked.there, total)
-    return Mixed(whole(asked.carries(counts)), asked.weights, asked.kinds, counts, counts)
+    return Mixed(in_parts(asked.carries(counts)), asked.weights, asked.kinds, counts, counts)
 
 
 def change(

@@ -91,11 +91,12 @@ def target(
     line: Line | None = None,
     also: Sequence[Rate] = (),
     unit: str = "workers",
+    parts: int = 1,
 ) -> Target:
     """The target now. `stale`: the newest counts are too old, or missing. `fixed`: an operator's number.
 
     `line`: in place of the settings' own. `also`: other rates that must be covered. `unit`: what the line
-    counts in.
+    counts in, and `parts`: how many of what the target counts in make one.
     """
     if fixed is not None:
         if fixed < 0:
@@ -112,22 +113,24 @@ def target(
     compared = {rate.name: _workers(line, rate.rps) for rate in rates}
     highest = max(rates, key=lambda rate: rate.rps)
     if settings.to_zero and highest.rps == 0:
-        return _within(settings, 0, "nothing arrives", compared, unit)
-    asked = math.ceil(compared[highest.name] - 1e-9)
-    return _within(settings, max(asked, 0 if settings.to_zero else 1), highest.why, compared, unit)
+        return _within(settings, 0, f"nothing arrives: 0 {unit}", compared)
+    asked = math.ceil(compared[highest.name] * parts - 1e-9)
+    asked = max(asked, 0 if settings.to_zero else 1)
+    said = f"{highest.why}: {asked if parts == 1 else asked / parts} {unit}"
+    return _within(settings, asked, said, compared)
 
 
 def _workers(line: Line, rate_rps: float) -> float:
     return round(line.workers_per_rps * rate_rps + line.intercept, 3)
 
 
-def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float], unit: str) -> Target:
+def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float]) -> Target:
     most = settings.most
     if most is not None and asked > most:
-        return Target(most, f"{why}: {asked} {unit}, but no more than {most} are allowed", compared)
+        return Target(most, f"{why}, but no more than {most} are allowed", compared)
     low = 0 if asked == 0 and settings.to_zero else settings.low
     if most is not None:
         low = min(low, most)
     if asked < low:
-        return Target(low, f"{why}: {asked} {unit}, but at least {low} are kept", compared)
-    return Target(asked, f"{why}: {asked} {unit}", compared)
+        return Target(low, f"{why}, but at least {low} are kept", compared)
+    return Target(asked, why, compared)
