@@ -121,4 +121,7 @@ def _initialise(address: str | None, folder: Path | None) -> None:
         log_to_driver=False,
         logging_level="WARNING",
         _temp_dir=str(folder),
+        # A worker has an environment and so a process of its own; by default Ray keeps an idle one for each
+        # core besides, 80 MB and half a percent of a core each.
+        _system_config={"prestart_worker_first_driver": False},
     )
