@@ -25,6 +25,7 @@ from results import bar, flags, show
 from served import Stream, fleet, plain_server, session, stream, tiny_model
 
 LEVELS = (1, 16, 64)
+REQUESTS = {1: 4, 16: 32, 64: 96}  # of a quick round
 PLAIN = {"plain": False, "plain, one process": True}
 OUTPUT_TOKENS = 100
 IDLE_SPIN_S = 1.5  # vLLM's ranks spin for a second after their last step, on the cores of the other side
@@ -60,6 +61,7 @@ async def load(
 def main() -> int:
     parser = flags(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, action="append", help="at once, instead of 1, 16 and 64")
     parser.add_argument("--streams-held", type=int, default=500)
     asked = parser.parse_args()
     rounds = 2 if asked.quick else asked.rounds
@@ -76,8 +78,8 @@ def main() -> int:
         sides["fleet"] = [stack.enter_context(fleet(model, "--workers", "2")).gateway]
         for urls in sides.values():
             asyncio.run(load(urls, 8, 16, rng))
-        for streams in LEVELS:
-            requests = {1: 4, 16: 32, 64: 96}[streams] * (1 if asked.quick else 2)
+        for streams in asked.streams or LEVELS:
+            requests = REQUESTS.get(streams, streams) * (1 if asked.quick else 2)
             got: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(rounds):
                 for side in sides if turn % 2 == 0 else reversed(sides):

@@ -246,7 +246,7 @@ def main() -> int:
 
         budget = {name: getattr(CPU_MOVES, name) for name in ("bytes_per_s", "share", "stage_s")}
         if given.share is not None:
-            budget["share"] = given.share
+            budget |= {"share": given.share, "bytes_per_s": 0.0}
         pair = await pair.budgeted(**budget, turn_s=TURN_S)
         for length in given.length or (QUICK_LENGTHS if given.quick else LENGTHS):
             await measure(pair, (budget["share"], length), asked)
