@@ -40,7 +40,7 @@ from controlplane.placement.assign import Policy
 from controlplane.scaler.counts import Asked, choose
 from controlplane.scaler.forecast import NEAR
 from controlplane.scaler.hold import HoldSettings
-from controlplane.scaler.kinds import KindSettings, MixingSettings, weigh
+from controlplane.scaler.kinds import PARTS, KindSettings, MixingSettings, weigh
 from controlplane.scaler.line import Speed, line_of
 from controlplane.scaler.mix import ClassArrivals, Mix
 from controlplane.scaler.scaling import ScalingSettings
@@ -116,7 +116,7 @@ def fleet(
     assert reference is not None
     line = line_of(reference, mix)
     assert line is not None
-    units = int(np.ceil(line.workers_per_rps * rate_rps + line.intercept))
+    units = int(np.ceil((line.workers_per_rps * rate_rps + line.intercept) * PARTS))
     start = choose(Asked(kinds, MixingSettings(), weights, units, {}))
     scaling = ScalingSettings(
         TargetSettings(None, None, low=1, high=SLOTS), HoldSettings(), ahead=AHEAD, near=NEAR, kinds=kinds
