@@ -56,8 +56,9 @@ class ForecastSettings:
             raise BadInput(f"forecast: quantile: must be from 0.5 to below 1, got {self.quantile:g}")
 
 
-# Minutes know no season: what half-minutes rose by within a cold start, in the last hours.
-NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.6, keep=720, fade=10.0)
+# Minutes know no season: what half-minutes rose by within a cold start, in the last hours. At the median: the
+# candidate that is best of late needs no margin for being the wrong one.
+NEAR = ForecastSettings(bin_s=30.0, season=1_000_000, quantile=0.5, keep=720, fade=10.0)
 
 
 @dataclass(frozen=True, slots=True)
