@@ -70,6 +70,8 @@ def test_kinds_are_taken_from_the_line():
     listed = read_prices().usd_per_gpu_h("a100-sxm").usd
     assert [k.usd_per_h for k in kinds] == [7.5, listed, None]
     assert kinds_of(5, 2, (), None, (), is_emulated=False).workers == {"TP2": 5}
+    (spot,) = kinds_of(2, 1, ["gpu=h100-sxm,reclaims=0.1"], None, (), is_emulated=False)
+    assert (spot.reclaims_per_h, spot.usd_per_h) == (0.1, read_prices().usd_per_gpu_h("h100-sxm", True).usd)
 
 
 def test_profiles_find_their_kinds():
@@ -94,6 +96,8 @@ def test_profiles_find_their_kinds():
         (["workers=3,max=2"], "max"),
         (["usd=nan"], "usd"),
         (["usd=-1"], "usd"),
+        (["reclaims=-1"], "reclaims"),
+        (["reclaims=often"], "expected numbers"),
         (["tp=2", "tp=2"], "expected different ones"),
     ],
 )

@@ -57,7 +57,8 @@ def serve_command(
         typer.Option(
             metavar="gpu=…,tp=…,workers=…",
             help="workers of this kind, in place of --workers and --tp; repeatable, for a fleet of several"
-            " (also max=N, how many can be had, and usd=…, a worker's price an hour)",
+            " (also max=N, how many can be had, usd=…, a worker's price an hour, and reclaims=…, how often an"
+            " hour a spot worker is taken away)",
         ),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="take workers, kinds and SLOs from a plan's JSON")] = None,

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from dataplane.live.kinds import Kinds, WorkerKind
 
 EMULATED = ("llama-3.1-8b", "h100-sxm")  # what an emulated engine is like unless something says
-KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38 (tp and workers default to 1)"
+NAMES = ("gpu", "tp", "workers", "max", "usd", "reclaims")
+KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
 
 
 def kinds_of(
@@ -78,22 +79,25 @@ def _kind(text: str) -> WorkerKind:
     values: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
-        if not equals or name not in ("gpu", "tp", "workers", "max", "usd") or name in values:
+        if not equals or name not in NAMES or name in values:
             raise BadInput(f"--kind: expected {KIND_HINT}, got {text!r}")
         values[name] = value.strip()
     try:
         tp, workers = int(values.get("tp", "1")), int(values.get("workers", "1"))
         high = int(values["max"]) if "max" in values else None
         usd = float(values["usd"]) if "usd" in values else None
+        reclaims = float(values.get("reclaims", "0"))
     except ValueError:
         raise BadInput(f"--kind: expected numbers as in {KIND_HINT}, got {text!r}") from None
     if usd is not None and not 0 <= usd < 1e6:
         raise BadInput(f"--kind: usd: expected dollars an hour for a worker, got {values['usd']!r}")
     gpu = values.get("gpu") or None
+    if not 0 <= reclaims < 60:
+        raise BadInput(f"--kind: reclaims: expected how often an hour, below 60, got {values['reclaims']!r}")
     if usd is None and gpu is not None:
-        price = read_prices().usd_per_gpu_h(gpu)
+        price = read_prices().usd_per_gpu_h(gpu, spot=reclaims > 0)
         usd = None if price is None else price.usd * tp
-    return WorkerKind(workers, tp, gpu, usd_per_h=usd, high=high)
+    return WorkerKind(workers, tp, gpu, usd_per_h=usd, high=high, reclaims_per_h=reclaims)
 
 
 def _with_profile(kind: WorkerKind, kinds: int, read: list[Profile], emulate: str | None) -> WorkerKind:

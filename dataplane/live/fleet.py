@@ -173,7 +173,15 @@ def _scaled_kinds(kinds: Kinds) -> tuple[KindSettings, ...]:
     if len(kinds) == 1:
         return ()
     return tuple(
-        KindSettings(kind.name, None, kind.usd_per_h, gpus=kind.tp_degree, high=kind.high) for kind in kinds
+        KindSettings(
+            kind.name,
+            None,
+            kind.usd_per_h,
+            gpus=kind.tp_degree,
+            high=kind.high,
+            reclaims_per_h=kind.reclaims_per_h,
+        )
+        for kind in kinds
     )
 
 

@@ -20,7 +20,8 @@ class WorkerKind:
     """One kind of worker: `workers` to start with, each over `tp_degree` GPUs of the type `gpu` (None: any).
 
     `profile`: what placement expects of it, and what an emulated one is like. `usd_per_h`: the price of a
-    worker. `high`: how many can be had, None for as many as the fleet may have.
+    worker. `high`: how many can be had, None for as many as the fleet may have. `reclaims_per_h`: how often a
+    spot worker is taken away, 0 for one that stays.
     """
 
     workers: int
@@ -29,6 +30,7 @@ class WorkerKind:
     profile: Profile | None = None
     usd_per_h: float | None = None
     high: int | None = None
+    reclaims_per_h: float = 0.0
 
     def __post_init__(self) -> None:
         if self.workers < 0 or self.tp_degree < 1:
