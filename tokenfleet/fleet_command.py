@@ -145,12 +145,15 @@ def _show(reply: Any, format: str, tables: Any) -> None:
 
 
 def _status_tables(view: dict[str, Any]) -> list[Any]:
-    workers = Table(title=f"{view['model']} ({view['engine']})", title_justify="left")
+    # Without a box: with kinds it would not fit into 80 columns.
+    workers = Table(
+        title=f"{view['model']} ({view['engine']})", title_justify="left", box=None, pad_edge=False
+    )
     several = len(view["wanted_kinds"]) > 1
     for name in ("worker", *(["kind"] if several else []), "state"):
         workers.add_column(name, no_wrap=True)
     for name in ("for", "requests", "tokens", "KV used", "step", "preempted"):
-        workers.add_column(name, justify="right")
+        workers.add_column(name, justify="right", no_wrap=True)
     for w in view["workers"]:
         load = w.get("telemetry") or {}
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
