@@ -146,9 +146,8 @@ def _show(reply: Any, format: str, tables: Any) -> None:
 
 def _status_tables(view: dict[str, Any]) -> list[Any]:
     # Without a box: with kinds it would not fit into 80 columns.
-    workers = Table(
-        title=f"{view['model']} ({view['engine']})", title_justify="left", box=None, pad_edge=False
-    )
+    workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    workers.title = f"{view['model']} ({view['engine']})"
     several = len(view["wanted_kinds"]) > 1
     for name in ("worker", *(["kind"] if several else []), "state"):
         workers.add_column(name, no_wrap=True)
