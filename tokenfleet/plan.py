@@ -32,7 +32,7 @@ from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, s
 from tokenfleet.planning.spot import no_spares_do, stricter, with_spares
 from tokenfleet.planning.threads import Threads
 from tokenfleet.planning.watch import Watch
-from tokenfleet.planning.worlds import Worlds
+from tokenfleet.planning.worlds import Doubted, Worlds
 
 CONFIRMED_KINDS = 4  # the cheapest so many are confirmed in other worlds; dearer ones are sized on the trace
 DOUBT_WORLDS = 6
@@ -243,16 +243,15 @@ def _binding(worlds: Worlds, question: Question, winner: Sizing, pool: Threads) 
 
 
 def _doubt(worlds: Worlds, fleet: Fleet, pool: Threads) -> Doubt:
-    """The scatter of attainment from arrivals alone and from coefficients alone."""
+    """The scatter of attainment from each source of doubt alone."""
 
-    def scatter(arrivals: bool) -> float:
+    def scatter(source: Doubted) -> float:
         def one(world: int) -> float:
-            outcome = worlds.replay(fleet, world, draw_arrivals=arrivals, draw_profiles=not arrivals)
-            return outcome.attainment
+            return worlds.replay(fleet, world, doubted=frozenset((source,))).attainment
 
         return stdev(pool.map(one, range(1, DOUBT_WORLDS + 1)))
 
-    return Doubt(scatter(True), scatter(False))
+    return Doubt(scatter("arrivals"), scatter("drift"), scatter("coefficients"))
 
 
 def _others(

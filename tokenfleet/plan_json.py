@@ -141,6 +141,7 @@ def _doubt(plan: Plan) -> dict[str, Any] | None:
         return None
     return {
         "arrivals": _figures(doubt.arrivals),
+        "drift": _figures(doubt.drift),
         "coefficients": _figures(doubt.coefficients),
         "mostly": doubt.mostly,
     }

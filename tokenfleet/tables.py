@@ -127,7 +127,8 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
             f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps})",
         )
     if plan.doubt is not None:
-        yield "doubt comes from", f"mostly the {plan.doubt.mostly}"
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in plan.doubt.shares.items())
+        yield "doubt comes from", shares or "nothing that these worlds show"
     line = plan.line
     if line is not None:
         yield (

@@ -69,14 +69,27 @@ class OneFewer:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """How far attainment scatters (standard deviation) from each source of doubt alone."""
+    """How far attainment scatters (standard deviation) from each source of doubt alone.
+
+    Arrivals as they might have come, levels of the traffic that drift, coefficients within their residuals.
+    """
 
     arrivals: float
+    drift: float
     coefficients: float
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Of the variance, most first; none where nothing scatters."""
+        parts = {"coefficients": self.coefficients, "arrivals": self.arrivals, "drift": self.drift}
+        whole = sum(x**2 for x in parts.values())
+        if whole == 0.0:
+            return {}
+        return dict(sorted(((n, x**2 / whole) for n, x in parts.items()), key=lambda p: -p[1]))
+
+    @property
     def mostly(self) -> str:
-        return "arrivals" if self.arrivals >= self.coefficients else "coefficients"
+        return next(iter(self.shares), "arrivals")
 
 
 @dataclass(frozen=True, slots=True)

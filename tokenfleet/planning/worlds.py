@@ -1,14 +1,16 @@
 """Replays of the trace in worlds that might have been.
 
 World 0 is the trace as it is on workers as their profiles say. World i > 0 draws its arrivals (bootstrap),
-the workers' coefficients (from the profiles' residuals) and the policy's seed, all from (seed, i) alone: two
-fleets meet the same worlds (common random numbers), so their difference is the fleets' and not the draw's.
+how far the traffic's level has drifted, the workers' coefficients (from the profiles' residuals) and the
+policy's seed, all from (seed, i) alone: two fleets meet the same worlds (common random numbers), so their
+difference is the fleets' and not the draw's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,9 +21,12 @@ from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import Outcome, simulate
 from tokenfleet.planning.bootstrap import next_like
+from tokenfleet.planning.drift import drift_of
 from tokenfleet.planning.fleet import Fleet
 
 AS_IT_IS = 0
+Doubted = Literal["arrivals", "drift", "coefficients"]
+EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,22 @@ class Worlds:
         *,
         workload: Workload | None = None,
         max_misses: int | None = None,
-        draw_arrivals: bool = True,
-        draw_profiles: bool = True,
+        doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
         """What becomes of the requests, or of `workload` instead, on `fleet` in a world.
 
         Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
-        `draw_*` switch off one of a world's sources of doubt.
+        `doubted`: what is drawn there, the rest being as it was.
         """
         requests = self.workload if workload is None else workload
         as_really: Callable[[Profile], Profile] | None = None
         if world != AS_IT_IS:
-            if draw_arrivals:
+            drift = drift_of(requests)
+            if "arrivals" in doubted:
                 requests = next_like(requests, np.random.default_rng([self.seed, world, 1]))
-            if draw_profiles:
+            if "drift" in doubted:
+                requests = drift.drawn(requests, np.random.default_rng([self.seed, world, 3]))
+            if "coefficients" in doubted:
 
                 def as_really(profile: Profile) -> Profile:
                     # Each kind of worker gets the same standard errors, scaled by its own residuals.

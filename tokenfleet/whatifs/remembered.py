@@ -22,7 +22,7 @@ from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import Outcome
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.worlds import AS_IT_IS, Worlds
+from tokenfleet.planning.worlds import AS_IT_IS, EVERYTHING, Doubted, Worlds
 
 MOST_BYTES = 300_000_000  # of outcomes kept by one process; the least recently used go first
 
@@ -110,13 +110,12 @@ class _Remembering(Worlds):
         *,
         workload: Workload | None = None,
         max_misses: int | None = None,
-        draw_arrivals: bool = True,
-        draw_profiles: bool = True,
+        doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
         groups = tuple((repr(g.offer.profile), g.role, g.workers) for g in fleet.groups)
         of = "" if workload is None else workload_digest(workload)
-        drawn = (world, draw_arrivals, draw_profiles) if world != AS_IT_IS else (world, False, False)
-        key = (self._digest, of, self.slo, self.policy, self.seed, groups, *drawn)
+        drawn = frozenset() if world == AS_IT_IS else doubted
+        key = (self._digest, of, self.slo, self.policy, self.seed, groups, world, drawn)
 
         def simulate() -> Outcome:
             return super(_Remembering, self).replay(
@@ -124,8 +123,7 @@ class _Remembering(Worlds):
                 world,
                 workload=workload,
                 max_misses=max_misses,
-                draw_arrivals=draw_arrivals,
-                draw_profiles=draw_profiles,
+                doubted=doubted,
             )
 
         return self.memory.get(key, max_misses, simulate)

@@ -1,0 +1,88 @@
+"""Traffic that becomes another: how far its level may have gone by the time a plan is used.
+
+A bootstrap draws the traffic that was once more. What comes next may also have another level: other rates,
+longer prompts, other outputs. Of each of `SPANS` equal spans of the trace (more of them where they would be
+longer than an hour), x = (log requests, log mean prompt, log mean output). A trend is the trace's shape, which
+a plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes
+from one span to the next, it is taken to change from the trace to what is planned for:
+
+    drift ~ N(0, S),   S = E[d dᵀ] / 3
+
+That is the law of levels whose changes are of one size at every distance (1/f), between those that scatter
+about a mean, whose stretches differ the less the longer they are, and random walks, where the variance of
+a change grows with the distance. ServeGen's rates, judged on m-mid's first week, grow with the power 0.4 to
+0.6 of it from ten minutes to an hour and 0.1 from an hour to a day.
+
+A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
+part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off, and where nothing is left
+there is no drift. S is known from a handful of spans only, so that a draw has Student's t distribution with
+a degree of freedom less than there are spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.workload import Workload
+
+SPANS = 6
+LONGEST_S = 3600.0
+PARTS = 5  # of a span: what they differ by is chance
+FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far levels go: `spread` [3, 3] is a root of S for (rate, prompts, outputs); `spans` it comes from."""
+
+    spread: NDArray[np.float64]
+    spans: int
+
+    @property
+    def per_level(self) -> NDArray[np.float64]:
+        """Standard deviations of log rate, log prompts and log outputs, shape [3]."""
+        return np.asarray(np.sqrt((self.spread**2).sum(axis=1)))
+
+    def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
+        """The same requests at levels they might have gone to; none longer than the longest there was."""
+        normal, chance = rng.standard_normal(3), rng.chisquare(self.spans - 1) / (self.spans - 1)
+        if not self.spread.any():
+            return workload
+        rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance))
+        return replace(
+            workload.scaled(float(rate)),
+            prompt_tokens=_longer(workload.prompt_tokens, float(prompts)),
+            output_tokens=_longer(workload.output_tokens, float(outputs)),
+        )
+
+
+def drift_of(workload: Workload) -> Drift:
+    """What the trace itself shows of drift; none where it is too short to show any."""
+    spans = max(SPANS, round(workload.duration_s / LONGEST_S))
+    if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
+        return Drift(np.zeros((3, 3)), spans)
+    excess = _changes(workload, spans) - _changes(workload, PARTS * spans) / PARTS
+    value, axis = np.linalg.eigh(excess / 3.0)
+    return Drift(axis * np.sqrt(np.maximum(value, 0.0)), spans)
+
+
+def _changes(workload: Workload, spans: int) -> NDArray[np.float64]:
+    """E[d dᵀ] over neighbouring spans, shape [3, 3]; a span without requests counts as half a one."""
+    arrival_s = workload.arrival_s - workload.arrival_s[0]
+    edges = np.linspace(0.0, workload.duration_s, spans + 1)
+    cut = np.append(np.searchsorted(arrival_s, edges[:-1]), len(workload))
+    count = np.maximum(np.diff(cut), 0.5)
+    overall = np.array([workload.prompt_tokens.mean(), workload.output_tokens.mean()])
+    tokens = np.stack((workload.prompt_tokens, workload.output_tokens))
+    sums = np.diff(np.concatenate((np.zeros((2, 1)), tokens.cumsum(axis=1)), axis=1)[:, cut], axis=1)
+    means = np.where(sums > 0, sums / count, overall[:, None])
+    departs = np.diff(np.log(np.vstack((count, means))), n=2, axis=1)
+    return np.asarray(departs @ departs.T / departs.shape[1])
+
+
+def _longer(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
+    scaled = np.round(tokens * factor).astype(np.int64)
+    return np.clip(scaled, 1, tokens.max())
