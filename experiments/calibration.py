@@ -1,24 +1,16 @@
 """Does a plan at confidence 0.9 hold in nine windows of ten?
 
-    python experiments/calibration.py [--quick] [--profile measured] [--source NAME] [--kept CASES.jsonl] [--seed 0]
+    python experiments/calibration.py [--quick] [--source NAME] [--kept CASES.jsonl] [--seed 0]
 
 Each case plans on one window of traffic and is judged on the window that follows it, which the planner has
-not seen, with coefficients drawn as `perfmodel.interval` says they may be wrong: the truth's doubt is the very
-one that the plan is told of. One kind of worker, 95 % of requests within both targets: Llama-2-70B on four
-H100s (1600/75 ms, 5 requests a second) with the doubt of its own measurements, 4 %, or with `--profile
-composed` Llama-3.1-8B on one A100 (1600/50 ms, 11 a second) with a doubt of 11 %, most of it stated. Windows
-are as long as what they are made of allows (`--minutes 1`: the chance of a minute):
-
-  azure      five minutes of the conversation hour, sped up to the rate; one begins every minute, so that
-             neighbours overlap
-  servegen   half an hour, three of the series' rates, which stand for ten minutes: m-small's two weeks,
-             and m-mid from its eighth day on; Poisson arrivals, ShareGPT lengths
-  regimes    half an hour of gamma arrivals (CV 2) at a rate that changes by up to 1.6 times at unknown
-             moments, every four minutes in the mean
-  steady     ten minutes of Poisson arrivals at one rate: the control, where windows differ by chance alone
+not seen, with coefficients drawn as `perfmodel.interval` says they may be wrong: by the very doubt that the
+plan is told of. One kind of worker, 95 % of requests within both targets: Llama-2-70B on four H100s (1600/75
+ms, 5 requests a second) with the 4 % of its measurements, or with `--profile composed` Llama-3.1-8B on one
+A100 (1600/50 ms, 11 a second) and 11 %, most of it stated. The windows are those
+of `held_out_windows.py`.
 
 The planner's bound and its drift were chosen on seeds from 100 on of the made ones and on m-mid's first week,
-which are not judged. (`--minutes 10`: servegen as one rate and the next, of whose change a plan knows nothing.)
+which are not judged.
 
 `covered` is the share of plans whose own lower bound on attainment (`attainment.low` in their JSON) was
 reached by their fleet on the held-out window; it is continuous, so that its coverage can be the confidence
@@ -33,18 +25,15 @@ what will be needed, normal with a standard deviation of so many workers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
-from numpy.typing import NDArray
+from held_out_windows import MINUTES, QUICK_WINDOWS, Pair, pairs_of
 from results import bar, flags, show
 from scipy import stats
 
@@ -62,7 +51,6 @@ from tokenfleet.planning.question import Offer, Question
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.profile_files import find_profiles
-from tokenfleet.traces import read_trace
 from tokenfleet.whatifs.remembered import Memory
 
 TARGET = 0.95
@@ -72,99 +60,9 @@ PROFILES = {
 }
 CONFIDENCES = (0.8, 0.9, 0.95)
 MIDDLE = 0.9  # the plans that `in reach` is about
-AZURE_RPS, AZURE_STEP_S = 5.53, 60.0
-MINUTES = {"azure": 5.0, "servegen": 30.0, "regimes": 30.0, "steady": 10.0}
-STANDS_S = 600.0  # a rate of ServeGen's series
-REGIME_S, REGIME_RATIO = 240.0, 1.6
-WINDOWS, QUICK_WINDOWS = {"azure": 20, "servegen": 24, "regimes": 20, "steady": 16}, 3
 MOST_WORKERS = 200
 SPREADS = (0.25, 0.5, 1.0, 2.0, 3.0, 4.0)  # workers
 POINTS, IN_REACH = 0.04, 0.90
-
-Pair = tuple[Workload, Workload]  # what is known, and what comes
-
-
-def made(arrival_s: NDArray[np.float64], lengths: NDArray[np.int64], rng: np.random.Generator) -> Workload:
-    """Arrivals with lengths drawn from `lengths`, shape [kinds, 2]."""
-    drawn = lengths[rng.integers(0, len(lengths), len(arrival_s))]
-    return Workload(arrival_s - arrival_s[0], drawn[:, 0].copy(), drawn[:, 1].copy())
-
-
-def arrivals(rate_rps: float, cv: float, window_s: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """A window's arrivals with gamma gaps of this coefficient of variation."""
-    shape = 1.0 / cv**2
-    expected = rate_rps * window_s
-    gaps = rng.gamma(shape, 1.0 / (rate_rps * shape), int(expected + 8 * cv * np.sqrt(expected)) + 50)
-    when = np.cumsum(gaps)
-    return when[when < window_s]
-
-
-def azure(data: Path, windows: int, rate_rps: float, longest: int, window_s: float) -> list[Pair]:
-    """Stretches of the sped-up hour and what follows them."""
-    whole = read_trace(data / "azure" / "AzureLLMInferenceTrace_conv_2023.csv").workload
-    arrival = whole.arrival_s * AZURE_RPS / rate_rps
-    fits = whole.prompt_tokens + whole.output_tokens <= longest
-
-    def window(begin_s: float) -> Workload:
-        rows = fits & (arrival >= begin_s) & (arrival < begin_s + window_s)
-        return Workload(
-            arrival[rows] - arrival[rows][0], whole.prompt_tokens[rows], whole.output_tokens[rows]
-        )
-
-    starts = np.arange(0.0, arrival[-1] - 2 * window_s, AZURE_STEP_S)
-    if len(starts) > windows:
-        starts = starts[np.linspace(0, len(starts) - 1, windows).round().astype(int)]
-    return [(window(s), window(s + window_s)) for s in starts]
-
-
-def sharegpt(data: Path) -> NDArray[np.int64]:
-    path = data / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
-    table = pl.read_csv(path).select("num_prefill_tokens", "num_decode_tokens").to_numpy()
-    return np.asarray(table[(table > 0).all(axis=1)], np.int64)
-
-
-def servegen(
-    data: Path, windows: int, rate_rps: float, window_s: float, rng: np.random.Generator
-) -> list[Pair]:
-    """Neighbouring stretches of both series, spread over their time."""
-    lengths, pairs = sharegpt(data), []
-    many = max(round(window_s / STANDS_S), 1)
-    each_s = window_s / many
-    for name, first, count in (("m-small", 0, windows - windows // 2), ("m-mid", 1008, windows // 2)):
-        table = pl.read_csv(data / "servegen" / f"language_{name}_rate_600s.csv")
-        rates = table["total_rate_rps"].to_numpy()[first:]
-        rates = rates[rates > 0]
-        rates = np.clip(rate_rps * rates / rates.mean(), 1.0, None)
-        for i in np.linspace(0, len(rates) - 2 * many, count).round().astype(int):
-            parts = [arrivals(rate, 1.0, each_s, rng) for rate in rates[i : i + 2 * many]]
-            when = [part + j % many * each_s for j, part in enumerate(parts)]
-            now, then = (made(np.concatenate(w), lengths, rng) for w in (when[:many], when[many:]))
-            pairs.append((now, then))
-    return pairs
-
-
-def regimes(
-    data: Path, windows: int, rate_rps: float, window_s: float, rng: np.random.Generator
-) -> list[Pair]:
-    """Bursts at a rate that becomes another one at moments of its own; cut into windows."""
-    lengths, begin_s, parts = sharegpt(data), 0.0, []
-    while begin_s < (windows + 1) * window_s:
-        rate = rate_rps * float(np.exp(rng.uniform(-1, 1) * np.log(REGIME_RATIO)))
-        lasts_s = rng.exponential(REGIME_S)
-        parts.append(begin_s + arrivals(rate, 2.0, lasts_s, rng))
-        begin_s += lasts_s
-    when = np.concatenate(parts)
-    cut = np.searchsorted(when, np.arange(windows + 2) * window_s)
-    drawn = [made(when[low:high], lengths, rng) for low, high in pairwise(cut)]
-    return list(pairwise(drawn))
-
-
-def steady(
-    data: Path, windows: int, rate_rps: float, window_s: float, rng: np.random.Generator
-) -> list[Pair]:
-    lengths = sharegpt(data)
-    drawn = [made(arrivals(rate_rps, 1.0, window_s, rng), lengths, rng) for _ in range(windows + 1)]
-    return list(pairwise(drawn))
 
 
 def attained(later: Workload, workers: int, truth: Profile, slo: Slo, predictor: LengthTable) -> float:
@@ -249,12 +147,13 @@ def main() -> int:
     if unknown := set(asked.source or ()) - set(MINUTES):
         parser.error(f"--source: {sorted(unknown)[0]}: expected {', '.join(MINUTES)}")
     names = [name for name in MINUTES if name in (asked.source or MINUTES)]
+    only = QUICK_WINDOWS if asked.quick else asked.windows
     kept = asked.kept.read_text() if asked.kept is not None and asked.kept.exists() else ""
     cases = [json.loads(line) for line in kept.splitlines()]
     with threads(1) as pool:
         for name in names:
             known = sum(c["source"] == name for c in cases)
-            for i, pair in enumerate(pairs_of(name, asked)):
+            for i, pair in enumerate(pairs_of(name, asked.data, asked.rate, asked.seed, only, asked.minutes)):
                 if i < known:
                     continue
                 if time.monotonic() > until_s:
@@ -280,18 +179,6 @@ def main() -> int:
     bars["within one worker of the fewest"] = bar(together["in reach"], IN_REACH, at_least=True)
     bars["windows"] = bar(together["windows"], QUICK_WINDOWS if asked.quick else 60, at_least=True)
     return show("calibration", rows, bars, asked)
-
-
-def pairs_of(name: str, asked: argparse.Namespace) -> list[Pair]:
-    """The cases of a source."""
-    windows = QUICK_WINDOWS if asked.quick else asked.windows or WINDOWS[name]
-    window_s = 60.0 * (asked.minutes or MINUTES[name])
-    data, rate = asked.data, asked.rate
-    rng = np.random.default_rng([asked.seed, list(MINUTES).index(name)])
-    if name == "azure":
-        return azure(data, windows, rate, 16_000, window_s)
-    makes = {"servegen": servegen, "regimes": regimes, "steady": steady}
-    return makes[name](data, windows, rate, window_s, rng)
 
 
 def summary(name: str, cases: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Traffic that becomes another: how far its level may have gone by the time a plan is used.
 
 A bootstrap draws the traffic that was once more. What comes next may also have another level: other rates,
-longer prompts, other outputs. Of each of `SPANS` equal spans of the trace (more of them where they would be
-longer than an hour), x = (log requests, log mean prompt, log mean output). A trend is the trace's shape, which
-a plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes
+longer prompts, other outputs. Of each of `SPANS` equal spans of the trace (more, where those would be longer
+than an hour), x = (log requests, log mean prompt, log mean output). A trend is the trace's shape, which a
+plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes
 from one span to the next, it is taken to change from the trace to what is planned for:
 
     drift ~ N(0, S),   S = E[d dᵀ] / 3
 
-That is the law of levels whose changes are of one size at every distance (1/f), between those that scatter
-about a mean, whose stretches differ the less the longer they are, and random walks, where the variance of
-a change grows with the distance. ServeGen's rates, judged on m-mid's first week, grow with the power 0.4 to
+That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
+scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
+grow in variance with the distance. Those of ServeGen's m-mid, in its first week, grow with the power 0.4 to
 0.6 of it from ten minutes to an hour and 0.1 from an hour to a day.
 
 A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
@@ -36,7 +36,7 @@ FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
 
 @dataclass(frozen=True)
 class Drift:
-    """How far levels go: `spread` [3, 3] is a root of S for (rate, prompts, outputs); `spans` it comes from."""
+    """How far levels go: `spread`, [3, 3], a root of S for (rate, prompts, outputs), seen in `spans`."""
 
     spread: NDArray[np.float64]
     spans: int
