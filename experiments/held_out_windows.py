@@ -35,7 +35,7 @@ Pair = tuple[Workload, Workload]  # what is known, and what comes
 def pairs_of(
     name: str, data: Path, rate_rps: float, seed: int, windows: int | None, minutes: float | None
 ) -> list[Pair]:
-    """The pairs of a source, `windows` of them where there are so many; None: as many and as long as usual."""
+    """The pairs of a source, `windows` of them where there are so many; None: as usual."""
     windows = windows or WINDOWS[name]
     window_s = 60.0 * (minutes or MINUTES[name])
     rng = np.random.default_rng([seed, list(MINUTES).index(name)])
