@@ -77,6 +77,7 @@ def said(plan: Plan, known: Workload, memory: Memory) -> float:
     assert plan.best is not None
     predictor = LengthTable.from_history(known.prompt_tokens, known.output_tokens)
     worlds = memory.worlds(known, asked.slo, asked.policy, asked.seed, predictor, lambda: None)
+    worlds = replace(worlds, drifts=asked.drifts)
     count = worlds_for(asked.confidence)
     hopeless = max(len(known) // 5, 1)  # as the planner breaks a world off, so that its replays are known
     replays = [worlds.replay(plan.best.fleet, w, max_misses=hopeless) for w in range(1, count + 1)]
@@ -96,7 +97,7 @@ def perfect(spread: float) -> dict[str, Any]:
     return row
 
 
-def judged(pair: Pair, offer: Offer, slo: Slo, seed: int, pool: Threads) -> dict[str, Any]:
+def judged(pair: Pair, offer: Offer, slo: Slo, drifts: bool, seed: int, pool: Threads) -> dict[str, Any]:
     """One case: planned workers and whether they held, by confidence; the fewest with hindsight."""
     known, later = pair
     truth = draw_profile(offer.profile, np.random.default_rng([seed, 77]))
@@ -112,7 +113,7 @@ def judged(pair: Pair, offer: Offer, slo: Slo, seed: int, pool: Threads) -> dict
     memory = Memory()
     guess = 1
     for confidence in CONFIDENCES:
-        question = Question(slo, TARGET, confidence, seed=seed)
+        question = Question(slo, TARGET, confidence, seed=seed, drifts=drifts)
         inputs = described("window", known, ())
         plan = make_plan(known, [offer], question, inputs, pool, explained=False, worlds_of=memory.worlds)
         workers = guess = plan.best.fleet.workers if plan.best is not None else 0
@@ -129,6 +130,9 @@ def judged(pair: Pair, offer: Offer, slo: Slo, seed: int, pool: Threads) -> dict
 def main() -> int:
     parser = flags("Plans on held-out windows: do they hold as often as they say?")
     parser.add_argument("--profile", choices=sorted(PROFILES), default="measured")
+    parser.add_argument(
+        "--drift", action="store_true", help="plans with worlds that drift, as `plan --drift`"
+    )
     parser.add_argument("--source", action="append", help="only this one; may be given more than once")
     parser.add_argument("--rate", type=float, help="requests a second, of a window in the mean")
     parser.add_argument("--windows", type=int, help="of each source, where it has so many")
@@ -158,7 +162,9 @@ def main() -> int:
                     continue
                 if time.monotonic() > until_s:
                     break
-                cases.append({"source": name} | judged(pair, offer, slo, asked.seed * 1000 + i, pool))
+                cases.append(
+                    {"source": name} | judged(pair, offer, slo, asked.drift, asked.seed * 1000 + i, pool)
+                )
                 if asked.kept is not None:
                     with asked.kept.open("a") as file:
                         file.write(json.dumps(cases[-1], default=float) + "\n")

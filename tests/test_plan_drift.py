@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from planning_builders import poisson
+from planning_builders import planned, poisson
 
 from controlplane.workload import Workload
 from tokenfleet.planning.drift import Drift, drift_of
@@ -82,3 +82,17 @@ def test_a_trace_too_short_to_tell_shows_none(requests: int) -> None:
 
 def test_a_long_trace_is_judged_by_its_hours() -> None:
     assert drift_of(at_levels([1.0] * 24, each_s=3600.0)).spans == 24
+
+
+def test_a_plan_for_levels_that_drift_says_how_much_of_its_doubt_that_is() -> None:
+    rates = [6.0, 9.0, 5.0, 8.0, 5.5, 9.0]
+    workload = at_levels(rates, each_s=20.0)
+    plain, drifting = (planned(workload, explained=True, drifts=d) for d in (False, True))
+    assert plain.doubt is not None
+    assert "drift" not in plain.doubt.shares
+    assert drifting.best is not None
+    assert drifting.doubt is not None
+    assert drifting.doubt.shares["drift"] > 0.0
+    assert sum(drifting.doubt.shares.values()) == pytest.approx(1.0)
+    assert plain.best is not None
+    assert drifting.best.fleet.workers >= plain.best.fleet.workers

@@ -72,6 +72,7 @@ def make_plan(
             LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
             watch.simulated,
         )
+        worlds = replace(worlds, drifts=asked.drifts)
         return _serving(Plan(asked, inputs, tuple(offers), None), worlds, pool, watch, explained, scheduled)
 
     plan = serving(question)
@@ -251,7 +252,8 @@ def _doubt(worlds: Worlds, fleet: Fleet, pool: Threads) -> Doubt:
 
         return stdev(pool.map(one, range(1, DOUBT_WORLDS + 1)))
 
-    return Doubt(scatter("arrivals"), scatter("drift"), scatter("coefficients"))
+    drift = scatter("drift") if worlds.drifts else 0.0
+    return Doubt(scatter("arrivals"), drift, scatter("coefficients"))
 
 
 def _others(

@@ -63,6 +63,9 @@ def plan_command(
     bias_from: Annotated[
         str | None, typer.Option(help="a kept plan (or last): lengthen step times as its scorecard found")
     ] = None,
+    drift: Annotated[
+        bool, typer.Option("--drift", help="let rate and lengths drift as far as those of the trace do")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of every draw; the same seed gives the same plan")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="simulations side by side (one per core)")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="write plan.json and report.html there")] = None,
@@ -102,6 +105,7 @@ def plan_command(
         budget_usd_per_h,
         cold_start_s,
         reclaims_per_h,
+        drift,
     )
     with console(stderr=True).status("reading"):
         paths, said = asked_traces(trace, since, data, bias_from)

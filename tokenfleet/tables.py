@@ -127,7 +127,7 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
             f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps})",
         )
     if plan.doubt is not None:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in plan.doubt.shares.items())
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in plan.doubt.shares.items())
         yield "doubt comes from", shares or "nothing that these worlds show"
     line = plan.line
     if line is not None:

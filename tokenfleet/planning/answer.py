@@ -71,7 +71,8 @@ class OneFewer:
 class Doubt:
     """How far attainment scatters (standard deviation) from each source of doubt alone.
 
-    Arrivals as they might have come, levels of the traffic that drift, coefficients within their residuals.
+    Arrivals as they might have come, levels of the traffic that drift (0 where that was not asked for),
+    coefficients within their residuals.
     """
 
     arrivals: float
@@ -80,12 +81,11 @@ class Doubt:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the variance, most first; none where nothing scatters."""
-        parts = {"coefficients": self.coefficients, "arrivals": self.arrivals, "drift": self.drift}
+        """Of the variance, most first; without those that scatter nothing."""
+        parts = {"arrivals": self.arrivals, "drift": self.drift, "coefficients": self.coefficients}
         whole = sum(x**2 for x in parts.values())
-        if whole == 0.0:
-            return {}
-        return dict(sorted(((n, x**2 / whole) for n, x in parts.items()), key=lambda p: -p[1]))
+        shares = ((name, x**2 / whole) for name, x in parts.items() if x > 0.0)
+        return dict(sorted(shares, key=lambda share: -share[1]))
 
     @property
     def mostly(self) -> str:

@@ -13,6 +13,9 @@ scatter about a mean, whose stretches differ the less the longer they are, and r
 grow in variance with the distance. Those of ServeGen's m-mid, in its first week, grow with the power 0.4 to
 0.6 of it from ten minutes to an hour and 0.1 from an hour to a day.
 
+A swing within the trace that its spans are too coarse to follow, an hour with one peak, is taken for drift,
+too; a plan for traffic that keeps the trace's shape is better off without (`plan --drift` asks for it).
+
 A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
 part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off, and where nothing is left
 there is no drift. S is known from a handful of spans only, so that a draw has Student's t distribution with

@@ -49,6 +49,7 @@ class Question:
     budget_usd_per_h: float | None = None
     cold_start_s: float | None = None  # None: starts are left out of the schedule
     reclaims_per_h: float | None = None  # of one spot worker; None: none are kept for reclaimed ones
+    drifts: bool = False  # whether the traffic's level may become another, as drift.py has it
 
     def __post_init__(self) -> None:
         if not 0.0 < self.attainment < 1.0:

@@ -1,9 +1,9 @@
 """Replays of the trace in worlds that might have been.
 
 World 0 is the trace as it is on workers as their profiles say. World i > 0 draws its arrivals (bootstrap),
-how far the traffic's level has drifted, the workers' coefficients (from the profiles' residuals) and the
-policy's seed, all from (seed, i) alone: two fleets meet the same worlds (common random numbers), so their
-difference is the fleets' and not the draw's.
+where it is asked for how far the traffic's level has drifted, the workers' coefficients (from the profiles'
+residuals) and the policy's seed, all from (seed, i) alone: two fleets meet the same worlds (common random
+numbers), so their difference is the fleets' and not the draw's.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Worlds:
     seed: int
     predictor: LengthTable
     told: Callable[[], None] = field(default=lambda: None)  # called after each simulation
+    drifts: bool = False
 
     def replay(
         self,
@@ -57,11 +58,12 @@ class Worlds:
         requests = self.workload if workload is None else workload
         as_really: Callable[[Profile], Profile] | None = None
         if world != AS_IT_IS:
-            drift = drift_of(requests)
+            as_it_was = requests
             if "arrivals" in doubted:
                 requests = next_like(requests, np.random.default_rng([self.seed, world, 1]))
-            if "drift" in doubted:
-                requests = drift.drawn(requests, np.random.default_rng([self.seed, world, 3]))
+            if self.drifts and "drift" in doubted:
+                rng = np.random.default_rng([self.seed, world, 3])
+                requests = drift_of(as_it_was).drawn(requests, rng)
             if "coefficients" in doubted:
 
                 def as_really(profile: Profile) -> Profile:

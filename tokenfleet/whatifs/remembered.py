@@ -55,7 +55,7 @@ class Memory:
         told: Callable[[], None],
     ) -> Worlds:
         """Worlds, as `Worlds` makes them, that look here before they simulate."""
-        return _Remembering(workload, slo, policy, seed, predictor, told, self)
+        return _Remembering(workload, slo, policy, seed, predictor, told, memory=self)
 
     def get(self, key: tuple[Any, ...], most_misses: int | None, simulate: Callable[[], Outcome]) -> Outcome:
         """The outcome of `key` when stopped past `most_misses`; `simulate` makes it where it is not known.
@@ -114,8 +114,8 @@ class _Remembering(Worlds):
     ) -> Outcome:
         groups = tuple((repr(g.offer.profile), g.role, g.workers) for g in fleet.groups)
         of = "" if workload is None else workload_digest(workload)
-        drawn = frozenset() if world == AS_IT_IS else doubted
-        key = (self._digest, of, self.slo, self.policy, self.seed, groups, world, drawn)
+        drawn = (frozenset(), False) if world == AS_IT_IS else (doubted, self.drifts)
+        key = (self._digest, of, self.slo, self.policy, self.seed, groups, world, *drawn)
 
         def simulate() -> Outcome:
             return super(_Remembering, self).replay(

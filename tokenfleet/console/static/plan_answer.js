@@ -67,7 +67,7 @@ function tiles(plan) {
 
 function sure({ attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilisation }) {
   const worlds = a.worlds
-    ? `Judged in ${a.worlds} worlds that might as well have been (other arrivals, other levels of traffic, workers a little faster or slower), ` +
+    ? `Judged in ${a.worlds} worlds that might as well have been (other arrivals, workers a little faster or slower), ` +
       `${share(a.low)} to ${share(a.high)} of the requests stay within both targets, with probability ${number(a.confidence, 4)}; ` +
       `on the trace as it is, ${share(a.on_trace)}.`
     : `On the trace as it is, ${share(a.on_trace)} of the requests stay within both targets.`;
