@@ -41,7 +41,7 @@ from tokenfleet.durations import parse_slo
 from tokenfleet.measurements import read_measurements
 from tokenfleet.profile_files import read_profile
 
-REQUESTS, QUICK_REQUESTS = 520, 80
+REQUESTS, QUICK_REQUESTS = 550, 80
 RATE_RPS = 3.0
 STRETCH_S = 20.0
 PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation of their logarithms
