@@ -225,6 +225,9 @@ def _prepare_process(verbose: bool) -> None:
     for name, value in {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is ours: one line
         "VLLM_LOGGING_LEVEL": level,
+        # Longer than clients and balancers keep idle connections (60 s): a server that closes first loses the
+        # requests that are on their way, and vLLM's 5 s are soon over on a busy machine.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
