@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
@@ -150,6 +151,12 @@ class Reassign:
     reason: str
 
 
+# What a decision may tell of its reasons: of any fleet; and of one of several kinds what a worker of each
+# weighs, how many of each are chosen, and how many each kind alone would need, and cost.
+Fact = Literal["seen", "compared", "cost", "weights", "chosen", "alone", "alone_usd_per_h"]
+Facts = Mapping[Fact, Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Scale:
     """Want another number of workers. `facts`: what was seen, what was compared, and what it costs.
@@ -159,7 +166,7 @@ class Scale:
 
     workers: int
     reason: str
-    facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
     kinds: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -220,7 +220,7 @@ def _spawn(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,
+        process_group=0,
         env=os.environ | quiet | environment,
     )
 

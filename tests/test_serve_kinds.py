@@ -96,6 +96,7 @@ def test_profiles_find_their_kinds():
         (["workers=3,max=2"], "max"),
         (["usd=nan"], "usd"),
         (["usd=-1"], "usd"),
+        (["workers=0"], "at least one"),
         (["reclaims=-1"], "reclaims"),
         (["reclaims=often"], "expected numbers"),
         (["tp=2", "tp=2"], "expected different ones"),

@@ -45,6 +45,8 @@ def kinds_of(
     else:
         kinds = [WorkerKind(workers, tp)]
     found = Kinds(kinds)
+    if sum(found.workers.values()) == 0:
+        raise BadInput("--kind: workers: a fleet starts with at least one")
     read = [read_profile(path) for path in profiles]
     return Kinds([_with_profile(kind, len(found), read, model if is_emulated else None) for kind in found])
 

@@ -162,8 +162,6 @@ def plan_moves(
 def _pairs(sources: Sequence[Seen], targets: Sequence[Seen]) -> list[tuple[Seen, Seen]]:
     """Sources with targets, both in order: kind by kind, then those left over."""
     kinds = {s.worker.kind for s in sources}
-    if kinds == {t.worker.kind for t in targets} and len(kinds) == 1:
-        return list(zip(sources, targets, strict=False))
     queues = {kind: iter([t for t in targets if t.worker.kind == kind]) for kind in kinds}
     found = [(s, next(queues[s.worker.kind], None)) for s in sources]
     pairs = [(s, t) for s, t in found if t is not None]

@@ -37,7 +37,7 @@ from controlplane.scaler.mixed import (
 )
 from controlplane.scaler.scaling import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.target import Rate, Target, target
-from controlplane.snapshot import SERVING, STARTING, Scale, Snapshot
+from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
 BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand errs
@@ -270,7 +270,7 @@ def _facts(
     found: Target,
     line: Line | None,
     wanted: int,
-) -> dict[str, dict[str, float]]:
+) -> Facts:
     """What was seen, what was compared (workers by each rate), and what the change costs."""
     regime, mix = state.regimes.current, state.mix
     seen: dict[str, float] = {

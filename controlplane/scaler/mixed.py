@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.scaler.counts import (
@@ -25,7 +25,7 @@ from controlplane.scaler.counts import (
     usd_per_h,
 )
 from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, even, in_parts
-from controlplane.snapshot import SERVING, Scale, Snapshot
+from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,7 @@ def fixed_mix(asked: Asked, total: int) -> Mixed:
     return Mixed(in_parts(asked.carries(counts)), asked.weights, asked.kinds, counts, counts)
 
 
-def change(
-    before: Mixed, after: Mixed, asked: Asked, why: str, facts: Mapping[str, Mapping[str, float]]
-) -> Scale | None:
+def change(before: Mixed, after: Mixed, asked: Asked, why: str, facts: Facts) -> Scale | None:
     """What to ask for, if anything. `why` asked for the units; `facts` besides those of the mix."""
     if after.wanted == asked.there:
         return None
@@ -131,15 +129,17 @@ def _reason(before: Mixed, after: Mixed, asked: Asked, why: str) -> str:
     return f"{reason}; {said(stay)} more until those serve" if stay else reason
 
 
-def _mix_facts(after: Mixed, asked: Asked) -> dict[str, dict[str, float]]:
-    facts: dict[str, dict[str, float]] = {
+def _mix_facts(after: Mixed, asked: Asked) -> Facts:
+    facts: dict[Fact, dict[str, float]] = {
         "weights": dict(asked.weights.of),
         "chosen": {kind: float(n) for kind, n in after.chosen.items()},
         "alone": {kind: float(n) for kind, n in alone(asked).items()},
     }
     prices = {kind: usd_per_h(asked.kinds, {kind: n}) for kind, n in alone(asked).items()}
     known = {kind: round(usd, 4) for kind, usd in prices.items() if usd is not None}
-    return facts | ({"alone_usd_per_h": known} if known else {})
+    if known:
+        facts["alone_usd_per_h"] = known
+    return facts
 
 
 def _cost(after: Mixed, asked: Asked) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.scaler.drain import Drain, Launch, Standing, Step, Undrain, steps_to
+from controlplane.snapshot import Facts
 from controlplane.types import WorkerId
 from dataplane.live.events import EventLog
 from dataplane.live.fleet_core import FleetCore
@@ -127,9 +128,7 @@ class Cluster:
             await asyncio.gather(*launches, return_exceptions=True)
             raise
 
-    def scale(
-        self, kinds: Mapping[str, int], reason: str, facts: Mapping[str, Mapping[str, float]] | None = None
-    ) -> None:
+    def scale(self, kinds: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
 
         `facts`: what the decision saw, compared and costs, for the event it leaves.
@@ -139,7 +138,8 @@ class Cluster:
             told: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
             if len(self.kinds) > 1:
                 told["kinds"] = wanted
-            self._record("scale", reason, **told, **(facts or {}))
+            told |= {str(part): said for part, said in (facts or {}).items()}
+            self._record("scale", reason, **told)
         self.wanted_kinds = wanted
         for kind in wanted:
             for step in self._steps(kind, reason):

@@ -13,6 +13,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
+from controlplane.snapshot import Fact
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.extension import Extension
 from dataplane.live.http_rules import (
@@ -24,9 +25,6 @@ from dataplane.live.http_rules import (
     keep_house_rules,
 )
 from dataplane.live.operations import Operations
-
-# What a decision may tell of its reasons: of any fleet, and of one of several kinds.
-Facts = Literal["seen", "compared", "cost", "weights", "chosen", "alone", "alone_usd_per_h"]
 
 
 class ScaleOrder(BaseModel):
@@ -57,15 +55,14 @@ class Decision(BaseModel):
     advisory: bool = False
     workers: int | None = Field(None, ge=0, le=10_000)
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
-    facts: dict[Facts, dict[str, float]] = Field(default_factory=dict)
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
     request_id: str | None = Field(None, min_length=1, max_length=256)
     target: str | None = Field(None, min_length=1, max_length=64)
 
     def action(self) -> Scale | Migrate:
         """The decision as the core's noun. Raises BadInput when a field its kind needs is missing."""
         if self.kind == "scale" and self.workers is not None:
-            facts = {str(part): told for part, told in self.facts.items()}
-            return Scale(self.workers, self.reason, facts, self.kinds)
+            return Scale(self.workers, self.reason, self.facts, self.kinds)
         if self.kind == "migrate" and self.request_id is not None and self.target is not None:
             return Migrate(RequestId(self.request_id), WorkerId(self.target), self.reason)
         raise BadInput(f"decision: a {self.kind} needs other fields, see /openapi.json")

@@ -86,6 +86,7 @@ def run(settings: ControllerSettings) -> None:
 
 def main() -> None:
     """Read the settings from stdin and run."""
+    os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
     run(ControllerSettings.from_json(json.load(sys.stdin)))
 
 

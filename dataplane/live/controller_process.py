@@ -47,23 +47,31 @@ class ControllerProcess:
 
     async def _keep(self) -> None:
         while True:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "dataplane.live.controller",
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the fleet, which then ends this one
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
-            )
-            assert self._process.stdin is not None
-            # The settings carry a key, and other users can read a command line but no pipe.
-            self._process.stdin.write(json.dumps(self._settings.as_json()).encode())
-            self._process.stdin.close()
-            code = await self._process.wait()
+            try:
+                why = f"ended with {await self._run()}"
+            except OSError as error:
+                why = f"could not be started: {error}"
             self._events.record(
-                time.time(),
-                "controller-lost",
-                f"ended with {code}; nothing is moved or scaled until it is back",
+                time.time(), "controller-lost", f"{why}; nothing is moved or scaled until it is back"
             )
             await asyncio.sleep(RESTART_AFTER_S)
-            self._events.record(time.time(), "controller-start", "replaces the one that ended")
+            self._events.record(time.time(), "controller-start", "replaces the one that is gone")
+
+    async def _run(self) -> int:
+        """One controller until it ends; its exit code. Raises OSError when there can be none.
+
+        It stays in our session: Linux may share the processors out by session (autogroups), and engines then
+        kept a controller in a session of its own waiting for seconds (Linux 6.18).
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "dataplane.live.controller",
+            stdin=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+        )
+        assert self._process.stdin is not None
+        # The settings carry a key, and other users can read a command line but no pipe.
+        self._process.stdin.write(json.dumps(self._settings.as_json()).encode())
+        self._process.stdin.close()
+        return await self._process.wait()

@@ -226,6 +226,9 @@ class Migrations:
             move.take(Happened.WAITING)
             await self._cut_over(move, running, Transfer())
             return
+        if _layout(self._info(running.worker)) != _layout(self._info(move.target)):
+            move.mode = "recompute"
+            move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
         await self._move_running(move, running)
 
     def _refusal(self, running: Running, move: Move) -> str | None:
@@ -236,9 +239,6 @@ class Migrations:
             return f"it is on {move.target} already"
         if _meaning(source.info) != _meaning(target.info):
             return f"{running.worker} and {move.target} do not run the same model in the same way"
-        if running.output_token_ids and _layout(source.info) != _layout(target.info):
-            move.mode = "recompute"
-            move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
         return obstacle_to_move(running.request, running.output_token_ids)
 
     async def _move_running(self, move: Move, running: Running) -> None:

@@ -35,7 +35,7 @@ class Front:
         from dataplane.live.placement import LeastLoaded
 
         self.fabric = Fabric(speed=2.0)
-        self.launch = lambda worker: EmulatedEngine(worker, profile, self.fabric)
+        self.launch = lambda worker, other=None: EmulatedEngine(worker, other or profile, self.fabric)
         self.engines = {worker: self.launch(worker) for worker in workers}
         self.events = EventLog()
         self.core = FleetCore(
@@ -90,3 +90,41 @@ class Front:
         for at in list(self.core.attached()):
             await self.core.detach(at.worker)
         self.core._admission.close()
+
+
+class FrontHost:
+    """Launches a front's emulated engines, by the profile of their kind where kinds have one of their own.
+
+    The next `failures` launches fail; nothing is `stopped` before `may_stop`.
+    """
+
+    def __init__(self, front, profiles=None):
+        self.front, self.profiles = front, profiles or {}
+        self.kinds, self.failures, self.stopped = {}, 0, []
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+
+    async def launch(self, worker, kind):
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("no such model")
+        self.kinds[worker] = kind
+        engine = self.front.engines[worker] = self.front.launch(worker, self.profiles.get(kind))
+        return engine
+
+    async def stop(self, worker):
+        self.stopped.append(worker)
+        await self.may_stop.wait()
+        if worker in self.front.engines:
+            await self.front.engines[worker].close()
+
+    async def is_healthy(self, worker):
+        return not self.front.engines[worker].is_lost
+
+    async def close(self):
+        pass
+
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.005)

@@ -49,6 +49,14 @@ class ServedFleet:
         found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(w in line for w in wanted))
 
+    def explained(self) -> str:
+        """What `tokenfleet fleet explain` prints of it."""
+        start = "import sys; from tokenfleet.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", start, "fleet", "--control", self.control, "explain"]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"COLUMNS": "300"}
+        ).stdout
+
     def until(self, holds: Any, seconds: float = 60.0) -> Any:
         """Wait until `holds()` is true, and return it; the fleet is another process, so this looks."""
         deadline = time.monotonic() + seconds
@@ -92,7 +100,7 @@ def serve(
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,
+            process_group=0,
             env=os.environ
             | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENFLEET_DATA": str(folder / "data")}
             | (environment or {}),

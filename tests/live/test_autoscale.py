@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 
 import pytest
 from raw_stream import session, stream
@@ -32,14 +30,6 @@ async def burst(fleet, streams, tokens, spread_s):
             return await stream(http, fleet.gateway, prompt=[5 + i % 50] * 20, max_tokens=tokens)
 
         return await asyncio.gather(*(one(i) for i in range(streams)))
-
-
-def explained(fleet):
-    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "fleet"]
-    return subprocess.run(
-        [*command, "--control", fleet.control, "explain"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, env={"COLUMNS": "300"},
-    ).stdout  # fmt: skip
 
 
 def four_seats(folder, tp):
@@ -83,14 +73,14 @@ def test_a_burst_raises_the_kind_that_can_be_had_and_silence_leaves_the_cheaper(
         check_whole(asyncio.run(burst(mixed_scaled_fleet, 60, 100, 2.0)), 100)
         view = mixed_scaled_fleet.ask("GET", "/v1/fleet")
         up = [e for e in view["scaling"] if e["workers"] > e["before"]]
-    assert all(e["kinds"][cheap] == 1 and e["kinds"][dear] >= 1 for e in up)
+    assert all(e["kinds"][cheap] <= 1 <= e["kinds"][dear] for e in up)
     assert dear in up[0]["reason"]
     mixed_scaled_fleet.until(
         lambda: mixed_scaled_fleet.ask("GET", "/v1/fleet")["wanted_kinds"] == {cheap: 1, dear: 0}
     )
     mixed_scaled_fleet.until(lambda: counts(mixed_scaled_fleet) == (1, 1, 1))
     check_whole(asyncio.run(burst(mixed_scaled_fleet, 3, 20, 0.0)), 20)
-    assert dear in explained(mixed_scaled_fleet)
+    assert dear in mixed_scaled_fleet.explained()
 
 
 def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_fleet):
@@ -104,7 +94,7 @@ def test_a_burst_raises_the_fleet_and_silence_brings_it_to_zero_and_back(scaled_
     scaled_fleet.until(lambda: counts(scaled_fleet) == (0, 0, 0))
     # Nobody serves: the next request waits for a worker to start, and is served.
     check_whole(asyncio.run(burst(scaled_fleet, 3, 20, 0.0)), 20)
-    said = explained(scaled_fleet)
+    said = scaled_fleet.explained()
     assert "requests/s" in said
     assert "workers_per_rps" in said
     assert scaled_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0

@@ -3,38 +3,10 @@
 import asyncio
 
 import pytest
-from front import Front, profile
+from front import Front, FrontHost, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
-
-
-class FlakyHost:
-    """Launches a front's emulated engines; the next `failures` launches fail."""
-
-    def __init__(self, front):
-        self.front, self.failures, self.stopped = front, 0, []
-        self.may_stop = asyncio.Event()
-        self.may_stop.set()
-
-    async def launch(self, worker, kind):
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("no such model")
-        engine = self.front.engines[worker] = self.front.launch(worker)
-        return engine
-
-    async def stop(self, worker):
-        self.stopped.append(worker)
-        await self.may_stop.wait()
-        if worker in self.front.engines:
-            await self.front.engines[worker].close()
-
-    async def is_healthy(self, worker):
-        return not self.front.engines[worker].is_lost
-
-    async def close(self):
-        pass
 
 
 @pytest.fixture
@@ -48,7 +20,7 @@ def play(live_extra, monkeypatch):
     def run(story, workers=2, **sizes):
         async def scene():
             front = Front((), profile(**sizes), WaitingSettings())
-            host = FlakyHost(front)
+            host = FrontHost(front)
             fleet = cluster.Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(workers)]))
             try:
                 await fleet.start()
@@ -61,11 +33,6 @@ def play(live_extra, monkeypatch):
         asyncio.run(scene())
 
     return run
-
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 def names(fleet, state="serving"):
@@ -164,7 +131,7 @@ def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
 
     async def scene():
         front = Front((), profile(), WaitingSettings())
-        host = FlakyHost(front)
+        host = FrontHost(front)
         host.failures = 1
         fleet = Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(3)]))
         try:

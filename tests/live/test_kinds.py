@@ -5,36 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import Front, profile
+from front import Front, FrontHost, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import WorkerId
 
 FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
-
-
-class TwoKindsHost:
-    """Launches emulated engines by the profile of their kind, joined by the front's fabric."""
-
-    def __init__(self, front, profiles):
-        self.front, self.profiles, self.kinds = front, profiles, {}
-
-    async def launch(self, worker, kind):
-        from dataplane.emulated.engine import EmulatedEngine
-
-        self.kinds[worker] = kind
-        engine = self.front.engines[worker] = EmulatedEngine(worker, self.profiles[kind], self.front.fabric)
-        return engine
-
-    async def stop(self, worker):
-        await self.front.engines[worker].close()
-
-    async def is_healthy(self, worker):
-        return not self.front.engines[worker].is_lost
-
-    async def close(self):
-        pass
 
 
 @pytest.fixture
@@ -53,7 +30,7 @@ def play(live_extra, monkeypatch):
             lengths = LengthTable.constant(200)
             placement = LedgerPlacement(profiles, 8, lengths, np.random.default_rng(0))
             front = Front((), profiles[SLOW], WaitingSettings(), placement if by_profile else None)
-            host = TwoKindsHost(front, profiles)
+            host = FrontHost(front, profiles)
             kinds = Kinds([WorkerKind(fast, 2, "h100-sxm"), WorkerKind(slow, 1, "a100-sxm", high=2)])
             fleet = cluster.Cluster(host, front.core, front.events, 4, kinds)
             try:
@@ -70,11 +47,6 @@ def play(live_extra, monkeypatch):
 
 def kinds_serving(fleet):
     return sorted(member.kind for member in fleet.members() if member.state == "serving")
-
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 def test_each_kind_has_its_own_number(play):

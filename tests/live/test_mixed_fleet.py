@@ -1,7 +1,11 @@
 """A plan's mix of worker kinds, served: counted, shown and scaled by kind."""
 
+import asyncio
+
 import httpx
 import pytest
+from raw_stream import begun, session, stream
+from served_fleet import serve
 
 from tokenfleet.cli import main
 
@@ -46,3 +50,27 @@ def test_kinds_are_scaled_one_by_one(mixed_fleet, capsys):
     assert main([*control, "1", "--kind", LARGE]) == 0
     mixed_fleet.until(lambda: kinds_of(mixed_fleet) == [SMALL, LARGE])
     complete(mixed_fleet)
+
+
+def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder, scratch):
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20))
+    fleet = serve(model_folder, "--kind", "tp=1", "--kind", "tp=2", engine_flags=flags, folder=scratch)
+
+    async def story():
+        async with session() as http:
+            asked = {"prompt": [7] * 30, "max_tokens": 300}
+            alone = await stream(http, fleet.gateway, **asked)
+            both = [asyncio.ensure_future(stream(http, fleet.gateway, **asked)) for _ in range(2)]
+            await begun(fleet, 2, both)
+            await asyncio.to_thread(fleet.ask, "POST", "/v1/fleet/scale", {"workers": 0, "kind": "TP2"})
+            return alone, await asyncio.gather(*both)
+
+    try:
+        alone, moved = asyncio.run(story())
+        # KV does not fit from one to the other: computed anew, and in fp32 the text is the same.
+        assert [(s.text, s.tokens, s.is_done) for s in moved] == [(alone.text, 300, True)] * 2
+        fleet.until(lambda: kinds_of(fleet) == ["TP1"])
+        said = [d["reason"] for d in fleet.ask("GET", "/v1/fleet")["decisions"] if d["kind"] == "migrate"]
+        assert any("done" in why and "computed anew" in why for why in said)
+    finally:
+        fleet.stop()

@@ -132,6 +132,9 @@ def test_keys_have_bounds_and_limits_and_a_full_fleet_says_when_to_come_back(gua
 
 def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, post):
     (controller,) = guarded_fleet.until(lambda: controllers(guarded_fleet))
+    # Out of reach of the terminal's Ctrl-C, but in our session: Linux may schedule by session.
+    assert os.getsid(controller) == os.getsid(guarded_fleet.process.pid)
+    guarded_fleet.until(lambda: os.getpgid(controller) == controller)
     stream = post("g")
     lines = stream.iter_lines()
     next(lines)

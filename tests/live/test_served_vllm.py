@@ -1,8 +1,10 @@
 """A served fleet of two real vLLM engines: moved, drained and killed under its clients."""
 
 import asyncio
+import contextlib
 import os
 import signal
+from urllib.error import HTTPError
 
 import psutil
 from raw_stream import begun, session, stream
@@ -127,23 +129,41 @@ def test_no_kv_block_is_in_use_once_all_is_quiet(vllm_fleet):
     assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
 
 
+def spread(fleet):
+    """Move a request by hand if one of two workers has them all."""
+    there = [w["worker"] for w in workers(fleet)]
+    requests = fleet.ask("GET", "/v1/requests")["requests"]
+    decoding = [r for r in requests if r["output_tokens"] > 0]
+    if len(there) < 2 or len(decoding) < 2 or len({r["worker"] for r in requests}) > 1:
+        return
+    target = next(name for name in there if name != decoding[0]["worker"])
+    with contextlib.suppress(HTTPError):  # it has ended meanwhile, or the worker leaves
+        fleet.ask("POST", "/v1/migrations", {"request_id": decoding[0]["request"], "target": target})
+
+
 # The last one, since it leaves one worker: another would take a cold start.
 def test_when_one_is_enough_the_other_is_drained_by_migration(vllm_fleet):
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
-    moved = vllm_fleet.metric("tokenfleet_migrations_total", outcome="done")
-    got = []
+    tokens, got = 1500, []
 
     async def one_after_another(http, i):
         while len(await asyncio.to_thread(workers, vllm_fleet)) > 1:
-            got.append(await stream(http, vllm_fleet.gateway, **body(i, 700)))
+            got.append(await stream(http, vllm_fleet.gateway, **body(i, tokens)))
+
+    async def keep_both_busy():  # placement alone may pack all on one, and then none need move
+        while len(await asyncio.to_thread(workers, vllm_fleet)) > 1:
+            await asyncio.to_thread(spread, vllm_fleet)
+            await asyncio.sleep(0.05)
 
     async def trickle():
-        async with session() as http:  # six at any time, so that either worker has some to give away
-            await asyncio.gather(*(one_after_another(http, i) for i in range(6)))
+        async with session() as http:
+            await asyncio.gather(keep_both_busy(), *(one_after_another(http, i) for i in range(6)))
 
     asyncio.run(asyncio.wait_for(trickle(), 300))
     assert got
-    assert all(is_whole(g, 700) for g in got)
-    assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > moved
+    assert all(is_whole(g, tokens) for g in got)
+    decisions = vllm_fleet.ask("GET", "/v1/fleet")["decisions"]
+    drained = max(d["id"] for d in decisions if d["kind"] == "draining")
+    assert any(d["id"] > drained and d["reason"].endswith("is being drained; done") for d in decisions)
     vllm_fleet.until(lambda: not any(used_blocks(vllm_fleet)))
     assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0

@@ -121,6 +121,7 @@ def _written(folder: str, name: str, text: str) -> Path:
 
 def main() -> int:
     """Answer the question on stdin; 0 whether the answer is a plan or an error."""
+    os.setpgrp()  # Ctrl-C is for the service, which then ends this one
     os.nice(NICENESS)
     # What a library prints must not look like one of our lines.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

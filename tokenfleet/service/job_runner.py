@@ -122,7 +122,6 @@ class JobRunner:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is for the service, which then ends this one
             env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
         )
         assert process.stdin is not None
