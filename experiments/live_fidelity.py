@@ -6,8 +6,9 @@ One fleet of two tiny-Llama workers serves a trace of Poisson arrivals and log-n
 compare --per-request`), and records the steps it takes (`serve --data`). The time is cut into stretches of
 20 s. The steps of the odd ones are fitted to a profile (`tokenfleet fit`), with no special run, and the
 requests sent in the even ones are judged by a simulation of the whole replay with that profile; and the other
-way round. So every request is judged, each by a profile that has not seen a step of its stretch. Requests go
-to the worker with the smallest share of its KV promised, in both worlds.
+way round. So every request is judged, each by a profile that has not seen a step of its stretch. What the way
+to the engine and back takes is learned in the same stretches, from requests that found their worker idle.
+Requests go to the worker with the smallest share of its KV promised, in both worlds.
 
 Stretches alternate, since a machine that others share is now faster and now slower for minutes. Fitted to a
 first half and judged on a second, the difference between the two halves is nearly all there is in the errors;
@@ -19,7 +20,6 @@ the workers keep a profile's step times on the real clock, which leaves the gate
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -36,7 +36,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import WorkerSpec, simulate
-from tokenfleet.compare_command import LONE_TOKENS, Figure, compared, first_tokens_s
+from tokenfleet.compare_command import Figure, compared, first_tokens_s
 from tokenfleet.durations import parse_slo
 from tokenfleet.measurements import read_measurements
 from tokenfleet.profile_files import read_profile
@@ -48,6 +48,7 @@ PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation
 Columns = NDArray[np.float64]
 SLO = "ttft=1s,tpot=60ms"
 MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"  # what emulated workers are like
+CLOCKS_S = 0.02  # between a client's clock and an engine's steps
 KV_TOKENS = (256 << 20) // 2048  # served.ENGINE_FLAGS; 4 layers, 2 heads of 32, keys and values in float32
 
 
@@ -68,7 +69,7 @@ def tokenfleet(*words: str) -> str:
 
 
 def replayed(folder: Path, requests: int, emulated: bool, rng: np.random.Generator) -> None:
-    """Leave `requests.csv`, `steps.csv` and `told.json` of one replay in the folder."""
+    """Leave `requests.csv` and `steps.csv` of one replay in the folder."""
     path = folder / "trace.csv"
     trace(path, requests, rng)
     with tiny_model() as model:
@@ -78,8 +79,29 @@ def replayed(folder: Path, requests: int, emulated: bool, rng: np.random.Generat
             # Any profile will do here: the simulations that count come later.
             words += ["--control", server.control, "--profile", str(MADE), "--slo", SLO, "--format", "json"]
             words += ["--per-request", str(folder / "requests.csv")]
-            (folder / "told.json").write_text(tokenfleet(*words, "--policy", policy(emulated)))
+            tokenfleet(*words, "--policy", policy(emulated))
     (folder / "steps.csv").write_text((folder / "data" / "steps.csv").read_text())
+
+
+def hops_s(live: pl.DataFrame, steps: pl.DataFrame) -> Columns:
+    """What the way there and back adds: TTFT without the step, of requests whose worker was idle.
+
+    Of those only that are told from others by the tokens their step prefilled. A lone request on an idle
+    machine, which `tokenfleet compare` goes by, finds a gateway that shares its processor with no engine.
+    """
+    end_s, worker = steps["at_s"].to_numpy(), steps["worker"].to_numpy()
+    lasted_s, tokens = steps["step_s"].to_numpy(), steps["prefill_tokens"].to_numpy()
+    found = []
+    for sent_s, prompt, ttft_s in live.select("sent_unix_s", "prompt_tokens", "ttft_s").iter_rows():
+        within = (end_s > sent_s - CLOCKS_S) & (end_s < sent_s + ttft_s + CLOCKS_S)
+        own = np.flatnonzero(within & (tokens == prompt))
+        if len(own) != 1:
+            continue
+        begun_s = end_s[own[0]] - lasted_s[own[0]]
+        others = (worker == worker[own[0]]) & (end_s > sent_s) & (end_s - lasted_s < begun_s - CLOCKS_S / 10)
+        if not others.any():
+            found.append(ttft_s - lasted_s[own[0]])
+    return np.maximum(np.array(found, np.float64), 0.0)
 
 
 def policy(emulated: bool) -> str:
@@ -98,20 +120,17 @@ def fitted(steps: Path, out: Path, emulated: bool) -> Profile:
     return read_profile(out)
 
 
-def simulated(live: pl.DataFrame, profile: Profile, emulated: bool, overheads_s: Columns) -> pl.DataFrame:
+def simulated(live: pl.DataFrame, profile: Profile, emulated: bool, extra_s: Columns) -> pl.DataFrame:
     """The whole replay with that profile: columns ttft_s and tpot_s, rows as in `live`."""
     sent = live["sent_unix_s"].to_numpy()
     workload = Workload(sent - sent[0], live["prompt_tokens"].to_numpy(), live["output_tokens"].to_numpy())
     outcome = simulate(workload, [WorkerSpec(profile)] * 2, parse_slo(SLO), policy(emulated))
-    # The lone requests' overheads are beyond what MADE says of them.
-    wrong_s = read_profile(MADE).alone_ttft_s(LONE_TOKENS) - profile.alone_ttft_s(LONE_TOKENS)
-    extra_s = np.maximum(overheads_s + wrong_s, 0.0)
     ttft_s = first_tokens_s(outcome.ttft_s, profile, extra_s, np.random.default_rng(0))
     return pl.DataFrame({"ttft_s": ttft_s, "tpot_s": outcome.tpot_s})
 
 
 def judged(
-    folder: Path, live: pl.DataFrame, length_s: float, emulated: bool, overheads_s: Columns
+    folder: Path, live: pl.DataFrame, length_s: float, emulated: bool
 ) -> tuple[dict[str, Figure], float]:
     """The figures when stretches of this length learn and are judged in turn, and their slowdown.
 
@@ -127,7 +146,8 @@ def judged(
         path = folder / f"learned{learns}.csv"
         steps.filter(pl.Series(of_step == learns)).write_csv(path)
         profile = fitted(path, path.with_suffix(".yaml"), emulated)
-        other = simulated(live, profile, emulated, overheads_s).to_numpy()
+        extra_s = hops_s(live.filter(pl.Series(of_request == learns)), steps)
+        other = simulated(live, profile, emulated, extra_s).to_numpy()
         theirs[of_request != learns] = other[of_request != learns]
         ratios.append(_ratio(read_measurements(path), folder / "learned0.yaml"))
     both = {"ttft_s": theirs[:, 0], "tpot_s": theirs[:, 1]}
@@ -148,13 +168,11 @@ def main() -> int:
         if not (folder / "requests.csv").exists():
             requests = QUICK_REQUESTS if asked.quick else REQUESTS
             replayed(folder, requests, emulated, np.random.default_rng(asked.seed))
-        told = json.loads((folder / "told.json").read_text())
         live = pl.read_csv(folder / "requests.csv")
         span_s = float(live["sent_unix_s"][-1] - live["sent_unix_s"][0])
-        overheads_s = np.array(told["overheads_s"])
-        turns, slower = judged(folder, live, STRETCH_S, emulated, overheads_s)
+        turns, slower = judged(folder, live, STRETCH_S, emulated)
         residuals = read_profile(folder / "learned0.yaml").residuals
-        halves, drift = judged(folder, live, span_s / 2 + 1, emulated, overheads_s)
+        halves, drift = judged(folder, live, span_s / 2 + 1, emulated)
     rows: list[dict[str, Any]] = [
         {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
         for f in turns.values()

@@ -160,6 +160,7 @@ def profiles(draw, mode: EngineMode | None = None) -> Profile:
             draw(st.sampled_from([0.0, 1e-6, 2e-5])),
             draw(st.sampled_from([0.0, 1e-8])),
             (Hinge("sequences", 4, 1e-3 * draw(seconds)),),
+            draw(st.sampled_from([0.0, 5e-3])),
         ),
         KvModel(16 * draw(st.integers(5, 200)), draw(st.sampled_from([1, 16]))),
         EngineLimits(mode=mode, max_batched_tokens=draw(st.integers(seqs, 400)), max_seqs=seqs),

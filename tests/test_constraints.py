@@ -26,8 +26,9 @@ def naive_prefill(at: At, asked: Held) -> tuple[float, float]:
     if at.profile.engine.mode != EngineMode.CHUNKED:
         return start_s, float(at.profile.prefill.prefill_s(work, tokens**2))
     context = sum(h.prompt + h.tokens for h in at.decoding)
-    lasts_s = naive_steps(at, work) * step_s(at, len(at.decoding), context)
     step = at.profile.step
+    each_s = step_s(at, len(at.decoding), context) + step.per_prefill_step_s
+    lasts_s = naive_steps(at, work) * each_s
     return start_s, lasts_s + step.per_prefill_token_s * work + step.per_prefill_sum_sq_s * tokens**2
 
 

@@ -66,6 +66,21 @@ def test_a_knee_and_a_square_are_found_and_a_straight_line_gets_none() -> None:
     assert noisy.model.hinges == ()
 
 
+def test_what_prefilling_at_all_costs_is_found_among_steps_that_mostly_decode() -> None:
+    made = replace(PLAIN, per_prefill_step_s=0.006)
+    rng = np.random.default_rng(3)
+    decoding = rng.integers(1, 64, 3000).astype(float)
+    prompts = np.where(rng.random(3000) < 0.04, rng.integers(16, 400, 3000), 0).astype(float)
+    context = rng.uniform(100, 500, 3000) * decoding
+    noise = np.exp(0.1 * rng.standard_normal(3000))
+    step_s = made.step_s(prompts, decoding, context) * noise
+    fit = fit_step(StepSamples(prompts, decoding, context, step_s))
+    assert fit.model.per_prefill_step_s == pytest.approx(0.006, rel=0.25)
+    assert fit.model.per_prefill_token_s == pytest.approx(PLAIN.per_prefill_token_s, rel=0.25)
+    none = fit_step(StepSamples(prompts, decoding, context, PLAIN.step_s(prompts, decoding, context) * noise))
+    assert none.model.per_prefill_step_s == 0.0
+
+
 @given(st.integers(0, 2**31), st.floats(0.0, 0.5))
 @settings(max_examples=30)
 def test_coefficients_are_never_negative_and_predictions_grow(seed: int, noise: float) -> None:

@@ -13,7 +13,7 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Resid
 from controlplane.perfmodel.refit import PART, SCALE, Refit
 from controlplane.perfmodel.step import Hinge, StepModel
 
-TRUTH = StepModel(0.007, 2e-5, 2e-5, 5e-8, 1e-9, (Hinge("sequences", 64, 1e-5),))
+TRUTH = StepModel(0.007, 2e-5, 2e-5, 5e-8, 1e-9, (Hinge("sequences", 64, 1e-5),), 2e-3)
 PROFILE = Profile(
     "made",
     "made",
@@ -34,6 +34,7 @@ def scaled(step: StepModel, factor: float) -> StepModel:
         step.per_context_token_s * factor,
         step.per_prefill_sum_sq_s * factor,
         tuple(replace(h, per_unit_s=h.per_unit_s * factor) for h in step.hinges),
+        step.per_prefill_step_s * factor,
     )
 
 

@@ -36,7 +36,7 @@ profiles = st.builds(
     model=names,
     gpu=names,
     tp_degree=st.integers(1, 64),
-    step=st.builds(StepModel, seconds, seconds, seconds, seconds, seconds, hinges),
+    step=st.builds(StepModel, seconds, seconds, seconds, seconds, seconds, hinges, seconds),
     kv=st.builds(KvModel, st.integers(1, 10**9), st.integers(1, 256), st.integers(0, 10**7)),
     engine=st.builds(
         EngineLimits,

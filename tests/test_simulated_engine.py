@@ -31,6 +31,7 @@ def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:
                 Hinge("sequences", 3, rng.uniform(0, 1e-3)),
                 Hinge("prefill_tokens", 20, rng.uniform(0, 1e-4)),
             ),
+            per_prefill_step_s=float(rng.choice([0.0, rng.uniform(0, 0.01)])),
         ),
         prefill=PrefillModel(
             rng.uniform(0, 0.02), rng.uniform(1e-6, 2e-4), 1e-8, (Hinge("prefill_tokens", 30, 1e-5),)

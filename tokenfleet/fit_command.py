@@ -131,7 +131,8 @@ def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | Request
 def _alone(step: StepModel) -> PrefillModel:
     """Eq 2 as the step model has it: nothing decodes."""
     hinges = tuple(h for h in step.hinges if h.of == "prefill_tokens")
-    return PrefillModel(step.base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
+    base_s = step.base_s + step.per_prefill_step_s
+    return PrefillModel(base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
 
 
 def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Residuals) -> Profile:
@@ -170,6 +171,7 @@ def _say(
         "per_sequence_s": step.per_sequence_s,
         "per_context_token_s": step.per_context_token_s,
         "per_prefill_sum_sq_s": step.per_prefill_sum_sq_s,
+        "per_prefill_step_s": step.per_prefill_step_s,
         "hinges": len(step.hinges),
         "samples": residuals.samples,
         "mean_relative": residuals.mean_relative,

@@ -66,4 +66,5 @@ def linear_breaks(samples: StepSamples, robust: bool) -> list[Break]:
 def form_of(model: StepModel) -> list[str]:
     """The terms that cross-validation has put beside the plain four, in words."""
     terms = ["length²"] if model.per_prefill_sum_sq_s else []
+    terms += ["a constant of steps that prefill"] if model.per_prefill_step_s else []
     return terms + [f"hinge at {h.start:g} {h.of.replace('_', ' ')}" for h in model.hinges]

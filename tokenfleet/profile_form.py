@@ -55,6 +55,7 @@ class _StepPart(_Part):
     per_sequence_s: Seconds
     per_context_token_s: Seconds
     per_prefill_sum_sq_s: Seconds = 0.0
+    per_prefill_step_s: Seconds = 0.0
 
 
 class _PrefillPart(_Part):
@@ -165,6 +166,8 @@ def profile_text(profile: Profile) -> str:
     step = _numbers(profile.step, "base_s per_prefill_token_s per_sequence_s per_context_token_s")
     if profile.step.per_prefill_sum_sq_s:
         step["per_prefill_sum_sq_s"] = profile.step.per_prefill_sum_sq_s
+    if profile.step.per_prefill_step_s:
+        step["per_prefill_step_s"] = profile.step.per_prefill_step_s
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "model": profile.model,

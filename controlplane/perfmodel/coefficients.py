@@ -21,7 +21,8 @@ SEQ_HINGE = 5  # two of (start, per unit)
 PREFILL_HINGE = 9  # two
 PRE_BASE, PRE_TOKEN, PRE_SUM_SQ, PRE_HINGE = 13, 14, 15, 16  # two hinges
 KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = 20, 21, 22, 23, 24
-WIDTH = 25
+PREFILL_STEP = 25
+WIDTH = 26
 
 CHUNKED, PREFILL_FIRST, SPLIT = 0.0, 1.0, 2.0
 _MODES = {
@@ -40,6 +41,7 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     row[PER_SEQUENCE] = step.per_sequence_s
     row[PER_CONTEXT] = step.per_context_token_s
     row[PER_SUM_SQ] = step.per_prefill_sum_sq_s
+    row[PREFILL_STEP] = step.per_prefill_step_s
     _place(row, SEQ_HINGE, [h for h in step.hinges if h.of == "sequences"], profile)
     _place(row, PREFILL_HINGE, [h for h in step.hinges if h.of == "prefill_tokens"], profile)
     if profile.prefill is not None:
@@ -78,6 +80,8 @@ def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: f
     """Seconds of a step with prefill tokens and decoding sequences."""
     t = decode_base_s(k, sequences) + k[PER_CONTEXT] * context
     t += k[PER_PREFILL] * prefill + k[PER_SUM_SQ] * sum_sq
+    if prefill > 0:
+        t += k[PREFILL_STEP]
     for i in range(PREFILL_HINGE, PREFILL_HINGE + 4, 2):
         if prefill > k[i]:
             t += k[i + 1] * (prefill - k[i])

@@ -1,13 +1,15 @@
 """Fit the step model to samples, and choose its terms.
 
-Coefficients are those of `least_squares.py`. Beyond the four terms of the step model a Σ length² term and two
-hinges of each kind may join, each only when it lowers the *cross-validated* error by a twentieth: in-sample
-error always falls. Repeats of a batch stay in one fold, so that none is judged on a batch it has seen.
+Coefficients are those of `least_squares.py`. Beyond the four terms of the step model a Σ length² term, a
+constant of the steps that prefill and two hinges of each kind may join, each only when it lowers the
+*cross-validated* error by a twentieth: in-sample error always falls. The constant is judged on the steps that
+prefill, few among a serving engine's. Repeats of a batch stay in one fold, so that none is judged on a batch
+it has seen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,8 @@ MIN_GAIN = 0.05  # of the cross-validated mean error, for a further term to be t
 SPARE_POINTS = 2  # distinct batches beyond the number of coefficients
 MAX_KNOTS = 10  # places tried for a hinge
 MAX_HINGES = 2  # of a kind
+EXACT = 1e-9  # an error that no term can lower
+FEW_PREFILLS = 4  # distinct sizes that tell a constant from a slope
 
 _HINGES: dict[Phase, tuple[HingeOf, ...]] = {
     "mixed": ("prefill_tokens", "sequences"),
@@ -80,7 +84,8 @@ def fit_step(samples: StepSamples, robust: bool = False, extra_terms: bool = Tru
     plain, terms, slopes, residuals = _fitted(samples, "mixed", robust, extra_terms)
     base, prefill, sequence, context = plain
     sum_sq = slopes.pop(0) if terms.sum_sq else 0.0
-    model = StepModel(base, prefill, sequence, context, sum_sq, _hinges(terms, slopes))
+    at_all = slopes.pop(0) if terms.prefill_step else 0.0
+    model = StepModel(base, prefill, sequence, context, sum_sq, _hinges(terms, slopes), at_all)
     return StepFit(model, residuals, _range(samples))
 
 
@@ -167,15 +172,31 @@ def _hinges(terms: Terms, slopes: list[float]) -> tuple[Hinge, ...]:
 
 def _chosen(samples: StepSamples, phase: Phase, robust: bool) -> Terms:
     """Terms added one at a time while each lowers the cross-validated error by MIN_GAIN."""
-    terms = Terms()
+    terms = _start(samples, phase, robust)
     error = _cross_validated(samples, terms, phase, robust)
-    while error > 1e-9:
+    while error > EXACT:
         tried = _further(samples, terms, phase)
         errors = [_cross_validated(samples, t, phase, robust) for t in tried]
         if not errors or not min(errors) < error * (1 - MIN_GAIN):
             return terms
         terms, error = tried[int(np.argmin(errors))], min(errors)
     return terms
+
+
+def _start(samples: StepSamples, phase: Phase, robust: bool) -> Terms:
+    """Nothing, or the constant of steps that prefill, where there are prefills enough to tell it from k1."""
+    prefills = samples.prefill_tokens > 0
+    few = len(np.unique(samples.prefill_tokens[prefills])) < FEW_PREFILLS
+    if phase != "mixed" or few or prefills.all():
+        return Terms()
+    held, judged = folds(samples), prefills[folds(samples) >= 0]
+    if not judged.any() or held.max() < 1:
+        return Terms()
+    without, with_it = (
+        float(np.mean(_held_out(samples, terms, phase, robust)[judged]))
+        for terms in (Terms(), Terms(prefill_step=True))
+    )
+    return Terms(prefill_step=without > EXACT and with_it < without * (1 - MIN_GAIN))
 
 
 def _cross_validated(samples: StepSamples, terms: Terms, phase: Phase, robust: bool) -> float:
@@ -187,7 +208,7 @@ def _further(samples: StepSamples, terms: Terms, phase: Phase) -> list[Terms]:
     found = []
     sum_sq = samples.prefill_sum_sq
     if phase != "decode" and sum_sq is not None and sum_sq.any() and not terms.sum_sq:
-        found.append(Terms(True, terms.knots))
+        found.append(replace(terms, sum_sq=True))
     for of in _HINGES[phase]:
         have = [start for kind, start in terms.knots if kind == of]
         if len(have) == MAX_HINGES:
@@ -197,7 +218,7 @@ def _further(samples: StepSamples, terms: Terms, phase: Phase) -> list[Terms]:
         if len(inner) > MAX_KNOTS:
             inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
         found += [
-            Terms(terms.sum_sq, (*terms.knots, (of, float(knot)))) for knot in inner if knot not in have
+            replace(terms, knots=(*terms.knots, (of, float(knot)))) for knot in inner if knot not in have
         ]
     return found
 

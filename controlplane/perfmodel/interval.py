@@ -133,6 +133,7 @@ def with_times(profile: Profile, decode: float, prefill: float) -> Profile:
         per_sequence_s=profile.step.per_sequence_s * decode,
         per_context_token_s=profile.step.per_context_token_s * decode,
         per_prefill_sum_sq_s=profile.step.per_prefill_sum_sq_s * prefill,
+        per_prefill_step_s=profile.step.per_prefill_step_s * prefill,
         hinges=tuple(hinges),
     )
     alone = profile.prefill

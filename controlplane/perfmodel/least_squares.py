@@ -30,9 +30,11 @@ Columns = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Which columns a fit has besides its plain ones: Σ length², and hinges without their slope yet."""
+    """Which columns a fit has besides its plain ones: Σ length², a constant of the steps that prefill, and
+    hinges without their slope yet."""
 
     sum_sq: bool = False
+    prefill_step: bool = False
     knots: tuple[tuple[HingeOf, float], ...] = ()
 
 
@@ -46,6 +48,8 @@ def columns_of(samples: StepSamples, terms: Terms, phase: Phase) -> Columns:
     if terms.sum_sq:
         assert samples.prefill_sum_sq is not None
         columns.append(samples.prefill_sum_sq)
+    if terms.prefill_step:
+        columns.append((samples.prefill_tokens > 0).astype(float))
     for of, start in terms.knots:
         x = samples.sequences if of == "sequences" else samples.prefill_tokens
         columns.append(np.maximum(x - start, 0.0))

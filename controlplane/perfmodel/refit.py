@@ -92,10 +92,10 @@ class Refit:
         """The refitted step model, with the profile's terms."""
         theta = self._prior.copy()
         theta[self._known] *= self._factors
-        base, prefill, sequence, context, sum_sq, *slopes = (float(x) for x in theta)
+        base, prefill, sequence, context, sum_sq, at_all, *slopes = (float(x) for x in theta)
         pairs = zip(self.profile.step.hinges, slopes, strict=True)
         hinges = tuple(replace(hinge, per_unit_s=slope) for hinge, slope in pairs)
-        return StepModel(base, prefill, sequence, context, sum_sq, hinges)
+        return StepModel(base, prefill, sequence, context, sum_sq, hinges, at_all)
 
     def take(
         self,
@@ -199,14 +199,16 @@ def _spread(residuals: Residuals) -> float:
 
 
 def _coefficients(step: StepModel) -> NDArray[np.float64]:
-    """Coefficients in the order of `_columns`, shape [5 + hinges]."""
+    """Coefficients in the order of `_columns`, shape [6 + hinges]."""
     plain = [step.base_s, step.per_prefill_token_s, step.per_sequence_s, step.per_context_token_s]
-    return np.array([*plain, step.per_prefill_sum_sq_s, *(h.per_unit_s for h in step.hinges)])
+    plain += [step.per_prefill_sum_sq_s, step.per_prefill_step_s]
+    return np.array([*plain, *(h.per_unit_s for h in step.hinges)])
 
 
 def _columns(
     step: StepModel, prefill_tokens: float, sequences: float, context_tokens: float, sum_sq: float
 ) -> NDArray[np.float64]:
-    """What each coefficient is multiplied by in this step, shape [5 + hinges]."""
+    """What each coefficient is multiplied by in this step, shape [6 + hinges]."""
     over = [max((sequences if h.of == "sequences" else prefill_tokens) - h.start, 0.0) for h in step.hinges]
-    return np.array([1.0, prefill_tokens, sequences, context_tokens, sum_sq, *over])
+    at_all = float(prefill_tokens > 0)
+    return np.array([1.0, prefill_tokens, sequences, context_tokens, sum_sq, at_all, *over])

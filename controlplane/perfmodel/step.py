@@ -1,11 +1,12 @@
 """How long one engine step takes: one linear model for every engine mode.
 
-    t = c3 + k1·P + c2·b + k2·C + k4·S + Σ hinges
+    t = c3 + k1·P + c2·b + k2·C + k4·S + k5·[P > 0] + Σ hinges
 
 P prefill tokens in the step, b decoding sequences, C tokens those sequences hold at the step's start.
 Aladdin's Eq 3 (decode) is P = 0; its Eq 2 (prefill) is b = 0, kept apart as `PrefillModel` since engines
 that never mix the phases were measured that way. S = Σ (end² - start²) over the step's prefill chunks, so
-that a prompt cut into chunks adds up to its length squared (attention within the prompt). A hinge adds
+that a prompt cut into chunks adds up to its length squared (attention within the prompt). k5 is what a step
+costs more for prefilling at all: other kernels, and a batch to lay out. A hinge adds
 `per_unit_s · max(x - start, 0)`; it stays linear in the coefficients, so the fit stays linear too.
 """
 
@@ -46,6 +47,7 @@ class StepModel:
     per_context_token_s: float
     per_prefill_sum_sq_s: float = 0.0
     hinges: tuple[Hinge, ...] = ()
+    per_prefill_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         _not_negative(
@@ -55,6 +57,7 @@ class StepModel:
             per_sequence_s=self.per_sequence_s,
             per_context_token_s=self.per_context_token_s,
             per_prefill_sum_sq_s=self.per_prefill_sum_sq_s,
+            per_prefill_step_s=self.per_prefill_step_s,
         )
 
     def step_s(
@@ -74,6 +77,7 @@ class StepModel:
             + self.per_sequence_s * b
             + self.per_context_token_s * c
             + self.per_prefill_sum_sq_s * s
+            + self.per_prefill_step_s * (p > 0)
         )
         for hinge in self.hinges:
             x = b if hinge.of == "sequences" else p

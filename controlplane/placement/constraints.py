@@ -32,6 +32,7 @@ from controlplane.perfmodel.coefficients import (
     PER_CONTEXT,
     PER_PREFILL,
     PER_SUM_SQ,
+    PREFILL_STEP,
     decode_base_s,
     prefill_s,
 )
@@ -116,7 +117,7 @@ def prefill_lasts_s(k: NDArray[np.float64], work: float, last: float, decoding: 
     """Seconds to prefill `work` tokens, the last prompt among them `last` tokens long."""
     if k[MODE] != CHUNKED:
         return prefill_s(k, work, last * last)
-    step_s = decode_base_s(k, decoding) + k[PER_CONTEXT] * context
+    step_s = decode_base_s(k, decoding) + k[PREFILL_STEP] + k[PER_CONTEXT] * context
     return prefill_steps(k, work, decoding) * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * last * last
 
 

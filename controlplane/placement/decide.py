@@ -8,7 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.perfmodel.coefficients import CHUNKED, MAX_BATCHED, MODE, PER_PREFILL, decode_base_s
+from controlplane.perfmodel.coefficients import (
+    CHUNKED,
+    MAX_BATCHED,
+    MODE,
+    PER_PREFILL,
+    PREFILL_STEP,
+    decode_base_s,
+)
 from controlplane.placement.assign import CONSTRAINED, JSQ, assign, last_chance
 from controlplane.placement.constraints import Knobs, prefill_lasts_s, prefill_steps
 from controlplane.placement.ledger import NONE, Floats, Ledger
@@ -59,7 +66,7 @@ def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
             tpot_s = led.requests[r].tpot_s
             lasts_s += tpot_s
             if k[MODE] == CHUNKED:  # the step in progress has chunks of others, its own steps decode too
-                lasts_s += k[PER_PREFILL] * k[MAX_BATCHED]
+                lasts_s += k[PREFILL_STEP] + k[PER_PREFILL] * k[MAX_BATCHED]
                 lasts_s += prefill_steps(k, tokens, 0) * max(tpot_s - decode_base_s(k, 0.0), 0.0)
         if now_s + lasts_s <= due_s:
             return False

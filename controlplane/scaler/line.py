@@ -95,7 +95,9 @@ def capacity_rps(speed: Speed, arrivals: ClassArrivals) -> float:
 def _step_s(speed: Speed, batch: float, prompt: float, output: float) -> float:
     context = batch * (prompt + output / 2.0)
     if speed.prefill is None:
-        return float(speed.step.step_s(batch * prompt / output, batch, context))
+        step, prompts = speed.step, batch / output
+        rare_s = step.per_prefill_step_s * max(1.0 - prompts, 0.0)  # not every step prefills
+        return float(step.step_s(prompts * prompt, batch, context)) - rare_s
     return float(speed.step.step_s(0.0, batch, context)) + batch / output * float(
         speed.prefill.prefill_s(prompt)
     )

@@ -111,6 +111,7 @@ class KindTimes:
                 "per_sequence_s": step.per_sequence_s,
                 "per_context_token_s": step.per_context_token_s,
                 "per_prefill_sum_sq_s": step.per_prefill_sum_sq_s,
+                "per_prefill_step_s": step.per_prefill_step_s,
                 "hinges": [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in step.hinges],
             },
             "workers": {worker: round(factor, 4) for worker, factor in self.own_factors(here).items()},

@@ -115,6 +115,7 @@ def cheaper_prefill(profile: Profile) -> Profile:
         per_sequence_s=step.per_sequence_s,
         per_context_token_s=step.per_context_token_s,
         per_prefill_sum_sq_s=step.per_prefill_sum_sq_s / RELIEF,
+        per_prefill_step_s=step.per_prefill_step_s,
         hinges=tuple(
             replace(h, per_unit_s=h.per_unit_s / RELIEF) if h.of == "prefill_tokens" else h
             for h in step.hinges
