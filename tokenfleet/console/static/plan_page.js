@@ -171,7 +171,10 @@ async function showRecent() {
     if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
   }
   byId("recent").hidden = jobs.length === 0;
-  byId("recent-list").replaceChildren(...jobs.map(recentLine));
+  const list = byId("recent-list");
+  const lines = jobs.map(recentLine);
+  // Lines that say the same stay: replacing them would take the keyboard's focus from them.
+  if (list.innerHTML !== lines.map((line) => line.outerHTML).join("")) list.replaceChildren(...lines);
 }
 
 function recentLine(job) {
