@@ -189,8 +189,9 @@ def _start(samples: StepSamples, phase: Phase, robust: bool) -> Terms:
     few = len(np.unique(samples.prefill_tokens[prefills])) < FEW_PREFILLS
     if phase != "mixed" or few or prefills.all():
         return Terms()
-    held, judged = folds(samples), prefills[folds(samples) >= 0]
-    if not judged.any() or held.max() < 1:
+    fold = folds(samples)
+    judged = prefills[fold >= 0]
+    if not judged.any():
         return Terms()
     without, with_it = (
         float(np.mean(_held_out(samples, terms, phase, robust)[judged]))
