@@ -7,7 +7,8 @@ compare --per-request`), and records the steps it takes (`serve --data`). The ti
 20 s. The steps of the odd ones are fitted to a profile (`tokenfleet fit`), with no special run, and the
 requests sent in the even ones are judged by a simulation of the whole replay with that profile; and the other
 way round. So every request is judged, each by a profile that has not seen a step of its stretch. What the way
-to the engine and back takes is learned in the same stretches, from requests that found their worker idle.
+to the engine and back takes is learned in the same stretches, from requests that found their worker idle, as
+`compare --steps` learns it from all of a replay.
 Requests go to the worker with the smallest share of its KV promised, in both worlds.
 
 Stretches alternate, since a machine that others share is now faster and now slower for minutes. Fitted to a
@@ -38,6 +39,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.cluster import WorkerSpec, simulate
 from tokenfleet.compare_command import Figure, compared, first_tokens_s
 from tokenfleet.durations import parse_slo
+from tokenfleet.hops import hops_s, read_steps
 from tokenfleet.measurements import read_measurements
 from tokenfleet.profile_files import read_profile
 
@@ -48,7 +50,6 @@ PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6  # medians, and the standard deviation
 Columns = NDArray[np.float64]
 SLO = "ttft=1s,tpot=60ms"
 MADE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"  # what emulated workers are like
-CLOCKS_S = 0.02  # between a client's clock and an engine's steps
 KV_TOKENS = (256 << 20) // 2048  # served.ENGINE_FLAGS; 4 layers, 2 heads of 32, keys and values in float32
 
 
@@ -81,27 +82,6 @@ def replayed(folder: Path, requests: int, emulated: bool, rng: np.random.Generat
             words += ["--per-request", str(folder / "requests.csv")]
             tokenfleet(*words, "--policy", policy(emulated))
     (folder / "steps.csv").write_text((folder / "data" / "steps.csv").read_text())
-
-
-def hops_s(live: pl.DataFrame, steps: pl.DataFrame) -> Columns:
-    """What the way there and back adds: TTFT without the step, of requests whose worker was idle.
-
-    Of those only that are told from others by the tokens their step prefilled. A lone request on an idle
-    machine, which `tokenfleet compare` goes by, finds a gateway that shares its processor with no engine.
-    """
-    end_s, worker = steps["at_s"].to_numpy(), steps["worker"].to_numpy()
-    lasted_s, tokens = steps["step_s"].to_numpy(), steps["prefill_tokens"].to_numpy()
-    found = []
-    for sent_s, prompt, ttft_s in live.select("sent_unix_s", "prompt_tokens", "ttft_s").iter_rows():
-        within = (end_s > sent_s - CLOCKS_S) & (end_s < sent_s + ttft_s + CLOCKS_S)
-        own = np.flatnonzero(within & (tokens == prompt))
-        if len(own) != 1:
-            continue
-        begun_s = end_s[own[0]] - lasted_s[own[0]]
-        others = (worker == worker[own[0]]) & (end_s > sent_s) & (end_s - lasted_s < begun_s - CLOCKS_S / 10)
-        if not others.any():
-            found.append(ttft_s - lasted_s[own[0]])
-    return np.maximum(np.array(found, np.float64), 0.0)
 
 
 def policy(emulated: bool) -> str:
@@ -146,7 +126,9 @@ def judged(
         path = folder / f"learned{learns}.csv"
         steps.filter(pl.Series(of_step == learns)).write_csv(path)
         profile = fitted(path, path.with_suffix(".yaml"), emulated)
-        extra_s = hops_s(live.filter(pl.Series(of_request == learns)), steps)
+        seen = live.filter(pl.Series(of_request == learns))
+        sent, prompt, ttft = (seen[name].to_numpy() for name in ("sent_unix_s", "prompt_tokens", "ttft_s"))
+        extra_s = hops_s(sent, prompt, ttft, read_steps(folder / "steps.csv"))
         other = simulated(live, profile, emulated, extra_s).to_numpy()
         theirs[of_request != learns] = other[of_request != learns]
         ratios.append(_ratio(read_measurements(path), folder / "learned0.yaml"))

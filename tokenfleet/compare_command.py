@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = "tokenfleet.comparison/1"
 COUNTERS = ("preemptions", "migrations")
 LONE_TOKENS = 8  # the prompt of replay.overheads_s
+FEWEST_HOPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ def compare_command(
     overhead: Annotated[
         str | None, typer.Option(help="HTTP's share of a first token; measured on lone requests if not given")
     ] = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="the fleet's steps.csv (serve --data): learn HTTP's share there, under this load"),
+    ] = None,
     per_request: Annotated[
         Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
     ] = None,
@@ -73,7 +78,7 @@ def compare_command(
     """Hold the simulator against a running fleet.
 
     tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
-    --profile fitted.yaml --slo ttft=1.6s,tpot=75ms
+    --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
     """
     if output_format not in ("table", "json"):
         raise BadInput(f"--format: table or json, got {output_format!r}")
@@ -81,12 +86,17 @@ def compare_command(
         raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
     targets = parse_slo(slo)
     fixed_s = None if overhead is None else parse_duration_s(overhead, "--overhead")
+    if fixed_s is not None and steps is not None:
+        raise BadInput("--steps: learns what --overhead says; give one of them")
+    from tokenfleet.hops import read_steps
     from tokenfleet.plan_inputs import known_policy, trimmed
     from tokenfleet.profile_files import read_profile
     from tokenfleet.traces import read_traces
 
     worker = read_profile(profile)
     known_policy(policy)
+    if steps is not None:
+        read_steps(steps)  # what cannot be read is told before the replay
     read = read_traces([str(path) for path in trace])
     workload = trimmed(read.workload, window, rate_scale, read.name)
     if not len(workload):
@@ -101,9 +111,12 @@ def compare_command(
         raise BadInput(f"--endpoint: no request finished; the first error: {replayed.errors[0]}")
     if replayed.errors:
         warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
+    overheads_s = told["overheads_s"]
+    if steps is not None:
+        overheads_s = _learned_s(replayed, steps, overheads_s)
     outcome = simulate(replayed.workload, [WorkerSpec(worker)] * count, targets, policy, seed=seed)
     simulated = {
-        "ttft_s": first_tokens_s(outcome.ttft_s, worker, told["overheads_s"], np.random.default_rng(seed)),
+        "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, np.random.default_rng(seed)),
         "tpot_s": outcome.tpot_s,
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
@@ -111,7 +124,7 @@ def compare_command(
     figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, told["counters"])
     if per_request is not None:
         _write_requests(per_request, replayed, simulated)
-    _say(figures, told, count, int(replayed.finished.sum()), output_format)
+    _say(figures, told | {"overheads_s": overheads_s}, count, int(replayed.finished.sum()), output_format)
     return 0
 
 
@@ -153,6 +166,22 @@ def first_tokens_s(
     spread = worker.residuals.mean_relative / NORMAL_MEAN_ABS
     scatter = np.exp(spread * rng.standard_normal(len(ttft_s)) - spread**2 / 2.0)
     return np.asarray(ttft_s * scatter + rng.choice(overheads_s, len(ttft_s)), float)
+
+
+def _learned_s(replayed: Replayed, steps: Path, lone_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The way there and back as this replay took it, or as lone requests did where too little shows it."""
+    from tokenfleet.hops import hops_s, read_steps
+
+    found = hops_s(replayed.sent_unix_s, replayed.workload.prompt_tokens, replayed.ttft_s, read_steps(steps))
+    if len(found) >= FEWEST_HOPS:
+        return found
+    warn(
+        [
+            f"--steps: {steps}: {len(found)} requests of this replay are known there to have found their "
+            f"worker idle, {FEWEST_HOPS} are needed: HTTP's share is that of lone requests"
+        ]
+    )
+    return lone_s
 
 
 def _write_requests(path: Path, replayed: Replayed, simulated: dict[str, Any]) -> None:

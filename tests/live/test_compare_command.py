@@ -50,11 +50,37 @@ def test_a_fleet_is_replayed_and_simulated_request_by_request(
     assert figures["TPOT mean"]["live"] > 0.9 * figures["TPOT mean"]["simulated"]
 
 
+def test_the_way_to_the_engine_is_learned_from_the_steps_that_the_fleet_recorded(
+    emulated_fleet: ServedFleet, scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "apart.csv"
+    rows = [
+        f"{0.3 * i:.1f},{40 + i},2" for i in range(20)
+    ]  # each finds a worker idle, and is known by its length
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
+    flags = ["--control", emulated_fleet.control, "--slo", "ttft=60s,tpot=60s", "--format", "json"]
+    steps = ["--steps", str(scratch / "data" / "steps.csv")]
+    assert main([*words(path, emulated_fleet), *flags, *steps]) == 0
+    said = capsys.readouterr()
+    assert "HTTP's share is that of lone requests" not in said.err
+    answer = json.loads(said.out)
+    assert 10 <= len(answer["overheads_s"]) <= 20
+    figures = {f["name"]: f for f in answer["figures"]}
+    ttfts_s = figures["TTFT mean"]["live"]
+    assert 0 < np.mean(answer["overheads_s"]) < ttfts_s  # less than all of it: a step was taken off
+    assert figures["TTFT mean"]["simulated"] == pytest.approx(ttfts_s, rel=0.5)
+
+
 def test_what_cannot_be_compared_is_told_in_a_line(
     emulated_fleet: ServedFleet, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s"]) == 2
     assert "--workers: how many" in capsys.readouterr().err
+    both = ["--workers", "1", "--overhead", "3ms", "--steps", str(trace)]
+    assert main([*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", *both]) == 2
+    assert "--steps: learns what --overhead says" in capsys.readouterr().err
+    assert main([*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", *both[:2], *both[4:]]) == 2
+    assert f"{trace}: column at_s is missing" in capsys.readouterr().err
     nowhere = [*words(trace, emulated_fleet), "--slo", "ttft=1s,tpot=1s", "--workers", "1"]
     nowhere[nowhere.index("--endpoint") + 1] = "http://127.0.0.1:9"
     assert main(nowhere) == 2
