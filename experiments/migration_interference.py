@@ -98,7 +98,7 @@ class Copying:
     """A move's copy of one running request, without its cut-over."""
 
     def __init__(self, pair: Pair, mover: Any, target: WorkerId) -> None:
-        from dataplane.live.migration import Move
+        from dataplane.live.move import Move
         from dataplane.live.transfer import LOADER_PREFIX
 
         self._moves, self._mover, self._target = pair.fleet.migrations, mover, target

@@ -29,7 +29,7 @@ class Pair:
     async def budgeted(self, **budget: Any) -> Pair:
         """The same workers under another budget of moves; this pair must not be used any more."""
         from dataplane.live.bare_fleet import BareFleet
-        from dataplane.live.migration import MoveBudget
+        from dataplane.live.move import MoveBudget
 
         await self.fleet.close()
         return Pair(BareFleet(list(self.fleet.links.values()), MoveBudget(**budget)), self.actors)

@@ -34,7 +34,7 @@ A request waits, runs, or has ended; `Migrations.migrate` moves waiting ones wit
 
 What FleetCore calls of the move's side
 ---------------------------------------
-`Migrations(fleet)` is made by FleetCore as its `migrations`; `claim(output: EngineCoreOutput)` takes
+`Migrations(fleet, budget)` is made by FleetCore as its `migrations`; `claim(output: EngineCoreOutput)` takes
 every output whose id begins with `LOADER_PREFIX`. `segment.obstacle_to_replay(request, output_token_ids)`
 names what could not continue exactly on another worker by recomputing (a grammar that would restart in
 mid-output), or None; such a request ends in an explicit error instead of a replay.

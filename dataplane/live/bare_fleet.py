@@ -15,7 +15,8 @@ from typing import Any
 
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.link import EngineLink, Lost, Outputs, Refused, Telemetry
-from dataplane.live.migration import Migrations, Mode, Move, MoveBudget, Running
+from dataplane.live.migration import Migrations
+from dataplane.live.move import Mode, Move, MoveBudget, Running
 from dataplane.live.segment import segment_request
 from dataplane.live.transfer import LOADER_PREFIX, Transfer
 from dataplane.live.vllm_surface import EngineCoreRequest, FinishReason, SamplingParams

@@ -41,7 +41,7 @@ from dataplane.live.kinds import Kinds
 from dataplane.live.ledger_placement import LedgerPlacement
 from dataplane.live.listening import bind, until_answering
 from dataplane.live.metrics import EngineFamilies, Metrics
-from dataplane.live.migration import MoveBudget
+from dataplane.live.move import MoveBudget
 from dataplane.live.operations import FleetFacts, Operations
 from dataplane.live.placement import LeastLoaded, Placement
 from dataplane.live.step_times import StepTimes

@@ -24,10 +24,12 @@ from types import SimpleNamespace
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.admission import Admission
 from dataplane.live.arrivals import tracked_from
+from dataplane.live.attached import Attached, Attachments
 from dataplane.live.events import EventLog
 from dataplane.live.link import EngineLink, Lost, Outputs, Refused, Telemetry
 from dataplane.live.metrics import PRIORITY_NAMES, Metrics
-from dataplane.live.migration import Migrations, Move, MoveBudget, Running
+from dataplane.live.migration import Migrations
+from dataplane.live.move import Move, MoveBudget, Running
 from dataplane.live.placement import Placement
 from dataplane.live.request_book import RequestBook
 from dataplane.live.segment import obstacle_to_replay, segment_request
@@ -63,21 +65,6 @@ class CoreSettings:
     max_fruitless: int = 8
 
 
-@dataclass(slots=True, eq=False)
-class Attached:
-    """A worker as this gateway is connected to it. `slot` is its index in vLLM's metrics."""
-
-    link: EngineLink
-    slot: int
-    kind: str = ""
-    telemetry: Telemetry | None = None
-    reader: asyncio.Task[None] | None = None
-
-    @property
-    def worker(self) -> WorkerId:
-        return self.link.info.worker
-
-
 class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
     """The fleet as one engine. Construct it inside the event loop it will live in.
 
@@ -108,7 +95,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.resources = SimpleNamespace(engine_dead=False)
         self._predict = predict
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._attached: dict[WorkerId, Attached] = {}
+        self._attached = Attachments(settings.slots)
         self._unread = Unread(settings.max_unread)
         self.is_starting: Callable[[], bool] = lambda: False
         self.predict_anew: Callable[[int, int], int] | None = None
@@ -117,7 +104,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             placement,
             self._begin,
             self._turn_away,
-            lambda: not self._attached and self.is_starting(),
+            lambda: not len(self._attached) and self.is_starting(),
         )
 
     # What AsyncLLM calls.
@@ -160,9 +147,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     def attach(self, link: EngineLink, kind: str = "") -> None:
         """Take a worker in; it gets requests from now on. Raises StopIteration when every slot is taken."""
-        taken = {at.slot for at in self._attached.values()}
-        at = Attached(link, next(s for s in self.engine_ranks_managed if s not in taken), kind)
-        self._attached[at.worker] = at
+        at = self._attached.add(link, kind)
         self.placement.attach(link.info, kind)
         at.reader = self._loop.create_task(self._read(at))
         self._admission.look()
@@ -192,11 +177,11 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         return None if at is None else at.kind
 
     def attached(self) -> Iterator[Attached]:
-        return iter(tuple(self._attached.values()))
+        return iter(self._attached)
 
     def workers_by_slot(self) -> dict[str, WorkerId]:
         """vLLM's engine index → worker."""
-        return {str(at.slot): at.worker for at in self._attached.values()}
+        return {str(at.slot): at.worker for at in self._attached}
 
     # Requests.
 
@@ -332,7 +317,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     async def _begin(self, tracked: Tracked, worker: WorkerId, transfer: Transfer = COMPUTE) -> None:
         """Begin a segment. No wait before the engine has it in its queue: the token list must not grow."""
-        segment, link = self.requests.listen(tracked, worker), self._attached[worker].link
+        segment, link = self.requests.listen(tracked, worker), self.link(worker)
+        assert link is not None  # its callers have looked in this turn of the loop
         self.placement.put(tracked, worker, has_kv=transfer.load is not None)
         if tracked.ticket.worker is None:
             tracked.ticket.worker = worker
@@ -344,7 +330,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             await link.abort([segment])  # it ended while the link was full
 
     def _forget_worker(self, at: Attached, reason: str) -> None:
-        self._attached.pop(at.worker, None)
+        self._attached.discard(at.worker)
         self.placement.detach(at.worker)
         self.metrics.forget_worker(at.worker)
         for tracked in self.requests.on_worker(at.worker):

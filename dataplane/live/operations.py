@@ -10,14 +10,15 @@ from typing import Any
 from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
+from dataplane.live.attached import Attached
 from dataplane.live.cluster import Cluster, Member
 from dataplane.live.controller_settings import Autoscale
 from dataplane.live.demand_count import DemandCount
 from dataplane.live.events import EventLog
-from dataplane.live.fleet_core import Attached, FleetCore
+from dataplane.live.fleet_core import FleetCore
 from dataplane.live.http_rules import UnknownName
 from dataplane.live.metrics import PRIORITY_NAMES, Metrics
-from dataplane.live.migration import Move
+from dataplane.live.move import Move
 from dataplane.live.step_times import StepTimes
 from dataplane.live.tracked import Tracked
 

@@ -106,7 +106,7 @@ class TwoWorkers:
         import zmq.asyncio
 
         from dataplane.live.bare_fleet import BareFleet
-        from dataplane.live.migration import MoveBudget
+        from dataplane.live.move import MoveBudget
         from dataplane.live.worker_link import WorkerLink
 
         context = zmq.asyncio.Context()

@@ -12,7 +12,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.bare_fleet import BareFleet
-from dataplane.live.migration import MoveBudget
+from dataplane.live.move import MoveBudget
 from dataplane.live.vllm_surface import FinishReason
 
 pytestmark = pytest.mark.live
