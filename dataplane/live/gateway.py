@@ -34,8 +34,8 @@ class GatewaySettings:
         ]  # fmt: skip
         if "--served-model-name" not in self.engine_flags:
             folder = Path(self.model)
-            names = [folder.name, self.model] if folder.is_dir() else [self.model]
-            flags += ["--served-model-name", *names]
+            names = [folder.resolve().name, self.model] if folder.is_dir() else [self.model]
+            flags += ["--served-model-name", *dict.fromkeys(names)]
         return [*flags, *self.engine_flags]
 
 

@@ -1,0 +1,36 @@
+"""The flags a gateway gives vLLM's server."""
+
+from pathlib import Path
+
+import pytest
+
+from dataplane.live.gateway import GatewaySettings
+
+pytestmark = pytest.mark.live
+
+
+def names(model: str, *flags: str) -> list[str]:
+    """What the model is served as."""
+    given = GatewaySettings(model, "127.0.0.1", 8000, flags).server_flags()
+    after = given[given.index("--served-model-name") + 1 :]
+    return after[: next((i for i, word in enumerate(after) if word.startswith("--")), len(after))]
+
+
+def test_a_folder_is_served_by_its_name_and_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    assert names(str(folder)) == ["tiny-llama", str(folder)]
+    monkeypatch.chdir(tmp_path)
+    assert names("tiny-llama") == ["tiny-llama"]  # each once: /v1/models lists them
+    monkeypatch.chdir(folder)
+    assert names(".") == ["tiny-llama", "."]
+
+
+def test_a_name_from_a_hub_is_served_as_it_is() -> None:
+    assert names("meta-llama/Llama-3.1-8B") == ["meta-llama/Llama-3.1-8B"]
+
+
+def test_the_operators_own_name_wins() -> None:
+    assert names("meta-llama/Llama-3.1-8B", "--served-model-name", "mine") == ["mine"]
