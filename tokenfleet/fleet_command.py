@@ -6,6 +6,8 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from datetime import datetime
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operat
 
 Format = Annotated[str, typer.Option("--format", help="table or json")]
 TIMEOUT_S = 10.0
+SHOWN_DECISIONS = 15  # lines
 
 
 @fleet_app.callback()
@@ -188,12 +191,18 @@ def _wanted(view: dict[str, Any]) -> str:
 
 
 def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
+    """What was decided, the latest last; a line for requests to which the same happened one after another."""
     table = Table(title="last decisions", title_justify="left")
+    table.add_column("at", no_wrap=True)
     for name in ("what", "whom", "why"):
         table.add_column(name, overflow="fold")
-    for decision in decisions:
-        whom = " ".join(str(decision[k]) for k in ("request", "worker") if decision.get(k))
-        table.add_row(decision["kind"], whom, decision["reason"])
+    runs = groupby(decisions, lambda d: (d["kind"], d.get("worker") or "", d["reason"]))
+    alike = [(what, list(members)) for what, members in runs]
+    for (kind, worker, reason), members in alike[-SHOWN_DECISIONS:]:
+        requests = [d["request"] for d in members if d.get("request")]
+        whom = requests[0] if len(requests) == 1 else f"{len(requests)} requests" if requests else ""
+        at = datetime.fromtimestamp(members[0]["at_s"]).astimezone()
+        table.add_row(f"{at:%H:%M:%S}", kind, f"{whom} {worker}".strip(), reason)
     return table
 
 

@@ -22,7 +22,7 @@ from dataplane.live.move import Move
 from dataplane.live.step_times import StepTimes
 from dataplane.live.tracked import Tracked
 
-LAST_DECISIONS = 20
+LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
 SCALING_KINDS = ("scale", "advice-scale")
 

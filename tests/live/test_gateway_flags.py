@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.live.gateway import GatewaySettings
-
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.usefixtures("live_extra")]
 
 
 def names(model: str, *flags: str) -> list[str]:
     """What the model is served as."""
+    from dataplane.live.gateway import GatewaySettings
+
     given = GatewaySettings(model, "127.0.0.1", 8000, flags).server_flags()
     after = given[given.index("--served-model-name") + 1 :]
     return after[: next((i for i, word in enumerate(after) if word.startswith("--")), len(after))]
