@@ -6,20 +6,27 @@ than an hour), x = (log requests, log mean prompt, log mean output). A trend is 
 plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes
 from one span to the next, it is taken to change from the trace to what is planned for:
 
-    drift ~ N(0, S),   S = E[d dᵀ] / 3
+    drift ~ N(0, S),   S seen = E[d dᵀ] / 3
 
 That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
 scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
-grow in variance with the distance. Those of ServeGen's m-mid, in its first week, grow with the power 0.4 to
-0.6 of it from ten minutes to an hour and 0.1 from an hour to a day.
-
-A swing within the trace that its spans are too coarse to follow, an hour with one peak, is taken for drift,
-too; a plan for traffic that keeps the trace's shape is better off without (`plan --drift` asks for it).
+grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
+next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21.
 
 A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
-part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off, and where nothing is left
-there is no drift. S is known from a handful of spans only, so that a draw has Student's t distribution with
-a degree of freedom less than there are spans.
+part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. What is left is known from
+a few spans only, and half an hour that happened to be calm says little about the next. So it is joined with
+what is usual, `USUAL` for the rate and nothing for lengths, as an inverse Wishart law of `WEIGHT` degrees of
+freedom would be; a draw of drift then has Student's t distribution:
+
+    S = (n · S seen + WEIGHT · USUAL²) / (n + WEIGHT),   n + WEIGHT degrees of freedom
+
+n is less than the second differences are, because neighbours share spans: `INDEPENDENT` of them count. A long
+trace outweighs what is usual.
+
+A swing within the trace that its spans are too coarse to follow is taken for drift, too, and traffic that
+never changes is hedged for all the same; a plan for traffic that keeps the trace's shape is better off
+without (`plan --drift` asks for it).
 """
 
 from __future__ import annotations
@@ -31,18 +38,21 @@ from numpy.typing import NDArray
 
 from controlplane.workload import Workload
 
-SPANS = 6
+SPANS = 16
 LONGEST_S = 3600.0
+USUAL = 0.15  # of log rate: m-mid's 0.18 with its outliers, 0.12 by its middle 68 %
+WEIGHT = 8.0
+INDEPENDENT = 0.6  # between 0.5, where levels scatter about a mean, and 0.7, where they walk
 PARTS = 5  # of a span: what they differ by is chance
 FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far levels go: `spread`, [3, 3], a root of S for (rate, prompts, outputs), seen in `spans`."""
+    """How far levels go: `spread`, [3, 3], a root of S for (rate, prompts, outputs), known so well."""
 
     spread: NDArray[np.float64]
-    spans: int
+    freedom: float  # degrees of it; what Student's t is asked for
 
     @property
     def per_level(self) -> NDArray[np.float64]:
@@ -51,9 +61,7 @@ class Drift:
 
     def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
         """The same requests at levels they might have gone to; none longer than the longest there was."""
-        normal, chance = rng.standard_normal(3), rng.chisquare(self.spans - 1) / (self.spans - 1)
-        if not self.spread.any():
-            return workload
+        normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
         rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance))
         return replace(
             workload.scaled(float(rate)),
@@ -63,13 +71,26 @@ class Drift:
 
 
 def drift_of(workload: Workload) -> Drift:
-    """What the trace itself shows of drift; none where it is too short to show any."""
+    """What the trace shows of drift, joined with what is usual."""
+    seen, independent = drift_seen(workload)
+    freedom = independent + WEIGHT
+    usual = np.diag([USUAL**2, 0.0, 0.0])
+    return Drift(_root((independent * seen + WEIGHT * usual) / freedom), freedom)
+
+
+def drift_seen(workload: Workload) -> tuple[NDArray[np.float64], float]:
+    """What the trace alone shows: S, and the degrees of freedom it is known with; 0 of a trace too short."""
     spans = max(SPANS, round(workload.duration_s / LONGEST_S))
     if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
-        return Drift(np.zeros((3, 3)), spans)
-    excess = _changes(workload, spans) - _changes(workload, PARTS * spans) / PARTS
-    value, axis = np.linalg.eigh(excess / 3.0)
-    return Drift(axis * np.sqrt(np.maximum(value, 0.0)), spans)
+        return np.zeros((3, 3)), 0.0
+    root = _root((_changes(workload, spans) - _changes(workload, PARTS * spans) / PARTS) / 3.0)
+    return root @ root.T, INDEPENDENT * (spans - 2)
+
+
+def _root(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A root of a symmetric matrix; a difference of estimates may have parts below nothing, left out."""
+    value, axis = np.linalg.eigh(matrix)
+    return np.asarray(axis * np.sqrt(np.maximum(value, 0.0)))
 
 
 def _changes(workload: Workload, spans: int) -> NDArray[np.float64]:
