@@ -133,14 +133,8 @@ class Cluster:
 
         `facts`: what the decision saw, compared and costs, for the event it leaves.
         """
-        before, wanted = self.wanted_kinds, self._checked(self.wanted_kinds | dict(kinds))
-        if wanted != before:
-            told: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
-            if len(self.kinds) > 1:
-                told["kinds"] = wanted
-            told |= {str(part): said for part, said in (facts or {}).items()}
-            self._record("scale", reason, **told)
-        self.wanted_kinds = wanted
+        wanted = self._checked(self.wanted_kinds | dict(kinds))
+        self._want(wanted, reason, facts)
         for kind in wanted:
             for step in self._steps(kind, reason):
                 self._take(step, kind)
@@ -155,7 +149,8 @@ class Cluster:
             raise BadInput(f"worker {worker}: is draining already")
         if member.state == "serving" and self.serving == 1 and len(self.core.requests):
             raise BadInput(f"worker {worker}: is the only one serving and has requests; scale up first")
-        self.wanted_kinds[member.kind] = max(0, self.wanted_kinds[member.kind] - 1)
+        fewer = max(0, self.wanted_kinds[member.kind] - 1)
+        self._want(self.wanted_kinds | {member.kind: fewer}, f"{worker} is drained: {reason}")
         if member.state == "starting":
             self._give_up(member, f"{reason}; it was not ready yet")
         else:
@@ -168,7 +163,8 @@ class Cluster:
             raise BadInput(f"worker {worker}: is not draining")
         if member.is_stopping:
             raise BadInput(f"worker {worker}: is drained and being stopped; scale up instead")
-        self.wanted_kinds[member.kind] += 1
+        more = self.wanted_kinds[member.kind] + 1
+        self._want(self.wanted_kinds | {member.kind: more}, f"{worker} stays: {reason}")
         self._undrain(member, reason)
 
     async def close(self) -> None:
@@ -181,6 +177,16 @@ class Cluster:
         await asyncio.gather(*(self.host.stop(worker) for worker in tuple(self._members)))
         self._members.clear()
         await self.host.close()
+
+    def _want(self, wanted: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
+        """Set the wanted numbers, and leave an event where they change."""
+        if wanted != self.wanted_kinds:
+            told: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
+            if len(self.kinds) > 1:
+                told["kinds"] = dict(wanted)
+            told |= {str(part): said for part, said in (facts or {}).items()}
+            self._record("scale", reason, **told)
+        self.wanted_kinds = dict(wanted)
 
     # Lives.
 

@@ -134,6 +134,9 @@ def test_a_drained_worker_goes_and_another_can_be_added(emulated_fleet):
     workers = [w["worker"] for w in emulated_fleet.ask("GET", "/v1/fleet")["workers"]]
     thread, lines = stream(emulated_fleet, 800)
     emulated_fleet.ask("POST", f"/v1/workers/{workers[0]}/drain")
+    why = emulated_fleet.ask("GET", "/v1/fleet")["scaling"][-1]
+    assert (why["before"], why["workers"]) == (len(workers), len(workers) - 1)
+    assert why["reason"] == f"{workers[0]} is drained: an operator asked"
 
     def names():
         view = emulated_fleet.ask("GET", "/v1/fleet")["workers"]
