@@ -6,7 +6,7 @@ from planning_builders import planned, poisson
 
 from controlplane.workload import Workload
 from tokenfleet.planning.answer import Doubt
-from tokenfleet.planning.drift import USUAL, WEIGHT, Drift, drift_of, drift_seen
+from tokenfleet.planning.drift import INDEPENDENT, SPANS, USUAL, WEIGHT, Drift, drift_of, drift_seen
 
 
 def at_levels(rates_rps: list[float], each_s: float = 300.0, seed: int = 0) -> Workload:
@@ -25,8 +25,8 @@ def level(workload: Workload, which: int = 0) -> float:
 
 
 def test_traffic_that_stays_what_it_is_shows_next_to_no_drift() -> None:
-    shown = [level(at_levels([10.0] * 16, seed=s)) for s in range(40)]
-    # Chance alone would make sixteenths of 48,000 requests differ by 2.6 %.
+    shown = [level(at_levels([10.0] * SPANS, seed=s)) for s in range(40)]
+    # Chance alone would make spans of 3,000 requests differ by 2.6 %.
     assert np.median(shown) < 0.013
     assert np.mean([s == 0.0 for s in shown]) > 0.2
 
@@ -34,7 +34,7 @@ def test_traffic_that_stays_what_it_is_shows_next_to_no_drift() -> None:
 def test_levels_that_scatter_show_as_much_drift_as_stretches_of_them_differ() -> None:
     rng = np.random.default_rng(1)
     shown = [
-        level(at_levels(list(10 * np.exp(0.2 * rng.standard_normal(16))), each_s=60.0, seed=s))
+        level(at_levels(list(10 * np.exp(0.2 * rng.standard_normal(SPANS))), each_s=60.0, seed=s))
         for s in range(60)
     ]
     # Two levels differ by sqrt(2) of their scatter.
@@ -42,14 +42,14 @@ def test_levels_that_scatter_show_as_much_drift_as_stretches_of_them_differ() ->
 
 
 def test_a_trend_is_shape_and_no_drift() -> None:
-    steady_growth = at_levels(list(10 * np.exp(np.linspace(0, 2, 160))), each_s=30.0)
-    assert level(steady_growth) < 0.03  # from one sixteenth to the next it grows by 0.125
+    steady_growth = at_levels(list(10 * np.exp(np.linspace(0, 2, 240))), each_s=30.0)
+    assert level(steady_growth) < 0.03  # from one span to the next it grows by 0.083
 
 
 def test_rate_and_lengths_drift_together_where_they_changed_together() -> None:
     levels = np.exp(0.3 * np.random.default_rng(4).standard_normal(16))
     workload = at_levels(list(10 / levels), seed=3)
-    span = np.minimum(workload.arrival_s // 300.0, 15).astype(int)
+    span = np.minimum(workload.arrival_s // 300.0, SPANS - 1).astype(int)
     outputs = np.round(50 * levels[span]).astype(np.int64)
     workload = Workload(workload.arrival_s, workload.prompt_tokens, outputs)
     seen, _ = drift_seen(workload)
@@ -61,13 +61,13 @@ def test_rate_and_lengths_drift_together_where_they_changed_together() -> None:
 def test_what_a_trace_shows_is_joined_with_what_is_usual_and_outweighs_it_when_long(scatter: float) -> None:
     rng = np.random.default_rng(6)
     off = []
-    for spans in (16, 240):
+    for spans in (SPANS, 10 * SPANS):
         levels = list(2 * np.exp(scatter * rng.standard_normal(spans)))
-        workload = at_levels(levels, each_s=3600.0 if spans > 16 else 300.0)
+        workload = at_levels(levels, each_s=3600.0 if spans > SPANS else 300.0)
         drift, seen = drift_of(workload), level(workload)
         assert min(seen, USUAL) <= drift.per_level[0] <= max(seen, USUAL)
         off.append(abs(drift.per_level[0] ** 2 - seen**2) / abs(USUAL**2 - seen**2))
-    assert off[0] == pytest.approx(WEIGHT / (WEIGHT + 0.6 * 14))
+    assert off[0] == pytest.approx(WEIGHT / (WEIGHT + INDEPENDENT * (SPANS - 2)))
     assert off[1] < 0.06
 
 
@@ -115,7 +115,7 @@ def test_a_plan_says_how_much_of_its_doubt_comes_from_where() -> None:
 
 
 def test_a_plan_that_lets_traffic_drift_doubts_more_and_says_why() -> None:
-    workload = at_levels([30.0] * 16, each_s=5.0)
+    workload = at_levels([32.0] * SPANS, each_s=4.0)
     still, drifting = (planned(workload, explained=True, drifts=drifts) for drifts in (False, True))
     assert still.best is not None
     assert drifting.best is not None
@@ -130,6 +130,6 @@ def test_a_plan_that_lets_traffic_drift_doubts_more_and_says_why() -> None:
 
 
 def test_where_a_fleet_only_just_holds_drift_takes_another_worker() -> None:
-    workload = at_levels([34.0] * 16, each_s=5.0)
+    workload = at_levels([34.0] * SPANS, each_s=4.0)
     plans = [planned(workload, drifts=drifts) for drifts in (False, True)]
     assert [plan.best.fleet.workers for plan in plans if plan.best is not None] == [2, 3]
