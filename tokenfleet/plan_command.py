@@ -64,7 +64,7 @@ def plan_command(
         str | None, typer.Option(help="a kept plan (or last): lengthen step times as its scorecard found")
     ] = None,
     drift: Annotated[
-        bool, typer.Option("--drift", help="let rate and lengths drift as far as those of the trace do")
+        bool, typer.Option("--drift", help="let rate and lengths drift, as the trace shows and as is usual")
     ] = False,
     seed: Annotated[int, typer.Option(help="of every draw; the same seed gives the same plan")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="simulations side by side (one per core)")] = None,
