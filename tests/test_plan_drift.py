@@ -47,7 +47,7 @@ def test_a_trend_is_shape_and_no_drift() -> None:
 
 
 def test_rate_and_lengths_drift_together_where_they_changed_together() -> None:
-    levels = np.exp(0.3 * np.random.default_rng(4).standard_normal(16))
+    levels = np.exp(0.3 * np.random.default_rng(4).standard_normal(SPANS))
     workload = at_levels(list(10 / levels), seed=3)
     span = np.minimum(workload.arrival_s // 300.0, SPANS - 1).astype(int)
     outputs = np.round(50 * levels[span]).astype(np.int64)

@@ -8,14 +8,13 @@ and by the tokens that it prefilled; the clocks of client and engines have to ag
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.errors import BadInput
+from tokenfleet.measurements import numbers, read_table
 
 CLOCKS_S = 0.02  # between a client's clock and an engine's steps
 ORDER_S = 0.002  # a step that began so much earlier was before this one
@@ -35,27 +34,12 @@ class Steps:
 
 
 def read_steps(path: Path) -> Steps:
-    """The `steps.csv` of a fleet's `--data`. Raises BadInput naming the file and the line."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise BadInput(
-                    f"--steps: {path}: column {missing[0]} is missing; expected a fleet's steps.csv"
-                )
-            rows = [[row[name] for name in NEEDED] for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"--steps: {path}: {getattr(error, 'strerror', None) or error}") from None
-    numbers = np.empty((len(rows), 3))
-    for line, row in enumerate(rows, 2):
-        try:
-            numbers[line - 2] = float(row[0]), float(row[2]), float(row[3])
-        except (TypeError, ValueError):
-            raise BadInput(f"--steps: {path}: line {line}: {row}: expected numbers") from None
-    order = np.argsort(numbers[:, 0], kind="stable")
-    end_s, step_s, tokens = numbers[order].T
-    return Steps(end_s, step_s, tokens, np.array([row[1] for row in rows], str)[order])
+    """The `steps.csv` of a fleet's `--data`, which may hold no steps yet. Raises BadInput naming the row."""
+    _, rows = read_table(path, NEEDED)
+    end_s, step_s, tokens = (numbers(path, rows, name) for name in ("at_s", "step_s", "prefill_tokens"))
+    order = np.argsort(end_s, kind="stable")
+    worker = np.array([row["worker"] for row in rows], str)
+    return Steps(end_s[order], step_s[order], tokens[order], worker[order])
 
 
 def hops_s(sent_unix_s: Columns, prompt_tokens: NDArray[np.int64], ttft_s: Columns, steps: Steps) -> Columns:

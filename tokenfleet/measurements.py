@@ -13,6 +13,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,26 +81,14 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
     A designed grid's steps are one a batch (`by_point`). With `tell` they are as at the machine's mean speed
     where the table says when they ran, and it is told of that speed; without, they are as measured.
     """
-    lines = _text(path).splitlines()
-    if not any(line.strip() for line in lines):
-        raise BadInput(f"{path}: empty; expected columns {', '.join(NEEDED)}")
-    try:
-        reader = csv.DictReader(lines, skipinitialspace=True, strict=True)
-        names = [name.strip() for name in reader.fieldnames or []]
-        reader.fieldnames = names
-        rows = list(reader)
-    except csv.Error as error:
-        raise BadInput(f"{path}: not a CSV table: {error}") from error
-    missing = [name for name in NEEDED if name not in names]
-    if missing:
-        raise BadInput(f"{path}: column {missing[0]} is missing; there are {', '.join(names) or 'none'}")
+    names, rows = read_table(path, NEEDED)
     unknown = [name for name in names if name not in (*NEEDED, *OPTIONAL)]
     if unknown or len(set(names)) < len(names):
         odd = unknown[0] if unknown else "twice the same"
         raise BadInput(f"{path}: column {odd!r}: expected {', '.join((*NEEDED, *OPTIONAL))}")
     if not rows:
         raise BadInput(f"{path}: no rows below the header")
-    column = {name: _numbers(path, rows, name) for name in names if name not in LABELS}
+    column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
     sum_sq = column.get("prefill_sum_sq")
     if sum_sq is None and "prefill_sequences" in column:
         # Prompts of one length are assumed where only their number is known.
@@ -116,6 +105,24 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
             tell(speed)
         return by_point(samples, points, repeats)
     return samples
+
+
+def read_table(path: Path, needed: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    """A CSV table's columns and rows, all still text. Raises BadInput where a needed column is missing."""
+    lines = _text(path).splitlines()
+    if not any(line.strip() for line in lines):
+        raise BadInput(f"{path}: empty; expected columns {', '.join(needed)}")
+    try:
+        reader = csv.DictReader(lines, skipinitialspace=True, strict=True)
+        names = [name.strip() for name in reader.fieldnames or []]
+        reader.fieldnames = names
+        rows = list(reader)
+    except csv.Error as error:
+        raise BadInput(f"{path}: not a CSV table: {error}") from error
+    missing = [name for name in needed if name not in names]
+    if missing:
+        raise BadInput(f"{path}: column {missing[0]} is missing; there are {', '.join(names) or 'none'}")
+    return names, rows
 
 
 def speed_of(
@@ -164,13 +171,14 @@ def _work(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:
     return np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
 
 
-def _numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.float64]:
-    values = np.empty(len(rows))
+def numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.float64]:
+    """A column of a table. Raises BadInput naming the row."""
+    values = np.full(len(rows), np.nan)
     for i, row in enumerate(rows):
-        try:
+        with suppress(TypeError, ValueError):
             values[i] = float(row[name])
-        except (TypeError, ValueError):
-            raise BadInput(f"{path}: row {i + 1}: {name}: must be a number, got {row[name]!r:.60}") from None
+        if not math.isfinite(values[i]):
+            raise BadInput(f"{path}: row {i + 1}: {name}: must be a number, got {row[name]!r:.60}")
     return values
 
 

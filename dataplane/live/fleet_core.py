@@ -104,7 +104,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             placement,
             self._begin,
             self._turn_away,
-            lambda: not len(self._attached) and self.is_starting(),
+            lambda: not self._attached and self.is_starting(),
         )
 
     # What AsyncLLM calls.

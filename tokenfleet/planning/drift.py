@@ -70,17 +70,18 @@ class Drift:
         )
 
 
-def drift_of(workload: Workload) -> Drift:
-    """What the trace shows of drift, joined with what is usual."""
-    seen, independent = drift_seen(workload)
-    freedom = independent + WEIGHT
-    usual = np.diag([USUAL**2, 0.0, 0.0])
-    return Drift(_root((independent * seen + WEIGHT * usual) / freedom), freedom)
+def drift_of(
+    workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
+) -> Drift:
+    """What the trace shows of drift, joined with what is usual, which weighs as so many degrees of freedom."""
+    seen, independent = drift_seen(workload, fewest_spans)
+    freedom = independent + weight
+    return Drift(_root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom), freedom)
 
 
-def drift_seen(workload: Workload) -> tuple[NDArray[np.float64], float]:
+def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[np.float64], float]:
     """What the trace alone shows: S, and the degrees of freedom it is known with; 0 of a trace too short."""
-    spans = max(SPANS, round(workload.duration_s / LONGEST_S))
+    spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
     if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
         return np.zeros((3, 3)), 0.0
     root = _root((_changes(workload, spans) - _changes(workload, PARTS * spans) / PARTS) / 3.0)
