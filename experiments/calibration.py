@@ -11,7 +11,7 @@ of `held_out_windows.py`.
 
 The planner's bound and its drift were chosen on seeds from 100 on of the made ones and on m-mid's first week,
 which are not judged; Azure's hour, the only one of its kind, was in sight. Sixteen spans of drift were judged
-before the twenty-four of now (docs/figures.md has both).
+before the twenty-four of now (drift_settings.py; docs/figures.md has both).
 
 `covered` is the share of plans whose own lower bound on attainment (`attainment.low` in their JSON) was
 reached by their fleet on the held-out window; it is continuous, so that its coverage can be the confidence

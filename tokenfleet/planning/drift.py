@@ -11,7 +11,8 @@ from one span to the next, it is taken to change from the trace to what is plann
 That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
 scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
 grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
-next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21.
+next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21
+(`experiments/drift_settings.py`).
 
 A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
 part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. What is left is known from
@@ -73,7 +74,7 @@ class Drift:
 def drift_of(
     workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
 ) -> Drift:
-    """What the trace shows of drift, joined with what is usual, which weighs as so many degrees of freedom."""
+    """What the trace shows of drift, joined with what is usual, which weighs so many degrees of freedom."""
     seen, independent = drift_seen(workload, fewest_spans)
     freedom = independent + weight
     return Drift(_root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom), freedom)
