@@ -212,7 +212,7 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
         return ["the number of workers has not changed"]
     table = Table(title="number of workers", title_justify="left")
     for name in ("what", "workers", "why", "seen", "workers by rate", "cost"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for decision in decisions:
         before = f"{decision['before']} → " if "before" in decision else ""
         table.add_row(

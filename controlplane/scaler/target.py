@@ -108,7 +108,7 @@ def target(
     if line is None:
         return Target(None, "no line for this traffic: holding")
     upper_rps = regime.upper_rps(bin_s, settings.z) if regime.rate_rps > 0 else 0.0
-    said = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:g} s, at most {upper_rps:.3g}"
+    said = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:.3g} s, at most {upper_rps:.3g}"
     rates = [Rate("regime", upper_rps, said), *also]
     compared = {rate.name: _workers(line, rate.rps) for rate in rates}
     highest = max(rates, key=lambda rate: rate.rps)
