@@ -19,7 +19,7 @@ DECIDED = [
     {"at_s": 1e9 + 62, "kind": "migrate", "request": "r5", "worker": "w3", "reason": "w2 is drained"},
 ]  # fmt: skip
 SCALED = {
-    "kind": "scale", "before": 1, "workers": 3, "reason": "7.5 requests/s for 3.33 s, at most 9.96: 3 workers",
+    "kind": "scale", "before": 1, "workers": 3, "reason": "7.5 requests/s: 3 workers",
     "seen": {"waiting_requests": 1, "workers_per_rps": 0.16}, "compared": {"backlog": 1.704},
     "cost": {"workers": 2, "ready_after_s": 60},
 }  # fmt: skip

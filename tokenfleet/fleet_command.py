@@ -211,7 +211,7 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
     if not decisions:
         return ["the number of workers has not changed"]
     table = Table(title="number of workers", title_justify="left")
-    for name in ("what", "workers", "why", "seen", "workers by rate", "cost"):
+    for name in ("what", "workers", "why", "seen, compared, cost"):
         table.add_column(name, overflow="fold")
     for decision in decisions:
         before = f"{decision['before']} → " if "before" in decision else ""
@@ -219,13 +219,13 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
             decision["kind"],
             "\n".join([f"{before}{decision['workers']}", *_named(decision.get("kinds") or {})]),
             decision["reason"],
-            *(_figures(decision.get(part) or {}) for part in ("seen", "compared", "cost")),
+            "\n".join(
+                f"{part}: {', '.join(_named(figures))}"
+                for part in ("seen", "compared", "cost")
+                if (figures := decision.get(part))
+            ),
         )
     return [table]
-
-
-def _figures(values: dict[str, float]) -> str:
-    return "\n".join(_named(values)) or "–"
 
 
 def _named(values: dict[str, float]) -> list[str]:
