@@ -25,11 +25,11 @@ from policy_workers import CASES
 from results import bar, flags, show
 
 from controlplane.compiled import compiled
-from controlplane.placement.assign import POLICY_CODE, PlacementSettings, Policy, assign
 from controlplane.placement.constraints import Knobs
 from controlplane.placement.ledger import ANY_PHASE, NONE, Floats, Ledger
-from dataplane.simulated.cluster import RunState, WorkerSpec, prepare
-from dataplane.simulated.loop import advance, view_all
+from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy, assign
+from dataplane.simulated.cluster import advance, view_all
+from dataplane.simulated.simulate import RunState, WorkerSpec, prepare
 
 BARS_US = {120: 200.0, 1000: 1000.0}
 LOADS = {"0.83 rps each": 100 / 120, "1.1 rps each": 1.1}

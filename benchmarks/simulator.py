@@ -28,8 +28,8 @@ from policy_workers import CASES
 from reference_engine import simulate_worker
 from results import bar, flags, show
 
-from controlplane.placement.assign import Policy
-from dataplane.simulated.cluster import WorkerSpec, simulate
+from controlplane.placement.policies import Policy
+from dataplane.simulated.simulate import WorkerSpec, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 RPS_PER_WORKER = 100 / 120
@@ -40,7 +40,7 @@ FIRST_CALL = """
 import resource, sys
 sys.path[:0] = {path!r}
 from policy_workers import CASES
-from dataplane.simulated.cluster import WorkerSpec, simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from controlplane.workload import Workload
 import numpy as np
 def spent():

@@ -21,15 +21,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controlplane.errors import BadInput
-from controlplane.migration.pairing import MoveSettings, Recent, Seen, look, plan_moves
-from controlplane.migration.shedding import ShedSettings, forecast_of, plan_shedding
+from controlplane.migration.balance import MoveSettings, Recent, Seen, look, plan_moves
+from controlplane.migration.overload import ShedSettings, forecast_of, plan_shedding
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.placement.rebalance import rebalance
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.counts import present, said, stepped
-from controlplane.scaler.hold import Held, HoldSettings, hold
-from controlplane.scaler.scaling import Scaling, ScalingSettings
+from controlplane.scaler.state import Scaling, ScalingSettings
+from controlplane.scaler.target import Held, HoldSettings, hold
 from controlplane.snapshot import (
     SERVING,
     Action,

@@ -37,7 +37,12 @@ class Service:
 
     def start(self) -> None:
         """Start it and return once it answers."""
-        run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "api"]
+        run = [
+            sys.executable,
+            "-m",
+            "tokenfleet",
+            "api",
+        ]
         self._process = subprocess.Popen(
             [*run, *self._flags],
             cwd=ROOT,

@@ -57,8 +57,8 @@ from results import bar, flags, show
 from scaling_rules import hpa, ray_serve
 
 from controlplane.control import Settings
-from dataplane.simulated.cluster import ControlSettings, Outcome
 from dataplane.simulated.elastic import FleetRecord
+from dataplane.simulated.simulate import ControlSettings, Outcome
 
 TARGETS = (12.0, 16.0, 20.0, 26.0)  # requests in the system per worker
 RULES = (("HPA", hpa), ("Ray Serve ±1", ray_serve))

@@ -17,17 +17,16 @@ from policy_workers import CASES
 from scaling_rules import planned
 
 from controlplane.control import Settings, State
-from controlplane.placement.assign import Policy
-from controlplane.scaler.changepoint import Regimes, follow
-from controlplane.scaler.demand import Demand
+from controlplane.placement.policies import Policy
 from controlplane.scaler.forecast import NEAR, ForecastSettings
-from controlplane.scaler.hold import HoldSettings
 from controlplane.scaler.line import Speed
-from controlplane.scaler.mix import ClassArrivals
-from controlplane.scaler.scaling import Outlook, Scaling, ScalingSettings
-from controlplane.scaler.target import TargetSettings
+from controlplane.scaler.regimes import Regimes, follow
+from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
+from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.traffic import ClassArrivals, Demand
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import (
+from dataplane.simulated.elastic import Decide, FleetRecord
+from dataplane.simulated.simulate import (
     ControlSettings,
     ElasticSettings,
     Outcome,
@@ -35,7 +34,6 @@ from dataplane.simulated.cluster import (
     simulate,
     simulate_elastic,
 )
-from dataplane.simulated.elastic import Decide, FleetRecord
 from tokenfleet.traces.readers import read_trace
 
 CASE = CASES[1]

@@ -38,21 +38,21 @@ from held_out_windows import MINUTES, QUICK_WINDOWS, Pair, pairs_of
 from results import bar, flags, show
 from scipy import stats
 
-from controlplane.perfmodel.interval import draw_profile
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import WorkerSpec, simulate
-from tokenfleet.plan import make_plan
-from tokenfleet.plan_inputs import described
-from tokenfleet.planning.answer import Plan
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.estimate import worlds_for
+from tokenfleet.planning.inputs import described
+from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads, threads
-from tokenfleet.profile_files import find_profiles
-from tokenfleet.whatifs.remembered import Memory
+from tokenfleet.profiles.library import find_profiles
+from tokenfleet.whatif.solve import Memory
 
 TARGET = 0.95
 PROFILES = {

@@ -40,8 +40,8 @@ import numpy as np
 from numpy.typing import NDArray
 from results import bar, flags, show
 
-from controlplane.scaler.changepoint import Regimes, follow
-from controlplane.scaler.demand import Demand
+from controlplane.scaler.regimes import Regimes, follow
+from controlplane.scaler.traffic import Demand
 from tokenfleet.traces.readers import read_trace
 
 Counts = NDArray[np.int64]

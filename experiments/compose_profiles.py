@@ -44,7 +44,7 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Resid
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel
 from controlplane.types import EngineMode
-from tokenfleet.profile_files import write_profile
+from tokenfleet.profiles.library import write_profile
 
 SMALLEST_KV = 8192  # a worker with less KV than this serves nobody
 

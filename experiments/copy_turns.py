@@ -1,4 +1,4 @@
-"""Step times in turns with copying against turns without (`dataplane.live.kv_pace.is_turn`).
+"""Step times in turns with copying against turns without (`dataplane.live.kv.rate_limit.is_turn`).
 
 Tokens come at `times`, one a step. The steps of a turn are counted with fractions, by time, so that a step
 across its end counts in both turns: counted whole, long steps would be likelier to be counted, wherever a
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.live.kv_pace import is_turn
+from dataplane.live.kv.rate_limit import is_turn
 
 Times = NDArray[np.float64]
 LEAD_S = 0.03  # the step that a message falls into began before it

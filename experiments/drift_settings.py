@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from results import flags, show
 
 from controlplane.workload import Workload
-from tokenfleet.planning.bootstrap import next_like
-from tokenfleet.planning.drift import SPANS, USUAL, WEIGHT, Drift, drift_of
 from tokenfleet.planning.estimate import WORLDS, rank
+from tokenfleet.planning.scenarios import SPANS, USUAL, WEIGHT, Drift, drift_of, next_like
 
 WEEK = 1008  # ten-minute rates
 MINUTES = (10, 30, 60, 180, 360)

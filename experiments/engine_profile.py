@@ -33,10 +33,10 @@ from results import bar, flags, show
 from served import ROOT, tiny_model
 
 from controlplane.perfmodel.fit import fit_step
-from controlplane.perfmodel.host_speed import HostSpeed
 from controlplane.perfmodel.samples import StepSamples
-from tokenfleet.linear_breaks import form_of
-from tokenfleet.measurements import by_point, speed_of
+from tokenfleet.profiles.host_speed import HostSpeed
+from tokenfleet.profiles.linear_breaks import form_of
+from tokenfleet.profiles.measurements import by_point, speed_of
 
 PARTS, VISITS, SPLITS = 5, 12, 20
 MEAN_BAR, P95_BAR = 0.05, 0.15
@@ -46,7 +46,12 @@ WORK = ("prefill_tokens", "sequences", "prefill_sum_sq")
 
 def measured(out: Path, budget: str, quick: bool, clock: str) -> None:
     """Run `tokenfleet profile` on the tiny model, or go on with what is there."""
-    run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "profile"]
+    run = [
+        sys.executable,
+        "-m",
+        "tokenfleet",
+        "profile",
+    ]
     with tiny_model() as model:
         command = [*run, "--model", str(model), "--out", str(out), "--clock", clock, "--cores", "0"]
         command += ["--budget", budget]

@@ -59,11 +59,11 @@ class Round:
     """One round's fleet: three emulated engines behind a FleetCore, and every stream's tokens and end."""
 
     def __init__(self) -> None:
-        from dataplane.emulated.engine import EmulatedEngine, Fabric
-        from dataplane.live.events import EventLog
-        from dataplane.live.fleet_core import CoreSettings, FleetCore
-        from dataplane.live.metrics import Metrics
-        from dataplane.live.placement import LeastLoaded
+        from dataplane.live.emulated.engine import EmulatedEngine, Fabric
+        from dataplane.live.gateway.events import EventLog
+        from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
+        from dataplane.live.gateway.metrics import Metrics
+        from dataplane.live.gateway.placement import LeastLoaded
 
         fabric = Fabric(speed=2.0)
         self.engines = {
@@ -86,8 +86,8 @@ class Round:
                     self.ends[output.request_id] = output.finish_reason.name
 
     async def send(self, name: str, prompt: list[int]) -> None:
-        from dataplane.live.ticket import CURRENT_TICKET, Ticket
-        from dataplane.live.vllm_surface import EngineCoreRequest, SamplingParams
+        from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
+        from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 
         CURRENT_TICKET.set(Ticket(name, "experiment", SLO, 0))
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -137,7 +137,7 @@ class Round:
 
 def alone(prompt: list[int]) -> list[int]:
     """What an emulated engine makes of a prompt when nothing happens."""
-    from dataplane.emulated.segment import Noise, state_after
+    from dataplane.live.emulated.segment import Noise, state_after
 
     noise, state, made = Noise(), state_after(prompt), []
     for _ in range(TOKENS):
@@ -194,7 +194,7 @@ def victim_of(server: Server, kind: str) -> int:
     """The process to kill: a worker's engine or actor, or the controller."""
     if kind == "controller":
         children = psutil.Process(server.process.pid).children()
-        return next(c.pid for c in children if "dataplane.live.controller" in c.cmdline())
+        return next(c.pid for c in children if "dataplane.live.control.controller" in c.cmdline())
     actor = int(server.workers()[0]["pid"])
     if kind == "worker":
         return actor

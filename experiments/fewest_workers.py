@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.assign import PlacementSettings, Policy
 from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import WorkerSpec, simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
 
 LONGEST_PROMPT = 2048
 TARGETS = (0.99, 0.999)

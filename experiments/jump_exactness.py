@@ -19,7 +19,7 @@ from reference_engine import simulate_worker
 from test_simulated_engine import NEVER_MET, random_profile, random_workload
 
 from controlplane.types import EngineMode
-from dataplane.simulated.cluster import WorkerSpec, simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
 
 CASES, QUICK = 1000, 100  # of each mode
 BAR_S = 1e-9

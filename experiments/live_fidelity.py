@@ -36,12 +36,12 @@ from served import ROOT, fleet, tiny_model
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import WorkerSpec, simulate
-from tokenfleet.compare_command import Figure, compared, first_tokens_s
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.cli.compare import Figure, compared, first_tokens_s
+from tokenfleet.compare.http_overhead import hops_s, read_steps
 from tokenfleet.durations import parse_slo
-from tokenfleet.hops import hops_s, read_steps
-from tokenfleet.measurements import read_measurements
-from tokenfleet.profile_files import read_profile
+from tokenfleet.profiles.library import read_profile
+from tokenfleet.profiles.measurements import read_measurements
 
 REQUESTS, QUICK_REQUESTS = 550, 80
 RATE_RPS = 3.0
@@ -65,7 +65,7 @@ def trace(path: Path, requests: int, rng: np.random.Generator) -> None:
 
 
 def tokenfleet(*words: str) -> str:
-    run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())"]
+    run = [sys.executable, "-m", "tokenfleet"]
     return subprocess.run([*run, *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

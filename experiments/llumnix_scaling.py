@@ -46,8 +46,8 @@ from llumnix_setup import (
 from controlplane.control import Action, Scale, Settings, State, tick
 from controlplane.snapshot import DRAINING, STARTING, Snapshot
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
 from dataplane.simulated.elastic import Decide
+from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
 
 START_S = 10.0
 EVERY_S, FIRST_S = 10.0, 100.0

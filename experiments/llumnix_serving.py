@@ -32,8 +32,8 @@ from llumnix_setup import (
     workload,
 )
 
-from controlplane.perfmodel.fluid import fluid_workers
-from controlplane.placement.assign import PlacementSettings
+from controlplane.perfmodel.capacity import fluid_workers
+from controlplane.placement.policies import PlacementSettings
 from controlplane.workload import Workload
 
 RATES = {

@@ -8,7 +8,7 @@ what the published engine and front end spend on a sequence and step. It is the 
 the mean decode latency of INFaaS++, a metric in which the systems hardly differ, over the 25 points of the
 generated traces (mean absolute log error 4.8 %). All else is predicted.
 
-Workloads. Lengths to the token (dataplane.simulated.length_mixes); gaps from the same random stream. Seeds
+Workloads. Lengths to the token (tokenfleet.traces.distributions); gaps from the same random stream. Seeds
 other than the published one redraw the gaps alone.
 
 Policies. Those of the artifact's flags. Its migrate load counts all that wait, its thresholds are in blocks.
@@ -28,16 +28,15 @@ from pathlib import Path
 import numpy as np
 
 from controlplane.control import Settings
-from controlplane.migration.pairing import MoveSettings, Order
-from controlplane.migration.virtual_usage import Demand, Reading
+from controlplane.migration.balance import MoveSettings, Order
+from controlplane.migration.usage import Demand, Reading
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.assign import PlacementSettings
+from controlplane.placement.policies import PlacementSettings
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.arrivals import gamma, poisson
-from dataplane.simulated.cluster import ControlSettings, Outcome, WorkerSpec, simulate
-from dataplane.simulated.length_mixes import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix
+from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
+from tokenfleet.traces.distributions import LONG, MEDIUM, PUBLISHED_SEED, SHORT, LengthMix, gamma, poisson
 
 WORKERS = 16
 REQUESTS = 10_000

@@ -9,13 +9,13 @@ import numpy as np
 from published_models import GIB, MEMORY_UTILIZATION, MODELS, OTHER_BYTES, capacity_tokens, table_rows
 
 from controlplane.perfmodel.fit import fit_phases, pooled
-from controlplane.perfmodel.kvcache import kv_capacity_tokens
+from controlplane.perfmodel.kv import kv_capacity_tokens
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
-from tokenfleet.fit_log import fit_log
-from tokenfleet.measurements import read_request_log
+from tokenfleet.profiles.fit_log import fit_log
+from tokenfleet.profiles.measurements import read_request_log
 
 # Splitwise's published measurements of vLLM. Left out: TP 2 rows from batch 32 on, which overflow the KV
 # memory; the power-capped rows, which are scaled copies; and batches of prompts that were not one step: those

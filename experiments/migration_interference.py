@@ -98,8 +98,8 @@ class Copying:
     """A move's copy of one running request, without its cut-over."""
 
     def __init__(self, pair: Pair, mover: Any, target: WorkerId) -> None:
-        from dataplane.live.move import Move
-        from dataplane.live.transfer import LOADER_PREFIX
+        from dataplane.live.engine_api.kv_messages import LOADER_PREFIX
+        from dataplane.live.migration.move import Move
 
         self._moves, self._mover, self._target = pair.fleet.migrations, mover, target
         self._running = pair.fleet.running(mover.id)
@@ -242,7 +242,7 @@ def main() -> int:
         asked.found = [Found(**json.loads(line)) for line in given.kept.read_text().splitlines()]
 
     async def story(pair: Pair) -> None:
-        from dataplane.live.fleet import CPU_MOVES
+        from dataplane.live.control.fleet import CPU_MOVES
 
         budget = {name: getattr(CPU_MOVES, name) for name in ("bytes_per_s", "share", "stage_s")}
         if given.share is not None:

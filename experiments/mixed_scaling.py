@@ -36,19 +36,18 @@ from results import bar, flags, show
 
 from controlplane.control import Settings
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.assign import Policy
+from controlplane.placement.policies import Policy
 from controlplane.scaler.counts import Asked, choose
 from controlplane.scaler.forecast import NEAR
-from controlplane.scaler.hold import HoldSettings
-from controlplane.scaler.kinds import PARTS, KindSettings, MixingSettings, weigh
 from controlplane.scaler.line import Speed, line_of
-from controlplane.scaler.mix import ClassArrivals, Mix
-from controlplane.scaler.scaling import ScalingSettings
-from controlplane.scaler.target import TargetSettings
+from controlplane.scaler.state import ScalingSettings
+from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.traffic import ClassArrivals, Mix
+from controlplane.scaler.worker_types import PARTS, KindSettings, MixingSettings, weigh
 from controlplane.types import EngineMode, Slo
-from dataplane.simulated.cluster import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
-from tokenfleet.prices import read_prices
-from tokenfleet.profile_files import find_profiles
+from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
+from tokenfleet.profiles.library import find_profiles
+from tokenfleet.profiles.prices import read_prices
 
 MODEL, SLO = "llama-3.1-8b", Slo(1.0, 0.05)
 H100S = 2

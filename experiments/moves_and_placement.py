@@ -40,13 +40,13 @@ from policy_workers import CASES
 from results import bar, flags, show
 
 from controlplane.control import Settings
-from controlplane.migration.pairing import MoveSettings
-from controlplane.migration.price import Price
-from controlplane.migration.shedding import ShedSettings
+from controlplane.migration.balance import MoveSettings
+from controlplane.migration.cost import Price
+from controlplane.migration.overload import ShedSettings
 from controlplane.placement.lengths import mispredicted
 from controlplane.workload import Workload
-from dataplane.simulated.arrivals import gamma
-from dataplane.simulated.cluster import ControlSettings, WorkerSpec, simulate
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
+from tokenfleet.traces.distributions import gamma
 
 CASE = CASES[0]
 RATE = 10.0

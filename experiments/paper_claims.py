@@ -24,9 +24,9 @@ from policy_workers import CASES
 from results import flags, show
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.assign import Policy
+from controlplane.placement.policies import Policy
 from controlplane.types import EngineMode, Slo
-from tokenfleet.profile_files import find_profiles
+from tokenfleet.profiles.library import find_profiles
 
 TARGETS = {"99%": 0.99, "99.9%": 0.999, "P100": 1.0}
 PREFILL_TOKENS = 4096

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from published_models import capacity_tokens
 from results import bar, flags, show
 
+from controlplane.perfmodel.capacity import all_reduce_table, fit_tp_scaling
 from controlplane.perfmodel.fit import fit_phases, fit_step, pooled
-from controlplane.perfmodel.tensor_parallel import all_reduce_table, fit_tp_scaling
 
 MEAN_BAR = 0.04
 VIDUR = {"a100_dgx": (2, 4, 8), "a100_pairwise_nvlink": (2, 4), "h100_dgx": (2, 4, 8)}

@@ -32,7 +32,12 @@ def run(arguments: list[str]) -> tuple[float, float, dict[str, Any]]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "tokenfleet",
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=True,

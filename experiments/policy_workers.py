@@ -23,11 +23,11 @@ from typing import Any
 from fewest_workers import TARGETS, Lengths, Question, sharegpt, steady_workers
 from results import bar, flags, show
 
-from controlplane.perfmodel.fluid import fluid_workers
+from controlplane.perfmodel.capacity import fluid_workers
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.assign import PlacementSettings, Policy
+from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.types import Slo
-from tokenfleet.profile_files import library_folder, read_profile
+from tokenfleet.profiles.library import library_folder, read_profile
 
 
 @dataclass(frozen=True)

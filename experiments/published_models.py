@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from controlplane.perfmodel.kvcache import ModelShape, kv_capacity_tokens
+from controlplane.perfmodel.kv import ModelShape, kv_capacity_tokens
 
 GIB = 1024**3
 

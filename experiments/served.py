@@ -104,7 +104,7 @@ def tiny_model() -> Iterator[Path]:
 def fleet(model: Path, *flags: str, engine_flags: Sequence[str] = ENGINE_FLAGS) -> Iterator[Server]:
     """A `tokenfleet serve`, ready, and stopped afterwards."""
     gateway, control = free_port(), free_port()
-    run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())"]
+    run = [sys.executable, "-m", "tokenfleet"]
     ports = ["--port", str(gateway), "--control-port", str(control)]
     command = [*run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
     process = _spawn(command, TOKENFLEET_DATA=str(model.parent / "data"))
@@ -132,7 +132,7 @@ def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterat
         "--port", str(port), "--host", "127.0.0.1", "--served-model-name", MODEL, *ENGINE_FLAGS, *PLAIN_FLAGS,
     ]  # fmt: skip
     if is_one_process:
-        from dataplane.live.vllm_surface import ONE_PROCESS_EXECUTOR  # vLLM is slow to import
+        from dataplane.live.engine_api.vllm_surface import ONE_PROCESS_EXECUTOR  # vLLM is slow to import
 
         command += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]
         process = _spawn(command, OMP_NUM_THREADS="1")

@@ -26,11 +26,11 @@ from results import bar, flags, show
 
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from tokenfleet.plan import make_plan
-from tokenfleet.plan_inputs import described
+from tokenfleet.planning.inputs import described
+from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.question import Offer, Question
 from tokenfleet.planning.threads import Threads, threads
-from tokenfleet.profile_files import find_profiles
+from tokenfleet.profiles.library import find_profiles
 from tokenfleet.traces import read_trace
 
 RATE_RPS = 20.0

@@ -16,8 +16,8 @@ import numpy as np
 from measured_profiles import RTX_LOG, rtx_profile
 from results import bar, flags, show
 
-from tokenfleet.fit_log import fit_log, log_errors, replay
-from tokenfleet.measurements import read_request_log
+from tokenfleet.profiles.fit_log import fit_log, log_errors, replay
+from tokenfleet.profiles.measurements import read_request_log
 
 LATENCY_BAR, TAIL_BAR = 0.01, 0.02
 

@@ -31,7 +31,7 @@ from results import bar, flags, show
 MOST_S = 180.0
 VARY = ("rate=0.5,1,1.1,2", "slo.ttft=300ms,400ms,600ms", "slo.tpot=20ms,30ms", "gpu=a100,h100")
 WAYS = ("1 process", "2 processes", "2 processes, all kept", "Ray")
-COMMAND = "import sys; from tokenfleet.cli import main; sys.exit(main())"
+COMMAND = "import sys; from tokenfleet.cli.main import main; sys.exit(main())"
 
 
 def run(arguments: list[str]) -> tuple[float, float, bytes]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from results import bar, flags, show
 
-from dataplane.live.history_files import HistoryLimits, HistoryWriter
+from dataplane.history.files import HistoryLimits, HistoryWriter
 from tokenfleet.service.uploads import sample_path
 from tokenfleet.traces import read_trace
 
@@ -86,7 +86,12 @@ def record(data: Path, rate_rps: float, span_s: float, seed: int) -> int:
 
 def whatif(data: Path, since: str) -> dict[str, Any]:
     """Run the command; its wall and processor time, and the workers of each rate."""
-    run = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "whatif"]
+    run = [
+        sys.executable,
+        "-m",
+        "tokenfleet",
+        "whatif",
+    ]
     # What the command leaves behind for a moment becomes ours to wait for, so that its time is counted, too.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()

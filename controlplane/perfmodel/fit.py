@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.interval import draw_profile
 from controlplane.perfmodel.least_squares import Columns, Phase, Terms, columns_of, solved
 from controlplane.perfmodel.profile import FittedRange, Residuals
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel
+from controlplane.perfmodel.uncertainty import draw_profile
 
 __all__ = [
     "PrefillFit",

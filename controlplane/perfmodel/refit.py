@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.drift import BLOCK, Cusum
+from controlplane.perfmodel.cusum import BLOCK, Cusum
 from controlplane.perfmodel.profile import Profile, Residuals
 from controlplane.perfmodel.step import StepModel
 

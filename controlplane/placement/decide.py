@@ -16,9 +16,9 @@ from controlplane.perfmodel.coefficients import (
     PREFILL_STEP,
     decode_base_s,
 )
-from controlplane.placement.assign import CONSTRAINED, JSQ, assign, last_chance
 from controlplane.placement.constraints import Knobs, prefill_lasts_s, prefill_steps
 from controlplane.placement.ledger import NONE, Floats, Ledger
+from controlplane.placement.policies import CONSTRAINED, JSQ, assign, last_chance
 
 PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
 

@@ -19,14 +19,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from controlplane.scaler.changepoint import Regime, follow
 from controlplane.scaler.counts import Asked
-from controlplane.scaler.demand import Demand, observe
 from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
-from controlplane.scaler.hold import Held, HoldSettings, hold
-from controlplane.scaler.kinds import PARTS, Weights, weigh
 from controlplane.scaler.line import Line, at_lengths, line_of
-from controlplane.scaler.mix import blend
 from controlplane.scaler.mixed import (
     asked_of,
     change,
@@ -35,8 +30,11 @@ from controlplane.scaler.mixed import (
     taken_up,
     units_in,
 )
-from controlplane.scaler.scaling import Outlook, Scaling, ScalingSettings
-from controlplane.scaler.target import Rate, Target, target
+from controlplane.scaler.regimes import Regime, follow
+from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
+from controlplane.scaler.target import Held, HoldSettings, Rate, Target, hold, target
+from controlplane.scaler.traffic import Demand, blend, observe
+from controlplane.scaler.worker_types import PARTS, Weights, weigh
 from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle

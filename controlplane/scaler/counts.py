@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import Infeasible
-from controlplane.scaler.fleet import Candidate, FleetLimits, cheapest_counts, most_counts
-from controlplane.scaler.kinds import PARTS, KindSettings, MixingSettings, Weights, carried, stands
+from controlplane.scaler.mix import Candidate, FleetLimits, cheapest_counts, most_counts
+from controlplane.scaler.worker_types import PARTS, KindSettings, MixingSettings, Weights, carried, stands
 
 Counts = Mapping[str, int]
 _HAIR = 1e-6  # weights are rounded numbers

@@ -24,7 +24,7 @@ from controlplane.scaler.counts import (
     stepped,
     usd_per_h,
 )
-from controlplane.scaler.kinds import KindSettings, MixingSettings, Weights, even, in_parts
+from controlplane.scaler.worker_types import KindSettings, MixingSettings, Weights, even, in_parts
 from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
 
 

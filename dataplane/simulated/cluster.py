@@ -1,117 +1,264 @@
-"""A simulated fleet under a trace: who served what, and when each request had its tokens."""
+"""The simulated cluster's clock: arrivals, step boundaries and what an operator or fate does, in order.
+
+At one instant: first what happens to workers (the timeline), then arrivals, then KV that arrives after a
+transfer, then step boundaries by worker number, then the held requests' next offer. So an arrival at a
+boundary is in the queue there, and the same inputs give the same bytes out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
 
-from controlplane.control import State
-from controlplane.placement.assign import EXACT, PlacementSettings, Policy
-from controlplane.placement.decide import PATIENCE
-from controlplane.placement.lengths import LengthTable
-from controlplane.types import Slo
-from controlplane.workload import Workload
-from dataplane.simulated.closed_loop import ControlSettings, drive
-from dataplane.simulated.elastic import Decide, Elastic, ElasticSettings, FleetRecord
-from dataplane.simulated.loop import advance
-from dataplane.simulated.outcome import Outcome
-from dataplane.simulated.state import OFFER_EVERY_S, RunState, WorkerSpec, prepare
+from controlplane.compiled import compiled
+from controlplane.placement.decide import decide, hopeless
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODE_ONLY,
+    DECODING,
+    DRAINING,
+    HELD,
+    NONE,
+    OFF,
+    PREFILL_ONLY,
+    SERVING,
+    Ledger,
+    leave_queue,
+    queue_first,
+    stop_decoding,
+)
+from controlplane.placement.policies import EXACT, JSQ, assign, in_turn
+from dataplane.simulated.engine import arrive, begin_activity, count_miss, end_activity, view
+from dataplane.simulated.next_step import drop_running
+from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
 
-__all__ = [
-    "OFFER_EVERY_S",
-    "ControlSettings",
-    "ElasticSettings",
-    "FleetRecord",
-    "Outcome",
-    "RunState",
-    "WorkerSpec",
-    "prepare",
-    "simulate",
-    "simulate_elastic",
-]
+LATE = 2  # the queue of those whose TTFT is lost: they wait until it costs the others nothing
+REFUSALS = 4  # held requests that may find no place before the others are left for the next offer
 
 
-def simulate(
-    workload: Workload,
-    workers: Sequence[WorkerSpec],
-    slo: Slo | Sequence[Slo],
-    policy: Policy | str = Policy.SPREAD,
-    *,
-    settings: PlacementSettings | None = None,
-    predictor: LengthTable | None = None,
-    predicted_tokens: NDArray[np.int64] | None = None,
-    seed: int = 0,
-    transfer_s: float = 0.0,
-    patience: float = PATIENCE,
-    max_misses: int | None = None,
-    control: ControlSettings | None = None,
-) -> Outcome:
-    """Run `workload` on `workers` to the end and return what became of every request.
+@compiled
+def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: float) -> bool:
+    """Run to `until_s`, or until too many missed; True while something is left to happen."""
+    requests = len(led.requests)
+    pool = PREFILL_ONLY if rules.split else ANY_PHASE
+    while True:
+        boundary_s, w = next_boundary(eng)
+        arrival_s = (
+            led.requests[clu.clock[0].arrived].arrival_s if clu.clock[0].arrived < requests else np.inf
+        )
+        change = clu.clock[0].timeline_at
+        change_s = clu.timeline_s[change] if change < len(clu.timeline_s) else np.inf
+        transit_s, passing = next_transit(clu)
+        now_s = min(min(boundary_s, arrival_s), min(change_s, min(transit_s, clu.clock[0].offer_s)))
+        if now_s > until_s or eng.total[0].misses > rules.max_misses:
+            return now_s < np.inf
+        if now_s == np.inf:
+            return False
+        clu.clock[0].now_s = now_s
+        if change_s == now_s:
+            clu.clock[0].timeline_at += 1
+            change_worker(led, eng, clu, clu.timeline_worker[change], clu.timeline_what[change])
+        elif arrival_s == now_s:
+            r = clu.clock[0].arrived
+            clu.clock[0].arrived += 1
+            view_all(led, eng, now_s)
+            # Who waits already goes first.
+            if rules.policy == EXACT or clu.clock[0].held_n > 0 or not place(led, eng, clu, rules, r):
+                hold(led, clu, led.requests[r].priority, r, False)
+        elif transit_s == now_s:
+            r = clu.transit[passing]
+            clu.clock[0].transit_n -= 1
+            clu.transit[passing] = clu.transit[clu.clock[0].transit_n]
+            clu.transit_s[passing] = clu.transit_s[clu.clock[0].transit_n]
+            place_decode(led, eng, clu, rules, r)
+        elif boundary_s == now_s:
+            end_activity(led, eng, w)
+            while eng.total[0].handover_n > 0:
+                eng.total[0].handover_n -= 1
+                clu.transit[clu.clock[0].transit_n] = eng.handover[eng.total[0].handover_n]
+                clu.transit_s[clu.clock[0].transit_n] = now_s + rules.transfer_s
+                clu.clock[0].transit_n += 1
+            begin_activity(led, eng, w, now_s)
+        else:
+            offer_held(led, eng, clu, rules)
+        if clu.clock[0].held_n == 0:
+            clu.clock[0].offer_s = np.inf
+        elif clu.clock[0].offer_s == np.inf and in_turn(led, 0, pool) != NONE:
+            # With nobody serving no offer can succeed until somebody is ready.
+            clu.clock[0].offer_s = now_s + rules.offer_every_s
 
-    `slo`: one, or one for each of the workload's SLO classes. `predictor` guesses output lengths (by
-    default: learned from the workload's own lengths, the planner's situation); `predicted_tokens` [requests]
-    overrides its first guess, for experiments with misprediction. `transfer_s`: KV hand-over in split mode.
-    `patience`: a request the policy holds back is placed regardless after this many of its TTFT targets.
-    `max_misses`: stop once more requests have missed, when only a yes or no is wanted. `control`: what
-    tick is told, and what moves cost, under a policy with `+migrate`.
-    """
-    state = prepare(
-        workload,
-        workers,
-        slo,
-        policy,
-        settings=settings,
-        predictor=predictor,
-        predicted_tokens=predicted_tokens,
-        seed=seed,
-        transfer_s=transfer_s,
-        patience=patience,
-        max_misses=max_misses,
+
+@compiled
+def next_boundary(eng: Engines) -> tuple[float, int]:
+    """The earliest end of an activity, and whose it is (the lowest number at a tie)."""
+    best_s, best = np.inf, NONE
+    for w in range(len(eng.workers)):
+        if eng.workers[w].next_s < best_s:
+            best_s, best = eng.workers[w].next_s, w
+    return best_s, best
+
+
+@compiled
+def next_transit(clu: Cluster) -> tuple[float, int]:
+    """The KV that arrives next at a decode worker."""
+    best_s, best = np.inf, NONE
+    for i in range(clu.clock[0].transit_n):
+        if clu.transit_s[i] < best_s or (clu.transit_s[i] == best_s and clu.transit[i] < clu.transit[best]):
+            best_s, best = clu.transit_s[i], i
+    return best_s, best
+
+
+@compiled
+def view_all(led: Ledger, eng: Engines, now_s: float) -> None:
+    """Bring the ledger up to `now_s` on every worker."""
+    for w in range(len(led.workers)):
+        view(led, eng, w, now_s)
+
+
+@compiled
+def place(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> bool:
+    """Assign a request and hand it to the worker; False when the policy would rather hold it."""
+    now_s = clu.clock[0].now_s
+    role = PREFILL_ONLY if rules.split else ANY_PHASE
+    w = decide(
+        led,
+        rules.policy,
+        rules.knobs,
+        r,
+        now_s,
+        rules.offer_every_s,
+        rules.patience,
+        role,
+        rules.draws[r],
     )
-    if state.rules.policy != EXACT and not state.migrates:
-        advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
+    if w == NONE:
+        return False
+    arrive(led, eng, w, r, now_s, False)
+    return True
+
+
+@compiled
+def place_decode(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> None:
+    """Put a prefilled request on a decode worker: the policy's choice, else the least loaded."""
+    now_s = clu.clock[0].now_s
+    view_all(led, eng, now_s)
+    w = assign(led, rules.policy, rules.knobs, r, now_s, True, DECODE_ONLY, rules.draws[r])
+    if w == NONE:
+        w = assign(led, JSQ, rules.knobs, r, now_s, True, DECODE_ONLY, rules.draws[r])
+    if w == NONE:  # the whole pool is gone: its KV waits where it is
+        clu.transit[clu.clock[0].transit_n] = r
+        clu.transit_s[clu.clock[0].transit_n] = np.inf
+        clu.clock[0].transit_n += 1
     else:
-        drive(state, control)
-    return state.outcome()
+        arrive(led, eng, w, r, now_s, False)
 
 
-def simulate_elastic(
-    workload: Workload,
-    slots: Sequence[WorkerSpec],
-    slo: Slo | Sequence[Slo],
-    elastic: ElasticSettings,
-    control: ControlSettings,
-    policy: Policy | str = Policy.SPREAD,
-    *,
-    decide: Decide | None = None,
-    state: State | None = None,
-    settings: PlacementSettings | None = None,
-    predictor: LengthTable | None = None,
-    predicted_tokens: NDArray[np.int64] | None = None,
-    seed: int = 0,
-    patience: float = PATIENCE,
-) -> tuple[Outcome, FleetRecord]:
-    """Run `workload` on a fleet whose size `control.tick` decides; the outcome, and what the fleet was.
+@compiled
+def hold(led: Ledger, clu: Cluster, p: int, r: int, at_head: bool) -> None:
+    """Put a request into a queue of the cluster: its priority's, or LATE."""
+    led.requests[r].phase = HELD
+    led.requests[r].worker = NONE
+    clu.clock[0].held_n += 1
+    if clu.held_head[p] == NONE:
+        clu.held_head[p] = r
+        clu.held_tail[p] = r
+        led.requests[r].next = NONE
+    elif at_head:
+        led.requests[r].next = clu.held_head[p]
+        clu.held_head[p] = r
+    else:
+        led.requests[clu.held_tail[p]].next = r
+        clu.held_tail[p] = r
+        led.requests[r].next = NONE
 
-    `slots`: the workers there may be at once. `decide`: another brain, for comparison; `state`: what it
-    remembers at the start (a forecast's history). The rest as in `simulate`. The fleet is paid for until the
-    last request has arrived and all have finished.
-    """
-    run = prepare(
-        workload,
-        slots,
-        slo,
-        policy,
-        settings=settings,
-        predictor=predictor,
-        predicted_tokens=predicted_tokens,
-        seed=seed,
-        transfer_s=0.0,
-        patience=patience,
-        max_misses=None,
-    )
-    fleet = Elastic(run, elastic)
-    drive(run, control, fleet, decide, state)
-    return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))
+
+@compiled
+def offer_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
+    """Offer held requests again: high priority, normal, late; one that finds no place lets others pass."""
+    clu.clock[0].offer_s = np.inf
+    if rules.policy == EXACT:
+        return  # its heartbeat places them together
+    view_all(led, eng, clu.clock[0].now_s)
+    refused = 0
+    for p in (1, 0, LATE):
+        refused = offer_queue(led, eng, clu, rules, p, refused)
+
+
+@compiled
+def offer_queue(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, p: int, refused: int) -> int:
+    """Offer the requests of one queue until REFUSALS were refused; return how many were."""
+    before = NONE
+    r = clu.held_head[p]
+    while r != NONE and refused < REFUSALS:
+        following = led.requests[r].next
+        unlink_held(led, clu, p, before, r)
+        if p != LATE and np.isnan(led.requests[r].first_s) and hopeless(led, r, clu.clock[0].now_s, False):
+            count_miss(eng, r)
+            hold(led, clu, LATE, r, False)
+        elif not place(led, eng, clu, rules, r):
+            refused += 1
+            relink_held(led, clu, p, before, r, following)
+            before = r
+        r = following
+    return refused
+
+
+@compiled
+def unlink_held(led: Ledger, clu: Cluster, p: int, before: int, r: int) -> None:
+    """Take a request out of the cluster's queue; `before` stands in front of it there, or NONE."""
+    if before == NONE:
+        clu.held_head[p] = led.requests[r].next
+    else:
+        led.requests[before].next = led.requests[r].next
+    if clu.held_tail[p] == r:
+        clu.held_tail[p] = before
+    led.requests[r].next = NONE
+    clu.clock[0].held_n -= 1
+
+
+@compiled
+def relink_held(led: Ledger, clu: Cluster, p: int, before: int, r: int, following: int) -> None:
+    """Put it back where it stood."""
+    if before == NONE:
+        clu.held_head[p] = r
+    else:
+        led.requests[before].next = r
+    led.requests[r].next = following
+    if following == NONE:
+        clu.held_tail[p] = r
+    clu.clock[0].held_n += 1
+
+
+@compiled
+def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) -> None:
+    """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue anew."""
+    if what == READY:
+        led.workers[w].status = SERVING
+        for i in range(clu.clock[0].transit_n):  # what found nobody tries again
+            if clu.transit_s[i] == np.inf:
+                clu.transit_s[i] = clu.clock[0].now_s
+    elif what == DRAIN:
+        led.workers[w].status = DRAINING
+        while queue_first(led, w) != NONE:
+            r = queue_first(led, w)
+            leave_queue(led, w, r)
+            hold(led, clu, led.requests[r].priority, r, True)
+    else:
+        view(led, eng, w, clu.clock[0].now_s)
+        led.workers[w].status = OFF
+        while led.workers[w].running_n > 0:
+            r = drop_running(led, w, led.workers[w].running_n - 1)
+            if led.requests[r].phase == DECODING:
+                stop_decoding(led, w, r, HELD)
+            else:
+                led.workers[w].queued -= 1
+                led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
+            eng.requests[r].computed = 0
+            eng.requests[r].chunk = 0
+            hold(led, clu, led.requests[r].priority, r, True)
+        while queue_first(led, w) != NONE:
+            r = queue_first(led, w)
+            leave_queue(led, w, r)
+            hold(led, clu, led.requests[r].priority, r, True)
+        led.workers[w].queued_tokens = 0
+        eng.workers[w].activity = IDLE
+        eng.workers[w].next_s = np.inf

@@ -16,15 +16,15 @@ from math import inf
 from controlplane.control import State
 from controlplane.errors import BadInput
 from controlplane.placement.ledger import NONE, OFF, SERVING, queue_first
-from controlplane.scaler.drain import Drain, Launch, Standing, Undrain, steps_to
+from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import WorkerId
-from dataplane.simulated.cluster_records import DRAIN, READY
-from dataplane.simulated.loop import change_worker
-from dataplane.simulated.state import RunState
+from dataplane.simulated.cluster import change_worker
+from dataplane.simulated.records import DRAIN, READY
+from dataplane.simulated.run import RunState
 
 Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]
 

@@ -30,19 +30,19 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from dataplane.simulated.engine_records import (
+from dataplane.simulated.next_step import (
+    admit_decoding,
+    begin_chunked,
+    begin_prefill,
+    begin_run,
+)
+from dataplane.simulated.records import (
     DECODE_RUN,
     IDLE,
     MIXED_STEP,
     PREFILL_STEP,
     WAKING,
     Engines,
-)
-from dataplane.simulated.next_step import (
-    admit_decoding,
-    begin_chunked,
-    begin_prefill,
-    begin_run,
 )
 
 

@@ -7,17 +7,16 @@ import numpy as np
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel
-from controlplane.placement.assign import BEST_FIT, PlacementSettings
 from controlplane.placement.constraints import prefill_lasts_s, remaining
 from controlplane.placement.decide import hopeless
 from controlplane.placement.exact import solve
 from controlplane.placement.heartbeat import Heartbeat, NewRequest, WorkerState
 from controlplane.placement.ledger import DECODING, NONE, SERVING, Ledger, generated
+from controlplane.placement.policies import BEST_FIT, PlacementSettings
 from controlplane.types import EngineMode, Slo
-from dataplane.simulated.cluster_records import Cluster, Rules
+from dataplane.simulated.cluster import LATE, hold, offer_queue, unlink_held, view_all
 from dataplane.simulated.engine import arrive, count_miss
-from dataplane.simulated.engine_records import Engines
-from dataplane.simulated.loop import LATE, hold, offer_queue, unlink_held, view_all
+from dataplane.simulated.records import Cluster, Engines, Rules
 
 HEARTBEAT_S = 0.05
 MOST_REQUESTS = 64  # of one heartbeat; the others wait for the next

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_fleet import ROOT, ServedFleet, serve
+from checkout import ROOT
+from served_fleet import ServedFleet, serve
 
 STORY_S = 120.0
 
@@ -105,9 +106,9 @@ class TwoWorkers:
     async def _play(self, story: Any, budget: dict[str, float]) -> None:
         import zmq.asyncio
 
-        from dataplane.live.bare_fleet import BareFleet
-        from dataplane.live.move import MoveBudget
-        from dataplane.live.worker_link import WorkerLink
+        from dataplane.live.migration.bare_fleet import BareFleet
+        from dataplane.live.migration.move import MoveBudget
+        from dataplane.live.worker.link import WorkerLink
 
         context = zmq.asyncio.Context()
         links = [await WorkerLink.connect(w.info.endpoint, self._token, context) for w in self.workers]
@@ -127,7 +128,7 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
     import quiet_vllm  # noqa: F401  # first
     import ray
 
-    from dataplane.live.launch import Place, launch_worker, start_ray
+    from dataplane.live.worker.launch import Place, launch_worker, start_ray
 
     # Ray would run its workers at the lowest priority, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -28,11 +28,11 @@ class Front:
     """In AsyncLLM's place: sends requests, and keeps what comes back for each."""
 
     def __init__(self, workers, profile, waiting, placement=None):
-        from dataplane.emulated.engine import EmulatedEngine, Fabric
-        from dataplane.live.events import EventLog
-        from dataplane.live.fleet_core import CoreSettings, FleetCore
-        from dataplane.live.metrics import Metrics
-        from dataplane.live.placement import LeastLoaded
+        from dataplane.live.emulated.engine import EmulatedEngine, Fabric
+        from dataplane.live.gateway.events import EventLog
+        from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
+        from dataplane.live.gateway.metrics import Metrics
+        from dataplane.live.gateway.placement import LeastLoaded
 
         self.fabric = Fabric(speed=2.0)
         self.launch = lambda worker, other=None: EmulatedEngine(worker, other or profile, self.fabric)
@@ -57,8 +57,8 @@ class Front:
                     self.ends.setdefault(output.request_id, asyncio.Event()).set()
 
     async def send(self, name, prompt=(1, 2, 3), ticket=None, **params):
-        from dataplane.live.ticket import CURRENT_TICKET, Ticket
-        from dataplane.live.vllm_surface import EngineCoreRequest, SamplingParams
+        from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
+        from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 
         settings = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True, "detokenize": False} | params
         request = EngineCoreRequest(

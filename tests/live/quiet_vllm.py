@@ -11,4 +11,4 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vLLM is not installed (requirements/live-cpu.txt)")
-    surface = import_module("dataplane.live.vllm_surface")
+    surface = import_module("dataplane.live.engine_api.vllm_surface")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from served_fleet import ROOT, free_port
+from checkout import ROOT
+from served_fleet import free_port
 
 # Few requests and one kind of worker: a plan in a second or two, once its process is up.
 SMALL: dict[str, Any] = {
@@ -74,7 +75,7 @@ class ServedApi:
 def serve_api(data: Path, *flags: str, port: int | None = None) -> ServedApi:
     """Start `tokenfleet api` and return once it says that it is ready."""
     command = [
-        sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "api",
+        sys.executable, "-m", "tokenfleet", "api",
         "--port", str(port or free_port()), "--data", str(data), *flags,
     ]  # fmt: skip
     process = subprocess.Popen(

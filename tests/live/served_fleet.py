@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from checkout import ROOT
 
 
 def free_port() -> int:
@@ -51,7 +51,7 @@ class ServedFleet:
 
     def explained(self) -> str:
         """What `tokenfleet fleet explain` prints of it."""
-        start = "import sys; from tokenfleet.cli import main; sys.exit(main())"
+        start = "import sys; from tokenfleet.cli.main import main; sys.exit(main())"
         command = [sys.executable, "-c", start, "fleet", "--control", self.control, "explain"]
         return subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"COLUMNS": "300"}
@@ -89,7 +89,7 @@ def serve(
     gateway, control = free_port(), free_port()
     log = folder / f"serve-{gateway}.log"
     command = [
-        sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "serve",
+        sys.executable, "-m", "tokenfleet", "serve",
         "--model", str(model),
         "--port", str(gateway), "--control-port", str(control), *flags, "--", *engine_flags,
     ]  # fmt: skip

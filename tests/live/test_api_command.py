@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from served_api import LARGE, SMALL, planners_of, serve_api
 from served_fleet import free_port
 
-from tokenfleet.cli import main
+from tokenfleet.cli.main import main
 from tokenfleet.service.database import VERSIONS, Database
 from tokenfleet.service.jobs import Jobs
 

@@ -4,8 +4,9 @@ import asyncio
 import re
 
 import pytest
+from checkout import ROOT
 from raw_stream import session, stream
-from served_fleet import ROOT, serve
+from served_fleet import serve
 
 HOLD = "3s"
 

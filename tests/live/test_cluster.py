@@ -11,9 +11,9 @@ from controlplane.types import WorkerId
 
 @pytest.fixture
 def play(live_extra, monkeypatch):
-    from dataplane.live import cluster
-    from dataplane.live.kinds import Kinds, WorkerKind
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from dataplane.live.pool import pool as cluster
+    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
     monkeypatch.setattr(cluster, "YOUNG_S", 0.0)  # else a replacement waits a second
 
@@ -125,9 +125,9 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
 
 
 def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
-    from dataplane.live.cluster import Cluster
-    from dataplane.live.kinds import Kinds, WorkerKind
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from dataplane.live.pool.pool import Cluster
+    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
     async def scene():
         front = Front((), profile(), WaitingSettings())

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkout import ROOT
 from served_fleet import ServedFleet
 
 from controlplane.types import Slo
-from tokenfleet.cli import main
-from tokenfleet.compare_command import compared, met
+from tokenfleet.cli.compare import compared, met
+from tokenfleet.cli.main import main
 
 pytestmark = pytest.mark.live
-PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
+PROFILE = ROOT / "profiles" / "h100-sxm" / "llama-3.1-8b_tp1.yaml"
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import urllib.request
 
 import httpx
 import pytest
+from checkout import ROOT
 from hypothesis import HealthCheck, given, settings
-from served_fleet import ROOT
 
 MODEL = "tiny-llama"
 
@@ -109,7 +109,12 @@ def test_events_are_followed_and_resumed(emulated_fleet):
 
 
 def fleet_verb(fleet, *words):
-    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "fleet"]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenfleet",
+        "fleet",
+    ]
     return subprocess.run(
         [*command, "--control", fleet.control, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

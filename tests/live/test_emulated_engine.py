@@ -10,10 +10,10 @@ import quiet_vllm  # noqa: F401  # first
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
-from dataplane.emulated.engine import EmulatedEngine, Fabric
-from dataplane.live.bare_fleet import BareFleet
-from dataplane.live.move import MoveBudget
-from dataplane.live.vllm_surface import FinishReason
+from dataplane.live.emulated.engine import EmulatedEngine, Fabric
+from dataplane.live.engine_api.vllm_surface import FinishReason
+from dataplane.live.migration.bare_fleet import BareFleet
+from dataplane.live.migration.move import MoveBudget
 
 pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
@@ -126,8 +126,8 @@ def test_a_loader_rests_until_its_request_follows_and_is_never_computed():
 
 def test_a_resting_loader_that_is_aborted_or_forgotten_is_let_go():
     async def story(fleet, a, b):
-        from dataplane.live.segment import loader_request
-        from dataplane.live.transfer import Load
+        from dataplane.live.engine_api.kv_messages import Load
+        from dataplane.live.engine_api.segment import loader_request
 
         stream = await fleet.start(A, prompt(100), {"max_tokens": 3000})
         await stream.until(5)
@@ -239,8 +239,8 @@ def test_when_a_side_dies_in_the_copy_the_move_is_aborted_and_the_other_side_is_
 
 def test_a_load_from_a_segment_that_is_gone_ends_in_an_error():
     async def story(fleet, a, b):
-        from dataplane.live.segment import segment_request
-        from dataplane.live.transfer import Load, Transfer
+        from dataplane.live.engine_api.kv_messages import Load, Transfer
+        from dataplane.live.engine_api.segment import segment_request
 
         stream = await fleet.start(B, prompt(10), {"max_tokens": 1})
         await stream.ended()

@@ -16,7 +16,7 @@ from controlplane.types import Slo, WorkerId
 
 def by_ledger(profile):
     from controlplane.placement.lengths import LengthTable
-    from dataplane.live.ledger_placement import LedgerPlacement
+    from dataplane.live.gateway.ledger_placement import LedgerPlacement
 
     return LedgerPlacement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0))
 
@@ -29,7 +29,7 @@ def is_empty(placement):
 
 def play(story, workers=(A, B), waiting=None, ledger=False, **sizes):
     """Run a story on a fresh fleet; after it, no request and no KV block may be left anywhere."""
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
 
     async def run():
         placement = by_ledger(profile(**sizes)) if ledger else None
@@ -49,7 +49,7 @@ def play(story, workers=(A, B), waiting=None, ledger=False, **sizes):
 
 def alone(prompt, tokens):
     """What a request with this prompt gets where nothing happens to it."""
-    from dataplane.emulated.segment import Noise, state_after
+    from dataplane.live.emulated.segment import Noise, state_after
 
     noise, state, made = Noise(), state_after(prompt), []
     for _ in range(tokens):
@@ -102,7 +102,7 @@ def test_requests_outlive_the_loss_of_every_worker_if_another_comes_in_time(live
 
 
 def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
 
     async def story(front):
         ticket = await front.send("begun", [5, 6])
@@ -178,7 +178,7 @@ def test_a_fleet_closes_in_the_middle_of_a_move(live_extra):
             moving.cancel()
             await asyncio.wait([moving])
 
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
 
     asyncio.run(story())
 
@@ -228,7 +228,7 @@ def test_a_client_that_leaves_ends_all_requests_of_its_ticket(live_extra):
 
 
 def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
 
     async def story(front):
         running = [f"r{i}" for i in range(4)]
@@ -246,7 +246,7 @@ def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
 
 
 def test_a_high_request_goes_ahead_of_normal_ones_that_wait(live_extra):
-    from dataplane.live.ticket import Ticket
+    from dataplane.live.gateway.request import Ticket
 
     async def story(front):
         await front.send("runs", max_tokens=60)
@@ -272,7 +272,7 @@ def test_a_gateway_that_shuts_down_lets_finish_and_then_says_an_error(live_extra
 
 
 def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints(live_extra):
-    from dataplane.live.ticket import Ticket
+    from dataplane.live.gateway.request import Ticket
 
     async def story(front):
         led = front.core.placement._led

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.live, pytest.mark.usefixtures("live_extra")]
 
 def names(model: str, *flags: str) -> list[str]:
     """What the model is served as."""
-    from dataplane.live.gateway import GatewaySettings
+    from dataplane.live.gateway.server import GatewaySettings
 
     given = GatewaySettings(model, "127.0.0.1", 8000, flags).server_flags()
     after = given[given.index("--served-model-name") + 1 :]

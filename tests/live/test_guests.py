@@ -6,15 +6,15 @@ import pytest
 import quiet_vllm  # noqa: F401  # first
 from zmq.error import Again, ZMQError
 
-from dataplane.live import wire
-from dataplane.live.guests import Guests
-from dataplane.live.vllm_surface import (
+from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
     MsgpackDecoder,
     SchedulerStats,
 )
+from dataplane.live.worker.guests import Guests
 
 pytestmark = pytest.mark.live
 

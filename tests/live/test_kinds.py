@@ -16,10 +16,10 @@ FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
 
 @pytest.fixture
 def play(live_extra, monkeypatch):
-    from dataplane.live import cluster
-    from dataplane.live.kinds import Kinds, WorkerKind
-    from dataplane.live.ledger_placement import LedgerPlacement
-    from dataplane.live.waiting_room import WaitingSettings
+    from dataplane.live.gateway.ledger_placement import LedgerPlacement
+    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from dataplane.live.pool import pool as cluster
+    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
     monkeypatch.setattr(cluster, "YOUNG_S", 0.0)
     slow = profile()
@@ -139,7 +139,7 @@ def test_placement_goes_by_the_step_times_of_each_kind(play):
 
 
 def test_a_worker_reserves_gpus_of_its_type(live_extra):
-    from dataplane.live.launch import Place
+    from dataplane.live.worker.launch import Place
 
     assert Place(gpus=2, accelerator="H100").bundle == {"GPU": 2.0, "accelerator_type:H100": 0.001}
     assert Place(gpus=2).bundle == {"GPU": 2.0}

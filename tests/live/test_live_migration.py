@@ -9,7 +9,7 @@ import pytest
 import quiet_vllm  # noqa: F401  # first
 
 from controlplane.types import WorkerId
-from dataplane.live.vllm_surface import FinishReason
+from dataplane.live.engine_api.vllm_surface import FinishReason
 
 pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
@@ -213,8 +213,8 @@ def test_a_full_target_leaves_the_request_where_it_is(two_workers):
 
 def test_a_load_from_a_request_that_is_gone_fails_alone(two_workers):
     async def story(fleet):
-        from dataplane.live.segment import segment_request
-        from dataplane.live.transfer import Load, Transfer
+        from dataplane.live.engine_api.kv_messages import Load, Transfer
+        from dataplane.live.engine_api.segment import segment_request
 
         for inline in (False, True):
             stream = await fleet.start(B, prompt(20, 8), {"max_tokens": 200})
@@ -263,7 +263,7 @@ def test_a_wrong_token_is_refused(two_workers):
     import zmq.asyncio
 
     from controlplane.errors import BadInput
-    from dataplane.live.worker_link import WorkerLink
+    from dataplane.live.worker.link import WorkerLink
 
     async def knock():
         context = zmq.asyncio.Context()
@@ -298,7 +298,7 @@ def test_steps_are_recorded_as_measurements(two_workers):
 def test_a_killed_worker_aborts_its_moves_leaves_the_other_clean_and_nothing_behind(two_workers):
     import psutil
 
-    from dataplane.live.parent import shared_memory
+    from dataplane.live.engine_api.processes import shared_memory
 
     async def story(fleet):
         processes = psutil.Process(fleet.links[A].info.pid).children(recursive=True)

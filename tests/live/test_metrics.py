@@ -4,14 +4,14 @@ import json
 import re
 
 import pytest
-from served_fleet import ROOT
+from checkout import ROOT
 
 from controlplane.types import Slo, WorkerId
 
 
 @pytest.fixture
 def metrics(live_extra):
-    from dataplane.live.metrics import Metrics
+    from dataplane.live.gateway.metrics import Metrics
 
     return Metrics()
 
@@ -44,8 +44,7 @@ def expressions(dashboard):
 
 
 def test_a_request_is_a_hit_by_its_own_figures_and_one_token_is_judged_by_ttft_alone(metrics):
-    from dataplane.live.ticket import Ticket
-    from dataplane.live.tracked import Tracked
+    from dataplane.live.gateway.request import Ticket, Tracked
 
     def end(ttft_s, tokens, last_s):
         tracked = Tracked(None, Ticket("", "k", Slo(1.0, 0.1), 0), 0.0, 1)

@@ -7,7 +7,7 @@ import pytest
 from raw_stream import begun, session, stream
 from served_fleet import serve
 
-from tokenfleet.cli import main
+from tokenfleet.cli.main import main
 
 pytestmark = pytest.mark.live
 LARGE, SMALL = "h100-sxm TP2", "a100-sxm TP1"

@@ -12,8 +12,8 @@ from served_api import SMALL
 from served_fleet import serve
 from test_scorecard import plan_json
 
-from dataplane.live.history_files import read_history
-from tokenfleet.cli import main
+from dataplane.history.files import read_history
+from tokenfleet.cli.main import main
 
 REQUESTS = 120
 

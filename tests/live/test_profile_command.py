@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from served_fleet import ROOT
+from checkout import ROOT
 
-from tokenfleet.measurement_file import beside
-from tokenfleet.measurements import read_measurements
+from tokenfleet.profiles.measurement_file import beside
+from tokenfleet.profiles.measurements import read_measurements
 
 pytestmark = pytest.mark.live
 LONG_S = 300.0
@@ -27,7 +27,7 @@ def test_an_engine_that_is_killed_mid_grid_costs_only_the_point_it_was_at(
     model_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "steps.csv"
-    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-m", "tokenfleet"]
     command += [
         "profile",
         "--model",

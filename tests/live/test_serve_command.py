@@ -8,9 +8,10 @@ import socket
 import httpx
 import psutil
 import pytest
-from served_fleet import ROOT, serve
+from checkout import ROOT
+from served_fleet import serve
 
-from tokenfleet.cli import main
+from tokenfleet.cli.main import main
 
 MODEL = "tiny-llama"
 
@@ -49,12 +50,12 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_fold
     [(["--no-such-flag"], "no-such-flag"), (["--max-model-len", "999999"], "max_model_len")],
 )
 def test_vllms_own_refusals_are_one_line_too(model_folder, capsys, monkeypatch, flags, says):
-    monkeypatch.setattr("tokenfleet.serve_command._prepare_process", lambda verbose: None)
+    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
     assert says in refused(capsys, "--model", str(model_folder), "--engine", "emulated", "--", *flags)
 
 
 def test_a_taken_port_is_named(model_folder, capsys, monkeypatch):
-    monkeypatch.setattr("tokenfleet.serve_command._prepare_process", lambda verbose: None)
+    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = ["--model", str(model_folder), "--engine", "emulated", "--port", str(port)]
@@ -65,7 +66,7 @@ def controllers(fleet):
     """The controllers that the fleet's process has started and that run."""
     children = psutil.Process(fleet.process.pid).children()
     alive = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
-    return [c.pid for c in alive if "dataplane.live.controller" in c.cmdline()]
+    return [c.pid for c in alive if "dataplane.live.control.controller" in c.cmdline()]
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,15 @@ import inspect
 import pytest
 import quiet_vllm  # noqa: F401  # first
 
-from dataplane.live import vllm_surface as surface
-from dataplane.live.engine import KvDoor, engine_args
-from dataplane.live.segment import control_request, obstacle_to_move, obstacle_to_replay, segment_request
-from dataplane.live.transfer import Control, Load, Transfer, message_of
+from dataplane.live.engine_api import vllm_surface as surface
+from dataplane.live.engine_api.kv_messages import Control, Load, Transfer, message_of
+from dataplane.live.engine_api.segment import (
+    control_request,
+    obstacle_to_move,
+    obstacle_to_replay,
+    segment_request,
+)
+from dataplane.live.worker.engine import KvDoor, engine_args
 
 pytestmark = pytest.mark.live
 SP = surface.SamplingParams
@@ -55,7 +60,7 @@ def test_requests_and_outputs_survive_the_codec():
 
 
 def test_the_connector_overrides_only_hooks_that_vllm_has():
-    from dataplane.live.kv_connector import MigrationConnector
+    from dataplane.live.kv.connector import MigrationConnector
 
     hooks = {n for n, _ in inspect.getmembers(surface.KVConnectorBase_V1, inspect.isfunction)}
     hooks.add("request_finished_all_groups")  # of SupportsHMA
@@ -210,7 +215,7 @@ def test_engine_settings_that_the_live_plane_needs_cannot_be_taken_away():
 def test_carried_penalties_equal_vllms_own_over_the_whole_output():
     import torch
 
-    from dataplane.live.penalties import PriorPenalty
+    from dataplane.live.engine_api.penalties import PriorPenalty
 
     generator = torch.Generator().manual_seed(0)
     prior, later = [3, 3, 5, 9], [5, 7]

@@ -5,22 +5,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from served_fleet import ROOT
+from checkout import ROOT
 
 pytest.importorskip("ray")
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "builders"))
 
 
 def test_a_grid_on_ray_is_the_grid_of_one_process(tmp_path: Path) -> None:
     from planning_builders import SLO, poisson, worker
     from test_plan_command import save
 
-    from tokenfleet.profile_files import write_profile
+    from tokenfleet.profiles.library import write_profile
     from tokenfleet.traces import read_traces
-    from tokenfleet.whatifs import run
-    from tokenfleet.whatifs.axes import grid
-    from tokenfleet.whatifs.scenario import Asked
-    from tokenfleet.whatifs.view import whatif_json
+    from tokenfleet.whatif import run
+    from tokenfleet.whatif.axes import grid
+    from tokenfleet.whatif.scenario import Asked
+    from tokenfleet.whatif.view import whatif_json
 
     save(poisson(requests=300), tmp_path / "trace.csv")
     write_profile(worker(), tmp_path / "worker.yaml")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from dataplane.live.extension import Extension
+from dataplane.http.server import Extension
 
 STATIC = Path(__file__).with_name("static")
 FOLDER = "/console/"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from tokenfleet.first_fault import fault_line
+from tokenfleet.field_errors import fault_line
 
 MAX_FILE_BYTES = 50_000_000
 

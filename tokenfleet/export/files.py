@@ -17,7 +17,7 @@ from tokenfleet.export.kuberay import KEYS, kuberay
 from tokenfleet.export.production_stack import production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
 from tokenfleet.export.systemd import systemd_unit
-from tokenfleet.nearest_names import nearest
+from tokenfleet.field_errors import nearest
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from controlplane.errors import BadInput
-from tokenfleet.export.custom_objects import checked_object
 from tokenfleet.export.deployment import Deployment
+from tokenfleet.export.kubernetes import checked_object
 from tokenfleet.export.production_stack import spec_name
 
 DAY = 1440  # minutes

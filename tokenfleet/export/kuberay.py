@@ -10,8 +10,8 @@ import shlex
 from typing import Any
 
 from controlplane.errors import BadInput
-from tokenfleet.export.custom_objects import checked_object
 from tokenfleet.export.deployment import Deployment, WorkerGroup
+from tokenfleet.export.kubernetes import checked_object
 
 RAY_VERSION = "2.60.0"
 PORT, CONTROL_PORT = 8000, 8001

@@ -15,8 +15,8 @@ import yaml
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 from tokenfleet.durations import duration_text
-from tokenfleet.export.custom_objects import checked_object
-from tokenfleet.tables import share_text
+from tokenfleet.export.kubernetes import checked_object
+from tokenfleet.report.tables import share_text
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 _RECORD = "tokenfleet:slo_errors:ratio_rate{window}"

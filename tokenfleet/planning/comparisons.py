@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.types import Slo
-from tokenfleet.planning.alone import ceiling
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.question import Question
+from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
-from tokenfleet.planning.sizing import Sizing, passes_on_trace
+from tokenfleet.planning.sizing import Sizing, ceiling, passes_on_trace
 from tokenfleet.planning.threads import Threads
-from tokenfleet.planning.worlds import Worlds
 
 BASELINES = ("jsq", "p2c", "round-robin")
 SLO_SCALES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0)

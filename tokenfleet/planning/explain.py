@@ -15,10 +15,10 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import Outcome
+from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.threads import Threads
-from tokenfleet.planning.worlds import Worlds
 
 RELIEF = 1.25
 WINDOW_S = 60.0

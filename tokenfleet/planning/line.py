@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenfleet.planning.question import Question
+from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import Threads
-from tokenfleet.planning.worlds import Worlds
 
 RATE_SCALES = (0.5, 1.0, 1.5, 2.0)
 FOR_FEW = (2.0, 5.0, 8.0, 12.0)  # rates for a fleet of one or two, which says little about a slope

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import Infeasible
-from controlplane.scaler.fleet import MixOffer, cheapest_mix
+from controlplane.scaler.mix import MixOffer, cheapest_mix
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, Group
 from tokenfleet.planning.question import Question
+from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.sizing import Sizing, holds
 from tokenfleet.planning.threads import Threads
-from tokenfleet.planning.worlds import Worlds
 
 MORE = 1.06  # demand grows by this much after each mix that fails
 TRIES = 3

@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from controlplane.perfmodel.fluid import fluid_workers_of
+from controlplane.perfmodel.capacity import fluid_workers_of
 from controlplane.types import Slo
-from tokenfleet.planning.alone import nearest_possible
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.question import Question
+from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
-from tokenfleet.planning.sizing import Sizing, confirm, size_on_trace
+from tokenfleet.planning.sizing import Sizing, confirm, nearest_possible, size_on_trace
 from tokenfleet.planning.threads import Threads
-from tokenfleet.planning.worlds import Worlds
 
 # Each step looser than the one before by about a tenth; the last is a hundred times what was asked.
 LOOSER = tuple(1.1**i for i in range(49))

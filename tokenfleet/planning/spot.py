@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controlplane.workload import Workload
-from tokenfleet.planning.answer import OneFewer, Plan
+from tokenfleet.planning.fleet import Spares, spares_for
 from tokenfleet.planning.question import Question
+from tokenfleet.planning.result import OneFewer, Plan
 from tokenfleet.planning.schedule import Schedule, Stretch
-from tokenfleet.planning.spares import Spares, spares_for
 
 LEFT_TO_RECLAIMS = 0.5  # of the allowed misses, where the cheapest fleet leaves too few
 

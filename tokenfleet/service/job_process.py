@@ -21,14 +21,13 @@ from typing import Any, TextIO
 
 from controlplane.errors import ControlPlaneError
 from controlplane.types import Slo
-from tokenfleet.plan import make_plan
-from tokenfleet.plan_inputs import gather, known_policy
-from tokenfleet.plan_json import plan_json
+from tokenfleet.planning.inputs import gather, known_policy
+from tokenfleet.planning.plan_file import plan_json
+from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.question import Question
-from tokenfleet.planning.threads import threads
-from tokenfleet.planning.watch import Watch
-from tokenfleet.service.end_with_asker import end_with_asker
+from tokenfleet.planning.threads import Watch, threads
 from tokenfleet.service.forms import PlanOrder
+from tokenfleet.service.parent_watch import end_with_asker
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
 

@@ -1,4 +1,7 @@
-"""The plan service: orders checked and queued, jobs shown and cancelled. HTTP is routes.py's."""
+"""The plan service: orders checked and queued, jobs shown and cancelled. HTTP is routes.py's.
+
+What a plan can be asked for here: models, kinds of worker, prices, policies, and this fleet's history.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,20 @@ from threading import Lock
 from typing import Any
 
 from controlplane.errors import BadInput
-from dataplane.live.history_files import history_span
-from dataplane.live.http_rules import Conflict, TooBusy, UnknownName
+from controlplane.placement.policies import policy_names
+from controlplane.types import EngineMode
+from dataplane.history.files import history_span
+from dataplane.http.rules import Conflict, TooBusy, UnknownName
 from tokenfleet.durations import parse_window_s
-from tokenfleet.forks import fork
-from tokenfleet.plan_inputs import chosen_profiles, known_policy
-from tokenfleet.service.catalogue import known_gpus, known_models, known_names
+from tokenfleet.planning.inputs import chosen_profiles, known_policy
+from tokenfleet.profiles.library import find_profiles, library
+from tokenfleet.profiles.prices import read_prices
 from tokenfleet.service.data_folder import made_folder
 from tokenfleet.service.database import Database
+from tokenfleet.service.forks import fork
 from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace
 from tokenfleet.service.job_runner import JobRunner
-from tokenfleet.service.jobs import Jobs
-from tokenfleet.service.plans import Plans
+from tokenfleet.service.jobs import Jobs, Plans
 from tokenfleet.service.score_process import scorecard_beside
 from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
@@ -175,3 +180,48 @@ def _check(order: PlanOrder) -> None:
             raise BadInput("profiles: say which workers to plan with; leave out gpu and tp")
     else:
         chosen_profiles(order.model, order.gpu, order.tp, (), order.engine)
+
+
+def known_models() -> list[dict[str, Any]]:
+    """The library's models, each with the kinds of worker a plan looks at unless told otherwise."""
+    models = []
+    for name in sorted({profile.model for profile in library()}):
+        profiles = find_profiles(name)
+        limits = [p.context_limit_tokens for p in profiles if p.context_limit_tokens]
+        models.append(
+            {
+                "name": name,
+                "context_limit_tokens": min(limits, default=None),
+                "kinds": [
+                    {
+                        "gpu": p.gpu,
+                        "tp_degree": p.tp_degree,
+                        "measured": str(p.source.kind),
+                        "date": str(p.source.date),
+                        "engine_mode": str(p.engine.mode),
+                        "kv_tokens": p.kv.capacity_tokens,
+                    }
+                    for p in profiles
+                ],
+            }
+        )
+    return models
+
+
+def known_gpus() -> list[dict[str, Any]]:
+    """Every GPU with a profile or a price, and what it costs."""
+    prices = read_prices()
+    names = sorted({profile.gpu for profile in library()} | set(prices.gpus))
+
+    def price(gpu: str, spot: bool) -> dict[str, Any] | None:
+        found = prices.usd_per_gpu_h(gpu, spot=spot)
+        if found is None:
+            return None
+        return {"usd_per_gpu_h": found.usd, "date": found.date.isoformat(), "source": found.source}
+
+    return [{"name": gpu, "on_demand": price(gpu, False), "spot": price(gpu, True)} for gpu in names]
+
+
+def known_names() -> dict[str, list[str]]:
+    """Policies and engine modes."""
+    return {"policies": policy_names(), "engine_modes": [str(mode) for mode in EngineMode]}

@@ -14,14 +14,14 @@ import numpy as np
 import polars as pl
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.interval import with_times
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import WorkerSpec, simulate
-from tokenfleet.profile_files import find_profiles
-from tokenfleet.profile_form import parse_profile
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.profiles.form import parse_profile
+from tokenfleet.profiles.library import find_profiles
 
 ROUNDS = 4
 CLOSE = 0.01  # of a ratio to one: nearer than any profile is right

@@ -2,24 +2,28 @@
 
 `POST /v1/traces` takes a trace, `POST /v1/plans` makes a job of a trace and targets, and the other routes
 follow, show, list and cancel jobs. Handlers are plain functions, so that FastAPI runs them beside the loop.
+
+Plan jobs as Prometheus metrics, counted in the database when asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.openapi.models import Example
 from fastapi.responses import JSONResponse
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
-from dataplane.live.extension import Extension
-from dataplane.live.http_rules import ERRORS, ErrorReply, TooBusy
+from dataplane.http.rules import ERRORS, ErrorReply, TooBusy
+from dataplane.http.server import Extension
 from tokenfleet.service.forms import (
     OVER,
     Catalogue,
@@ -31,7 +35,7 @@ from tokenfleet.service.forms import (
     State,
     TraceSummary,
 )
-from tokenfleet.service.job_metrics import JobCollector
+from tokenfleet.service.jobs import Jobs
 from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
 
 INLINE_BODY_BYTES = 8 << 20
@@ -201,3 +205,26 @@ async def _changes(
             if view["state"] in OVER:
                 return
             await asyncio.sleep(LOOK_EVERY_S)
+
+
+STATES = ("queued", "running", "done", "failed", "cancelled")
+
+
+class JobCollector(Collector):
+    """`tokenfleet_plan_jobs{state}`."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    def describe(self) -> Iterable[Metric]:
+        return (_family(),)
+
+    def collect(self) -> Iterable[Metric]:
+        family, counts = _family(), self._jobs.counts()
+        for state in STATES:
+            family.add_metric([state], counts.get(state, 0))
+        yield family
+
+
+def _family() -> GaugeMetricFamily:
+    return GaugeMetricFamily("tokenfleet_plan_jobs", "Plan jobs that are kept, by state", labels=["state"])

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput, ControlPlaneError
-from dataplane.live.http_rules import UnknownName
-from tokenfleet.service.end_with_asker import end_with_asker
+from dataplane.http.rules import UnknownName
+from tokenfleet.service.parent_watch import end_with_asker
 
 TIMEOUT_S = 300.0
 NICENESS = 5

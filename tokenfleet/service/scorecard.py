@@ -12,13 +12,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from dataplane.live.history_files import read_history
-from dataplane.live.http_rules import UnknownName
-from tokenfleet.plan_inputs import Bias
+from dataplane.history.files import read_history
+from dataplane.http.rules import UnknownName
+from tokenfleet.planning.inputs import Bias
 from tokenfleet.service.data_folder import default_data_folder
 from tokenfleet.service.database import Database
-from tokenfleet.service.jobs import Jobs
-from tokenfleet.service.plans import Plans, Serving
+from tokenfleet.service.jobs import Jobs, Plans, Serving
 from tokenfleet.service.replayed import Replayed, replay
 
 SCHEMA = "tokenfleet.scorecard/1"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput
-from dataplane.live.http_rules import UnknownName
+from dataplane.http.rules import UnknownName
 from tokenfleet.service.database import Database
 from tokenfleet.traces import Trace, read_trace
 

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.workload import Workload
-from tokenfleet.traces.containers import ROW, UNREADABLE, Container, blame, open_container
-from tokenfleet.traces.formats import Clock, Match, match
+from tokenfleet.traces.formats import ROW, UNREADABLE, Clock, Container, Match, blame, match, open_container
 from tokenfleet.traces.trace import Trace
 
 MOST_TOKENS = 100_000_000

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.workload import Workload
-from dataplane.simulated import arrivals
-from dataplane.simulated.length_mixes import NAMED, PUBLISHED_SEED, LengthMix, Lognormal, Side, Uniform
+from tokenfleet.traces import distributions as arrivals
+from tokenfleet.traces.distributions import NAMED, PUBLISHED_SEED, LengthMix, Lognormal, Side, Uniform
 
 MOST_REQUESTS = 50_000_000
 

@@ -14,9 +14,9 @@ import numpy as np
 import polars as pl
 
 from controlplane.errors import BadInput
-from tokenfleet.traces.containers import Kind
+from tokenfleet.files import whole_file
+from tokenfleet.traces.formats import Kind
 from tokenfleet.traces.trace import Trace
-from tokenfleet.traces.whole_file import whole_file
 
 ROWS_AT_ONCE = 50_000
 PREFIX_BLOCK_TOKENS = 512  # Mooncake names each 512-token block of a prompt

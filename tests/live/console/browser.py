@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from served_fleet import ROOT, ServedFleet, free_port
+from checkout import ROOT
+from served_fleet import ServedFleet, free_port
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -124,7 +125,12 @@ def told(fleet: ServedFleet, reason: str) -> str:
 def planning_api(folder: Path, *flags: str, port: int | None = None) -> Iterator[str]:
     """`tokenfleet api` on a folder of its own; yields its address."""
     port = port or free_port()
-    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", "api"]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenfleet",
+        "api",
+    ]
     with (folder.parent / f"api-{port}.log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--port", str(port), "--data", str(folder), *flags],

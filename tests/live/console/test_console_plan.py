@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from served_fleet import ROOT
+from checkout import ROOT
 
 from console.browser import HOSTILE, QUICK, submitted
 
@@ -68,7 +68,12 @@ def test_the_command_shown_gives_the_same_plan(planned, visit):
     tab = visit(url)
     tab.page.locator("#command").wait_for()
     _, *words = shlex.split(tab.text("#command"))
-    command = [sys.executable, "-c", "import sys; from tokenfleet.cli import main; sys.exit(main())", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenfleet",
+        *words,
+    ]
     done = subprocess.run(
         [*command, "--format", "json"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )

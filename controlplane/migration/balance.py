@@ -1,0 +1,291 @@
+"""Who moves where: the least free workers shed to the most free, one request each.
+
+    sources  F < out_below, or draining;   targets  F > in_above, not draining, no source
+    pairs    sources by F rising with targets by F falling, each kind of worker by itself
+
+KV moves between workers of one kind only. Sources left over are paired with targets left over, whatever their
+kinds, for requests that have not started.
+
+A worker is never both, so no pair has its source for target, nor is there ever A→B with B→A; across
+heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source
+was, so that no move is undone by the next and a burst calls for no storm. Of a source's requests the low
+priority and short go first: they are copied soonest, and nobody important waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
+
+from controlplane.errors import BadInput
+from controlplane.migration.cost import Price, cost_s, gain_s
+from controlplane.migration.usage import (
+    PAPER,
+    Reading,
+    freeness,
+    freeness_of,
+    headroom_tokens,
+    virtual_usage,
+    with_request,
+)
+from controlplane.snapshot import (
+    DRAINING,
+    SERVING,
+    Load,
+    Migrate,
+    Reassign,
+    RunningRequest,
+    Snapshot,
+    WorkerLoad,
+)
+from controlplane.types import RequestId, WorkerId
+
+_TRIED = 8  # requests of a source that are looked at for one target: the order puts the likely ones first
+
+
+class Order(StrEnum):
+    """Which of a source's requests goes."""
+
+    SHORT_FIRST = "short-first"  # the paper: low priority first, then short
+    LAST_COME = "last-come"  # the published code: the newest that has a token, low priority first
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSettings:
+    """When and how much to move; thresholds in steps (tokens per request, see virtual_usage).
+
+    `pressure`: a worker fuller than this share is a source too. `most`: moves of one heartbeat.
+    `most_tokens`: their KV, a bandwidth budget. `rest_s`: a request that moved, or a pair turned round, waits
+    so long. `check_after`: the target must stay freer than the source was (the published code does not look).
+    `waiting`: a head of line that fits elsewhere at once goes there instead, with nothing to copy. `price`:
+    a move must gain more than it costs, where speeds are known. `drains`: draining workers are emptied.
+    """
+
+    reading: Reading = PAPER
+    out_below: float = 160.0
+    in_above: float = 160.0
+    pressure: float | None = None
+    order: Order = Order.SHORT_FIRST
+    check_after: bool = True
+    waiting: bool = True
+    drains: bool = True
+    price: Price | None = None
+    most: int = 64
+    most_tokens: int = 1 << 40
+    rest_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.out_below <= self.in_above:
+            raise BadInput(f"moves: out_below {self.out_below:g} must not exceed in_above {self.in_above:g}")
+        if self.pressure is not None and not 0 <= self.pressure <= 1:
+            raise BadInput(f"moves: pressure: must be within 0 and 1, got {self.pressure:g}")
+        if self.most < 0 or self.most_tokens < 0 or not self.rest_s >= 0:
+            raise BadInput("moves: most, most_tokens and rest_s must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """When requests last moved, and between whom; only what is younger than `rest_s` matters."""
+
+    requests: Mapping[RequestId, float] = field(default_factory=dict)
+    pairs: Mapping[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A worker with its load counted once, and its freeness."""
+
+    worker: WorkerLoad
+    load: Load
+    freeness: float
+
+    @property
+    def free_tokens(self) -> int:
+        """Memory that nothing holds."""
+        return self.worker.capacity_tokens - self.load.held_tokens
+
+
+def look(snapshot: Snapshot, reading: Reading) -> list[Seen]:
+    """The workers whose capacity is known and that are not starting, each counted once."""
+    seen = []
+    for w in snapshot.workers:
+        if w.capacity_tokens > 0 and w.state in (SERVING, DRAINING):
+            load = w.counted()
+            seen.append(Seen(w, load, freeness_of(w, load, reading)))
+    return seen
+
+
+def plan_moves(
+    settings: MoveSettings, recent: Recent, snapshot: Snapshot, seen: Sequence[Seen]
+) -> list[tuple[Migrate | Reassign, WorkerId]]:
+    """This heartbeat's moves with their sources, at most one a worker; `seen` as `look` gives it."""
+    sources = sorted(
+        (s for s in seen if _is_source(s, settings) and s.worker.worker not in snapshot.busy), key=_key
+    )
+    targets = sorted(
+        (
+            s
+            for s in seen
+            if s.worker.state == SERVING
+            and s.freeness > settings.in_above
+            and not _is_source(s, settings)
+            and s.worker.worker not in snapshot.busy
+        ),
+        key=lambda s: (-s.freeness, s.worker.worker),
+    )
+    moves: list[tuple[Migrate | Reassign, WorkerId]] = []
+    tokens = 0
+    for source, target in _pairs(sources, targets):
+        if len(moves) >= settings.most:
+            break
+        if (target.worker.worker, source.worker.worker) in recent.pairs:
+            continue
+        chosen = choose(settings, recent, snapshot, source, target)
+        if chosen is None:
+            continue
+        request, waits = chosen
+        if not waits:
+            if tokens + request.tokens > settings.most_tokens:
+                continue
+            tokens += request.tokens
+        here, there, reason = source.worker.worker, target.worker.worker, _reason(source, target)
+        if waits:
+            moves.append((Reassign(request.request, here, there, reason), here))
+        else:
+            moves.append((Migrate(request.request, there, reason), here))
+    return moves
+
+
+def _pairs(sources: Sequence[Seen], targets: Sequence[Seen]) -> list[tuple[Seen, Seen]]:
+    """Sources with targets, both in order: kind by kind, then those left over."""
+    kinds = {s.worker.kind for s in sources}
+    queues = {kind: iter([t for t in targets if t.worker.kind == kind]) for kind in kinds}
+    found = [(s, next(queues[s.worker.kind], None)) for s in sources]
+    pairs = [(s, t) for s, t in found if t is not None]
+    paired = {t.worker.worker for _, t in pairs}
+    others = [t for t in targets if t.worker.worker not in paired]
+    return pairs + list(zip([s for s, t in found if t is None], others, strict=False))
+
+
+def choose(
+    settings: MoveSettings, recent: Recent, snapshot: Snapshot, source: Seen, target: Seen
+) -> tuple[RunningRequest, bool] | None:
+    """The request of `source` that should go to `target`, and whether it waits there; None if none may.
+
+    Only one that waits may go to another kind of worker.
+    """
+
+    def free(r: RunningRequest) -> bool:
+        return r.request not in recent.requests and r.request not in snapshot.moving
+
+    waiting = source.worker.waiting
+    if waiting and settings.waiting and free(waiting[0]) and _takes_at_once(target, waiting[0]):
+        return waiting[0], True
+    low_only = _full_for_headroom_alone(settings, source)
+    free_ones = (
+        r
+        for r in _in_order(settings.order, source.worker.requests)
+        if free(r) and not (low_only and r.priority)
+    )
+    same_kind = source.worker.kind == target.worker.kind
+    for r in islice(free_ones, _TRIED if same_kind else 0):
+        if _may_go(settings, source, target, r):
+            return r, False
+    if source.worker.state == DRAINING:  # its queue must go, room or not
+        return next(((r, True) for r in waiting if free(r)), None)
+    return None
+
+
+def _is_source(s: Seen, settings: MoveSettings) -> bool:
+    if s.worker.state == DRAINING:
+        return settings.drains and s.load.running + s.load.waiting > 0
+    if s.load.running + s.load.waiting < 2:
+        return False  # to move the only request is to move the problem
+    if s.freeness < settings.out_below:
+        return True
+    full = s.load.held_tokens / s.worker.capacity_tokens
+    return settings.pressure is not None and full > settings.pressure
+
+
+def _full_for_headroom_alone(settings: MoveSettings, s: Seen) -> bool:
+    """Whether a worker is short of nothing but headroom: its high-priority requests, for whom it is, stay.
+
+    To move them would carry the headroom from worker to worker, and leave the normal ones nowhere.
+    """
+    if s.worker.state == DRAINING or headroom_tokens(s.load, s.worker.capacity_tokens, settings.reading) == 0:
+        return False
+    bare = replace(settings.reading, high_load_tokens=None)
+    return freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
+
+
+def _key(s: Seen) -> tuple[float, WorkerId]:
+    return s.freeness, s.worker.worker
+
+
+def _in_order(order: Order, requests: Sequence[RunningRequest]) -> Iterator[RunningRequest]:
+    if order is Order.LAST_COME:
+        newest = (r for r in reversed(requests) if r.generated != 0)
+        return iter(sorted(newest, key=lambda r: r.priority))
+    return iter(sorted(requests, key=lambda r: (r.priority, r.tokens, r.request)))
+
+
+def _takes_at_once(target: Seen, request: RunningRequest) -> bool:
+    """Whether a prompt would be admitted there now: nobody waits, memory and a seat are free.
+
+    A token for each that runs is left to grow into.
+    """
+    room = target.free_tokens - target.load.running - 1
+    seats = target.worker.max_seqs - target.load.running
+    return target.load.waiting == 0 and seats > 0 and request.tokens + 1 <= room
+
+
+def _may_go(settings: MoveSettings, source: Seen, target: Seen, r: RunningRequest) -> bool:
+    if target.load.running + target.load.waiting >= target.worker.max_seqs:
+        return False
+    room = target.free_tokens - target.load.waiting_tokens
+    if r.tokens + target.load.running + 1 > room:
+        return False
+    if source.worker.state == DRAINING or not settings.check_after:
+        return True
+    after = with_request(target.load, r)
+    capacity = target.worker.capacity_tokens
+    if freeness(after, capacity, False, settings.reading) <= source.freeness:
+        return False
+    used = virtual_usage(source.load, source.worker.capacity_tokens, False, settings.reading)
+    share = virtual_usage(after, capacity, False, settings.reading) / capacity
+    if share >= (used - r.tokens) / source.worker.capacity_tokens:
+        return False
+    return settings.price is None or _pays(settings.price, source, target, r)
+
+
+def _pays(price: Price, source: Seen, target: Seen, r: RunningRequest) -> bool:
+    if source.worker.step is None or target.worker.step is None:
+        return True
+    ends = min((o.remaining_tokens for o in source.worker.requests if o is not r), default=1)
+    gain = gain_s(
+        r,
+        source.load,
+        target.load,
+        source.worker.step,
+        target.worker.step,
+        source.free_tokens,
+        max(ends, 1),
+    )
+    return gain > cost_s(price, r.tokens, source.load, target.load)
+
+
+def _reason(source: Seen, target: Seen) -> str:
+    names = source.worker.worker, target.worker.worker
+    if source.worker.state == DRAINING:
+        return f"{names[0]} is draining, {names[1]} has {_steps(target.freeness)} steps of memory left"
+    full = [f"{s.load.held_tokens / s.worker.capacity_tokens:.0%}" for s in (source, target)]
+    held = f"{names[0]} is {full[0]} full with {_steps(source.freeness)} steps of memory left"
+    blocked = f", {source.load.waiting} waiting" if source.load.waiting else ""
+    return f"{held}{blocked}; {names[1]} {full[1]} with {_steps(target.freeness)}"
+
+
+def _steps(value: float) -> str:
+    return "unbounded" if math.isinf(value) else f"{value:.0f}"

@@ -1,0 +1,313 @@
+"""The fewest workers that could carry a load at all: a bound that no policy can go below.
+
+Over a long time a worker of rate λ spends, each second,
+
+    λ·(Q + X) + s·c3 <= 1          s = steps a second
+
+on prefill work Q and decode work X = c2·D + k2·K of a mean request (D decode steps, K the context summed
+over them), and a base c3 on each step. Few steps mean large batches, so s is bounded below by
+
+* KV: a step's context fits in memory, s >= λ·K / M; and likewise by max_seqs and the token budget;
+* TPOT: request i needs its D_i steps within D_i·T. Let z_i = c2 + k2·(prompt_i + 1) be the least it adds
+  to any of its steps and z_k their sum in step k; a step lasts at least c3 + z_k. Weighting each request's
+  Σ_k t_k <= D_i·T by z_i gives Σ_k z_k·(c3 + z_k) <= T·Z with Z = Σ z_i·D_i, and by Cauchy-Schwarz
+  s >= λ·Z / (T - c3).
+
+In a chunked engine prefill rides on the same steps and lengthens them. The cheapest way to fit P tokens
+in is n_p = P / budget full steps, in which z is smaller by half the chunk's time a (or 0); minimising over
+z gives s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) where a > T - c3.
+
+TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each
+only adds workers. Up to a share 1 - attainment of the requests may miss; the heaviest are left out.
+
+What splitting a model over N GPUs does to a worker, and which N serves most per GPU.
+
+    Eq 5   t(N) = a/N + comm·(N - 1)/N + c
+
+Since (N - 1)/N = 1 - 1/N this is a'/N + c' with a' = a - comm and c' = c + comm: **only two parameters can be
+told from t(N)**, and only those are fitted. All-reduce follows no smooth law in N either (a machine with
+NVLink between pairs is 9 times slower at N = 4 than at N = 2), so it is a table learned per topology and N.
+
+    Eq 6   T_N = b/(N·t(b))       tokens per second and GPU, at the largest batch that KV and TPOT allow
+
+b_kv = KV capacity / mean KV of a request; where t(b_kv) > TPOT the batch is the one with t(b) = TPOT. Prefill
+is left out, as in the paper: it ranks degrees and sizes nothing (`fluid.py` bounds, the simulator sizes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
+
+from controlplane.errors import BadInput, Infeasible
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import Hinge
+from controlplane.types import EngineMode, Slo
+from controlplane.workload import Workload
+
+
+def fluid_workers(
+    rate_rps: float,
+    prompt_tokens: ArrayLike,
+    output_tokens: ArrayLike,
+    profile: Profile,
+    slo: Slo,
+    attainment: float = 1.0,
+) -> float:
+    """Workers below which no policy can serve this rate for long; not rounded, infinite if none can.
+
+    `prompt_tokens`, `output_tokens`, shape [requests], are a sample of the requests that arrive.
+    Raises BadInput for an empty sample, a negative rate, or an attainment outside (0, 1].
+    """
+    if not 0 <= rate_rps < float("inf"):
+        raise BadInput(f"rate: must be at least 0, got {rate_rps:g}")
+    return rate_rps * worker_seconds(prompt_tokens, output_tokens, profile, slo, attainment)
+
+
+def fluid_workers_of(workload: Workload, profile: Profile, slo: Slo, attainment: float = 1.0) -> int:
+    """Workers below which no policy can serve this very trace; at least 1.
+
+    What a request within its targets needs is done by its last deadline, so the work must fit between the
+    first arrival and the last deadline. Raises BadInput as `fluid_workers`; for a load no number of workers
+    can serve see `worker_seconds`, which is infinite then.
+    """
+    if len(workload) == 0:
+        return 1
+    work = worker_seconds(workload.prompt_tokens, workload.output_tokens, profile, slo, attainment)
+    deadline = workload.arrival_s + slo.ttft_s + slo.tpot_s * (workload.output_tokens - 1)
+    horizon_s = float(deadline.max() - workload.arrival_s[0])
+    if not math.isfinite(work):
+        raise BadInput(f"{profile.label}: no number of workers reaches a TPOT of {slo.tpot_s:g} s")
+    # The subtracted crumb keeps rounding in the sums from adding a worker.
+    return max(1, math.ceil(work * len(workload) / horizon_s - 1e-9))
+
+
+def worker_seconds(
+    prompt_tokens: ArrayLike,
+    output_tokens: ArrayLike,
+    profile: Profile,
+    slo: Slo,
+    attainment: float = 1.0,
+) -> float:
+    """The least time a worker spends on a mean request of the sample; infinite where TPOT is out of reach."""
+    prompt, output = np.asarray(prompt_tokens, float), np.asarray(output_tokens, float)
+    if prompt.ndim != 1 or prompt.shape != output.shape or len(prompt) == 0:
+        raise BadInput("lengths: prompt_tokens and output_tokens must be equally long and not empty")
+    if not 0 < attainment <= 1:
+        raise BadInput(f"attainment: must be in (0, 1], got {attainment:g}")
+    step, limits = profile.step, profile.engine
+    steps = np.maximum(output - 1, 0)
+    context = steps * prompt + steps * (steps + 1) / 2  # at the starts of its decode steps
+
+    def mean(values: NDArray[np.float64]) -> float:
+        """Of the smallest share `attainment` of the values, over all requests: others may be dropped."""
+        kept = math.floor(attainment * len(values) + 1e-9)
+        return float(np.partition(values, kept - 1)[:kept].sum() / len(values)) if kept else 0.0
+
+    d, k = mean(steps), mean(context)
+    work = mean(step.per_sequence_s * steps + step.per_context_token_s * context)
+    least = mean((step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps)
+    slack = slo.tpot_s - step.base_s
+    if slack <= 0 and d > 0:
+        return math.inf
+    fewest = max(k / profile.kv.capacity_tokens, d / limits.max_seqs)
+    if limits.mode == EngineMode.CHUNKED:
+        p = mean(prompt)
+        full = p / limits.max_batched_tokens
+        fewest = max(fewest, (p + d) / limits.max_batched_tokens)
+        if least > 0:
+            fewest = max(fewest, _steps_for_tpot(least, slack, full, step.per_prefill_token_s, p))
+        prefill = step.per_prefill_token_s * p + step.per_prefill_sum_sq_s * mean(prompt**2)
+    else:
+        p = 0.0
+        fewest = max(fewest, least / slack if least > 0 else 0.0)
+        assert profile.prefill is not None  # a profile of these modes cannot be made without
+        per_token = _per_prefill_token_s(profile, float(prompt.max()))
+        prefill = per_token * mean(prompt) + profile.prefill.per_sum_sq_s * mean(prompt**2)
+    return prefill + work + _bases(step.base_s, step.hinges, fewest, d, p)
+
+
+def _steps_for_tpot(least: float, slack: float, full: float, per_token_s: float, tokens: float) -> float:
+    if full == 0:
+        return least / slack
+    half = per_token_s * tokens / full / 2  # half of what a full chunk adds to its step
+    if slack <= half:
+        return full + least / slack
+    return max(full, (least + full * half) ** 2 / (slack * least + full * half**2))
+
+
+def _bases(base_s: float, hinges: tuple[Hinge, ...], fewest: float, d: float, p: float) -> float:
+    """Least time of bases and hinges over at least `fewest` steps that share d sequences and p tokens.
+
+    n steps cost n·base + Σ slope·max(x - n·start, 0) by convexity: piecewise linear in n, so its least
+    value is at `fewest` or at a knee.
+    """
+    rows = [(h.start, h.per_unit_s, d if h.of == "sequences" else p) for h in hinges]
+    tried = [fewest, *(x / start for start, _, x in rows if start > 0 and x / start > fewest)]
+    return min(n * base_s + sum(slope * max(x - n * start, 0.0) for start, slope, x in rows) for n in tried)
+
+
+def _per_prefill_token_s(profile: Profile, longest: float) -> float:
+    """Least time per token over prefill steps of every size: a convex cost per size is least at a knee."""
+    assert profile.prefill is not None  # a profile of these modes cannot be made without
+    largest = max(float(profile.engine.max_batched_tokens), longest)
+    sizes = np.array([largest, *(h.start for h in profile.prefill.hinges if 0 < h.start < largest)])
+    return float(np.min(profile.prefill.prefill_s(sizes, np.zeros_like(sizes)) / sizes))
+
+
+__all__ = [
+    "AllReduceTable",
+    "DecodeThroughput",
+    "TpScaling",
+    "all_reduce_table",
+    "best_tp",
+    "decode_throughput",
+    "fit_tp_scaling",
+    "fluid_workers",
+    "fluid_workers_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TpScaling:
+    """Eq 5's identifiable form: `divided_s` shrinks with the degree, `fixed_s` does not."""
+
+    divided_s: float
+    fixed_s: float
+
+    def time_s(self, tp_degree: ArrayLike) -> NDArray[np.float64]:
+        """Seconds at each degree."""
+        return np.asarray(self.divided_s / np.asarray(tp_degree, float) + self.fixed_s, float)
+
+
+def fit_tp_scaling(tp_degree: ArrayLike, time_s: ArrayLike) -> TpScaling:
+    """a/N + c by non-negative least squares on relative error.
+
+    Raises BadInput with fewer than two different degrees: a and c could not be told apart.
+    """
+    n, t = np.asarray(tp_degree, float), np.asarray(time_s, float)
+    if n.shape != t.shape or len(np.unique(n)) < 2:
+        raise BadInput("tp scaling: times at two or more different degrees are needed to tell a/N from c")
+    if not ((n >= 1).all() and np.isfinite(t).all() and (t > 0).all()):
+        raise BadInput("tp scaling: degrees must be at least 1, times positive and finite")
+    (a, c), _ = nnls(np.column_stack([1 / n, np.ones_like(n)]) / t[:, None], np.ones(len(t)))
+    return TpScaling(float(a), float(c))
+
+
+@dataclass(frozen=True)
+class AllReduceTable:
+    """Measured all-reduce times of one topology: for each degree, sizes in order [points] and seconds."""
+
+    topology: str
+    rows: Mapping[int, tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+    def __post_init__(self) -> None:
+        for n, (size, seconds) in self.rows.items():
+            if len(size) < 2 or size.shape != seconds.shape or (np.diff(size) <= 0).any():
+                raise BadInput(f"all-reduce {self.topology}: TP {n}: two or more sizes in order are needed")
+            if not ((size > 0).all() and (seconds > 0).all() and np.isfinite(seconds).all()):
+                raise BadInput(f"all-reduce {self.topology}: TP {n}: sizes and times must be positive")
+
+    def time_s(self, size: ArrayLike, tp_degree: int) -> NDArray[np.float64]:
+        """Seconds of one all-reduce of each size, in the unit the table was measured in.
+
+        Interpolated between measured sizes on logarithmic scales; below the smallest size the latency of
+        the smallest holds, above the largest the bandwidth of the largest. Nothing is made up for a degree
+        that was not measured: raises BadInput with those that were. One GPU reduces nothing: 0.
+        """
+        wanted = np.asarray(size, float)
+        if tp_degree == 1:
+            return np.zeros_like(wanted)
+        if tp_degree not in self.rows:
+            known = ", ".join(str(n) for n in sorted(self.rows))
+            raise BadInput(f"all-reduce {self.topology}: TP {tp_degree} was not measured; there is {known}")
+        sizes, seconds = self.rows[tp_degree]
+        inside = np.clip(wanted, sizes[0], sizes[-1])
+        t = np.exp(np.interp(np.log(inside), np.log(sizes), np.log(seconds)))
+        return np.asarray(t * np.maximum(wanted / sizes[-1], 1.0), float)
+
+
+def all_reduce_table(
+    topology: str, tp_degree: ArrayLike, size: ArrayLike, seconds: ArrayLike
+) -> AllReduceTable:
+    """A table from raw measurements, shape [measurements]: the median of each (degree, size)."""
+    n, x, t = (np.asarray(v, float) for v in (tp_degree, size, seconds))
+    rows = {}
+    for degree in np.unique(n):
+        sizes = np.unique(x[n == degree])
+        medians = np.array([np.median(t[(n == degree) & (x == s)]) for s in sizes])
+        rows[int(degree)] = (sizes, medians)
+    return AllReduceTable(topology, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeThroughput:
+    """Eq 6 for one profile: the batch it decodes at, and what that yields per GPU."""
+
+    profile: Profile
+    batch: float
+    step_s: float
+    tokens_per_s_per_gpu: float
+    bound: Literal["kv", "slo", "sequences"]
+
+
+def decode_throughput(
+    profile: Profile, tpot_s: float, mean_context_tokens: float, mean_kv_tokens: float | None = None
+) -> DecodeThroughput:
+    """Eq 6: decode tokens per second and GPU at the largest batch KV, TPOT and max_seqs allow.
+
+    `mean_context_tokens` is what a running request holds on average; `mean_kv_tokens` what is reserved for
+    one (its own mean context by default). The batch is not rounded, as in the paper. Raises Infeasible when
+    one sequence alone is slower than the TPOT.
+    """
+    if not mean_context_tokens > 0 or not tpot_s > 0:
+        raise BadInput("eq 6: tpot and mean context must be positive")
+    reserved = mean_context_tokens if mean_kv_tokens is None else mean_kv_tokens
+
+    def step_s(batch: float) -> float:
+        return float(profile.step.step_s(0, batch, batch * mean_context_tokens))
+
+    bound: Literal["kv", "slo", "sequences"] = "kv"
+    batch = profile.kv.capacity_tokens / reserved
+    if batch > profile.engine.max_seqs:
+        batch, bound = float(profile.engine.max_seqs), "sequences"
+    if step_s(batch) > tpot_s:
+        if step_s(1.0) > tpot_s:
+            raise Infeasible(
+                f"{profile.label}: one sequence of {mean_context_tokens:g} tokens takes"
+                f" {step_s(1.0) * 1e3:.1f} ms a step, the TPOT is {tpot_s * 1e3:g} ms"
+            )
+        low, high = 1.0, batch  # t(b) grows with b: bisect rather than invert the hinges
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if step_s(middle) <= tpot_s else (low, middle)
+        batch, bound = low, "slo"
+    seconds = step_s(batch)
+    return DecodeThroughput(profile, batch, seconds, batch / seconds / profile.tp_degree, bound)
+
+
+def best_tp(
+    profiles: Iterable[Profile],
+    tpot_s: float,
+    mean_context_tokens: float,
+    mean_kv_tokens: float | None = None,
+) -> list[DecodeThroughput]:
+    """Eq 6 of each profile that reaches the TPOT, best per GPU first; of equals the smaller degree first.
+
+    Raises Infeasible, saying why, when none does.
+    """
+    found, reasons = [], []
+    for profile in profiles:
+        try:
+            found.append(decode_throughput(profile, tpot_s, mean_context_tokens, mean_kv_tokens))
+        except Infeasible as error:
+            reasons.append(str(error))
+    if not found:
+        raise Infeasible("; ".join(reasons) or "eq 6: no profiles to choose from")
+    return sorted(found, key=lambda row: (-row.tokens_per_s_per_gpu, row.profile.tp_degree))

@@ -1,0 +1,134 @@
+"""How the scaler is told to follow demand, and what it remembers from one heartbeat to the next.
+
+What a scaler's next life keeps of this one: the counts that its forecasts are made from.
+
+A season is learned over days, and a controller that starts again has none of its own. Bins have no dates
+here: whoever keeps them says how old they are, and what lies between is not counted (`None`). The rest of the
+state (regime, hold, mix) is of minutes, and is found anew in minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from controlplane.errors import BadInput
+from controlplane.scaler.forecast import Forecast, ForecastSettings
+from controlplane.scaler.line import Speed
+from controlplane.scaler.mixed import Mixed
+from controlplane.scaler.regimes import Regimes
+from controlplane.scaler.target import Held, HoldSettings, TargetSettings
+from controlplane.scaler.traffic import ClassArrivals, Demand, Mix
+from controlplane.scaler.worker_types import KindSettings, MixingSettings, Weights, check_kinds
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """How demand becomes workers. `stale_s`: counts older than this are no news.
+
+    `speed`: what a worker can do, where the target has no line of its own, or where the lengths drift from
+    those that its line was learned at (`learned_at`). `bin_s`: a bin of the counts. `catch_up_s`: in which a
+    backlog is to be served. `ahead`: whether and how to forecast; `near`: by short bins as well.
+
+    `kinds`: of worker that may be had, where there are several; then each has a speed of its own and `speed`
+    is not read. `line_kind`: the one whose workers the target's line counts, by default the first. `mixing`:
+    how counts are chosen among them, and their budget.
+    """
+
+    target: TargetSettings
+    hold: HoldSettings = field(default_factory=HoldSettings)
+    strictness: float = 4.0
+    stale_s: float = 60.0
+    speed: Speed | None = None
+    bin_s: float = 10.0
+    catch_up_s: float = 30.0
+    ahead: ForecastSettings | None = None
+    near: ForecastSettings | None = None
+    learned_at: ClassArrivals | None = None
+    kinds: tuple[KindSettings, ...] = ()
+    line_kind: str | None = None
+    mixing: MixingSettings = field(default_factory=MixingSettings)
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            return
+        check_kinds(self.kinds, self.mixing, self.target.low, self.target.high, self.line_kind)
+        if self.target.budget_usd_per_h is not None:
+            raise BadInput("scaling: budget_usd_per_h: of several kinds it belongs to `mixing`")
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A forecast, the bins it is made from, and the regime's rate as each of them closed."""
+
+    past: Demand | None = None
+    past_rps: tuple[float, ...] = ()
+    coming: Forecast | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the scaler remembers; empty at the start. A restart loses all but what scaler.remembered keeps.
+
+    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `mixed` to its `kinds`.
+    """
+
+    demand: Demand | None = None
+    regimes: Regimes = field(default_factory=Regimes)
+    held: Held | None = None
+    counted_s: float | None = None  # when arrivals were last reported
+    mix: Mix = field(default_factory=Mix)
+    far: Outlook = field(default_factory=Outlook)
+    soon: Outlook = field(default_factory=Outlook)
+    weights: Weights | None = None
+    mixed: Mixed | None = None
+
+
+def to_keep(state: Scaling, now_s: float) -> dict[str, Any]:
+    """The closed bins of both forecasts as plain values, and how long ago the last of them ended."""
+    kept = {}
+    for name, outlook in (("far", state.far), ("soon", state.soon)):
+        past = outlook.past
+        if past is not None and past.closed:
+            kept[name] = {
+                "bin_s": past.bin_s,
+                "age_s": now_s - (past.first_bin + len(past.closed)) * past.bin_s,
+                "counts": list(past.closed),
+                "regimes_rps": [round(rate, 6) for rate in outlook.past_rps],
+            }
+    return kept
+
+
+def resumed(settings: ScalingSettings, kept: Mapping[str, Any], since_s: float, now_s: float) -> Scaling:
+    """A scaler at `now_s` that knows what `to_keep` gave `since_s` earlier; bins of another length are none.
+
+    Raises BadInput for what `to_keep` did not give.
+    """
+    state = Scaling()
+    try:
+        if settings.ahead is not None and "far" in kept:
+            state = replace(state, far=_outlook(settings.ahead, kept["far"], since_s, now_s))
+        if settings.near is not None and "soon" in kept:
+            state = replace(state, soon=_outlook(settings.near, kept["soon"], since_s, now_s))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"demand remembered: not what was kept: {error}") from None
+    return state
+
+
+def _outlook(settings: ForecastSettings, kept: Mapping[str, Any], since_s: float, now_s: float) -> Outlook:
+    counts = [None if c is None else int(c) for c in kept["counts"]]
+    levels = [float(rate) for rate in kept["regimes_rps"]]
+    if len(counts) != len(levels):
+        raise ValueError(f"{len(counts)} bins and {len(levels)} regimes")
+    if kept["bin_s"] != settings.bin_s or not counts:
+        return Outlook()
+    at = int(now_s // settings.bin_s)
+    ended_s = float(kept["age_s"]) + since_s - (now_s - at * settings.bin_s)  # before the bin in progress
+    lost = max(round(ended_s / settings.bin_s), 0)
+    if lost >= settings.keep:
+        return Outlook()
+    counts = [*counts, *[None] * lost][-settings.keep :]
+    levels = [*levels, *[levels[-1]] * lost][-settings.keep :]
+    past = Demand(settings.bin_s, settings.keep, at - len(counts), tuple(counts), None, now_s)
+    return Outlook(past, tuple(levels))

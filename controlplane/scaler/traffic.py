@@ -1,0 +1,147 @@
+"""What arrives, by SLO class: how many requests and how long, as sums that fade.
+
+Lengths drift, and with them what a worker can do: the sums halve every `half_life_s`, so that the line
+learned from them (scaler.line) follows the traffic of the last minutes.
+
+Demand is what arrives, counted in bins of time; completions plateau under overload and say nothing.
+
+A bin nobody counted is unknown, not empty: an outage of the metrics is no pause of the traffic, and no
+traffic is a number, zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from controlplane.errors import BadInput
+from controlplane.types import Slo
+
+HALF_LIFE_S = 120.0
+MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not remembered
+
+
+@dataclass(frozen=True, slots=True)
+class ClassArrivals:
+    """Requests of one SLO class, and their tokens summed; of outputs, what is expected of them."""
+
+    slo: Slo
+    requests: float
+    prompt_tokens: float
+    output_tokens: float
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.prompt_tokens, self.output_tokens) < 0:
+            raise BadInput(f"arrivals: requests and tokens must not be negative, got {self}")
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return self.prompt_tokens / self.requests if self.requests else 0.0
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return self.output_tokens / self.requests if self.requests else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The classes seen, weighted by age; `seen_s`: when the weights are of."""
+
+    classes: tuple[ClassArrivals, ...] = ()
+    seen_s: float | None = None
+
+    @property
+    def requests(self) -> float:
+        return sum(c.requests for c in self.classes)
+
+
+def blend(mix: Mix, arrived: Sequence[ClassArrivals], now_s: float, half_life_s: float = HALF_LIFE_S) -> Mix:
+    """The mix with what arrived since the last look, older arrivals faded."""
+    if not half_life_s > 0:
+        raise BadInput(f"mix: half_life_s: must be positive, got {half_life_s:g}")
+    if not arrived:  # silence does not make the lengths less known
+        return mix
+    kept = 1.0 if mix.seen_s is None else 0.5 ** (max(now_s - mix.seen_s, 0.0) / half_life_s)
+    sums = {c.slo: _scaled(c, kept) for c in mix.classes}
+    for new in arrived:
+        sums[new.slo] = _sum(sums[new.slo], new) if new.slo in sums else new
+    most = sorted(sums.values(), key=lambda c: (-c.requests, c.slo.tpot_s, c.slo.ttft_s))[:MOST_CLASSES]
+    return Mix(tuple(c for c in most if c.requests > 0), now_s)
+
+
+def _scaled(c: ClassArrivals, share: float) -> ClassArrivals:
+    return ClassArrivals(c.slo, c.requests * share, c.prompt_tokens * share, c.output_tokens * share)
+
+
+def _sum(a: ClassArrivals, b: ClassArrivals) -> ClassArrivals:
+    return ClassArrivals(
+        a.slo,
+        a.requests + b.requests,
+        a.prompt_tokens + b.prompt_tokens,
+        a.output_tokens + b.output_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Arrivals by bin, oldest first; None for a bin in which some time went uncounted.
+
+    `bin_s`: a bin's length. `keep`: bins remembered. `first_bin`: number of the oldest, bin n covering
+    [n·bin_s, (n+1)·bin_s). `open_count`: arrivals in the bin in progress, None once a part of it is unknown.
+    """
+
+    bin_s: float = 10.0
+    keep: int = 360
+    first_bin: int = 0
+    closed: tuple[int | None, ...] = ()
+    open_count: int | None = 0
+    seen_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bin_s > 0 or self.keep < 1:
+            raise BadInput(f"demand: need bin_s > 0 and keep >= 1, got {self.bin_s:g} and {self.keep}")
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The counted bins."""
+        return tuple(c for c in self.closed if c is not None)
+
+
+def observe(demand: Demand, now_s: float, arrivals: float | None) -> Demand:
+    """The demand after a look at `now_s`: `arrivals` since the last one, None or NaN where nobody counted.
+
+    What a look reports belongs to the bin it falls in. Raises BadInput for a time that runs backwards.
+    """
+    if demand.seen_s is not None and now_s < demand.seen_s:
+        raise BadInput(f"demand: now_s: {now_s:g} is before the last look at {demand.seen_s:g}")
+    counted = arrivals is not None and not math.isnan(arrivals)
+    if counted and (arrivals is None or arrivals < 0 or math.isinf(arrivals)):
+        raise BadInput(f"demand: arrivals: must be a number of at least 0, got {arrivals}")
+    at = int(now_s // demand.bin_s)
+    if demand.seen_s is None:  # what came before the first look is not known
+        starts = at * demand.bin_s == now_s
+        return replace(demand, first_bin=at, open_count=0 if starts else None, seen_s=now_s)
+    before = int(demand.seen_s // demand.bin_s)
+    closed, open_count = demand.closed, demand.open_count
+    new = int(arrivals) if counted and arrivals is not None else None
+    if at > before:
+        # Where whole bins lie between two looks, nobody knows in which of them the arrivals came.
+        lost = new is None or (new > 0 and at > before + 1)
+        closed += (None if lost else open_count,) + (None if lost else 0,) * (at - before - 1)
+        open_count = None if lost else 0
+    open_count = None if new is None or open_count is None else open_count + new
+    dropped = max(len(closed) - demand.keep, 0)
+    return replace(
+        demand,
+        first_bin=demand.first_bin + dropped,
+        closed=closed[dropped:],
+        open_count=open_count,
+        seen_s=now_s,
+    )
+
+
+def recent_rps(demand: Demand, bins: int) -> float | None:
+    """The mean rate of the last `bins` bins, those known; None when none is."""
+    last = [c for c in demand.closed[-bins:] if c is not None]
+    return sum(last) / (len(last) * demand.bin_s) if last else None

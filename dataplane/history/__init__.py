@@ -1,0 +1,1 @@
+"""Request history on disk, readable without a fleet."""

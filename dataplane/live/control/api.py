@@ -1,0 +1,199 @@
+"""The control API: the fleet over HTTP, on a port of its own. Who may call, and errors: http_rules.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+import uvicorn
+from fastapi import Body, FastAPI, Header, Response
+from pydantic import BaseModel, ConfigDict, Field
+from sse_starlette.sse import EventSourceResponse
+
+from controlplane.control import Migrate, Scale
+from controlplane.errors import BadInput
+from controlplane.snapshot import Fact
+from controlplane.types import RequestId, WorkerId
+from dataplane.http.rules import (
+    ERRORS,
+    OPEN_PATHS,
+    ErrorReply,
+    documented_key,
+    error_reply,
+    keep_house_rules,
+)
+from dataplane.http.server import Extension
+from dataplane.live.control.operations import Operations
+
+
+class ScaleOrder(BaseModel):
+    """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    workers: int | None = Field(None, ge=0, le=10_000)
+    kind: str | None = Field(None, min_length=1, max_length=64)
+    auto: bool = False
+
+
+class MoveOrder(BaseModel):
+    """A running request, and the worker it shall go to; without one the fleet chooses."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    request_id: str = Field(min_length=1, max_length=256)
+    target: str | None = Field(None, min_length=1, max_length=64)
+
+
+class Decision(BaseModel):
+    """The controller's: a `scale` with `workers` (and `kinds`, in a fleet of several), or a `migrate` with
+    `request_id` and `target`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    kind: Literal["scale", "migrate"]
+    reason: str = Field(min_length=1, max_length=500)
+    advisory: bool = False
+    workers: int | None = Field(None, ge=0, le=10_000)
+    kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    target: str | None = Field(None, min_length=1, max_length=64)
+
+    def action(self) -> Scale | Migrate:
+        """The decision as the core's noun. Raises BadInput when a field its kind needs is missing."""
+        if self.kind == "scale" and self.workers is not None:
+            return Scale(self.workers, self.reason, self.facts, self.kinds)
+        if self.kind == "migrate" and self.request_id is not None and self.target is not None:
+            return Migrate(RequestId(self.request_id), WorkerId(self.target), self.reason)
+        raise BadInput(f"decision: a {self.kind} needs other fields, see /openapi.json")
+
+
+def control_app(operations: Operations, key: str | None, extensions: Sequence[Extension] = ()) -> FastAPI:
+    """The application; `key` None lets loopback callers in without one."""
+    app = FastAPI(
+        title="Tokenfleet control",
+        version="1",
+        responses=ERRORS,
+        docs_url="/docs",
+        redoc_url=None,
+        dependencies=documented_key(key),
+    )
+    app.state.operations = operations
+    keep_house_rules(
+        app,
+        key,
+        OPEN_PATHS.union(*(extension.open_paths for extension in extensions)),
+        {path: most for extension in extensions for path, most in extension.body_bytes.items()},
+    )
+
+    @app.get("/v1/fleet")
+    async def fleet() -> dict[str, Any]:
+        """Workers, their load, what is moving, and the last decisions with their reasons."""
+        return operations.fleet()
+
+    @app.post("/v1/fleet/scale", status_code=202)
+    async def scale(order: Annotated[ScaleOrder, Body()]) -> dict[str, Any]:
+        """Fix the number of workers, or hand the decision back to the controller."""
+        if (order.workers is None) == (not order.auto) or (order.auto and order.kind is not None):
+            raise BadInput('scale: give either {"workers": N}, with a "kind" or not, or {"auto": true}')
+        if order.workers is None:
+            operations.scale_automatically()
+        else:
+            operations.scale(order.workers, order.kind, "an operator asked")
+        cluster = operations.cluster
+        return {
+            "wanted_workers": cluster.wanted,
+            "wanted_kinds": cluster.wanted_kinds,
+            "auto": operations.auto,
+        }
+
+    @app.post("/v1/workers/{worker}/drain", status_code=202)
+    async def drain(worker: str) -> dict[str, Any]:
+        """Move everything off a worker, then stop it."""
+        operations.drain(worker)
+        return {"worker": worker, "state": "draining"}
+
+    @app.delete("/v1/workers/{worker}/drain")
+    async def cancel_drain(worker: str) -> dict[str, Any]:
+        """Let a draining worker serve again."""
+        operations.cancel_drain(worker)
+        return {"worker": worker, "state": "serving"}
+
+    @app.get("/v1/requests")
+    async def requests() -> dict[str, Any]:
+        """Running and waiting requests, with worker and progress."""
+        return {"requests": operations.requests()}
+
+    @app.get("/v1/requests/{request_id}")
+    async def explain(request_id: str) -> dict[str, Any]:
+        """One request and every decision about it."""
+        return operations.explain(request_id)
+
+    @app.post("/v1/migrations", status_code=202)
+    async def migrate(order: Annotated[MoveOrder, Body()]) -> dict[str, Any]:
+        """Begin to move a running request."""
+        return await operations.migrate(order.request_id, order.target, "an operator asked")
+
+    @app.get("/v1/migrations/{migration_id}")
+    async def migration(migration_id: str) -> dict[str, Any]:
+        """One move: stage, bytes, downtime, outcome."""
+        return operations.migration(migration_id)
+
+    @app.post("/v1/decisions", status_code=202)
+    async def decide(decision: Annotated[Decision, Body()]) -> dict[str, str]:
+        """The controller's door: carry out, or where it is only advice record, what it decided."""
+        await operations.decide(decision.action(), decision.advisory)
+        return {"kind": decision.kind}
+
+    @app.get("/v1/events", response_class=EventSourceResponse)
+    async def events(
+        last_event_id: Annotated[int, Header(ge=0)] = 0,
+    ) -> EventSourceResponse:
+        """Server-sent events: every decision, with its reason. Resumes after `Last-Event-ID`."""
+        return EventSourceResponse(_event_lines(operations, last_event_id))
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus' text format: `tokenfleet_` families, and vLLM's own by worker."""
+        return Response(operations.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether this process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready", responses={503: {"model": ErrorReply}})
+    async def ready() -> Any:
+        """Whether a worker serves."""
+        if operations.is_ready:
+            return {"status": "ready"}
+        return error_reply(503, "no worker is serving", "service_unavailable")
+
+    for extension in extensions:
+        for router in extension.routers:
+            app.include_router(router)
+    return app
+
+
+async def _event_lines(operations: Operations, after_id: int) -> AsyncIterator[dict[str, str]]:
+    async for event in operations.events.follow(after_id):
+        yield {"id": str(event.id), "event": event.kind, "data": json.dumps(event.as_json())}
+
+
+class QuietServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: the gateway's end is the fleet's end."""
+
+    def install_signal_handlers(self) -> None:
+        return
+
+    def capture_signals(self) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+
+def control_server(app: FastAPI) -> QuietServer:
+    """A server for the app; give its `serve` a bound socket, and set `should_exit` to end it."""
+    return QuietServer(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    )

@@ -1,0 +1,231 @@
+"""A whole live fleet, put together and run until it is told to stop.
+
+gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or emulated engines)
+   └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.policies import Policy
+from controlplane.scaler.worker_types import KindSettings
+from controlplane.types import Slo
+from dataplane.history.files import HistoryLimits
+from dataplane.http.keys import ApiKey, KeyRing
+from dataplane.http.server import Extension, bind, until_answering
+from dataplane.live.control.api import control_app, control_server
+from dataplane.live.control.controller_process import ControllerProcess
+from dataplane.live.control.operations import FleetFacts, Operations
+from dataplane.live.control.settings import Autoscale, ControllerSettings, speed_of
+from dataplane.live.control.step_times import StepTimes
+from dataplane.live.engine_api.vllm_surface import current_platform
+from dataplane.live.gateway.demand_count import DemandCount
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
+from dataplane.live.gateway.history import History
+from dataplane.live.gateway.ledger_placement import LedgerPlacement
+from dataplane.live.gateway.metrics import EngineFamilies, Metrics
+from dataplane.live.gateway.middleware import DoorPolicy
+from dataplane.live.gateway.placement import LeastLoaded, Placement
+from dataplane.live.gateway.server import Gateway, GatewaySettings
+from dataplane.live.gateway.waiting_room import WaitingSettings
+from dataplane.live.migration.move import MoveBudget
+from dataplane.live.pool.pool import Cluster, Host
+from dataplane.live.pool.worker_kinds import Kinds
+
+log = logging.getLogger(__name__)
+
+# Of a core's time: every step of a worker is that much longer while it takes KV in.
+CPU_MOVES = MoveBudget(bytes_per_s=200e6, share=0.01, stage_s=30.0)
+PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every kind has one.
+
+    `move_bytes_per_s`: what copies may take of a worker, `move_share`: of a core's time. None of both is
+    CPU_MOVES where copying takes the cores that compute, no bound elsewhere.
+    """
+
+    gateway: GatewaySettings
+    engine: Literal["vllm", "emulated"]
+    kinds: Kinds
+    max_workers: int
+    control_host: str
+    control_port: int
+    control_key: str | None
+    keys: tuple[ApiKey, ...]
+    slo: Slo
+    waiting: WaitingSettings
+    autoscale: Autoscale | None = None
+    advisory: bool = False
+    policy: Policy = Policy.SPREAD
+    data: Path | None = None
+    history_limits: HistoryLimits | None = None
+    move_bytes_per_s: float | None = None
+    move_share: float | None = None
+    extensions: tuple[Extension, ...] = ()
+
+
+async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) -> None:
+    """Start the fleet, `announce` its addresses once both answer, and return when it has been stopped.
+
+    Raises BadInput for what the operator can mend (ports, model, flags), RuntimeError for a worker that
+    does not start. Whatever it raises, nothing it started is left.
+    """
+    here = asyncio.current_task()
+    assert here is not None
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGTERM, signal.SIGINT):  # until vLLM's server installs its own
+        loop.add_signal_handler(sign, here.cancel)
+    async with AsyncExitStack() as cleanup:
+        gateway_socket = bind(settings.gateway.host, settings.gateway.port, "--port")
+        cleanup.callback(gateway_socket.close)
+        control_socket = bind(settings.control_host, settings.control_port, "--control-port")
+        cleanup.callback(control_socket.close)
+
+        events, metrics = EventLog(), Metrics()
+        history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
+        cleanup.callback(history.close)
+        profiles = {kind.name: kind.profile for kind in settings.kinds if kind.profile is not None}
+        step_times = StepTimes(profiles, events) if len(profiles) == len(settings.kinds) else None
+        placement = _placement(settings, history, profiles, step_times)
+        gateway = Gateway(settings.gateway)
+        host = await _host(settings, gateway, profiles)
+        core = FleetCore(
+            CoreSettings(settings.max_workers, settings.slo, settings.waiting, _moves(settings)),
+            placement,
+            metrics,
+            events,
+            history.expected_tokens,
+        )
+        core.on_end.append(history.add)
+        core.on_step.append(history.add_step)
+        if step_times is not None:
+            core.on_step.append(step_times.add)
+            step_times.attached = lambda: {at.worker for at in core.attached()}
+            step_times.kind_of = core.kind_of
+            metrics.registry.register(step_times)
+        core.predict_anew = history.expected_tokens
+        arrived = DemandCount()
+        core.on_arrival.append(arrived.add)
+        cluster = Cluster(host, core, events, settings.max_workers, settings.kinds)
+        core.is_starting = lambda: cluster.starting > 0
+        cleanup.push_async_callback(cluster.close)
+        await cluster.start()
+        gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
+
+        gateway_url = _url(settings.gateway.host, settings.gateway.port)
+        control_url = _url(settings.control_host, settings.control_port)
+        facts = FleetFacts(
+            settings.gateway.model, settings.engine, gateway_url, settings.advisory, settings.autoscale
+        )
+        operations = Operations(facts, core, cluster, metrics, events, arrived, step_times)
+        metrics.registry.register(EngineFamilies(core.workers_by_slot))
+        for extension in settings.extensions:
+            for collector in extension.collectors:
+                metrics.registry.register(collector)
+            await cleanup.enter_async_context(extension.running())
+        control = control_server(control_app(operations, settings.control_key, settings.extensions))
+        answering = asyncio.create_task(control.serve(sockets=[control_socket]))
+        cleanup.push_async_callback(_end_server, control, answering)
+
+        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon)
+        core.on_closing.append(lambda why: setattr(door, "closing", why))
+        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
+        await until_answering(settings.control_host, settings.control_port, answering)
+        await until_answering(settings.gateway.host, settings.gateway.port, serving)
+        told = ControllerSettings(
+            control_url,
+            settings.control_key,
+            settings.advisory,
+            os.getpid(),
+            settings.autoscale,
+            {kind: speed_of(profile) for kind, profile in profiles.items()},
+            None if settings.data is None else str(settings.data.absolute() / "demand.json"),
+            _scaled_kinds(settings.kinds),
+        )
+        controller = ControllerProcess(told, events)
+        cleanup.push_async_callback(controller.close)
+        controller.start()
+        announce(f"ready {gateway_url} control {control_url}")
+        await serving
+
+
+def _scaled_kinds(kinds: Kinds) -> tuple[KindSettings, ...]:
+    """What the scaler may choose from, where there is a choice."""
+    if len(kinds) == 1:
+        return ()
+    return tuple(
+        KindSettings(
+            kind.name,
+            None,
+            kind.usd_per_h,
+            gpus=kind.tp_degree,
+            high=kind.high,
+            reclaims_per_h=kind.reclaims_per_h,
+        )
+        for kind in kinds
+    )
+
+
+def _moves(settings: FleetSettings) -> MoveBudget:
+    bytes_per_s, share = settings.move_bytes_per_s, settings.move_share
+    if bytes_per_s is None and share is None and settings.engine == "vllm" and current_platform.is_cpu():
+        return CPU_MOVES
+    return MoveBudget(bytes_per_s=bytes_per_s or 0.0, share=share or 1.0)
+
+
+def _placement(
+    settings: FleetSettings, history: History, profiles: Mapping[str, Profile], step_times: StepTimes | None
+) -> Placement:
+    """By the core's `assign` where step times are known, by load alone where they are not."""
+    if step_times is None:
+        return LeastLoaded()
+    placement = LedgerPlacement(
+        profiles, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+    )
+    history.on_learnt.append(placement.learn)
+    for kind, times in step_times.kinds.items():
+        times.on_refit.append(partial(placement.refit, kind))
+    return placement
+
+
+async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str, Profile]) -> Host:
+    if settings.engine == "emulated":
+        from dataplane.live.emulated.segment import Noise
+        from dataplane.live.pool.emulated_host import EmulatedHost
+
+        if len(profiles) < len(settings.kinds):
+            raise BadInput("--profile: emulated engines take their step times from one")
+        model = gateway.config.model_config
+        noise = Noise(last=min(256, model.get_vocab_size()))
+        return EmulatedHost(profiles, settings.gateway.model, model.max_model_len, noise)
+    from dataplane.live.pool.ray_host import RayHost
+
+    host: Host = await RayHost.start(gateway.arguments, settings.kinds)
+    return host
+
+
+async def _end_server(server: object, answering: asyncio.Task[None]) -> None:
+    server.should_exit = True  # type: ignore[attr-defined]
+    await asyncio.wait([answering], timeout=5.0)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,273 @@
+"""The fleet as its operators see and steer it: plain values out, verbs in. HTTP is control_api.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from controlplane.control import Migrate, Scale
+from controlplane.errors import BadInput
+from controlplane.types import WorkerId
+from dataplane.http.rules import UnknownName
+from dataplane.live.control.settings import Autoscale
+from dataplane.live.control.step_times import StepTimes
+from dataplane.live.gateway.connections import Attached
+from dataplane.live.gateway.demand_count import DemandCount
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
+from dataplane.live.gateway.request import Tracked
+from dataplane.live.migration.move import Move
+from dataplane.live.pool.pool import Cluster, Member
+
+LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
+LAST_SCALING = 5
+SCALING_KINDS = ("scale", "advice-scale")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """What does not change while the fleet runs. `advisory`: decisions are said, not done."""
+
+    model: str
+    engine: str
+    gateway: str
+    advisory: bool
+    autoscale: Autoscale | None
+
+
+class Operations:
+    """Verbs and views over one FleetCore and its cluster."""
+
+    def __init__(
+        self,
+        facts: FleetFacts,
+        core: FleetCore,
+        cluster: Cluster,
+        metrics: Metrics,
+        events: EventLog,
+        arrived: DemandCount,
+        step_times: StepTimes | None = None,
+    ) -> None:
+        self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
+        self.arrived, self.step_times = arrived, step_times
+        self.auto = facts.autoscale is not None
+        self._moves: set[asyncio.Task[Move]] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request will be served: by a worker, or by one that its arrival would launch."""
+        scale = self.facts.autoscale
+        at_zero = scale is not None and scale.low == 0 and self.auto and not self.facts.advisory
+        return self.cluster.serving > 0 or at_zero
+
+    # Views.
+
+    def fleet(self) -> dict[str, Any]:
+        """Workers, their load, what is moving, and the last decisions with their reasons."""
+        attached = {at.worker: at for at in self.core.attached()}
+        requests = list(self.core.requests)
+        scale = self.facts.autoscale
+        return {
+            "schema": "tokenfleet.fleet/1",
+            "model": self.facts.model,
+            "engine": self.facts.engine,
+            "gateway": self.facts.gateway,
+            "wanted_workers": self.cluster.wanted,
+            "wanted_kinds": self.cluster.wanted_kinds,
+            "max_workers": self.cluster.max_workers,
+            "auto": self.auto,
+            # The bounds within which the controller may decide; null where it was not asked to.
+            "autoscale": None if scale is None else {"min_workers": scale.low, "max_workers": scale.high},
+            "advisory": self.facts.advisory,
+            "slo": asdict(self.core.settings.default_slo),
+            "attainment": self.metrics.attainment(),
+            "requests": {
+                "running": sum(t.worker is not None for t in requests),
+                "waiting": self.core.waiting,
+            },
+            "workers": [_worker_view(m, attached.get(m.worker), requests) for m in self.cluster.members()],
+            "arrivals": self.arrived.as_json(),
+            "step_times": [] if self.step_times is None else self.step_times.as_json(),
+            "cold_start_s": round(self.cluster.cold_start_s, 3),
+            "drain_s": round(self.cluster.drain_s, 3),
+            "moving": [_move_view(move) for move in self.core.migrations.open.values()],
+            "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
+            "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
+        }
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Every running and waiting request."""
+        now_s = time.monotonic()
+        return [_request_view(tracked, now_s) for tracked in self.core.requests]
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """A request, if it still runs, and every kept event about it. Raises UnknownName."""
+        tracked = self.core.requests.find(name)
+        about = self.events.about(tracked.id if tracked else name)
+        if tracked is None and not about:
+            raise UnknownName(f"request {name}: is not running, and no decision about it is kept")
+        view = None if tracked is None else _request_view(tracked, time.monotonic())
+        return {"request": view, "decisions": [event.as_json() for event in about]}
+
+    def migration(self, number: str) -> dict[str, Any]:
+        """One migration by its id. Raises UnknownName."""
+        move = self.core.migrations.find(number)
+        if move is None:
+            raise UnknownName(f"migration {number}: no such migration is kept")
+        return _move_view(move)
+
+    def exposition(self) -> bytes:
+        """The metrics, with gauges brought up to date."""
+        m = self.metrics
+        states = [member.state for member in self.cluster.members()]
+        for state in ("starting", "serving", "draining"):
+            m.workers.labels(state).set(states.count(state))
+        m.waiting.set(self.core.waiting)
+        for at in self.core.attached():
+            m.running.labels(at.worker).set(len(self.core.requests.on_worker(at.worker)))
+            if at.telemetry is not None:
+                load = at.telemetry
+                m.context.labels(at.worker).set(load.context_tokens)
+                m.kv_used.labels(at.worker).set(load.kv_used_blocks / max(1, load.kv_total_blocks))
+                m.step_s.labels(at.worker).set(load.step_s)
+                m.preemptions.labels(at.worker).set(load.preemptions)
+        return m.exposition()
+
+    # Verbs. All raise BadInput for what cannot be done.
+
+    def scale(self, workers: int, kind: str | None, reason: str) -> None:
+        """Fix the number of workers, of a `kind` where there are several; the controller lets go of it."""
+        kinds = self.cluster.kinds
+        named = kinds.only() if kind is None else kinds.known(kind)
+        self.cluster.scale({named: workers}, reason)
+        self.auto = False
+
+    def scale_automatically(self) -> None:
+        """Let the controller decide the number of workers again."""
+        if self.facts.autoscale is None:
+            raise BadInput("auto: this fleet was started without --autoscale MIN..MAX")
+        self.auto = True
+
+    def drain(self, worker: str) -> None:
+        self._known(worker)
+        self.cluster.drain(WorkerId(worker), "an operator asked")
+
+    def cancel_drain(self, worker: str) -> None:
+        self._known(worker)
+        self.cluster.cancel_drain(WorkerId(worker), "an operator cancelled the drain")
+
+    async def migrate(self, name: str, target: str | None, reason: str) -> dict[str, Any]:
+        """Begin a move and return its record; without a target the worker with most room is taken."""
+        tracked = self.core.requests.find(name)
+        if tracked is None:
+            raise UnknownName(f"request {name}: is not running")
+        if target is not None:
+            self._known(target)
+            if self.cluster.state_of(WorkerId(target)) != "serving":
+                raise BadInput(f"target {target}: is not serving")
+            if tracked.worker == target:
+                raise BadInput(f"target {target}: the request is there already")
+        source = () if tracked.worker is None else (tracked.worker,)
+        chosen = WorkerId(target) if target else self.core.placement.choose(tracked, time.monotonic(), source)
+        if chosen is None:
+            raise BadInput(f"request {name}: no other worker has room for it")
+        if tracked.id in self.core.migrations.open:
+            raise BadInput(f"request {name}: is being moved already")
+        task = asyncio.ensure_future(self.core.move(tracked.id, chosen, reason))
+        self._moves.add(task)
+        task.add_done_callback(self._moves.discard)
+        await asyncio.sleep(0)  # the move enters its record before its first wait
+        move = self.core.migrations.open.get(tracked.id) or self.core.migrations.closed[-1]
+        return _move_view(move)
+
+    async def decide(self, decision: Scale | Migrate, advisory: bool) -> None:
+        """Carry out what the controller decided, or only record it."""
+        kind = "scale" if isinstance(decision, Scale) else "migrate"
+        if advisory:
+            said = {name: value for name, value in asdict(decision).items() if name != "reason"}
+            said |= said.pop("facts", {})
+            if not said.get("kinds"):
+                said.pop("kinds", None)
+            self.events.record(time.time(), f"advice-{kind}", decision.reason, **said)
+        elif isinstance(decision, Scale):
+            if not self.auto:  # an operator fixed the number while this was being decided
+                raise BadInput("decision: scale: the number of workers is an operator's now")
+            kinds = decision.kinds or {self.cluster.kinds.only(): decision.workers}
+            self.cluster.scale(kinds, decision.reason, decision.facts)
+        else:
+            await self.migrate(decision.request, decision.target, decision.reason)
+
+    def _known(self, worker: str) -> None:
+        if self.cluster.state_of(WorkerId(worker)) is None:
+            names = ", ".join(member.worker for member in self.cluster.members()) or "none"
+            raise UnknownName(f"worker {worker}: no such worker, there are: {names}")
+
+
+def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -> dict[str, Any]:
+    here = [t for t in requests if t.worker == member.worker]
+    view: dict[str, Any] = {
+        "worker": member.worker,
+        "kind": member.kind,
+        "state": member.state,
+        "reason": member.reason,
+        "for_s": round(time.monotonic() - member.since_s, 3),
+        "requests": len(here),
+        "tokens": sum(t.context_tokens for t in here),
+    }
+    if at is not None:
+        info = at.link.info
+        view |= {
+            "pid": info.pid,
+            "tp_degree": info.tp_degree,
+            "max_seqs": info.max_seqs,
+            "block_tokens": info.block_tokens,
+            "kv_blocks": info.kv_blocks,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
+        }
+        view["telemetry"] = None if at.telemetry is None else asdict(replace(at.telemetry, executed=()))
+    return view
+
+
+def _request_view(tracked: Tracked, now_s: float) -> dict[str, Any]:
+    params = tracked.request.sampling_params
+    return {
+        "request": tracked.id,
+        "x_request_id": tracked.ticket.id,
+        "key": tracked.ticket.key,
+        "priority": PRIORITY_NAMES[tracked.ticket.priority],
+        "state": tracked.state,
+        "worker": tracked.worker,
+        "prompt_tokens": tracked.prompt_tokens,
+        "output_tokens": len(tracked.output_token_ids),
+        "expected_tokens": tracked.predicted_tokens,
+        "max_tokens": None if params is None else params.max_tokens,
+        "age_s": round(now_s - tracked.arrival_s, 4),
+        "ttft_s": tracked.ttft_s(),
+        "tpot_s": tracked.tpot_s(),
+        "slo": {"ttft_s": tracked.slo.ttft_s, "tpot_s": tracked.slo.tpot_s},
+        "moves": tracked.moves,
+        "replays": tracked.replays,
+    }
+
+
+def _move_view(move: Move) -> dict[str, Any]:
+    return {
+        "id": move.id,
+        "request": move.request,
+        "source": move.source,
+        "target": move.target,
+        "mode": move.mode,
+        "outcome": move.outcome,
+        "open": move.finished_s is None,
+        "why": move.why,
+        "reason": move.reason,
+        "stages_tokens": list(move.stages),
+        "tail_tokens": move.tail_tokens,
+        "bytes": move.bytes,
+        "downtime_s": move.downtime_s,
+        "started_s": move.started_s,
+        "finished_s": move.finished_s,
+    }

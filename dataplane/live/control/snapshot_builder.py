@@ -1,0 +1,197 @@
+"""The control API's replies as snapshots for `tick`: what is there, what has arrived, what went unexpected.
+
+Looking is comparing: arrivals are the difference of two counters, a request that is gone has finished, one
+whose expected length has grown has outlived its prediction (placement.rebalance keeps both as errors). So a
+`Seeing` remembers its last look; a new one knows nothing of before, and says so.
+
+What workers of each kind can do: as their profiles say, or as their last steps show.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from controlplane.perfmodel.samples import StepSamples
+from controlplane.placement.rebalance import Error, Surprises, error_at, finished, forget, outlived
+from controlplane.scaler.line import Speed, speed_seen
+from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.gateway.demand_count import since
+
+PRIORITIES = {"normal": 0, "high": 1}
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A decoding request as first seen on its worker: the step it should end at, and its expected length."""
+
+    worker: WorkerId
+    end_step: int
+    expected: int
+
+
+class Seeing:
+    """Snapshots from replies. `speeds`: what workers can do, by kind; else it is learned from steps."""
+
+    def __init__(self, speeds: Mapping[str, Speed] | None = None) -> None:
+        self.speeds = Speeds(speeds or {})
+        self._arrivals: list[dict[str, Any]] | None = None
+        self._planned: dict[RequestId, Planned] = {}
+        self._surprises: dict[WorkerId, Surprises] = {}
+        self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
+
+    def snapshot(self, fleet: Row, requests: Sequence[Row], now_s: float) -> Snapshot:
+        """The fleet now; `fleet` and `requests` as GET /v1/fleet and /v1/requests have them."""
+        self.speeds.learn(fleet["workers"])
+        sizes = [int(w.get("kv_bytes_per_token", 0)) for w in fleet["workers"]]
+        self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
+        placed: dict[str, list[Row]] = {}
+        waiting = [r for r in requests if r["worker"] is None]
+        for r in requests:
+            if r["worker"] is not None:
+                placed.setdefault(r["worker"], []).append(r)
+        arrived = since(self._arrivals, fleet["arrivals"])
+        self._arrivals = fleet["arrivals"]
+        return Snapshot(
+            now_s,
+            tuple(self._worker(w, placed.get(w["worker"], [])) for w in fleet["workers"]),
+            int(fleet["wanted_workers"]),
+            sum(_tokens(r) for r in waiting),
+            frozenset(RequestId(move["request"]) for move in fleet["moving"]),
+            frozenset(WorkerId(move[end]) for move in fleet["moving"] for end in ("source", "target")),
+            self._errors(fleet["workers"], requests),
+            None if arrived is None else sum(c.requests for c in arrived),
+            None if fleet["auto"] else int(fleet["wanted_workers"]),
+            arrived or (),
+            len(waiting),
+            float(fleet["cold_start_s"]),
+            float(fleet["drain_s"]),
+            fleet["wanted_kinds"],
+        )
+
+    def _worker(self, w: Row, placed: Sequence[Row]) -> WorkerLoad:
+        # The engine says how many wait in it, not which: the youngest that have no token yet.
+        queued = int((w.get("telemetry") or {}).get("waiting", 0))
+        fresh = sorted((r for r in placed if r["state"] == "prefilling"), key=lambda r: -float(r["age_s"]))
+        queue = fresh[len(fresh) - min(queued, len(fresh)) :]
+        names = {r["request"] for r in queue}
+        speed = self.speeds.of(w["kind"])
+        return WorkerLoad(
+            WorkerId(w["worker"]),
+            w["state"],
+            int(w.get("kv_blocks", 0)) * int(w.get("block_tokens", 0)),
+            tuple(_running(r) for r in placed if r["request"] not in names),
+            tuple(_running(r) for r in queue),
+            None if speed is None else speed.step,
+            int(w.get("max_seqs", 1 << 30)),
+            kind=w["kind"],
+        )
+
+    def _errors(self, workers: Sequence[Row], requests: Sequence[Row]) -> dict[WorkerId, Error]:
+        """Algorithm 2's errors by worker, brought up to this look."""
+        steps = {WorkerId(w["worker"]): int(w["telemetry"]["steps"]) for w in workers if w.get("telemetry")}
+        self._surprises = {w: forget(self._surprises.get(w, Surprises()), at) for w, at in steps.items()}
+        planned: dict[RequestId, Planned] = {}
+        for r in requests:
+            worker, name = r["worker"], RequestId(r["request"])
+            if worker not in steps or r["state"] != "decoding":
+                continue
+            expected, done = int(r["expected_tokens"]), int(r["output_tokens"])
+            end = steps[worker] + max(expected - done, 1)
+            before = self._planned.get(name)
+            if before is None or before.worker != worker:
+                planned[name] = Planned(WorkerId(worker), end, expected)
+                continue
+            planned[name] = before
+            if expected > before.expected:
+                self._surprises[before.worker] = outlived(self._surprises[before.worker], name, end)
+        for name, before in self._planned.items():
+            if before.worker not in steps or planned.get(name) is before:
+                continue
+            moved = name in planned  # then nothing ended early: the plan went along
+            at = steps[before.worker]
+            end_step = at if moved else before.end_step
+            self._surprises[before.worker] = finished(self._surprises[before.worker], name, at, end_step)
+        self._planned = planned
+        errors = {w: error_at(s, steps[w]) for w, s in self._surprises.items()}
+        return errors if any(e.sequences or e.output_tokens for e in errors.values()) else {}
+
+
+def _tokens(r: Row) -> int:
+    return int(r["prompt_tokens"]) + int(r["output_tokens"])
+
+
+def _running(r: Row) -> RunningRequest:
+    return RunningRequest(
+        RequestId(r["request"]),
+        _tokens(r),
+        PRIORITIES[r["priority"]],
+        generated=int(r["output_tokens"]),
+        remaining_tokens=max(int(r["expected_tokens"]) - int(r["output_tokens"]), 1),
+        tpot_s=float(r["slo"]["tpot_s"]),
+    )
+
+
+REMEMBERED_STEPS = 600
+REFIT_EVERY = 40
+
+
+@dataclass(slots=True)
+class Steps:
+    """A kind's last steps (prefill tokens, sequences, context tokens, seconds), and those not fitted yet."""
+
+    last: deque[tuple[float, float, float, float]] = field(
+        default_factory=lambda: deque(maxlen=REMEMBERED_STEPS)
+    )
+    new: int = 0
+
+
+class Speeds:
+    """Speeds by kind. `given` ones stay as they are."""
+
+    def __init__(self, given: Mapping[str, Speed]) -> None:
+        self._given = dict(given)
+        self._learnt: dict[str, Speed] = {}
+        self._steps: defaultdict[str, Steps] = defaultdict(Steps)
+        self._last_step: dict[str, int] = {}
+
+    def of(self, kind: str) -> Speed | None:
+        """A worker's speed, as given or as seen."""
+        return self._given.get(kind) or self._learnt.get(kind)
+
+    def any(self) -> Speed | None:
+        """Of a kind whose speed is known."""
+        return next(iter((self._given | self._learnt).values()), None)
+
+    def learn(self, workers: Sequence[Row]) -> None:
+        """Take in the workers' last steps, as GET /v1/fleet tells them; refit now and then."""
+        for w in workers:
+            load, kind = w.get("telemetry"), w["kind"]
+            if kind in self._given or not load or self._last_step.get(w["worker"]) == load["steps"]:
+                continue
+            self._last_step[w["worker"]] = load["steps"]
+            if load["step_s"] > 0 and (load["prefill_tokens"] or load["sequences"]):
+                steps = self._steps[kind]
+                steps.last.append(
+                    (load["prefill_tokens"], load["sequences"], load["context_tokens"], load["step_s"])
+                )
+                steps.new += 1
+        for kind, steps in self._steps.items():
+            if steps.new >= REFIT_EVERY:
+                steps.new = 0
+                self._refit(kind, [w for w in workers if w["kind"] == kind and w.get("kv_blocks")])
+
+    def _refit(self, kind: str, known: Sequence[Row]) -> None:
+        capacity = min((int(w["kv_blocks"]) * int(w["block_tokens"]) for w in known), default=0)
+        seats = min((int(w["max_seqs"]) for w in known), default=0)
+        columns = np.array(self._steps[kind].last, float).T
+        seen = speed_seen(StepSamples(*columns), capacity, seats)
+        if seen is not None:
+            self._learnt[kind] = seen

@@ -1,0 +1,185 @@
+"""How far the workers' real step times are from their profile, and the profile corrected by them.
+
+Each telemetry message carries the steps executed since the one before; `perfmodel.refit` learns from the
+first of them, since long ones are likelier to be the last before a message. Placement is told when the
+refitted model has moved, operators see the factors, and a sudden change is an event of the fleet's log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.refit import Drift, Refit
+from controlplane.perfmodel.step import StepModel
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import Telemetry
+from dataplane.live.gateway.events import EventLog
+
+TELL_EVERY = 50  # steps learned from between two corrections of placement
+LEAST_GAP_S = 0.005  # between two steps learned from: a step's share of the gateway's core stays below 2 %
+WORKER_STEPS = 100  # memory of a worker's own factor
+LAST_DRIFTS = 10
+LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
+
+
+class KindTimes:
+    """The refit of one kind's variant. `on_refit(step model)` are told of corrections."""
+
+    def __init__(self, profile: Profile, events: EventLog) -> None:
+        self.refit = Refit(profile)
+        self.variant = str(profile.variant)
+        self.on_refit: list[Callable[[StepModel], None]] = []
+        self._events = events
+        self._factors: dict[WorkerId, float] = {}
+        self._learned_s = float("-inf")
+        self._told = 0
+
+    def take(self, load: Telemetry) -> None:
+        """Note the step as its worker's; learn from it, unless it comes too soon after the last."""
+        self._note(load)
+        now_s = time.monotonic()
+        if now_s - self._learned_s < LEAST_GAP_S:
+            return
+        self._learned_s = now_s
+        self.learn(load)
+
+    def learn(self, load: Telemetry) -> None:
+        """Learn from this step, whatever came just before it."""
+        drift = self.refit.take(
+            load.prefill_tokens, load.sequences, load.context_tokens, load.step_s, load.prefill_sum_sq
+        )
+        if drift is not None:
+            self._announce(drift)
+        if drift is not None or self.refit.steps - self._told >= TELL_EVERY:
+            self._told = self.refit.steps
+            for tell in self.on_refit:
+                tell(self.refit.model)
+
+    def own_factors(self, here: Collection[WorkerId]) -> dict[WorkerId, float]:
+        """Each worker's own factor on the profile; those that are not `here` any more are forgotten."""
+        self._factors = {worker: own for worker, own in self._factors.items() if worker in here}
+        return self._factors
+
+    def _note(self, load: Telemetry) -> None:
+        """The worker's own factor on the profile, as a running geometric-like mean of clipped ratios."""
+        expected_s = float(
+            self.refit.profile.step.step_s(
+                load.prefill_tokens, load.sequences, load.context_tokens, load.prefill_sum_sq
+            )
+        )
+        if expected_s > 0:
+            before = self._factors.get(load.worker, load.step_s / expected_s)
+            ratio = min(max(load.step_s / expected_s, before / 2), before * 2)
+            self._factors[load.worker] = before + (ratio - before) / WORKER_STEPS
+
+    def _announce(self, drift: Drift) -> None:
+        way = "slower" if drift.ratio > 1 else "faster"
+        self._events.record(
+            time.time(),
+            "drift",
+            f"{self.variant}: steps have become {way}, {drift.ratio:.2f} times what was predicted;"
+            f" now {self.refit.slowdown:.2f} times the profile, and placement goes by that",
+            variant=self.variant,
+            ratio=round(drift.ratio, 4),
+            slowdown=round(self.refit.slowdown, 4),
+        )
+
+    def as_json(self, here: Collection[WorkerId]) -> dict[str, Any]:
+        """Profile and reality, for `/v1/fleet`; errors are mean relative ones over the last steps."""
+        refit, step = self.refit, self.refit.model
+        return {
+            "profile": refit.profile.label,
+            "variant": self.variant,
+            "steps": refit.steps,
+            "slowdown": round(refit.slowdown, 4),
+            "profile_error": round(refit.profile_error, 4),
+            "refit_error": round(refit.error, 4),
+            "drifts": [
+                {"step": d.step, "since": d.since, "ratio": round(d.ratio, 4)}
+                for d in refit.drifts[-LAST_DRIFTS:]
+            ],
+            "step": {
+                "base_s": step.base_s,
+                "per_prefill_token_s": step.per_prefill_token_s,
+                "per_sequence_s": step.per_sequence_s,
+                "per_context_token_s": step.per_context_token_s,
+                "per_prefill_sum_sq_s": step.per_prefill_sum_sq_s,
+                "per_prefill_step_s": step.per_prefill_step_s,
+                "hinges": [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in step.hinges],
+            },
+            "workers": {worker: round(factor, 4) for worker, factor in self.own_factors(here).items()},
+        }
+
+
+class StepTimes(Collector):
+    """The refits of a fleet's kinds, by name. `attached`: the workers there are, `kind_of`: their kind."""
+
+    def __init__(self, profiles: Mapping[str, Profile], events: EventLog) -> None:
+        self.kinds = {kind: KindTimes(profile, events) for kind, profile in profiles.items()}
+        self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._seen)
+        self.kind_of: Callable[[WorkerId], str | None] = lambda worker: next(iter(profiles))
+        self._seen: dict[WorkerId, int] = {}
+
+    def add(self, load: Telemetry) -> None:
+        """Learn from one of a worker's new steps, once."""
+        kind = self.kind_of(load.worker)
+        if kind is None:
+            return
+        new = load.since(self._seen.get(load.worker, 0))
+        if new:
+            load = replace(load, **{name: getattr(new[0], name) for name in LEARNT})
+        computed = load.step_s > 0 and (load.prefill_tokens or load.sequences)
+        if not computed or self._seen.get(load.worker) == load.steps:
+            return
+        self._seen[load.worker] = load.steps
+        self.kinds[kind].take(load)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """One view for each kind."""
+        here = self._here()
+        return [times.as_json(here) for times in self.kinds.values()]
+
+    def _here(self) -> Collection[WorkerId]:
+        """The workers there are; what is known of those that have gone is forgotten."""
+        here = self.attached()
+        self._seen = {worker: steps for worker, steps in self._seen.items() if worker in here}
+        return here
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        here = self._here()
+        factor = GaugeMetricFamily(
+            "tokenfleet_step_profile_ratio",
+            "How many times as long as the profile says steps take, all in all",
+            labels=["variant"],
+        )
+        errors = GaugeMetricFamily(
+            "tokenfleet_step_error_ratio",
+            "Mean relative error of predicted step times over the last steps, by model: profile or refit",
+            labels=["variant", "model"],
+        )
+        drifts = CounterMetricFamily(
+            "tokenfleet_step_drifts", "Sudden changes of step times that were noticed", labels=["variant"]
+        )
+        workers = GaugeMetricFamily(
+            "tokenfleet_worker_step_profile_ratio",
+            "How many times as long as the profile says a worker's own steps take",
+            labels=["worker"],
+        )
+        for times in self.kinds.values():
+            factor.add_metric([times.variant], times.refit.slowdown)
+            errors.add_metric([times.variant, "profile"], times.refit.profile_error)
+            errors.add_metric([times.variant, "refit"], times.refit.error)
+            drifts.add_metric([times.variant], len(times.refit.drifts))
+            for worker, own in times.own_factors(here).items():
+                workers.add_metric([worker], own)
+        return factor, errors, drifts, workers

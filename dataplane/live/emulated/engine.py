@@ -1,0 +1,261 @@
+"""An emulated engine as a gateway sees one: an `EngineLink` whose steps take a profile's time.
+
+Many run in one process and one event loop. `Fabric` joins them as the network joins workers, so that moves
+between them copy, hold, fail and time out as real ones do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import WorkerId
+from dataplane.live.emulated.batch import Batch, Made, PlannedStep
+from dataplane.live.emulated.segment import Noise
+from dataplane.live.engine_api.link import Event, Lost, Outputs, Refused, WorkerInfo
+from dataplane.live.engine_api.step_trace import Step, StepTrace
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    PrefillStats,
+    SchedulerStats,
+    vllm_version,
+)
+from dataplane.live.kv.holds import LoadJob
+
+UNREAD_EVENTS = 1024
+IDLE_LOOK_S = 0.05  # how often an engine that cannot go on looks again, for holds that have run out
+TELEMETRY_EVERY_S = 0.05
+
+
+@dataclass(slots=True)
+class Fabric:
+    """The network between emulated engines; `speed` runs all of them that many times faster than life."""
+
+    bytes_per_s: float = 2e9
+    speed: float = 1.0
+    engines: dict[str, EmulatedEngine] = field(default_factory=dict)
+
+    def can_read(self, job: LoadJob) -> bool:
+        """Whether the source of a load still has what is asked for."""
+        source = self.engines.get(job.load.addresses[0])
+        return source is not None and source.batch.readable_tokens(job.load.segment) >= job.load.tokens
+
+    def transfer_s(self, job: LoadJob, block_bytes: int) -> float:
+        """Seconds a load takes, of the emulated world."""
+        rate = min(self.bytes_per_s, job.load.pace.fixed_bytes_per_s or self.bytes_per_s)
+        return len(job.blocks) * block_bytes / rate
+
+
+class EmulatedEngine:
+    """One engine. It works from its construction, inside a running event loop, until `close` or `kill`."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        profile: Profile,
+        fabric: Fabric,
+        *,
+        model: str = "emulated",
+        max_model_len: int = 8192,
+        noise: Noise | None = None,
+    ) -> None:
+        self._profile = profile
+        self._fabric = fabric
+        # A request longer than the KV memory could never end; vLLM refuses such a configuration.
+        max_model_len = min(max_model_len, profile.kv.capacity_tokens)
+        self.batch = Batch(profile, max_model_len, noise or Noise())
+        self._info = WorkerInfo(
+            worker=worker,
+            engine="emulated",
+            model=model,
+            endpoint="",
+            kv_addresses=(f"emulated://{worker}",),
+            block_tokens=profile.kv.block_tokens,
+            kv_blocks=self.batch.total_blocks,
+            kv_bytes_per_token=profile.kv.bytes_per_token,
+            max_model_len=max_model_len,
+            max_seqs=profile.engine.max_seqs,
+            max_batched_tokens=profile.engine.max_batched_tokens,
+            tp_degree=profile.tp_degree,
+            vllm_version=vllm_version,
+            dtype="none",
+            pid=os.getpid(),
+        )
+        self._trace = StepTrace(worker, self.batch.total_blocks)
+        self._events: asyncio.Queue[Event] = asyncio.Queue(UNREAD_EVENTS)
+        self._work = asyncio.Event()
+        self._lost: Lost | None = None
+        self._told_s = 0.0
+        self._telling: set[asyncio.Task[None]] = set()
+        fabric.engines[self._info.kv_addresses[0]] = self
+        self._loop = asyncio.get_running_loop()
+        self._runner = self._loop.create_task(self._run())
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        if self._lost is not None:
+            return
+        if len(self.batch) >= 4 * self._info.max_seqs and not request.abort_immediately:
+            await self._events.put(Refused(request.request_id, "its queue is full"))
+            return
+        is_leased = self.batch.add(request, time.monotonic())
+        if is_leased is not None:
+            reason = FinishReason.ABORT if is_leased else FinishReason.ERROR
+            await self._tell([EngineCoreOutput(request.request_id, [], finish_reason=reason)])
+        self._work.set()
+
+    async def abort(self, segments: Sequence[str]) -> None:
+        for name in segments:
+            self.batch.abort(name, time.monotonic())
+        self._work.set()
+
+    async def receive(self) -> Event:
+        if self._lost is not None and self._events.empty():
+            return self._lost
+        return await self._events.get()
+
+    async def close(self) -> None:
+        self.kill("closed")
+        await asyncio.gather(self._runner, return_exceptions=True)
+
+    def kill(self, reason: str = "killed") -> None:
+        """Die as a process would: at once, with nothing more said and all KV gone."""
+        if self._lost is None:
+            self._lost = Lost(reason)
+            self._fabric.engines.pop(self._info.kv_addresses[0], None)
+            self._runner.cancel()
+            if not self._events.full():
+                self._events.put_nowait(self._lost)
+
+    def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:
+        """Executed steps from number `since` on (see `StepTrace.steps`)."""
+        return self._trace.steps(since)
+
+    async def _run(self) -> None:
+        ends_s = time.monotonic()
+        while True:
+            step = self.batch.plan(time.monotonic())
+            lasts_s, outputs = self._start_loads(step)
+            if not step.chunks:
+                await self._tell(outputs)
+                self._work.clear()
+                await self._tell_load(ends_s, step, 0.0)
+                with suppress(TimeoutError):  # not wait_for: before Python 3.12 it may swallow a cancellation
+                    async with asyncio.timeout(IDLE_LOOK_S):
+                        await self._work.wait()
+                ends_s = time.monotonic()
+                continue
+            lasts_s += self._step_s(step)
+            ends_s += lasts_s / self._fabric.speed
+            await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
+            # A loop that is late must not run the next steps faster than life to catch up for ever.
+            ends_s = max(ends_s, time.monotonic() - 0.1)
+            now_s = time.monotonic()
+            outputs += [self._output(made) for made in self.batch.finish(step, now_s)]
+            await self._tell(outputs)
+            await self._tell_load(now_s, step, lasts_s)
+
+    def _step_s(self, step: PlannedStep) -> float:
+        model = self._profile.step
+        return float(
+            model.step_s(step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq)
+        )
+
+    def _start_loads(self, step: PlannedStep) -> tuple[float, list[EngineCoreOutput]]:
+        """Start the step's loads; return the time of those inside it, and outputs of those that failed."""
+        inline_s, outputs = 0.0, []
+        block_bytes = self._info.block_tokens * self._info.kv_bytes_per_token
+        for job in step.jobs:
+            duration_s = self._fabric.transfer_s(job, block_bytes)
+            if not job.load.inline:
+                self._loop.call_later(duration_s / self._fabric.speed, self._arrive, job)
+                continue
+            inline_s += duration_s
+            if not self._fabric.can_read(job):
+                outputs += self._fail(job)
+        step.chunks = [(s, chunk) for s, chunk in step.chunks if s in self.batch]
+        return inline_s, outputs
+
+    def _arrive(self, job: LoadJob) -> None:
+        if self._lost is not None:
+            return
+        if not self._fabric.can_read(job):
+            self._say(self._fail(job))
+        elif self.batch.loaded(job.segment, time.monotonic()):
+            self._say([EngineCoreOutput(job.segment, [], finish_reason=FinishReason.STOP)])
+        self._work.set()
+
+    def _say(self, outputs: list[EngineCoreOutput]) -> None:
+        """Tell of what comes between steps."""
+        telling = self._loop.create_task(self._tell(outputs))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    def _fail(self, job: LoadJob) -> list[EngineCoreOutput]:
+        made = self.batch.failed(job.segment, time.monotonic())
+        return [] if made is None else [self._output(made)]
+
+    def _output(self, made: Made) -> EngineCoreOutput:
+        segment = made.segment
+        output = EngineCoreOutput(segment.id, [] if made.token is None else [made.token])
+        output.finish_reason = made.finish
+        if made.is_first:
+            prompt = segment.tokens - segment.produced
+            output.prefill_stats = PrefillStats()
+            output.prefill_stats.set(prompt, segment.cached, 0)
+            output.events, segment.events = segment.events, []
+        wanted = segment.params.logprobs
+        if wanted is not None and made.token is not None:
+            output.new_logprobs = _logprobs(made.token, wanted)
+        return output
+
+    async def _tell(self, outputs: list[EngineCoreOutput]) -> None:
+        if not outputs:
+            return
+        stats = SchedulerStats(
+            num_running_reqs=self.batch.running,
+            num_waiting_reqs=self.batch.waiting,
+            kv_cache_usage=1 - self.batch.free_blocks / self.batch.total_blocks,
+        )
+        batch = EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
+        await self._events.put(Outputs(batch))
+
+    async def _tell_load(self, now_s: float, step: PlannedStep, lasts_s: float) -> None:
+        load = {
+            "prefill_tokens": step.prefill_tokens,
+            "prefill_sequences": len(step.chunks) - step.sequences,
+            "prefill_sum_sq": step.prefill_sum_sq,
+            "sequences": step.sequences,
+            "context_tokens": step.context_tokens,
+            "preemptions": step.preemptions,
+        }
+        usage = 1 - self.batch.free_blocks / self.batch.total_blocks
+        changed = self._trace.add(load, lasts_s, now_s, self.batch.running, self.batch.waiting, usage)
+        if changed and (self.batch.is_idle or now_s - self._told_s > TELEMETRY_EVERY_S):
+            self._told_s = now_s
+            await self._events.put(self._trace.telemetry(now_s))
+
+
+def _logprobs(token: int, wanted: int) -> LogprobsLists:
+    """Log-probabilities of the right shape, [1, wanted + 1]: the token's own, then the likeliest."""
+    others = [token + i for i in range(wanted)]
+    values = [-0.5 - i for i in range(wanted)]
+    return LogprobsLists(np.array([[token, *others]]), np.array([[-0.5, *values]], np.float32), np.array([1]))

@@ -1,0 +1,117 @@
+"""What a request tells the migration connector, carried in vLLM's public `kv_transfer_params`.
+
+A move needs four messages of an engine:
+
+- *begin* at the source: an abort of this segment shall keep its KV blocks (a *hold*) until released.
+- *load* at the target: take the KV of positions [0, tokens) of the source's segment instead of computing it.
+- *hold* on a loader: keep its blocks when it finishes, until a later request *drops* it.
+- *release* at the source: free what is held.
+
+Begin and release ride on a request that is aborted on arrival (`EngineCoreRequest.abort_immediately`), the
+only frontend → scheduler-connector message vLLM has. A begin is answered: an output for its own segment id,
+finished by ABORT if the lease is taken and by ERROR if there is no such segment. Nobody may end the source's
+segment before, since an engine takes aborts ahead of other messages. A held loader is answered likewise, by
+STOP, once its KV is there; it is never computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+
+VLLM_KEY = "kv_transfer_params"  # in SamplingParams.extra_args, where vLLM looks for it
+PARAMS_KEY = "tokenfleet"
+LOADER_PREFIX = "move-"  # segment ids of loaders and control messages; never a client's
+Verb = Literal["begin", "release"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a copy may go; the default is as fast as it can.
+
+    At most `bytes_per_s` (0: no bound), and at work for at most `share` of the time in each process that
+    copies, but never slower than `least_bytes_per_s`, for it must end. With `turn_s` a copy works in about
+    half of all turns of so many seconds (`kv_pace.is_turn`), all this in those: what it costs can then be
+    told from the turns without.
+    """
+
+    bytes_per_s: float = 0.0
+    share: float = 1.0
+    least_bytes_per_s: float = 0.0
+    turn_s: float = 0.0
+
+    @property
+    def fixed_bytes_per_s(self) -> float:
+        """The rate that follows where no time is counted; 0 for no bound."""
+        return max(self.bytes_per_s, self.least_bytes_per_s) if self.bytes_per_s > 0 else 0.0
+
+
+UNBOUND = Pace()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take KV of positions [0, tokens) of `segment` from the rank servers at `addresses`.
+
+    `inline`: load inside the step that admits the request (short tails), not between steps. `pace` is for
+    loads between steps.
+    """
+
+    addresses: tuple[str, ...]
+    segment: str
+    tokens: int
+    inline: bool = False
+    pace: Pace = UNBOUND
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a segment asks of the connector when it is admitted, and when it ends."""
+
+    load: Load | None = None
+    hold: bool = False
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A message to the connector about another segment."""
+
+    verb: Verb
+    segment: str
+
+
+def params_from(message: Transfer | Control) -> dict[str, Any]:
+    """The `kv_transfer_params` that carry a message."""
+    if isinstance(message, Control):
+        return {PARAMS_KEY: {"control": message.verb, "segment": message.segment}}
+    load = message.load
+    body: dict[str, Any] = {"hold": message.hold, "drop": list(message.drop)}
+    if load is not None:
+        pace = astuple(load.pace)
+        body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, pace]
+    return {PARAMS_KEY: body}
+
+
+def message_from(params: dict[str, Any] | None) -> Transfer | Control:
+    """The message in a request's `kv_transfer_params`; an empty Transfer where there is none."""
+    body = (params or {}).get(PARAMS_KEY)
+    if body is None:
+        return Transfer()
+    if "control" in body:
+        return Control(body["control"], body["segment"])
+    load = None
+    if "load" in body:
+        addresses, segment, tokens, inline, pace = body["load"]
+        load = Load(tuple(addresses), segment, tokens, inline, Pace(*pace))
+    return Transfer(load, body["hold"], tuple(body["drop"]))
+
+
+def message_of(request: EngineCoreRequest) -> Transfer | Control:
+    """The message that a request carries to its engine."""
+    params = request.sampling_params
+    extra = {} if params is None else params.extra_args or {}
+    return message_from(extra.get(VLLM_KEY))

@@ -1,0 +1,120 @@
+"""What a gateway sees of an engine, real or emulated: send requests, abort them, receive events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from controlplane.types import WorkerId
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, EngineCoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker is, told once when it is ready. `kv_addresses` holds one address per TP rank."""
+
+    worker: WorkerId
+    engine: Literal["vllm", "emulated"]
+    model: str
+    endpoint: str
+    kv_addresses: tuple[str, ...]
+    block_tokens: int
+    kv_blocks: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    max_seqs: int
+    max_batched_tokens: int
+    tp_degree: int
+    vllm_version: str
+    dtype: str
+    pid: int
+
+
+class Executed(NamedTuple):
+    """A step as it was executed; `age_s` from its end to the message that tells of it."""
+
+    prefill_tokens: int
+    sequences: int
+    context_tokens: int
+    step_s: float
+    prefill_sum_sq: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """A worker's load after one of its steps; counters grow from the worker's start.
+
+    `context_tokens` is what the decoding sequences held at the step's start, `prefill_tokens` what the step
+    computed of prompts, `prefill_sum_sq` its Σ (end² - start²); `since_step_s` is the telemetry's age when
+    it was made. `executed` are the last steps, the newest last, all since the telemetry before the last one
+    at least (up to a few hundred): messages come at their own times, and long steps are likelier to be the
+    last before one. Readers tell by `steps` which of them are new to them.
+    """
+
+    worker: WorkerId
+    steps: int
+    running: int
+    waiting: int
+    sequences: int
+    context_tokens: int
+    prefill_tokens: int
+    step_s: float
+    kv_used_blocks: int
+    kv_total_blocks: int
+    preemptions: int
+    since_step_s: float
+    prefill_sum_sq: int = 0
+    executed: tuple[Executed, ...] = ()
+
+    def since(self, steps: int) -> tuple[Executed, ...]:
+        """Those executed steps that came after the worker's first `steps`, as far as they are told."""
+        new = min(max(self.steps - steps, 0), len(self.executed))
+        return self.executed[len(self.executed) - new :]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """One step's outputs for this gateway, in vLLM's own message; `batch.engine_index` is not set."""
+
+    batch: EngineCoreOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker would not take a segment (its queue is full, or the request cannot be read)."""
+
+    segment: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The worker's engine is gone, or has dropped this gateway. The last event of a link."""
+
+    reason: str
+
+
+Event = Outputs | Telemetry | Refused | Lost
+
+
+class EngineLink(Protocol):
+    """One gateway's connection to one engine. Events arrive in order; after `Lost` none follows."""
+
+    @property
+    def info(self) -> WorkerInfo: ...
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        """Send a segment; waits while the connection's bounded queue is full."""
+
+    async def abort(self, segments: Sequence[str]) -> None:
+        """End segments; unknown ids are ignored. No output follows for them."""
+
+    async def receive(self) -> Event:
+        """Return the next event."""
+
+    async def close(self) -> None:
+        """End the connection; segments of this gateway are aborted by the worker."""

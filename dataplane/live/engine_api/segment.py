@@ -1,0 +1,141 @@
+"""Requests as an engine gets them: a first stay, a continuation, a loader, a control message.
+
+A continuation's prompt is the client's prompt and the tokens it was sent, so what the engine does must not
+depend on which is which. `OBSTACLES` lists what does; `segment_request` mends what can be mended:
+
+- max_tokens and min_tokens count what is left;
+- presence and frequency penalties count the earlier tokens through `penalties.CarriedPenalties`;
+- prompt logprobs were delivered with the first token and are not asked for again.
+
+Stop strings, text and logprob records live above the fleet and do not notice a new segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+
+from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, Load, Transfer, params_from
+from dataplane.live.engine_api.penalties import PRIOR_TOKENS
+from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
+
+
+def _has_long_bad_words(params: SamplingParams) -> bool:
+    return any(len(tokens) > 1 for tokens in params._bad_words_token_ids or ())
+
+
+# What depends on the outputs as outputs, and would start anew in a continuation: (present?, what).
+OBSTACLES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
+    (lambda p: p.n > 1, "several outputs of one engine request (n > 1)"),
+    (lambda p: p.structured_outputs is not None, "structured output: its grammar would start again"),
+    (_has_long_bad_words, "bad words of several tokens: one could straddle the move"),
+    (lambda p: p.repetition_detection is not None, "repetition detection: it would forget the text so far"),
+    (lambda p: p.thinking_token_budget is not None, "a thinking budget: it would start again"),
+    (lambda p: bool(p.watermarking), "watermarking: its state would start again"),
+    (lambda p: p.trace_decode_token_ids is not None, "traced decode tokens"),
+    (lambda p: p.routed_experts_prompt_start != 0, "routed experts: their record would be cut"),
+)
+
+
+def obstacle_to_replay(request: EngineCoreRequest, output_token_ids: Sequence[int]) -> str | None:
+    """What of a request cannot go on correctly in a new segment, or None.
+
+    With no token sent there is none: the request starts over. Seeded sampling is no obstacle here, since
+    the alternative to a replay is an error: the draws are right in distribution, not those of the seed.
+    """
+    if not output_token_ids:
+        return None
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "a prompt given as embeddings"
+    if request.sampling_params is None:
+        return "a pooling request"
+    if request.resumable:
+        return "streaming input"
+    for present, what in OBSTACLES:
+        if present(request.sampling_params):
+            return what
+    return None
+
+
+def obstacle_to_move(
+    request: EngineCoreRequest, output_token_ids: Sequence[int], seeds_are_stateless: bool = False
+) -> str | None:
+    """What of a request could not continue exactly after a move, or None.
+
+    `seeds_are_stateless`: the engine derives each draw from (seed, position), as vLLM's second model
+    runner does; the first one's generators live in the worker and would restart.
+    """
+    obstacle = obstacle_to_replay(request, output_token_ids)
+    params = request.sampling_params
+    if obstacle is not None or not output_token_ids or seeds_are_stateless:
+        return obstacle
+    if params.seed is not None and params.temperature > 0:
+        return "seeded sampling: the generator's state stays in the worker"
+    return None
+
+
+def segment_request(
+    request: EngineCoreRequest, output_token_ids: Sequence[int], segment: str, transfer: Transfer
+) -> EngineCoreRequest:
+    """The request as the next segment's engine gets it, to go on after `output_token_ids`."""
+    sent = len(output_token_ids)
+    params = request.sampling_params.clone()
+    extra = dict(params.extra_args or {}) | {VLLM_KEY: params_from(transfer)}
+    if sent:
+        params.max_tokens -= sent
+        params.min_tokens = max(0, params.min_tokens - sent)
+        params.prompt_logprobs = None
+        params.prompt_logprob_token_ids = None
+        params.skip_reading_prefix_cache = False
+        if params.presence_penalty or params.frequency_penalty:
+            extra[PRIOR_TOKENS] = list(output_token_ids)
+    params.extra_args = extra
+    made = copy(request)
+    made.request_id = made.external_req_id = segment
+    made.sampling_params = params
+    if sent:
+        made.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids]
+    return made
+
+
+def loader_request(
+    request: EngineCoreRequest,
+    output_token_ids: Sequence[int],
+    segment: str,
+    load: Load,
+    drop: tuple[str, ...],
+) -> EngineCoreRequest:
+    """A request that brings `load.tokens` tokens of KV to an engine and holds them.
+
+    Its prompt is one token longer than the load, since an engine computes at least one; that token's
+    result is thrown away. It shares whatever enters the block hashes (cache salt, LoRA, images).
+    """
+    made = copy(request)
+    made.request_id = made.external_req_id = segment
+    made.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids][: load.tokens + 1]
+    made.priority = request.priority - 1  # ahead of its like: the source decodes on meanwhile
+    transfer = Transfer(load, hold=True, drop=drop)
+    made.sampling_params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        detokenize=False,
+        extra_args={VLLM_KEY: params_from(transfer)},
+    )
+    return made
+
+
+def control_request(request: EngineCoreRequest, segment: str, control: Control) -> EngineCoreRequest:
+    """A request that only tells the connector something; vLLM aborts it on arrival."""
+    params = SamplingParams(max_tokens=1, extra_args={VLLM_KEY: params_from(control)})
+    return EngineCoreRequest(
+        request_id=segment,
+        prompt_token_ids=[0],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=request.arrival_time,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        abort_immediately=True,
+    )

@@ -1,0 +1,135 @@
+"""A worker's steps as they were executed: the newest ones as its telemetry, the last many for refitting.
+
+Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
+prefill_sequences).
+A step's time is from the end of the step before to its own end, when work was left in between; so it has
+everything that makes a client wait: scheduling, the model, sampling, the way out. A step after a pause has
+no such beginning and takes the engine's own figure.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import Executed, Telemetry
+
+COLUMNS = (
+    "prefill_tokens",
+    "sequences",
+    "context_tokens",
+    "step_s",
+    "prefill_sum_sq",
+    "prefill_sequences",
+)
+REMEMBERED_STEPS = 65536
+MOST_TOLD = 256  # executed steps in one telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One executed step; fields are the columns of a measurements file."""
+
+    prefill_tokens: int
+    sequences: int
+    context_tokens: int
+    step_s: float
+    prefill_sum_sq: int
+    prefill_sequences: int
+
+
+class StepTrace:
+    """The steps of one worker. `kv_total_blocks` as the engine counts them."""
+
+    def __init__(self, worker: WorkerId, kv_total_blocks: int) -> None:
+        self._worker = worker
+        self._kv_total_blocks = kv_total_blocks
+        self._steps: deque[Step] = deque(maxlen=REMEMBERED_STEPS)
+        self._ends_s: deque[float] = deque(maxlen=MOST_TOLD)
+        self._told = (0, 0)  # how many steps there were at the last telemetry but one, and at the last
+        self._count = 0
+        self._preemptions = 0
+        self._ended_s: float | None = None  # of the last step, if it left work behind
+        self._last_s = 0.0
+        self._running = self._waiting = self._used_blocks = 0
+
+    def add(
+        self,
+        load: Mapping[str, int],
+        engine_s: float,
+        ended_s: float,
+        running: int,
+        waiting: int,
+        kv_usage: float,
+    ) -> bool:
+        """Take in a step that ended at `ended_s` and left `running` and `waiting` requests.
+
+        `load` is `step_load`'s, `engine_s` the time since the engine began it, `kv_usage` in
+        [0, 1]. Return whether anything was computed, or anything changed.
+        """
+        state = (running, waiting, round(kv_usage * self._kv_total_blocks))
+        changed = state != (self._running, self._waiting, self._used_blocks)
+        self._running, self._waiting, self._used_blocks = state
+        self._preemptions += load.get("preemptions", 0)
+        self._last_s = ended_s
+        computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
+        if computed:
+            step_s = engine_s if self._ended_s is None else ended_s - self._ended_s
+            self._count += 1
+            self._ends_s.append(ended_s)
+            self._steps.append(Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"}))
+        # Between this step and the next nothing but the engine's own work passes, if something still runs;
+        # what waits may wait for KV to arrive.
+        self._ended_s = ended_s if computed and running else None
+        return computed or changed
+
+    def telemetry(self, now_s: float) -> Telemetry:
+        """The load after the last step."""
+        step = self._steps[-1] if self._steps else Step(0, 0, 0, 0.0, 0, 0)
+        executed = self._executed(self._told[0], now_s)
+        self._told = (self._told[1], self._count)
+        return Telemetry(
+            worker=self._worker,
+            steps=self._count,
+            running=self._running,
+            waiting=self._waiting,
+            sequences=step.sequences,
+            context_tokens=step.context_tokens,
+            prefill_tokens=step.prefill_tokens,
+            step_s=step.step_s,
+            kv_used_blocks=self._used_blocks,
+            kv_total_blocks=self._kv_total_blocks,
+            preemptions=self._preemptions,
+            since_step_s=now_s - self._last_s if self._count else 0.0,
+            prefill_sum_sq=step.prefill_sum_sq,
+            executed=executed,
+        )
+
+    def _executed(self, since: int, now_s: float) -> tuple[Executed, ...]:
+        new = min(self._count - since, len(self._ends_s))
+        rows = ((self._steps[i], self._ends_s[i]) for i in range(-new, 0))
+        return tuple(
+            Executed(
+                s.prefill_tokens, s.sequences, s.context_tokens, s.step_s, s.prefill_sum_sq, now_s - end_s
+            )
+            for s, end_s in rows
+        )
+
+    def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:
+        """Steps from number `since` on, as far as they are remembered, and the number to ask from next."""
+        first = self._count - len(self._steps)
+        return self._count, list(self._steps)[max(0, since - first) :]
+
+
+def measurements_csv(steps: Sequence[Step]) -> str:
+    """Steps as a measurements file."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for step in steps:
+        writer.writerow([getattr(step, column) for column in COLUMNS])
+    return text.getvalue()

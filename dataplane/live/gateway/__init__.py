@@ -1,0 +1,1 @@
+"""The gateway process: vLLM's OpenAI front end over FleetCore, admission, placement and metrics."""

@@ -1,0 +1,155 @@
+"""The workers that a gateway is connected to, each in one of vLLM's slots.
+
+The requests a gateway tracks, by id and by the segment each of them listens to.
+
+Outputs on their way to vLLM's front end: in order, and bounded by making their senders wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.link import EngineLink, Telemetry
+from dataplane.live.gateway.request import Tracked
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs
+
+
+@dataclass(slots=True, eq=False)
+class Attached:
+    """A worker as this gateway is connected to it. `slot` is its index in vLLM's metrics."""
+
+    link: EngineLink
+    slot: int
+    kind: str = ""
+    telemetry: Telemetry | None = None
+    reader: asyncio.Task[None] | None = None
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.link.info.worker
+
+
+class Attachments:
+    """Workers by name; at most `slots` at any one time."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = range(slots)
+        self._by_worker: dict[WorkerId, Attached] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_worker)
+
+    def __contains__(self, worker: WorkerId) -> bool:
+        return worker in self._by_worker
+
+    def __iter__(self) -> Iterator[Attached]:
+        """Those there are now, whoever comes or goes meanwhile."""
+        return iter(tuple(self._by_worker.values()))
+
+    def get(self, worker: WorkerId) -> Attached | None:
+        return self._by_worker.get(worker)
+
+    def add(self, link: EngineLink, kind: str) -> Attached:
+        """Give a worker the lowest free slot. Raises StopIteration when every slot is taken."""
+        taken = {at.slot for at in self._by_worker.values()}
+        at = Attached(link, next(slot for slot in self._slots if slot not in taken), kind)
+        self._by_worker[at.worker] = at
+        return at
+
+    def discard(self, worker: WorkerId) -> None:
+        self._by_worker.pop(worker, None)
+
+
+class RequestBook:
+    """Every request from arrival to end. A request listens to at most one segment at a time."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[RequestId, Tracked] = {}
+        self._by_segment: dict[str, Tracked] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Tracked]:
+        return iter(tuple(self._by_id.values()))
+
+    def get(self, request: RequestId) -> Tracked | None:
+        return self._by_id.get(request)
+
+    def listening_to(self, segment: str) -> Tracked | None:
+        """The request whose present segment this is; None for a segment that was left behind."""
+        return self._by_segment.get(segment)
+
+    def on_worker(self, worker: WorkerId) -> list[Tracked]:
+        return [tracked for tracked in self._by_id.values() if tracked.worker == worker]
+
+    def find(self, name: str) -> Tracked | None:
+        """A request by its id, or by the `x-request-id` it came with."""
+        exact = self._by_id.get(RequestId(name))
+        return exact or next((t for t in self._by_id.values() if t.ticket.id == name), None)
+
+    def add(self, tracked: Tracked) -> None:
+        self._by_id[tracked.id] = tracked
+
+    def listen(self, tracked: Tracked, worker: WorkerId) -> str:
+        """Begin a new segment of the request on a worker and return its id."""
+        self.ignore(tracked)
+        segment = tracked.next_segment()
+        tracked.worker = worker
+        self._by_segment[segment] = tracked
+        return segment
+
+    def ignore(self, tracked: Tracked) -> None:
+        """Listen to no segment of the request; what its old one still says is dropped."""
+        self._by_segment.pop(tracked.segment, None)
+        tracked.segment, tracked.worker = "", None
+
+    def remove(self, tracked: Tracked) -> None:
+        """The request is over."""
+        self._by_segment.pop(tracked.segment, None)
+        self._by_id.pop(tracked.id, None)
+
+
+class Unread:
+    """A queue of batches with one reader. `tell` never waits, so that what is told in order stays so.
+
+    A bounded asyncio.Queue would not do: of two senders waiting for a place, the later may be woken
+    first, and a request that has just moved has two senders.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._batches: deque[EngineCoreOutputs] = deque()
+        self._news, self._room = asyncio.Event(), asyncio.Event()
+        self._room.set()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def tell(self, batch: EngineCoreOutputs) -> None:
+        """Append a batch."""
+        self._batches.append(batch)
+        self._news.set()
+        if len(self._batches) >= self._most:
+            self._room.clear()
+
+    async def until_room(self) -> None:
+        """Wait while the reader lags behind; a sender calls it before it takes its next message."""
+        await self._room.wait()
+
+    async def next(self) -> EngineCoreOutputs:
+        """Return the oldest batch, waiting for one."""
+        while not self._batches:
+            self._news.clear()
+            await self._news.wait()
+        batch = self._batches.popleft()
+        if len(self._batches) < self._most:
+            self._room.set()
+        return batch

@@ -1,0 +1,61 @@
+"""What has arrived since the gateway began, by SLO class: counters that only grow.
+
+Whoever looks (the controller) takes the difference between two looks. One that begins anew has no first look
+to compare with, and so knows that it knows nothing, instead of taking silence for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from controlplane.scaler.traffic import ClassArrivals
+from controlplane.types import Slo
+from dataplane.live.gateway.request import Tracked
+
+MOST_CLASSES = 64  # clients name targets as they like; past so many they count for the first
+
+
+class DemandCount:
+    """Requests and tokens by class; `add` is called for every request that reaches the fleet."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Slo, list[int]] = {}
+
+    def add(self, tracked: Tracked) -> None:
+        """Count an arrival, with what is expected of its output."""
+        slo = tracked.slo
+        if slo not in self._sums and len(self._sums) >= MOST_CLASSES:
+            slo = next(iter(self._sums))
+        sums = self._sums.setdefault(slo, [0, 0, 0])
+        sums[0] += 1
+        sums[1] += tracked.prompt_tokens
+        sums[2] += tracked.predicted_tokens
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "ttft_s": slo.ttft_s,
+                "tpot_s": slo.tpot_s,
+                "requests": requests,
+                "prompt_tokens": prompt,
+                "expected_tokens": expected,
+            }
+            for slo, (requests, prompt, expected) in self._sums.items()
+        ]
+
+
+def since(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> tuple[ClassArrivals, ...] | None:
+    """What arrived between two looks; None without a first one, or where the counters began anew."""
+    if before is None:
+        return None
+    names = ("requests", "prompt_tokens", "expected_tokens")
+    had = {(row["ttft_s"], row["tpot_s"]): [int(row[name]) for name in names] for row in before}
+    arrived = []
+    for row in now:
+        old = had.pop((row["ttft_s"], row["tpot_s"]), [0, 0, 0])
+        new = [int(row[name]) - was for name, was in zip(names, old, strict=True)]
+        if min(new) < 0:
+            return None
+        if new[0]:
+            arrived.append(ClassArrivals(Slo(row["ttft_s"], row["tpot_s"]), *new))
+    return None if had else tuple(arrived)

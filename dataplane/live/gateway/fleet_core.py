@@ -1,0 +1,400 @@
+"""FleetCore: what vLLM's front end believes to be its engine, and is a fleet.
+
+It stands where AsyncLLM expects an EngineCoreClient. A request is assigned on arrival, tracked by its
+token list, and its outputs come back under its own id whatever worker made them. Invariants:
+
+- a request listens to at most one segment; outputs of any other segment id are dropped;
+- tokens enter `Tracked.output_token_ids` and the front end's queue in the same instant and order, so each
+  reaches the client exactly once;
+- a segment that ends in an error, or whose worker is lost, is replayed from prompt and tokens so far on
+  another worker; only when that is impossible does the client see an error, and it always sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from controlplane.types import RequestId, Slo, WorkerId
+from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
+from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, Refused, Telemetry
+from dataplane.live.engine_api.segment import obstacle_to_replay, segment_request
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from dataplane.live.gateway.admission import Admission
+from dataplane.live.gateway.connections import Attached, Attachments, RequestBook, Unread
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
+from dataplane.live.gateway.placement import Placement
+from dataplane.live.gateway.request import Ticket, Tracked, tracked_from
+from dataplane.live.gateway.waiting_room import WaitingSettings
+from dataplane.live.migration.coordinator import Migrations
+from dataplane.live.migration.move import Move, MoveBudget, Running
+
+log = logging.getLogger(__name__)
+LAST_WORDS_S = 2.0
+COMPUTE = Transfer()  # a segment that brings no KV
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """`slots` bounds the workers at any one time (vLLM's metrics are laid out once); `max_unread` the
+    batches the front end may lag behind before workers are made to wait; `max_fruitless` the segments in
+    a row that may end without a token before a request is given up."""
+
+    slots: int
+    default_slo: Slo
+    waiting: WaitingSettings = field(default_factory=WaitingSettings)
+    moves: MoveBudget = field(default_factory=MoveBudget)
+    max_unread: int = 256
+    max_fruitless: int = 8
+
+
+class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
+    """The fleet as one engine. Construct it inside the event loop it will live in.
+
+    Hooks, called in the loop: `on_lost(worker, reason)`, `on_arrival(request)`, `on_end(request, outcome)`,
+    `on_step(telemetry)`, `on_closing(reason)`. `is_starting`: whether a worker is on its way to a fleet that
+    has none; requests then wait for it, however long. `predict_anew(prompt, generated)`: what to expect of a
+    request that has outlived its prediction (Algorithm 2).
+    """
+
+    def __init__(
+        self,
+        settings: CoreSettings,
+        placement: Placement,
+        metrics: Metrics,
+        events: EventLog,
+        predict: Callable[[int], int],
+    ) -> None:
+        self.settings, self.placement, self.metrics, self.events = settings, placement, metrics, events
+        self.requests = RequestBook()
+        self.migrations = Migrations(self, settings.moves)
+        self.on_lost: list[Callable[[WorkerId, str], None]] = []
+        self.on_arrival: list[Callable[[Tracked], None]] = []
+        self.on_end: list[Callable[[Tracked, str], None]] = []
+        self.on_step: list[Callable[[Telemetry], None]] = []
+        self.on_closing: list[Callable[[str], None]] = []
+        # Read by AsyncLLM: the indices it lays its metrics out for, and whether to give up.
+        self.engine_ranks_managed = list(range(settings.slots))
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._predict = predict
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._attached = Attachments(settings.slots)
+        self._unread = Unread(settings.max_unread)
+        self.is_starting: Callable[[], bool] = lambda: False
+        self.predict_anew: Callable[[int, int], int] | None = None
+        self._admission = Admission(
+            settings.waiting,
+            placement,
+            self._begin,
+            self._turn_away,
+            lambda: not self._attached and self.is_starting(),
+        )
+
+    # What AsyncLLM calls.
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Nothing to do: the cache is the workers', and starts empty."""
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the next batch of outputs, in the order their tokens were tracked."""
+        return await self._unread.next()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Track a new request; it is placed at once where a worker has room, or waits."""
+        tracked = tracked_from(request, self.settings.default_slo, self._predict, time.monotonic())
+        self.requests.add(tracked)
+        for tell in self.on_arrival:
+            tell(tracked)
+        await self._admission.take_in(tracked)
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        """End requests: the client left, or the front end found a stop string."""
+        for request_id in request_ids:
+            tracked = self.requests.get(RequestId(request_id))
+            if tracked is not None:
+                segment, link = tracked.segment, self._link_of(tracked)
+                self._end(tracked, "aborted" if tracked.ticket.left else "finished")
+                if link is not None:
+                    await link.abort([segment])
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called from a thread: let requests finish for `timeout` seconds, then end them in an error."""
+        in_the_loop = threading.get_ident() == self._thread  # vLLM's __del__ may come here, and cannot wait
+        if self._loop.is_running() and not in_the_loop and not self._admission.is_over:
+            asyncio.run_coroutine_threadsafe(self._close(timeout or 0.0), self._loop).result()
+
+    # Workers.
+
+    def attach(self, link: EngineLink, kind: str = "") -> None:
+        """Take a worker in; it gets requests from now on. Raises StopIteration when every slot is taken."""
+        at = self._attached.add(link, kind)
+        self.placement.attach(link.info, kind)
+        at.reader = self._loop.create_task(self._read(at))
+        self._admission.look()
+
+    async def detach(self, worker: WorkerId) -> None:
+        """Part with a worker on purpose; whatever it still runs is replayed elsewhere."""
+        at = self._attached.get(worker)
+        if at is None:
+            return
+        if at.reader is not None:
+            at.reader.cancel()
+        self._forget_worker(at, "the worker was stopped")
+        await at.link.close()
+
+    def set_open(self, worker: WorkerId, is_open: bool) -> None:
+        """Whether new requests may be placed on a worker."""
+        if worker in self._attached:
+            self.placement.set_open(worker, is_open)
+            self._admission.look()
+
+    def link(self, worker: WorkerId) -> EngineLink | None:
+        at = self._attached.get(worker)
+        return None if at is None else at.link
+
+    def kind_of(self, worker: WorkerId) -> str | None:
+        at = self._attached.get(worker)
+        return None if at is None else at.kind
+
+    def attached(self) -> Iterator[Attached]:
+        return iter(self._attached)
+
+    def workers_by_slot(self) -> dict[str, WorkerId]:
+        """vLLM's engine index → worker."""
+        return {str(at.slot): at.worker for at in self._attached}
+
+    # Requests.
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no worker has taken yet."""
+        return len(self._admission)
+
+    def running(self, request: RequestId) -> Running | None:
+        tracked = self.requests.get(request)
+        if tracked is None or tracked.worker is None:
+            return None
+        return Running(tracked.request, tracked.segment, tracked.worker, tracked.output_token_ids)
+
+    async def cut_over(
+        self, request: RequestId, target: WorkerId, transfer: Transfer
+    ) -> asyncio.Future[bool]:
+        """Switch a request's stream to `target`; the package docstring states the order and why."""
+        arrival: asyncio.Future[bool] = self._loop.create_future()
+        tracked = self.requests.get(request)
+        if tracked is None or tracked.worker is None or target not in self._attached:
+            arrival.set_result(False)
+            return arrival
+        old_segment, source = tracked.segment, self._link_of(tracked)
+        tracked.settle_cut(False)
+        tracked.cut, tracked.moves = arrival, tracked.moves + 1
+        await self._begin(tracked, target, transfer)
+        if source is not None:
+            await source.abort([old_segment])
+        return arrival
+
+    async def move(self, request: RequestId, target: WorkerId, reason: str) -> Move:
+        """Move a request and return how it went; recorded with its reason, and counted."""
+        move = await self.migrations.migrate(request, target, why=reason)
+        self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
+        said = f"{reason}; {move.outcome}" + (f": {move.reason}" if move.reason else "")
+        facts = {"request": request, "worker": target, "source": move.source, "migration": move.id}
+        cost = {"bytes": move.bytes, "downtime_s": move.downtime_s}
+        self.events.record(time.time(), "migrate", said, **facts, cost=cost)
+        return move
+
+    async def abandon(self, ticket: Ticket) -> None:
+        """The client of this ticket is gone: end all its requests, here and in the engines."""
+        ticket.left = True
+        for tracked in [t for t in self.requests if t.ticket is ticket]:
+            await self.abort_requests_async([tracked.id])
+            self._tell_end(tracked, FinishReason.ABORT)
+
+    # Tokens.
+
+    async def _read(self, at: Attached) -> None:
+        while True:
+            try:
+                event = await at.link.receive()
+            except Exception as error:
+                log.exception("link to %s broke", at.worker)
+                event = Lost(f"its link broke: {error!r}")
+            if isinstance(event, Outputs):
+                self._deliver(at, event.batch)
+                await self._unread.until_room()
+            elif isinstance(event, Telemetry):
+                at.telemetry = event
+                for take in self.on_step:
+                    take(event)
+                self._admission.look()
+            elif isinstance(event, Refused):
+                tracked = self.requests.listening_to(event.segment)
+                if tracked is not None:
+                    self._replay(tracked, f"{at.worker} refused it: {event.reason}")
+            else:
+                self.metrics.lost_workers.inc()
+                self._forget_worker(at, event.reason)
+                await at.link.close()
+                for tell in self.on_lost:
+                    tell(at.worker, event.reason)
+                return
+
+    def _deliver(self, at: Attached, batch: EngineCoreOutputs) -> None:
+        now_s = time.monotonic()
+        shift_s = now_s - batch.timestamp  # the worker's clock is another machine's
+        kept: list[tuple[Tracked, EngineCoreOutput]] = []
+        broken: list[Tracked] = []
+        for output in batch.outputs:
+            tracked = self.requests.listening_to(output.request_id)
+            if tracked is None:
+                if output.request_id.startswith(LOADER_PREFIX):
+                    self.migrations.claim(output)
+            elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                broken.append(tracked)
+            else:
+                kept.append((tracked, output))
+        got = [(tracked, len(output.new_token_ids)) for tracked, output in kept]
+        self.placement.advance(at.worker, got, now_s)
+        self.metrics.tokens.inc(sum(tokens for _, tokens in got))
+        for tracked, output in kept:
+            self._accept(tracked, output, now_s, shift_s)
+        if kept or batch.scheduler_stats is not None:
+            batch.outputs = [output for _, output in kept]
+            batch.engine_index, batch.timestamp = at.slot, now_s
+            self._unread.tell(batch)
+        for tracked in broken:
+            self._replay(tracked, f"{at.worker} ended it in an error")
+
+    def _accept(self, tracked: Tracked, output: EngineCoreOutput, now_s: float, shift_s: float) -> None:
+        is_first = not tracked.output_token_ids
+        if output.new_token_ids:
+            tracked.output_token_ids.extend(output.new_token_ids)
+            tracked.last_token_s, tracked.fruitless = now_s, 0
+            if is_first:
+                tracked.first_token_s = now_s
+            if tracked.cut is not None:
+                tracked.settle_cut(True)
+            if self.predict_anew is not None and tracked.has_outlived:
+                made = len(tracked.output_token_ids)
+                tracked.expect(self.predict_anew(tracked.prompt_tokens, made))
+        output.request_id = tracked.id
+        output.kv_transfer_params = None  # ours, and no client's business
+        if not is_first:
+            output.events = output.prefill_stats = None  # the front end has had a prefill already
+        for event in output.events or ():
+            event.timestamp += shift_s
+        if output.finish_reason is not None:
+            self._end(tracked, "finished")
+
+    def _tell_end(self, tracked: Tracked, reason: FinishReason) -> None:
+        output = EngineCoreOutput(tracked.id, [], finish_reason=reason)
+        self._unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+
+    # Segments.
+
+    def _link_of(self, tracked: Tracked) -> EngineLink | None:
+        return None if tracked.worker is None else self.link(tracked.worker)
+
+    async def _begin(self, tracked: Tracked, worker: WorkerId, transfer: Transfer = COMPUTE) -> None:
+        """Begin a segment. No wait before the engine has it in its queue: the token list must not grow."""
+        segment, link = self.requests.listen(tracked, worker), self.link(worker)
+        assert link is not None  # its callers have looked in this turn of the loop
+        self.placement.put(tracked, worker, has_kv=transfer.load is not None)
+        if tracked.ticket.worker is None:
+            tracked.ticket.worker = worker
+        if tracked.stays == 1:
+            priority = PRIORITY_NAMES[tracked.ticket.priority]
+            self.metrics.queue_wait_s.labels(priority).observe(time.monotonic() - tracked.arrival_s)
+        await link.add(segment_request(tracked.request, tracked.output_token_ids, segment, transfer))
+        if self.requests.listening_to(segment) is not tracked:
+            await link.abort([segment])  # it ended while the link was full
+
+    def _forget_worker(self, at: Attached, reason: str) -> None:
+        self._attached.discard(at.worker)
+        self.placement.detach(at.worker)
+        self.metrics.forget_worker(at.worker)
+        for tracked in self.requests.on_worker(at.worker):
+            self._replay(tracked, f"{at.worker} is gone: {reason}")
+
+    def _replay(self, tracked: Tracked, why: str) -> None:
+        """Put a request whose segment is over back in line, ahead of newcomers."""
+        lost_on = tracked.worker
+        self.requests.ignore(tracked)
+        self.placement.take(tracked)
+        tracked.settle_cut(False)
+        tracked.replays, tracked.fruitless = tracked.replays + 1, tracked.fruitless + 1
+        obstacle = obstacle_to_replay(tracked.request, tracked.output_token_ids)
+        if obstacle is None and tracked.fruitless > self.settings.max_fruitless:
+            obstacle = f"{tracked.fruitless} attempts in a row gave no token"
+        if obstacle is not None:
+            self._fail(tracked, f"{why}; it cannot be continued: {obstacle}")
+            return
+        self.metrics.replays.inc()
+        self._record("replay", why, tracked, source=lost_on, tokens_so_far=len(tracked.output_token_ids))
+        self._admission.take_back(tracked)
+
+    # Endings.
+
+    def _end(self, tracked: Tracked, outcome: str) -> None:
+        self.requests.remove(tracked)
+        self._admission.discard(tracked)
+        self.placement.forget(tracked)
+        tracked.settle_cut(False)
+        self.metrics.count_end(tracked, outcome)
+        for tell in self.on_end:
+            tell(tracked, outcome)
+
+    def _fail(self, tracked: Tracked, why: str) -> None:
+        log.warning("request %s failed: %s", tracked.id, why)
+        tracked.ticket.failure = why
+        self._record("failed", why, tracked)
+        self._end(tracked, "failed")
+        self._tell_end(tracked, FinishReason.ERROR)
+
+    def _turn_away(self, tracked: Tracked, why: str) -> None:
+        if tracked.output_token_ids:  # the client has begun to read: too late for a refusal
+            self._fail(tracked, why)
+            return
+        tracked.ticket.rejection = self._admission.rejection(why)
+        self._record("rejected", why, tracked)
+        self._end(tracked, "rejected")
+        self._tell_end(tracked, FinishReason.ERROR)
+
+    async def _close(self, timeout_s: float) -> None:
+        for tell in self.on_closing:
+            tell("the gateway is shutting down")
+        deadline_s = time.monotonic() + timeout_s
+        while len(self.requests) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        for tracked in self.requests:
+            segment, link = tracked.segment, self._link_of(tracked)
+            self._fail(tracked, "the gateway is shutting down")
+            if link is not None:
+                await link.abort([segment])
+        with suppress(TimeoutError):  # a front end that has stopped reading is not waited for
+            async with asyncio.timeout(LAST_WORDS_S):
+                while len(self._unread):
+                    await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # for it to write the last events
+        self._admission.close()
+
+    # Small things.
+
+    def _record(self, kind: str, why: str, tracked: Tracked, **facts: object) -> None:
+        self.events.record(time.time(), kind, why, request=tracked.id, worker=tracked.worker, **facts)

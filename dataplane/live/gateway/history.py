@@ -1,0 +1,147 @@
+"""What the fleet has served and how long its steps took: for predicting lengths, and for refitting.
+
+In the data folder, where one was given: `history/` has a row for each ended request (history_files.py;
+`tokenfleet plan --since 1h` reads it), and `steps.csv` a line for each engine step, which reads as
+measurements (`tokenfleet fit --measurements`); beyond STEP_FILE_BYTES the older half of those is let go.
+Every step: a sample taken now and then would have more of the long ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from controlplane.errors import BadInput
+from controlplane.placement.lengths import LengthTable
+from dataplane.history.files import HistoryLimits, HistoryWriter
+from dataplane.live.engine_api.link import Telemetry
+from dataplane.live.gateway.metrics import PRIORITY_NAMES
+from dataplane.live.gateway.request import Tracked
+
+REMEMBERED = 20_000
+LEARN_FROM = 50  # finished requests before history is believed
+LEARN_EVERY = 200
+STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before it
+STEP_COLUMNS = (
+    "prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker", "at_s",
+)  # fmt: skip
+
+
+class History:
+    """Finished requests and step samples; `lengths` is what they teach about output lengths.
+
+    `prior_tokens` is expected of every output until enough has been seen. Raises BadInput for a folder
+    that cannot be written.
+    """
+
+    def __init__(
+        self,
+        prior_tokens: float,
+        folder: Path | None = None,
+        model: str = "",
+        limits: HistoryLimits | None = None,
+    ) -> None:
+        self.lengths = LengthTable.constant(prior_tokens)
+        self._model = model
+        self._prompts: deque[int] = deque(maxlen=REMEMBERED)
+        self._outputs: deque[int] = deque(maxlen=REMEMBERED)
+        self._since_learnt = 0
+        self.on_learnt: list[Callable[[LengthTable], None]] = []
+        self._last_step: dict[str, int] = {}
+        self._folder = folder
+        self._requests = None
+        if folder is not None:
+            self._requests = HistoryWriter(folder / "history", limits or HistoryLimits())
+        self._steps = None if folder is None else _open_steps(folder)
+
+    def expected_tokens(self, prompt_tokens: int, generated: int = 0) -> int:
+        """Output tokens to expect in all of a request that has made so many and goes on."""
+        return max(generated + 1, round(float(self.lengths.predict(prompt_tokens, generated))))
+
+    def add(self, tracked: Tracked, outcome: str) -> None:
+        """Remember a request that is over; only finished ones teach."""
+        if self._requests is not None:
+            self._requests.add(self._row(tracked, outcome))
+        if outcome != "finished" or not tracked.output_token_ids:
+            return
+        self._prompts.append(max(1, tracked.prompt_tokens))
+        self._outputs.append(len(tracked.output_token_ids))
+        self._since_learnt += 1
+        if len(self._outputs) == LEARN_FROM or self._since_learnt >= LEARN_EVERY:
+            self._since_learnt = 0
+            self.lengths = LengthTable.from_history(list(self._prompts), list(self._outputs))
+            for tell in self.on_learnt:
+                tell(self.lengths)
+
+    def _row(self, tracked: Tracked, outcome: str) -> dict[str, object]:
+        """A request as history_files.SCHEMA has it: numbers and names, never its text."""
+        return {
+            # The gateway's clock has no date; its distance to now does.
+            "arrival_s": round(time.time() - (time.monotonic() - tracked.arrival_s), 6),
+            "prompt_tokens": tracked.prompt_tokens,
+            "output_tokens": len(tracked.output_token_ids),
+            "priority": PRIORITY_NAMES[tracked.ticket.priority],
+            "tenant": tracked.ticket.key,
+            "outcome": outcome,
+            "ttft_s": tracked.ttft_s(),
+            "tpot_s": tracked.tpot_s(),
+            "ttft_target_s": tracked.slo.ttft_s,
+            "tpot_target_s": tracked.slo.tpot_s,
+            "worker": tracked.worker,
+            "moves": tracked.moves,
+            "replays": tracked.replays,
+            "model": self._model,
+        }
+
+    def add_step(self, load: Telemetry) -> None:
+        """Remember a worker's steps since those it told of before, each once."""
+        if self._steps is None:
+            return
+        new = load.since(self._last_step.get(load.worker, 0))
+        self._last_step[load.worker] = load.steps
+        now_s = time.time()
+        rows = [
+            f"{step.prefill_tokens},{step.sequences},{step.context_tokens},{step.step_s:.7f}"
+            f",{step.prefill_sum_sq},{load.worker},{now_s - step.age_s:.3f}\n"
+            for step in new
+            if step.step_s > 0
+        ]
+        if not rows:
+            return
+        self._steps.write("".join(rows))
+        if self._steps.tell() > STEP_FILE_BYTES and self._folder is not None:
+            self._steps.close()
+            os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
+            self._steps = _open_steps(self._folder)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        for file in (self._requests, self._steps):
+            if file is not None:
+                file.close()
+
+
+def _same_columns(path: Path) -> None:
+    """Raise BadInput for a file of another version: rows of two forms in it would be of use to nobody."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        header = file.readline().strip()
+    if header != ",".join(STEP_COLUMNS):
+        raise BadInput(f"--data: {path}: has columns {header[:80]!r}, expected {','.join(STEP_COLUMNS)}")
+
+
+def _open_steps(folder: Path) -> TextIO:
+    path = folder / "steps.csv"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise BadInput(f"--data: {path}: cannot be written: {error.strerror}") from error
+    if file.tell() == 0:
+        file.write(",".join(STEP_COLUMNS) + "\n")
+    else:
+        _same_columns(path)
+    return file

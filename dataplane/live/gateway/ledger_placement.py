@@ -1,0 +1,266 @@
+"""The core's `assign` on live requests: the ledger kept from the tokens that pass through the gateway.
+
+The ledger counts a worker's decode steps; here a step is a batch of outputs in which decoding requests got
+a token. A request that got none (preempted, or its chunk fell out of the step) is set back by one, so
+generated = key + step stays exact. What decides is `decide`, as in the simulated plane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from controlplane.perfmodel.coefficients import (
+    BASE,
+    BLOCK_TOKENS,
+    KV_BLOCKS,
+    MAX_BATCHED,
+    MAX_SEQS,
+    PER_CONTEXT,
+    PRE_BASE,
+    coefficient_row,
+    decode_base_s,
+)
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.decide import PATIENCE, decide
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODING,
+    DONE,
+    DRAINING,
+    HELD,
+    NONE,
+    OFF,
+    QUEUED,
+    SERVING,
+    begin_decoding,
+    dequeue,
+    enqueue,
+    leave_queue,
+    new_ledger,
+    stop_decoding,
+)
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.request import Tracked
+
+RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
+
+
+class LedgerPlacement:
+    """`Placement` by each kind's profile. `workers` and `requests` bound how many it can hold at once."""
+
+    refusals = 4
+
+    def __init__(
+        self,
+        profiles: Mapping[str, Profile],
+        workers: int,
+        lengths: LengthTable,
+        rng: np.random.Generator,
+        policy: Policy = Policy.SPREAD,
+        settings: PlacementSettings | None = None,
+        requests: int = 4096,
+        slots: int = 1024,
+    ) -> None:
+        self._profiles = dict(profiles)
+        self._profile_rows = {kind: coefficient_row(profile) for kind, profile in profiles.items()}
+        rows = np.tile(next(iter(self._profile_rows.values())), (workers, 1))
+        self._led = new_ledger(rows, np.arange(workers), requests, slots, lengths)
+        self._code = POLICY_CODE[policy]
+        self._knobs = (settings or PlacementSettings()).knobs()
+        self._rng = rng
+        self._worker_rows: dict[WorkerId, int] = {}
+        self._workers: dict[int, WorkerId] = {}
+        self._kinds: dict[int, str] = {}
+        self._rows: dict[RequestId, int] = {}
+        self._free = list(range(requests))
+        # Compiled now rather than under the first client's request.
+        for moving in (False, True):
+            self._choose(0, 0.0, moving)
+
+    def learn(self, lengths: LengthTable) -> None:
+        """Use another table for requests that outlive their prediction."""
+        self._led = self._led._replace(
+            length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
+            length_grid=np.ascontiguousarray(lengths.grid, np.int64),
+            length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+        )
+
+    def refit(self, kind: str, step: StepModel) -> None:
+        """Use other step times than the profile's from now on, for all workers of a kind."""
+        row = coefficient_row(replace(self._profiles[kind], step=step))
+        times = slice(BASE, PRE_BASE)
+        self._profile_rows[kind][times] = row[times]
+        for w in [w for w, its in self._kinds.items() if its == kind]:
+            self._led.coefficients[w, times] = row[times]
+
+    def attach(self, info: WorkerInfo, kind: str) -> None:
+        w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
+        self._worker_rows[info.worker], self._workers[w], self._kinds[w] = w, info.worker, kind
+        row = self._led.coefficients[w]
+        row[:] = self._profile_rows[kind]
+        # The engine's own limits, whatever the profile's engine had.
+        row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
+        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, min(info.max_seqs, self._slots)
+        self._led.workers[w]["status"] = SERVING
+
+    @property
+    def _slots(self) -> int:
+        return int(self._led.running.shape[1])
+
+    def detach(self, worker: WorkerId) -> None:
+        w = self._worker_rows.pop(worker, None)
+        if w is None:
+            return
+        for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
+            self._leave(self._rows[request])
+        del self._workers[w], self._kinds[w]
+        blank = self._led.workers[w]
+        for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
+            blank[name] = 0
+        blank["status"], blank["boundary_s"] = OFF, -1.0
+
+    def set_open(self, worker: WorkerId, is_open: bool) -> None:
+        self._led.workers[self._worker_rows[worker]]["status"] = SERVING if is_open else DRAINING
+
+    def choose(self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = ()) -> WorkerId | None:
+        r = self._row(request)
+        if r is None:
+            return None
+        barred = [self._worker_rows[w] for w in exclude if w in self._worker_rows]
+        status = self._led.workers["status"]
+        before = status[barred].copy()
+        status[barred] = OFF
+        try:
+            w = self._choose(r, now_s, moving=self._led.requests[r]["phase"] != HELD)
+        finally:
+            status[barred] = before
+        return None if w == NONE else self._workers[w]
+
+    def _choose(self, r: int, now_s: float, moving: bool) -> int:
+        led, knobs, draw = self._led, self._knobs, self._draw()
+        if not moving:
+            w = int(decide(led, self._code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+            # Past its seats an engine only queues, where nobody may overtake; here a new worker may take it.
+            return w if w == NONE or self._has_seat(w) else NONE
+        # One that must leave its worker goes somewhere now, whatever it breaks.
+        chosen = int(assign(led, self._code, knobs, r, now_s, True, ANY_PHASE, draw))
+        return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
+
+    def _has_seat(self, w: int) -> bool:
+        at = self._led.workers[w]
+        return bool(at["decoding"] + at["queued"] < self._led.coefficients[w, MAX_SEQS])
+
+    def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
+        r = self._row(request)
+        if r is None:
+            return  # more requests than rows: placed by whoever called, and not counted
+        self._leave(r)
+        w = self._worker_rows[worker]
+        row = self._led.requests[r]
+        row["key"] = len(request.output_token_ids)
+        row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
+        enqueue(self._led, w, r, False)
+        if has_kv and row["key"] > 0:
+            self._begin_decoding(w, r, int(row["key"]))
+
+    def advance(self, worker: WorkerId, got: Sequence[tuple[Tracked, int]], now_s: float) -> None:
+        w = self._worker_rows.get(worker)
+        if w is None:
+            return
+        led, counts = self._led, {}
+        fresh: list[tuple[int, int]] = []
+        for request, tokens in got:
+            r = self._rows.get(request.id)
+            if r is None or tokens == 0:
+                continue
+            if led.requests[r]["phase"] == DECODING:
+                counts[r] = tokens
+            elif led.requests[r]["phase"] == QUEUED:
+                fresh.append((r, len(request.output_token_ids) + tokens))
+                if math.isnan(led.requests[r]["first_s"]):
+                    led.requests[r]["first_s"] = now_s
+        if counts:
+            self._step(w, counts)
+        for r, tokens in fresh:
+            self._begin_decoding(w, r, tokens)
+        at = led.workers[w]
+        step_s = decode_base_s(led.coefficients[w], float(at["decoding"]))
+        step_s += led.coefficients[w, PER_CONTEXT] * at["context"]
+        at["boundary_s"], at["gains"] = now_s + (step_s if at["decoding"] or at["queued"] else 0.0), 1
+
+    def _step(self, w: int, counts: dict[int, int]) -> None:
+        """One decode step: everyone is moved on by a token, then whoever got another number is set right."""
+        led, at = self._led, self._led.workers[w]
+        at["step"] += 1
+        at["context"] += sum(counts.values())
+        running = led.running[w, : at["running_n"]]
+        if len(counts) != at["decoding"]:
+            for r in running:
+                if int(r) not in counts:
+                    led.requests[r]["key"] -= 1
+        for r, tokens in counts.items():
+            if tokens != 1:
+                led.requests[r]["key"] += tokens - 1
+
+    def take(self, request: Tracked) -> None:
+        r = self._rows.get(request.id)
+        if r is not None:
+            self._leave(r)
+
+    def forget(self, request: Tracked) -> None:
+        r = self._rows.pop(request.id, None)
+        if r is not None:
+            self._leave(r)
+            self._led.requests[r]["phase"] = DONE
+            self._free.append(r)
+
+    # The ledger's rows.
+
+    def _row(self, request: Tracked) -> int | None:
+        """The request's row, made when it is first asked for; None when there is none left."""
+        r = self._rows.get(request.id)
+        if r is None and self._free:
+            r = self._rows[request.id] = self._free.pop()
+            row = self._led.requests[r]
+            row["worker"] = row["next"] = NONE
+            row["phase"], row["priority"] = HELD, request.ticket.priority
+            row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
+            row["predicted"] = max(request.predicted_tokens, 1)
+            row["arrival_s"] = request.arrival_s
+            row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
+            row["ttft_s"], row["tpot_s"] = request.slo.ttft_s, request.slo.tpot_s
+        return r
+
+    def _begin_decoding(self, w: int, r: int, tokens: int) -> None:
+        led, at = self._led, self._led.workers[w]
+        dequeue(led, w, r)
+        at["queued_tokens"] -= led.requests[r]["prompt"] + led.requests[r]["key"]
+        if at["running_n"] < self._slots:
+            led.running[w, at["running_n"]] = r
+            at["running_n"] += 1
+        begin_decoding(led, w, r, tokens)
+
+    def _leave(self, r: int) -> None:
+        row = self._led.requests[r]
+        w = int(row["worker"])
+        if row["phase"] == QUEUED:
+            leave_queue(self._led, w, r)
+        elif row["phase"] == DECODING:
+            stop_decoding(self._led, w, r, HELD)
+            at, running = self._led.workers[w], self._led.running[w]
+            n = int(at["running_n"])
+            kept = running[:n][running[:n] != r]
+            running[: len(kept)] = kept
+            at["running_n"] = len(kept)
+            row["worker"] = NONE
+
+    def _draw(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return self._rng.random(2)

@@ -1,0 +1,170 @@
+"""Prometheus metrics of the fleet: `tokenfleet_` prefix, base units, no label per request.
+
+SLO hits are counted per request, not read from histogram buckets: a p99 against a 300 ms target cannot be
+had from buckets at 250 and 500 ms. vLLM's own `vllm:` families pass through with a `worker` label in place
+of its `engine` index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from controlplane.types import WorkerId
+from dataplane.live.gateway.request import Tracked
+
+LATENCY_BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 120,
+)  # fmt: skip
+TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
+DOWNTIME_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
+SLO_TARGETS = ("ttft", "tpot", "both")
+PRIORITY_NAMES = ("normal", "high")
+
+
+class Metrics:
+    """The fleet's counters, on a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter(
+            "tokenfleet_requests",
+            "Requests by how they ended: finished, failed, aborted, rejected, rate_limited",
+            ["outcome", "priority"],
+            registry=r,
+        )
+        self.slo = Counter(
+            "tokenfleet_slo_requests",
+            "Finished requests by whether they met a target (ttft, tpot, or both)",
+            ["target", "met", "priority"],
+            registry=r,
+        )
+        self.ttft_s = Histogram(
+            "tokenfleet_time_to_first_token_seconds",
+            "Arrival to first token at the gateway, queueing included",
+            ["priority"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=r,
+        )
+        self.tpot_s = Histogram(
+            "tokenfleet_time_per_output_token_seconds",
+            "(finish - first token) / (output tokens - 1), one figure a request",
+            ["priority"],
+            buckets=TPOT_BUCKETS_S,
+            registry=r,
+        )
+        self.queue_wait_s = Histogram(
+            "tokenfleet_queue_wait_seconds",
+            "Arrival to being placed on a worker",
+            ["priority"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=r,
+        )
+        self.tokens = Counter("tokenfleet_output_tokens", "Tokens passed to clients", registry=r)
+        self.waiting = Gauge("tokenfleet_queue_requests", "Requests no worker has taken yet", registry=r)
+        self.workers = Gauge("tokenfleet_workers", "Workers by state", ["state"], registry=r)
+        self.running = Gauge("tokenfleet_worker_requests", "Requests on a worker", ["worker"], registry=r)
+        self.context = Gauge(
+            "tokenfleet_worker_context_tokens", "Tokens its decoding requests hold", ["worker"], registry=r
+        )
+        self.kv_used = Gauge(
+            "tokenfleet_worker_kv_used_ratio", "Share of its KV blocks in use", ["worker"], registry=r
+        )
+        self.step_s = Gauge(
+            "tokenfleet_worker_step_seconds", "Duration of its last step", ["worker"], registry=r
+        )
+        self.preemptions = Gauge(
+            "tokenfleet_worker_preemptions", "Preemptions since it started", ["worker"], registry=r
+        )
+        self.migrations = Counter(
+            "tokenfleet_migrations", "Moves of a request by outcome", ["outcome"], registry=r
+        )
+        self.downtime_s = Histogram(
+            "tokenfleet_migration_downtime_seconds",
+            "Cut-over to the first token from the target",
+            buckets=DOWNTIME_BUCKETS_S,
+            registry=r,
+        )
+        self.moved_bytes = Counter("tokenfleet_migration_bytes", "KV bytes copied by moves", registry=r)
+        self.replays = Counter(
+            "tokenfleet_replays",
+            "Segments begun anew from prompt and tokens, because a worker was lost or refused them",
+            registry=r,
+        )
+        self.lost_workers = Counter("tokenfleet_workers_lost", "Workers that died", registry=r)
+
+    def count_end(self, request: Tracked, outcome: str) -> None:
+        """Count a request that is over; a finished one also against its SLO."""
+        priority = PRIORITY_NAMES[request.ticket.priority]
+        self.requests.labels(outcome, priority).inc()
+        if outcome != "finished":
+            return
+        ttft_met, tpot_met = request.slo_met()
+        for target, met in zip(SLO_TARGETS, (ttft_met, tpot_met, ttft_met and tpot_met), strict=True):
+            self.slo.labels(target, "true" if met else "false", priority).inc()
+        ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
+        if ttft_s is not None:
+            self.ttft_s.labels(priority).observe(ttft_s)
+        if tpot_s is not None:
+            self.tpot_s.labels(priority).observe(tpot_s)
+
+    def attainment(self) -> dict[str, dict[str, int]]:
+        """{target: {"met", "of"}} of finished requests since the fleet began; targets ttft, tpot and both."""
+        counts = {target: {"met": 0, "of": 0} for target in SLO_TARGETS}
+        for sample in next(iter(self.slo.collect())).samples:
+            if sample.name.endswith("_total"):
+                count = counts[sample.labels["target"]]
+                count["of"] += int(sample.value)
+                count["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
+        return counts
+
+    def count_move(self, outcome: str, moved_bytes: int, downtime_s: float | None) -> None:
+        """Count a move that is over."""
+        self.migrations.labels(outcome).inc()
+        self.moved_bytes.inc(moved_bytes)
+        if downtime_s is not None:
+            self.downtime_s.observe(downtime_s)
+
+    def forget_worker(self, worker: WorkerId) -> None:
+        """Drop the gauges of a worker that is gone."""
+        for gauge in (self.running, self.context, self.kv_used, self.step_s, self.preemptions):
+            if (worker,) in gauge._metrics:
+                gauge.remove(worker)
+
+    def exposition(self) -> bytes:
+        """Everything registered, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class EngineFamilies(Collector):
+    """vLLM's `vllm:` families from the default registry, `engine` index replaced by `worker` name.
+
+    Indices without a worker (spare slots, workers gone) are left out.
+    """
+
+    def __init__(self, workers_by_slot: Callable[[], Mapping[str, WorkerId]]) -> None:
+        self._workers_by_slot = workers_by_slot
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # families are vLLM's to declare, and differ by its settings
+
+    def collect(self) -> Iterable[Metric]:
+        workers = self._workers_by_slot()
+        for family in REGISTRY.collect():
+            if not family.name.startswith("vllm:"):
+                continue
+            renamed = Metric(family.name, family.documentation, family.type, family.unit)
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                slot = labels.pop("engine", None)
+                if slot is not None:
+                    if slot not in workers:
+                        continue
+                    labels["worker"] = workers[slot]
+                renamed.samples.append(sample._replace(labels=labels))
+            if renamed.samples:
+                yield renamed

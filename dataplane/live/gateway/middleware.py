@@ -1,0 +1,254 @@
+"""The outermost layer of the gateway: keys, rate limits, SLO headers, and honest refusals.
+
+An ASGI middleware around vLLM's server, named to it by its own `--middleware` flag. It holds back the
+start of a response until the first piece of the body. By then the request has been placed or turned away,
+so a refusal can still be a 429 with `Retry-After` although vLLM has begun to stream, and the header
+`x-tokenfleet-worker` can be told. After a failure in mid-stream, vLLM writes an error event and then
+`[DONE]`; the latter is dropped, so that no broken stream looks complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane.types import Slo
+from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
+from dataplane.live.gateway.metrics import Metrics
+from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+PRIORITY_HEADER = "x-tokenfleet-priority"
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+MAX_BODY_BYTES = 64 << 20
+DONE_EVENT = b"data: [DONE]\n\n"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(slots=True)
+class DoorPolicy:
+    """Who may enter and what they get by default; `abandon` ends the requests of a client that has left;
+    `closing` is why nobody may enter any more, or empty."""
+
+    keys: KeyRing
+    default_slo: Slo
+    metrics: Metrics
+    abandon: Callable[[Ticket], Awaitable[None]]
+    closing: str = ""
+
+
+class Refused(Exception):
+    """The door's own answer to a request: an HTTP status and an error in OpenAI's shape."""
+
+    def __init__(
+        self, status: int, kind: str, code: str, message: str, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.code, self.message = status, kind, code, message
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def slo_from_headers(headers: dict[str, str], default: Slo) -> Slo:
+    """The targets a request asks for, `default` where it is silent.
+
+    Raises Refused (400) for a value that is not a positive number of milliseconds.
+    """
+
+    def target_s(names: tuple[str, ...], otherwise_s: float) -> float:
+        for name in names:
+            if name in headers:
+                try:
+                    value_ms = float(headers[name])
+                except ValueError:
+                    value_ms = float("nan")
+                if not 0 < value_ms < float("inf"):
+                    raise _bad_header(name, "must be a positive number of milliseconds", headers[name])
+                return value_ms / 1e3
+        return otherwise_s
+
+    return Slo(target_s(TTFT_HEADERS, default.ttft_s), target_s(TPOT_HEADERS, default.tpot_s))
+
+
+def _bad_header(name: str, expected: str, got: str) -> Refused:
+    return Refused(400, "invalid_request_error", "invalid_header", f"{name}: {expected}, got {got[:40]!r}")
+
+
+def _too_busy(kind: str, message: str, wait_s: float) -> Refused:
+    return Refused(429, kind, "rate_limit_exceeded", message, max(1, int(wait_s + 0.999)))
+
+
+class FrontDoor:
+    """ASGI middleware; its policy is the `door` of the server's engine client."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        policy: DoorPolicy = scope["app"].state.engine_client.door
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["type"] == "websocket":
+            if policy.keys.find(headers.get("authorization", "")) is None:
+                await send({"type": "websocket.close", "code": 1008, "reason": "invalid_api_key"})
+            else:
+                await self.app(scope, receive, send)
+            return
+        asked_id = headers.get("x-request-id", "")
+        request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
+        try:
+            ticket = _admit(policy, scope, headers, request_id)
+        except Refused as refusal:
+            if refusal.status == 429:
+                policy.metrics.requests.labels("rate_limited", "any").inc()
+            await _answer(refusal, request_id, send)
+            return
+        # vLLM names its own request after this header, so that both sides of a log agree.
+        scope["headers"] = [h for h in scope["headers"] if h[0] != b"x-request-id"]
+        scope["headers"].append((b"x-request-id", request_id.encode()))
+        token = CURRENT_TICKET.set(ticket)
+        body = _Body(receive, ticket)
+        watch = asyncio.ensure_future(body.until_client_leaves(policy)) if scope["method"] == "POST" else None
+        try:
+            await self.app(scope, body, _Reply(send, ticket))
+        finally:
+            CURRENT_TICKET.reset(token)
+            if watch is not None:
+                watch.cancel()
+
+
+def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str) -> Ticket:
+    path, method = scope["path"], scope["method"]
+    key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
+    if key is None and path not in OPEN_PATHS and method != "OPTIONS":
+        raise Refused(401, "invalid_request_error", "invalid_api_key", "the API key is missing or wrong")
+    name = key.name if key else "anyone"
+    if method != "POST" or key is None:
+        return Ticket(request_id, name, policy.default_slo, PRIORITIES["normal"])
+    if policy.closing:
+        raise Refused(503, "service_unavailable", "shutting_down", policy.closing, 5)
+    if (
+        headers.get("content-length", "0").isdigit()
+        and int(headers.get("content-length", 0)) > MAX_BODY_BYTES
+    ):
+        raise Refused(
+            413, "invalid_request_error", "too_large", f"the body must be at most {MAX_BODY_BYTES} bytes"
+        )
+    slo = key.bounds.bounded(slo_from_headers(headers, policy.default_slo))
+    asked = headers.get(PRIORITY_HEADER, "normal")
+    if asked not in PRIORITIES:
+        raise _bad_header(PRIORITY_HEADER, "must be high or normal", asked)
+    wait_s = policy.keys.seconds_until_allowed(key, time.monotonic())
+    if wait_s > 0:
+        raise _too_busy(
+            "requests", f"key {key.name} is over its {key.requests_per_minute:g} a minute", wait_s
+        )
+    return Ticket(request_id, key.name, slo, min(PRIORITIES[asked], key.max_priority))
+
+
+class _Body:
+    """Receive, and an eye on the connection once the request's body has been read.
+
+    vLLM notices a client that leaves a stream only when it next has something to send; a request that
+    still waits, or prefills, would go on for nobody.
+    """
+
+    def __init__(self, receive: Receive, ticket: Ticket) -> None:
+        self._receive, self._ticket = receive, ticket
+        self._is_read = asyncio.Event()
+        self._bytes = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            # A server also says so once its answer is complete, which is nobody's leaving.
+            self._ticket.left = not self._ticket.answered
+        else:
+            self._bytes += len(message.get("body", b""))
+            if self._bytes > MAX_BODY_BYTES:  # it came without, or with a false, content-length
+                self._ticket.left = True
+                return {"type": "http.disconnect"}
+            if not message.get("more_body", False):
+                self._is_read.set()
+        return message
+
+    async def until_client_leaves(self, policy: DoorPolicy) -> None:
+        """Return never, or after the requests of a client that has left were ended."""
+        await self._is_read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._ticket.answered:
+            await policy.abandon(self._ticket)
+
+
+class _Reply:
+    """Send, holding back the response's start until there is something to say."""
+
+    def __init__(self, send: Send, ticket: Ticket) -> None:
+        self._send, self._ticket = send, ticket
+        self._start: Message | None = None
+        self._begun = False
+        self._replaced = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if not self._begun and self._start is not None:
+            self._begun = True
+            if self._ticket.rejection is not None:
+                self._replaced = True
+                rejection = self._ticket.rejection
+                await _answer(
+                    _too_busy("requests", rejection.reason, rejection.retry_after_s),
+                    self._ticket.id,
+                    self._send,
+                )
+            else:
+                self._start["headers"] = [*self._start.get("headers", ()), *self._own_headers()]
+                await self._send(self._start)
+        if not message.get("more_body", False):
+            self._ticket.answered = True
+        if self._replaced:
+            return
+        broken = self._ticket.failure is not None or self._ticket.rejection is not None
+        if broken and message.get("body") == DONE_EVENT:
+            message = {**message, "body": b""}
+        await self._send(message)
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        own = [(b"x-request-id", self._ticket.id.encode())]
+        if self._ticket.worker is not None:
+            own.append((b"x-tokenfleet-worker", str(self._ticket.worker).encode()))
+        return own
+
+
+async def _answer(refusal: Refused, request_id: str, send: Send) -> None:
+    body = refusal.body()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", request_id.encode()),
+    ]
+    if refusal.retry_after_s is not None:
+        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

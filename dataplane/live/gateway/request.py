@@ -1,0 +1,171 @@
+"""A request as the gateway holds it: its token list is the truth, the engine's copy is replaceable.
+
+What the front door learns of an HTTP request, and what the fleet tells it back.
+
+vLLM's server stands between the front door (ASGI) and FleetCore, and passes neither our headers down nor
+our refusals up. A ticket in a context variable does: the handler of a request runs in the context its
+middleware set.
+
+A request as it arrives from vLLM's front end, made into one the gateway tracks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from controlplane.types import RequestId, Slo, WorkerId
+from dataplane.live.engine_api.penalties import PRIOR_TOKENS
+from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One request from arrival to its last token. Times are seconds of the gateway's monotonic clock.
+
+    `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
+    the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
+    ended without a token.
+    """
+
+    request: EngineCoreRequest
+    ticket: Ticket
+    arrival_s: float
+    predicted_tokens: int
+    output_token_ids: list[int] = field(default_factory=list)
+    stays: int = 0
+    segment: str = ""
+    worker: WorkerId | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cut: asyncio.Future[bool] | None = None
+    moves: int = 0
+    replays: int = 0
+    fruitless: int = 0
+
+    @property
+    def id(self) -> RequestId:
+        return RequestId(self.request.request_id)
+
+    @property
+    def slo(self) -> Slo:
+        return self.ticket.slo
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids or ())
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def state(self) -> str:
+        """waiting (no worker yet), prefilling, or decoding."""
+        if self.worker is None:
+            return "waiting"
+        return "decoding" if self.output_token_ids else "prefilling"
+
+    @property
+    def has_outlived(self) -> bool:
+        """Whether it has made all the tokens that were expected of it, and may make more."""
+        params = self.request.sampling_params
+        most = None if params is None else params.max_tokens
+        made = len(self.output_token_ids)
+        return made >= self.predicted_tokens and (most is None or made < most)
+
+    def expect(self, tokens: int) -> None:
+        """Take another prediction; what the client allows is still the most."""
+        params = self.request.sampling_params
+        most = None if params is None else params.max_tokens
+        self.predicted_tokens = tokens if most is None else min(tokens, int(most))
+
+    def next_segment(self) -> str:
+        """Begin a new segment id: the request's own for the first stay, then `#1`, `#2`, …"""
+        self.segment = self.id if self.stays == 0 else f"{self.id}#{self.stays}"
+        self.stays += 1
+        return self.segment
+
+    def settle_cut(self, arrived: bool) -> None:
+        """Tell whoever waits for a cut-over how it went."""
+        if self.cut is not None:
+            if not self.cut.done():
+                self.cut.set_result(arrived)
+            self.cut = None
+
+    def ttft_s(self) -> float | None:
+        """Arrival to first token, queueing included."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    def tpot_s(self) -> float | None:
+        """Mean time of an output token after the first; None for fewer than two."""
+        if self.first_token_s is None or self.last_token_s is None or len(self.output_token_ids) < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (len(self.output_token_ids) - 1)
+
+    def slo_met(self) -> tuple[bool, bool]:
+        """Whether TTFT and TPOT were within target; a one-token output is judged by TTFT alone."""
+        ttft, tpot = self.ttft_s(), self.tpot_s()
+        return ttft is not None and ttft <= self.slo.ttft_s, tpot is None or tpot <= self.slo.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """The request was turned away before any token; the client may try again."""
+
+    reason: str
+    retry_after_s: int
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One HTTP request. The first four come from the client, the rest is written by the fleet.
+
+    `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
+    begun could not be finished; `left` that the client went away before its answer was complete (`answered`).
+    """
+
+    id: str
+    key: str
+    slo: Slo
+    priority: int
+    worker: WorkerId | None = None
+    rejection: Rejection | None = None
+    failure: str | None = None
+    left: bool = False
+    answered: bool = False
+
+
+CURRENT_TICKET: ContextVar[Ticket | None] = ContextVar("current_ticket", default=None)
+
+
+def tracked_from(
+    request: EngineCoreRequest, default_slo: Slo, predict: Callable[[int], int], now_s: float
+) -> Tracked:
+    """The request with its HTTP request's ticket, its priority for the engine, and its expected output."""
+    ticket = CURRENT_TICKET.get() or Ticket("", "anyone", default_slo, 0)
+    request.priority = -ticket.priority  # vLLM: lower goes first
+    _strip_reserved(request)
+    return Tracked(request, ticket, now_s, _expected_tokens(request, predict))
+
+
+def _expected_tokens(request: EngineCoreRequest, predict: Callable[[int], int]) -> int:
+    expected = predict(len(request.prompt_token_ids or ()))
+    params = request.sampling_params
+    if params is None or params.max_tokens is None:
+        return expected
+    return int(params.max_tokens) if params.ignore_eos else min(expected, int(params.max_tokens))
+
+
+def _strip_reserved(request: EngineCoreRequest) -> None:
+    """Drop what only the fleet may say to an engine; clients reach `extra_args` through `vllm_xargs`."""
+    params = request.sampling_params
+    if params is not None and params.extra_args:
+        kept = {k: v for k, v in params.extra_args.items() if k not in (PRIOR_TOKENS, "kv_transfer_params")}
+        params.extra_args = kept or None

@@ -1,0 +1,146 @@
+"""The gateway: vLLM's OpenAI server on one port, FleetCore beneath it, our front door before it.
+
+The server's half of vLLM's private surface: its front end over our FleetCore, and its launch functions.
+
+Kept apart from vllm_surface.py since importing it loads vLLM's whole HTTP stack, which a worker has no use
+for. The same version check and the same contract tests cover both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from controlplane.errors import BadInput
+from dataplane.live.engine_api.vllm_surface import AsyncEngineArgs, EngineCoreClient, UsageContext
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """`model` is a folder or a Hugging Face name; `engine_flags` are vLLM's own, as after `--`."""
+
+    model: str
+    host: str
+    port: int
+    engine_flags: tuple[str, ...] = ()
+    shutdown_s: int = 20
+
+    def server_flags(self) -> list[str]:
+        """vLLM's flags for the server: ours first, so that the operator's own win."""
+        flags = [
+            "--model", self.model, "--host", self.host, "--port", str(self.port),
+            "--middleware", FRONT_DOOR, "--shutdown-timeout", str(self.shutdown_s),
+            "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log",
+        ]  # fmt: skip
+        if "--served-model-name" not in self.engine_flags:
+            folder = Path(self.model)
+            names = [folder.resolve().name, self.model] if folder.is_dir() else [self.model]
+            flags += ["--served-model-name", *dict.fromkeys(names)]
+        return [*flags, *self.engine_flags]
+
+
+class Gateway:
+    """Flags and configuration read and checked, the port not yet answering."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.arguments: argparse.Namespace = parse_flags(settings.server_flags())
+        self.config: Any = engine_config(self.arguments)
+
+    def prepare(self, kv_blocks: int) -> None:
+        """Take over what only a started engine knows: its KV blocks, for vLLM's metrics."""
+        self.config.cache_config.num_gpu_blocks = kv_blocks
+
+    async def serve(self, core: FleetCore, door: DoorPolicy, listening: socket.socket) -> None:
+        """Answer until SIGTERM or SIGINT, then end every stream and return."""
+        address = f"http://{self.settings.host}:{self.settings.port}"
+        await serve_http(FleetLLM(self.config, core, door), listening, address, self.arguments)
+
+
+def clean_environment(flags: Sequence[str]) -> dict[str, str]:
+    """Environment for vLLM in every process of the fleet; what the operator has set stays."""
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    if not any(flag.startswith("--logging") for flag in flags):
+        wanted["VLLM_LOGGING_LEVEL"] = "WARNING"
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+FRONT_DOOR = f"{FrontDoor.__module__}.{FrontDoor.__qualname__}"
+
+
+class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
+    """vLLM's own front end, kept whole; only the engine client beneath it is ours."""
+
+    def __init__(self, config: Any, core: FleetCore, door: DoorPolicy) -> None:
+        self.door = door
+        with _engine_client(lambda **_: core):
+            # No executor: should vLLM ever bypass the factory, it fails here and starts no engine.
+            super().__init__(config, executor_class=None, log_stats=True, log_requests=False)
+        if self.engine_core is not core:
+            raise RuntimeError("vLLM's front end did not take FleetCore as its engine")
+
+
+@contextmanager
+def _engine_client(make: Callable[..., FleetCore]) -> Iterator[None]:
+    """AsyncLLM has no argument for its engine client, only a factory that it looks up on a class."""
+    original = EngineCoreClient.__dict__["make_async_mp_client"]
+    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = original
+
+
+class _OneLineParser(FlexibleArgumentParser):  # type: ignore[misc]
+    """vLLM's parser, raising BadInput where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> Any:
+        raise BadInput(f"engine flags: {message}")
+
+
+def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """vLLM's `serve` flags, checked. Raises BadInput with vLLM's own words."""
+    arguments: argparse.Namespace = make_arg_parser(_OneLineParser()).parse_args(list(flags))
+    try:
+        validate_parsed_serve_args(arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadInput(f"engine flags: {_first_line(error)}") from error
+    return arguments
+
+
+def engine_config(arguments: argparse.Namespace) -> Any:
+    """vLLM's configuration of an engine with these flags; starts nothing.
+
+    Raises BadInput where vLLM cannot serve this model with these flags.
+    """
+    try:
+        return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        raise BadInput(f"model {arguments.model}: {_first_line(error)}") from error
+
+
+async def serve_http(llm: FleetLLM, listening: socket.socket, address: str, arguments: Any) -> None:
+    """vLLM's OpenAI server until SIGTERM or SIGINT; returns when its streams are over."""
+    closing = await build_and_serve(llm, address, listening, arguments)
+    await asyncio.wait_for(closing, timeout=10.0)
+
+
+def _first_line(error: BaseException) -> str:
+    """The telling line of an error: pydantic puts a heading before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "error, " in line or "Error:" in line]
+    return (telling or lines or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""KV blocks between workers: vLLM's connector hooks, pinned blocks, and the transports that copy them."""

@@ -1,0 +1,272 @@
+"""The KV connector that vLLM loads: its hooks, turned into the calls of `Holds` and `Loads`.
+
+Loaded through vLLM's public out-of-tree hook (`kv_connector_module_path`), once in the scheduler's process
+and once in each rank's. Only what NIXL's and LMCache's connectors use is used.
+
+An engine that uses it needs prefix caching on, `kv_load_failure_policy="fail"`, and one KV cache group.
+
+What a scheduled step carries, seen from inside the scheduler: the exact regressors of the step model.
+
+vLLM's own iteration details count requests and tokens but not the context they hold, and context is what a
+decode step's time grows with. The connector sees every scheduled step, and its stats travel with the step's
+outputs; so they carry this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from controlplane.errors import BadInput
+from dataplane.live.engine_api.kv_messages import Control, Transfer, message_from
+from dataplane.live.engine_api.processes import cpu_s, descendants, exit_with_parent
+from dataplane.live.engine_api.vllm_surface import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    current_platform,
+    sleep_while_spinning,
+)
+from dataplane.live.kv.holds import Holds, StepOrders
+from dataplane.live.kv.loads import Loads
+from dataplane.live.kv.transport import SocketTransport
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step's orders, from the scheduler's connector to the ranks'."""
+
+    orders: StepOrders = field(default_factory=StepOrders)
+
+
+class StepStats(KVConnectorStats):  # type: ignore[misc]
+    """What the scheduler's connector tells the worker of a step, on the way that vLLM has for it."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: Any) -> Any:
+        return other
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Live migration of running requests. Settings in `kv_connector_extra_config`:
+
+    `addresses`: where each TP rank serves its blocks; `token`: the fleet's secret; `lease_s`, `hold_s`.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        exit_with_parent()
+        if current_platform.is_cpu():
+            sleep_while_spinning()
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise BadInput(f"model: {groups} KV cache groups; live migration knows one")
+        self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if role == KVConnectorRole.SCHEDULER:
+            self._running: set[str] = set()
+            self._ranks: list[int] | None = None
+            # Under asynchronous scheduling a step is planned before the last one's outputs are read.
+            self._begun: deque[tuple[dict[str, int], float]] = deque()
+            self._answers: dict[str, str] = {}
+            self._loaders: dict[str, Any] = {}  # requests that hold what they load
+            self._holds = Holds(
+                vllm_config.cache_config.block_size,
+                self._settings.get("lease_s", 60.0),
+                self._settings.get("hold_s", 30.0),
+            )
+        else:
+            self._rank = vllm_config.parallel_config.rank
+            self._block_errors: set[int] = set()
+
+    # In the scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._running.add(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        message = message_from(request.kv_transfer_params)
+        if isinstance(message, Control):
+            return 0, False
+        tokens = self._holds.tokens_to_load(request.request_id, message, num_computed_tokens)
+        between_steps = message.load is not None and not message.load.inline
+        return tokens, tokens > 0 and between_steps
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        message = message_from(request.kv_transfer_params)
+        if isinstance(message, Transfer):
+            self._holds.admitted(request.request_id, message, blocks.get_block_ids()[0], num_external_tokens)
+            if message.hold:
+                self._loaders[request.request_id] = request
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._running.discard(request.request_id)
+        self._loaders.pop(request.request_id, None)
+        message = message_from(request.kv_transfer_params)
+        now_s = time.monotonic()
+        if isinstance(message, Control):
+            if message.verb == "release":
+                self._holds.release(message.segment)
+            else:
+                is_running = message.segment in self._running
+                leased = self._holds.begin(message.segment, is_running, now_s)
+                self._answers[request.request_id] = "leased" if leased else "gone"
+            return False, None
+        status = request.status.name
+        kept = self._holds.ended(
+            request.request_id,
+            message,
+            block_ids,
+            aborted=status == "FINISHED_ABORTED",
+            failed=status == "FINISHED_ERROR",
+            now_s=now_s,
+        )
+        return kept, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        self._begun.append((step_load(scheduler_output), time.monotonic()))
+        tables = {}
+        manager = self._kv_cache_manager
+        for segment in self._holds.leased():
+            if segment in scheduler_output.num_scheduled_tokens and manager is not None:
+                tables[segment] = manager.get_block_ids(segment)[0]
+        preempted = scheduler_output.preempted_req_ids or ()
+        return StepMetadata(self._holds.orders(tables, preempted, time.monotonic()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Loads that are complete in every rank.
+
+        A loader is not handed on to the scheduler, which would compute a token of it: its blocks are put
+        where the next request finds them, and it waits, owning them, until it is dropped.
+        """
+        for segment in tuple(connector_output.finished_recving or ()):
+            if self._holds.arrived(segment, time.monotonic()):
+                connector_output.finished_recving.discard(segment)
+                loader = self._loaders.pop(segment)
+                self._kv_cache_manager.cache_blocks(loader, loader.num_computed_tokens)
+                self._answers[segment] = "loaded"
+
+    # In a rank
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layers = list(kv_caches.values())
+        blocks = self._kv_cache_config.num_blocks
+        for name, tensor in kv_caches.items():
+            if tensor.shape[0] != blocks:
+                raise BadInput(
+                    f"{name}: KV cache of shape {tuple(tensor.shape)}, expected {blocks} blocks first"
+                )
+        if layers[0].device.type == "cpu" and torch.cpu._is_amx_tile_supported():
+            # A rank whose first step decodes one token would use the CPU's tiles before asking the kernel
+            # for them, and die of SIGILL.
+            torch.cpu._init_amx()
+        transport = SocketTransport(self._settings["token"])
+        self._loads = Loads(layers, transport, self._settings["addresses"][self._rank], self._rank)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Here and not in start_load_kv, which vLLM may call after the step's writes.
+        self._loads.take_orders(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._loads.start()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads inside a step are done before its first layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved: readers pull from the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        freed, received, failed, self._block_errors = self._loads.results()
+        return KVConnectorTransferResults(
+            finished_sending=freed, finished_recving=received, failed_recving=failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        blocks, self._block_errors = self._block_errors, set()
+        return blocks
+
+    # In both
+
+    def get_kv_connector_stats(self) -> StepStats | None:
+        """In the scheduler: what the step carried, when it began, and what moves asked is answered.
+
+        vLLM's own figure of a step's time is only the wait for its result: nothing, where the rank computes
+        inside this process.
+        """
+        if self._role != KVConnectorRole.SCHEDULER or not self._begun:
+            return None
+        answers, self._answers = self._answers, {}
+        load, began_s = self._begun.popleft()
+        told: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
+        told["loaders"] = self._holds.loaders
+        if self._settings.get("cpu_clock"):
+            if self._ranks is None:  # looked for once: it takes longer than a step
+                self._ranks = descendants()
+            told["cpu_s"] = cpu_s(self._ranks)
+        return StepStats(data=told)
+
+    def shutdown(self) -> None:
+        if self._role == KVConnectorRole.WORKER and hasattr(self, "_loads"):
+            self._loads.close()
+
+
+KEYS = (
+    "prefill_tokens",
+    "prefill_sequences",
+    "prefill_sum_sq",
+    "sequences",
+    "context_tokens",
+    "preemptions",
+)
+
+
+def step_load(scheduler_output: Any) -> dict[str, int]:
+    """Counts of one step (module `perfmodel.step`): context and Σ(end² - start²) are as of the step's start.
+
+    A request that computes one token and has produced one before decodes; all else is prefill, the
+    recomputation after a preemption included.
+    """
+    scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
+    counts = dict.fromkeys(KEYS, 0)
+
+    def prefill(start: int, tokens: int) -> None:
+        counts["prefill_tokens"] += tokens
+        counts["prefill_sequences"] += 1
+        counts["prefill_sum_sq"] += (start + tokens) ** 2 - start**2
+
+    for new in scheduler_output.scheduled_new_reqs:
+        prefill(new.num_computed_tokens, scheduled[new.req_id])
+    cached = scheduler_output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)
+    for segment, start, produced in rows:
+        if produced and scheduled[segment] == 1:
+            counts["sequences"] += 1
+            counts["context_tokens"] += start
+        else:
+            prefill(start, scheduled[segment])
+    counts["preemptions"] = len(scheduler_output.preempted_req_ids or ())
+    return counts

@@ -1,0 +1,113 @@
+"""KV bytes between two processes of one machine, with one copy: out of the memory of the other.
+
+`process_vm_readv` (Linux) needs nothing of the process that is read, whose core may be busy computing, and is
+half the work of a socket. The kernel allows it between processes of one user, unless a policy forbids it
+(Yama's ptrace_scope, a container's seccomp profile); then the socket carries the bytes.
+
+Which process to read the kernel itself says, from the socket (`peer`): a number that was sent could mean
+another process, in another container.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.live.kv.rate_limit import Pacer
+
+Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
+PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once is no cheaper
+MAX_RUNS = 1024  # per call, Linux' IOV_MAX
+
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+class NotAllowed(OSError):
+    """This process may not read the other's memory; nothing was read."""
+
+
+def places(views: Sequence[memoryview]) -> Places:
+    """Where these views, writable ones, lie in this process."""
+    found = [(ctypes.addressof(ctypes.c_char.from_buffer(v)), v.nbytes) for v in views]
+    return np.array(found, np.uint64).reshape(-1, 2)
+
+
+def peer(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket, 0 if it is not visible from here or no Unix socket."""
+    if connection.family != socket.AF_UNIX:
+        return 0
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid)
+
+
+def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | None = None) -> None:
+    """Fill `into` with the bytes at `source` in process `pid`; both hold as many.
+
+    Raises NotAllowed before the first byte, and OSError if the process has ended or the places are not its
+    own.
+    """
+    target = places(into)
+    ours, theirs = _aligned(target, source)
+    done = 0
+    if pacer is not None:
+        pacer.wait(done)
+    for first, last in _calls(ours[:, 1]):
+        want = int(ours[first:last, 1].sum())
+        got = _readv(pid, ours[first:last], theirs[first:last])
+        if got < 0:
+            error = ctypes.get_errno()
+            kind = NotAllowed if error in _REFUSALS and done == 0 else OSError
+            raise kind(error, os.strerror(error))
+        if got != want:
+            raise OSError(f"{got} of {want} bytes could be read of process {pid}")
+        done += got
+        if pacer is not None:
+            pacer.wait(done)
+
+
+def _readv(pid: int, ours: Places, theirs: Places) -> int:
+    pointers = [ctypes.c_void_p(runs.ctypes.data) for runs in (ours, theirs)]
+    count = ctypes.c_ulong(len(ours))
+    call = _libc.process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    return int(call(ctypes.c_int(pid), pointers[0], count, pointers[1], count, ctypes.c_ulong(0)))
+
+
+def _aligned(target: Places, source: Places) -> tuple[Places, Places]:
+    """Both sides, cut at each other's ends and at every PIECE: run i of one fills run i of the other."""
+    ends = [np.cumsum(side[:, 1].astype(np.int64)) for side in (target, source)]
+    total = int(ends[0][-1]) if len(ends[0]) else 0
+    if not len(ends[1]) or int(ends[1][-1]) != total:
+        raise OSError("as many bytes are needed on both sides")
+    cuts = np.unique(np.concatenate([*ends, np.arange(PIECE, total, PIECE)]))
+    starts = np.concatenate([[0], cuts[:-1]])
+    sides = []
+    for side, end in zip((target, source), ends, strict=True):
+        run = np.searchsorted(end, starts, side="right")
+        begin = end - side[:, 1].astype(np.int64)
+        address = side[run, 0] + (starts - begin[run]).astype(np.uint64)
+        sides.append(np.column_stack([address, (cuts - starts).astype(np.uint64)]))
+    return sides[0], sides[1]
+
+
+def _calls(sizes: NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """Runs [first, last) of each call: at most PIECE bytes and MAX_RUNS runs."""
+    calls, first, size = [], 0, 0
+    for at, run in enumerate(sizes.tolist()):
+        if size + run > PIECE or at - first == MAX_RUNS:
+            calls.append((first, at))
+            first, size = at, 0
+        size += run
+    if first < len(sizes):
+        calls.append((first, len(sizes)))
+    return calls

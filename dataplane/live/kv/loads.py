@@ -1,0 +1,112 @@
+"""A rank's side of moves: serve the blocks that are offered, fetch those it was ordered to load.
+
+A load between steps runs on a small pool of threads, and the request waits; one inside a step (short tails)
+runs on the engine's thread, which waits for it. A load that fails is reported and never retried: the
+scheduler fails the request, and whoever moved it decides what next.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from dataplane.live.engine_api.kv_messages import UNBOUND
+from dataplane.live.kv.block_tables import BlockTables
+from dataplane.live.kv.holds import LoadJob, StepOrders
+from dataplane.live.kv.memory import kv_memory
+from dataplane.live.kv.transport import Fetch, FetchFailed, KvTransport
+
+log = logging.getLogger(__name__)
+PARALLEL_LOADS = 4
+TIMEOUT_S = 10.0  # between steps: a copy may be paced, but each piece of it must arrive
+INLINE_TIMEOUT_S = 2.0  # every request of the worker waits with it
+
+
+class Loads:
+    """Offers, loads and their results of one rank."""
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        transport: KvTransport,
+        address: str,
+        rank: int,
+    ) -> None:
+        self._memory = kv_memory(layers)
+        self._tables = BlockTables()
+        self._transport = transport
+        self._rank = rank
+        self._pool = ThreadPoolExecutor(PARALLEL_LOADS, thread_name_prefix="kv-load")
+        self._lock = threading.Lock()
+        self._orders = StepOrders()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._freed: set[str] = set()
+        self._stop: Callable[[], None] = transport.serve(address, self._tables, self._memory)
+
+    def take_orders(self, orders: StepOrders) -> None:
+        """Before anything of the step is written: end the grants that must not outlive it."""
+        self._tables.update(orders.offered, orders.withdrawn)
+        self._orders = orders
+
+    def start(self) -> None:
+        """Start this step's loads; those inside the step are done on return."""
+        orders, self._orders = self._orders, StepOrders()
+        with self._lock:
+            self._freed.update(orders.freed)
+            # The scheduler ends a loader whose load it is told has failed, and frees its blocks.
+            self._received.update(orders.dropped)
+            self._failed.update(orders.dropped)
+        for job in orders.jobs:
+            if job.load.inline:
+                self._load(job)
+            else:
+                self._pool.submit(self._load, job)
+
+    def results(self) -> tuple[set[str], set[str], set[str], set[int]]:
+        """Since the last call: segments freed, received, of these failed; blocks of inline failures."""
+        with self._lock:
+            taken = self._freed, self._received, self._failed, self._failed_blocks
+            self._freed, self._received, self._failed, self._failed_blocks = set(), set(), set(), set()
+        return taken
+
+    def close(self) -> None:
+        """Stop serving, and wait for no one."""
+        self._stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, job: LoadJob) -> None:
+        load = job.load
+        ok = False
+        try:
+            views, commit = self._memory.write(job.blocks)
+            fetch = Fetch(
+                load.segment,
+                job.first,
+                job.first + len(job.blocks),
+                wait_s=INLINE_TIMEOUT_S / 2,
+                pace=UNBOUND if load.inline else load.pace,
+            )
+            timeout_s = INLINE_TIMEOUT_S if load.inline else TIMEOUT_S
+            self._transport.fetch(
+                load.addresses[self._rank], fetch, views, self._memory.block_bytes, timeout_s
+            )
+            commit()
+            ok = True
+        except FetchFailed as error:
+            log.warning("load of %s for %s failed: %s", load.segment, job.segment, error)
+        except Exception:  # the segment must be reported whatever happened, or it waits for ever
+            log.exception("load of %s for %s failed", load.segment, job.segment)
+        with self._lock:
+            if load.inline:
+                if not ok:
+                    self._failed_blocks.update(job.blocks)
+            else:
+                self._received.add(job.segment)
+                if not ok:
+                    self._failed.add(job.segment)

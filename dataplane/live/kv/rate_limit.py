@@ -1,0 +1,73 @@
+"""How much of a machine a copy takes: its bytes per second, and its share of the time of a core.
+
+On a host whose cores are the accelerator a copy is paid for in somebody's step: it takes its processor time
+from whatever computes there. Bytes per second say little of that, since how long a byte takes depends on the
+machine; so a copy counts the processor time it used, and rests until that is a small share of the time that
+has passed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from dataplane.live.engine_api.kv_messages import Pace
+
+CLOCK_S = 1e-6  # more than the clock may be off by when a turn begins
+
+
+def is_turn(now_s: float, turn_s: float) -> bool:
+    """Whether copies that take turns work now, by the clock that all processes of a machine share.
+
+    Turns with copying and without follow each other as in the Thue-Morse sequence: each four (eight, ...)
+    of them are balanced against whatever grows steadily (or bends) meanwhile, and none of it is periodic.
+    """
+    return int(now_s // turn_s).bit_count() % 2 == 1
+
+
+class Share:
+    """The time that the copies of one process have used together; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_s = float("-inf")
+
+    def wait_s(self, now_s: float, worked_s: float, share: float) -> float:
+        """Seconds to rest after work of `worked_s` that ended now."""
+        with self._lock:
+            self._free_s = max(self._free_s, now_s - worked_s) + worked_s / share
+            return self._free_s - now_s
+
+
+class Pacer:
+    """The rests of one copy, made in the thread that copies."""
+
+    def __init__(self, pace: Pace, share: Share) -> None:
+        self._pace, self._share = pace, share
+        self._began_s, self._worked_s = time.monotonic(), time.thread_time()
+
+    def wait(self, done: int) -> None:
+        """Rest before the first piece and after each; `done` are the bytes copied so far."""
+        pace = self._pace
+        self._rest(done)
+        while pace.turn_s > 0 and not is_turn(now_s := time.monotonic(), pace.turn_s):
+            idle_s = (now_s // pace.turn_s + 1) * pace.turn_s - now_s + CLOCK_S
+            time.sleep(idle_s)
+            self._began_s += time.monotonic() - now_s
+
+    def _rest(self, done: int) -> None:
+        pace = self._pace
+        if pace.bytes_per_s <= 0 and pace.share >= 1:
+            return
+        now_s, worked_s = time.monotonic(), time.thread_time()
+        elapsed_s = now_s - self._began_s
+        rest_s = 0.0
+        if pace.bytes_per_s > 0:
+            rest_s = done / pace.bytes_per_s - elapsed_s
+        if pace.share < 1:
+            rest_s = max(rest_s, self._share.wait_s(now_s, worked_s - self._worked_s, pace.share))
+        if pace.least_bytes_per_s > 0:
+            rest_s = min(rest_s, done / pace.least_bytes_per_s - elapsed_s)
+        if rest_s > 0:
+            time.sleep(rest_s)
+        self._worked_s = worked_s

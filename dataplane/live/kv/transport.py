@@ -1,0 +1,336 @@
+"""How KV bytes travel from the rank that holds them to the rank that wants them.
+
+`KvTransport` is the seam: who serves blocks, and who fetches them. `SocketTransport` is for hosts: TCP
+between machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A
+GPU transport (NIXL, NCCL) takes its place by implementing the same two functions.
+
+One exchange on a connection, all integers big-endian:
+
+    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, pace, direct]
+    answer  u32 length, msgpack [ok, reason, payload bytes, places]
+    then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
+
+A reader on the same machine asks for `direct`. If the answer has `places` in memory (kv_direct.py), no
+payload follows: the reader takes it itself and sends a byte, 1 if it could; after a 0 it comes all the same.
+
+The reader pulls. A connection carries one fetch at a time, and concurrent fetches take one each: two fetches
+in one byte stream would wait for each other.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
+from dataplane.live.kv import direct as kv_direct
+from dataplane.live.kv.block_tables import BlockTables
+from dataplane.live.kv.memory import KvMemory, Views
+from dataplane.live.kv.rate_limit import Pacer, Share
+
+log = logging.getLogger(__name__)
+MAX_VIEWS = 512  # per system call; Linux allows 1024
+MAX_HEADER = 1 << 20
+MAX_PLACES = 32_768  # runs of bytes; more are sent
+PIECE = 1 << 20  # bytes between two looks at the pace
+MAX_CONNECTIONS = 64
+
+
+class FetchFailed(Exception):
+    """The blocks could not be had; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks [first, last) of a segment."""
+
+    segment: str
+    first: int
+    last: int
+    wait_s: float = 2.0
+    pace: Pace = UNBOUND
+
+
+class KvTransport(Protocol):
+    """Serve a rank's blocks, and fetch another's."""
+
+    def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
+        """Start to answer fetches at an address; returns what stops it."""
+
+    def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
+        """Fill `into` and return the bytes moved. Raises FetchFailed."""
+
+
+class SocketTransport:
+    """KV over stream sockets, with a pool of idle connections per address."""
+
+    def __init__(self, token: str = "") -> None:
+        self._token = token
+        self._idle: dict[str, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._is_direct = True  # until the kernel says no
+        self._share = Share()  # of all that this process copies
+
+    def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
+        listener = _listen(address)
+        threading.Thread(
+            target=self._accept, args=(listener, tables, memory), name="kv-serve", daemon=True
+        ).start()
+
+        def stop() -> None:
+            # Closing alone would leave the thread in accept, and the address in use.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+        return stop
+
+    def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
+        try:
+            connection = self._connect(address, timeout_s)
+            try:
+                moved = self._exchange(connection, fetch, into, block_bytes)
+            except BaseException:
+                connection.close()  # its stream may be in the middle of an answer
+                raise
+        except (OSError, struct.error, msgspec.MsgspecError) as error:
+            raise FetchFailed(f"{address}: {error}") from error
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)
+        return moved
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.close()
+            self._idle.clear()
+
+    def _connect(self, address: str, timeout_s: float) -> socket.socket:
+        with self._lock:
+            idle = self._idle.get(address)
+            connection = idle.pop() if idle else None
+        if connection is None:
+            connection = _dial(address, timeout_s)
+        connection.settimeout(timeout_s)
+        return connection
+
+    def _exchange(self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int) -> int:
+        pid = kv_direct.peer(connection) if self._is_direct else 0
+        ask = [
+            self._token,
+            fetch.segment,
+            fetch.first,
+            fetch.last,
+            block_bytes,
+            fetch.wait_s,
+            astuple(fetch.pace),
+            pid != 0,
+        ]
+        _send_header(connection, ask)
+        ok, reason, size, places = _receive_header(connection)
+        if not ok:
+            raise FetchFailed(reason)
+        if size != sum(view.nbytes for view in into):
+            raise ConnectionError(f"{size} bytes offered, {sum(v.nbytes for v in into)} expected")
+        pacer = Pacer(fetch.pace, self._share)
+        if not places:
+            _receive_views(connection, into, pacer)
+        elif self._took(pid, places, into, pacer):
+            connection.sendall(b"\x01")
+        else:
+            connection.sendall(b"\x00")
+            _receive_views(connection, into, pacer)
+        if _receive_exactly(connection, 1) != b"\x01":
+            raise FetchFailed("the blocks changed while they were read")
+        return int(size)
+
+    def _took(self, pid: int, places: Any, into: Views, pacer: Pacer) -> bool:
+        """Whether the payload could be read out of the other process' memory."""
+        try:
+            kv_direct.read(pid, np.frombuffer(places, np.uint64).reshape(-1, 2), into, pacer)
+        except kv_direct.NotAllowed as error:
+            log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
+            self._is_direct = False
+            return False
+        return True
+
+    def _accept(self, listener: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
+        slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # closed
+            if not slots.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._answer_all,
+                args=(connection, tables, memory, slots),
+                name="kv-answer",
+                daemon=True,
+            ).start()
+
+    def _answer_all(
+        self,
+        connection: socket.socket,
+        tables: BlockTables,
+        memory: KvMemory,
+        slots: threading.BoundedSemaphore,
+    ) -> None:
+        try:
+            with connection:
+                _tune(connection)
+                while True:
+                    self._answer(connection, tables, memory)
+        except (OSError, struct.error, msgspec.MsgspecError) as error:
+            log.debug("a KV connection ended: %s", error)
+        finally:
+            slots.release()
+
+    def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
+        token, segment, first, last, block_bytes, wait_s, pace, direct = _receive_header(connection)
+        if not hmac.compare_digest(str(token), self._token):
+            raise ConnectionError("wrong token")
+        if block_bytes != memory.block_bytes:
+            reason = f"blocks of {memory.block_bytes} bytes here, {block_bytes} there"
+            _send_header(connection, [False, reason, 0, b""])
+            return
+        grant = tables.grant(segment, first, last, wait_s)
+        if grant is None:
+            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0, b""])
+            return
+        views = memory.read(grant.blocks)
+        places = kv_direct.places(views).tobytes() if direct and len(views) <= MAX_PLACES else b""
+        _send_header(connection, [True, "", sum(view.nbytes for view in views), places])
+        if not places or _receive_exactly(connection, 1) != b"\x01":
+            _send_views(connection, views, Pacer(Pace(*pace), self._share))
+        connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
+
+
+def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[[], None]]:
+    """An address for each rank to serve at, and what to call once they do.
+
+    On a loopback host these are abstract sockets, which need no reserving; else ports, each kept by a bound
+    socket that does not listen, so that nothing else takes it while the engine starts.
+    """
+    if host in ("127.0.0.1", "localhost", "::1"):
+        name = f"tokenfleet-kv-{secrets.token_hex(8)}"
+        return tuple(f"unix://{name}-{rank}" for rank in range(ranks)), lambda: None
+    kept = []
+    for _ in range(ranks):
+        keeper = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeper.bind((host, 0))
+        kept.append(keeper)
+
+    def release() -> None:
+        for keeper in kept:
+            keeper.close()
+
+    return tuple(f"tcp://{host}:{keeper.getsockname()[1]}" for keeper in kept), release
+
+
+def _listen(address: str) -> socket.socket:
+    scheme, place = _parse(address)
+    if scheme == "unix":
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + place)
+    else:
+        host, port = place.rsplit(":", 1)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The launcher keeps the port reserved with a bound socket of its own until we are up.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, int(port)))
+    listener.listen(MAX_CONNECTIONS)
+    return listener
+
+
+def _dial(address: str, timeout_s: float) -> socket.socket:
+    scheme, place = _parse(address)
+    if scheme == "tcp":
+        host, port = place.rsplit(":", 1)
+        connection = socket.create_connection((host, int(port)), timeout_s)
+    else:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect("\0" + place)
+        except OSError:
+            connection.close()
+            raise
+    _tune(connection)
+    return connection
+
+
+def _parse(address: str) -> tuple[str, str]:
+    scheme, separator, place = address.partition("://")
+    if not separator or scheme not in ("tcp", "unix") or not place:
+        raise ConnectionError(f"not a KV address: {address}")
+    return scheme, place
+
+
+def _tune(connection: socket.socket) -> None:
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _send_header(connection: socket.socket, fields: list[Any]) -> None:
+    body = msgspec.msgpack.encode(fields)
+    connection.sendall(struct.pack("!I", len(body)) + body)
+
+
+def _receive_header(connection: socket.socket) -> Any:
+    (length,) = struct.unpack("!I", _receive_exactly(connection, 4))
+    if length > MAX_HEADER:
+        raise ConnectionError(f"a header of {length} bytes")
+    return msgspec.msgpack.decode(_receive_exactly(connection, length))
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    buffer = bytearray(size)
+    _receive_views(connection, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def _send_views(connection: socket.socket, views: Views, pacer: Pacer) -> None:
+    sent = 0
+    for view in views:
+        for start in range(0, view.nbytes, PIECE):
+            piece = view[start : start + PIECE]
+            connection.sendall(piece)
+            sent += piece.nbytes
+            pacer.wait(sent)
+
+
+def _receive_views(connection: socket.socket, views: Views, pacer: Pacer | None = None) -> None:
+    at, offset, received = 0, 0, 0
+    while at < len(views):
+        batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
+        got = connection.recvmsg_into(batch)[0]
+        if got == 0:
+            raise ConnectionError("the other side closed the connection")
+        received += got
+        if pacer is not None:
+            pacer.wait(received)
+        while got:
+            rest = views[at].nbytes - offset
+            if got < rest:
+                offset += got
+                break
+            got -= rest
+            at, offset = at + 1, 0

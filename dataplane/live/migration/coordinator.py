@@ -1,0 +1,315 @@
+"""Moving one request while it runs: the coordinator that walks `controlplane.migration.protocol`.
+
+The truth is the client's token list, F tokens long with the prompt. The KV of positions 0 … F-2 is complete
+at the source, for the step that made the last token has ended. So, while the source decodes on:
+
+1. *begin* at the source, and wait for its answer: its blocks may be read, and outlive the request;
+2. pre-copy: a *loader* on the target takes the full blocks so far and holds them; again for what was
+   decoded meanwhile, until less than two blocks are missing;
+3. cut over: the client's stream listens to a continuation on the target, whose prompt is found in the
+   loaders' blocks, whose tail of KV is taken from the source, and which computes exactly one token;
+4. release both.
+
+Before 3 any failure leaves the request where it was. After 3 FleetCore replays it from its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Protocol
+
+from controlplane.migration.protocol import CLOSED, Happened, Stage
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Control, Load, Transfer
+from dataplane.live.engine_api.link import EngineLink, WorkerInfo
+from dataplane.live.engine_api.segment import control_request, loader_request, obstacle_to_move
+from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
+from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.1  # how often a waiting copy looks whether both sides are still there
+REMEMBERED_MOVES = 1000
+
+
+class Fleet(Protocol):
+    """What a move needs of FleetCore; the package docstring states each duty."""
+
+    def running(self, request: RequestId) -> Running | None: ...
+
+    def link(self, worker: WorkerId) -> EngineLink | None: ...
+
+    async def cut_over(
+        self, request: RequestId, target: WorkerId, transfer: Transfer
+    ) -> asyncio.Future[bool]: ...
+
+
+class CopyFailed(Exception):
+    """A pre-copy did not succeed; the message says why."""
+
+
+class RequestEnded(Exception):
+    """The request runs nowhere any more: it finished, its client left, or its worker was lost."""
+
+
+class Migrations:
+    """The moves of one gateway's requests: those open, and the last ones closed."""
+
+    def __init__(self, fleet: Fleet, budget: MoveBudget) -> None:
+        self._fleet = fleet
+        self._budget = budget
+        # Several gateways may move requests to and from one worker; their ids must differ there.
+        self._gateway = secrets.token_hex(4)
+        self._ids = count(1)
+        self._slots = asyncio.Semaphore(budget.concurrent)
+        self._worker_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(budget.per_worker)
+        )
+        self._asked: dict[str, asyncio.Future[EngineCoreOutput]] = {}
+        self.open: dict[RequestId, Move] = {}
+        self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
+
+    async def migrate(self, request: RequestId, target: WorkerId, mode: Mode = "live", why: str = "") -> Move:
+        """Move a request, waiting for the budget; return the closed move. Raises nothing of its own.
+
+        `stop-and-copy` copies all KV after the cut-over, `recompute` none: what live migration is measured
+        against, and `recompute` also what is done between workers of two kinds, which lay KV out differently.
+        """
+        running = self._fleet.running(request)
+        source = None if running is None else running.worker
+        name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
+        move = Move(name, request, source, target, mode, time.time(), why=why)
+        if request in self.open:
+            move.take(Happened.REFUSED, "it is already being moved")
+            return self._close(move)
+        self.open[request] = move
+        try:
+            async with self._budgeted(source, target):
+                await self._walk(move)
+        finally:
+            del self.open[request]
+            if move.stage not in CLOSED:  # cancelled
+                ended = Happened.RESUME_FAILED if move.stage is Stage.CUTTING_OVER else Happened.ENDED
+                move.take(ended, "given up by its caller")
+            self._close(move)
+        return move
+
+    def claim(self, output: EngineCoreOutput) -> None:
+        """Take an output whose segment begins with `LOADER_PREFIX`."""
+        arrival = self._asked.get(output.request_id)
+        if arrival is not None and output.finish_reason is not None and not arrival.done():
+            arrival.set_result(output)
+
+    def find(self, move: str) -> Move | None:
+        """A move by its id, open or closed."""
+        known = [*self.open.values(), *self.closed]
+        return next((m for m in known if m.id == move), None)
+
+    def _close(self, move: Move) -> Move:
+        self.closed.append(move)
+        log.info("%s of %s to %s: %s %s", move.id, move.request, move.target, move.outcome, move.reason)
+        return move
+
+    @asynccontextmanager
+    async def _budgeted(self, source: WorkerId | None, target: WorkerId) -> AsyncIterator[None]:
+        # Always in the same order, so that two moves never wait for each other.
+        workers = sorted({w for w in (source, target) if w is not None})
+        taken = []
+        try:
+            for slots in (*(self._worker_slots[w] for w in workers), self._slots):
+                await slots.acquire()
+                taken.append(slots)
+            yield
+        finally:
+            for slots in taken:
+                slots.release()
+
+    async def _walk(self, move: Move) -> None:
+        running = self._fleet.running(move.request)
+        if running is None:
+            move.take(Happened.ENDED, "it ended before its turn")
+            return
+        move.source = running.worker
+        refusal = self._refusal(running, move)
+        if refusal is not None:
+            move.take(Happened.REFUSED, refusal)
+            return
+        if not running.output_token_ids:
+            move.take(Happened.WAITING)
+            await self._cut_over(move, running, Transfer())
+            return
+        if _layout(self._info(running.worker)) != _layout(self._info(move.target)):
+            move.mode = "recompute"
+            move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
+        await self._move_running(move, running)
+
+    def _refusal(self, running: Running, move: Move) -> str | None:
+        source, target = self._fleet.link(running.worker), self._fleet.link(move.target)
+        if source is None or target is None:
+            return f"{running.worker if source is None else move.target} is gone"
+        if running.worker == move.target:
+            return f"it is on {move.target} already"
+        if _meaning(source.info) != _meaning(target.info):
+            return f"{running.worker} and {move.target} do not run the same model in the same way"
+        return obstacle_to_move(running.request, running.output_token_ids)
+
+    async def _move_running(self, move: Move, running: Running) -> None:
+        loader: str | None = None
+        copied = 0
+        move.take(Happened.ACCEPTED)
+        resumed = False
+        try:
+            if move.mode != "recompute":
+                await self._begin(move, running)
+            block = self._info(running.worker).block_tokens
+            while move.mode == "live" and len(move.stages) < self._budget.max_stages:
+                tokens = (running.tokens - 1) // block * block
+                if tokens - copied < (2 * block if copied else block):
+                    break
+                loader = await self._copy(move, running, tokens, loader)
+                move.stages.append(tokens - copied)
+                move.bytes += (tokens - copied) * self._info(running.worker).kv_bytes_per_token
+                copied = tokens
+                move.take(Happened.COPIED)
+            self._check(move, running)
+            transfer = self._last_load(move, running, copied, loader)
+            move.take(Happened.SWITCHED)
+            resumed = await self._cut_over(move, running, transfer)
+        except RequestEnded:
+            move.take(Happened.ENDED, "it ended, or left its worker, while it was copied")
+        except CopyFailed as failure:
+            move.take(Happened.COPY_FAILED, str(failure))
+        finally:
+            # The continuation drops the loader as it is admitted; one that gave no token may never have been.
+            if loader is not None and not resumed:
+                await self._release(move, running, move.target, loader)
+            if move.mode != "recompute":
+                await self._release(move, running, running.worker, running.segment)
+
+    def _last_load(self, move: Move, running: Running, copied: int, loader: str | None) -> Transfer:
+        if move.mode == "recompute":
+            return Transfer()
+        info = self._info(running.worker)
+        tokens = running.tokens - 1
+        move.tail_tokens = tokens - copied
+        blocks = -(-tokens // info.block_tokens) - copied // info.block_tokens
+        move.bytes += blocks * info.block_tokens * info.kv_bytes_per_token
+        # A short tail is loaded in the step that resumes; a long one would stop every other request of
+        # the target for as long as it travels.
+        inline = move.tail_tokens <= 4 * info.block_tokens
+        load = Load(info.kv_addresses, running.segment, tokens, inline)
+        return Transfer(load, drop=() if loader is None else (loader,))
+
+    async def _cut_over(self, move: Move, running: Running, transfer: Transfer) -> bool:
+        """Switch the stream; return whether the target gave a token."""
+        began_s = time.monotonic()
+        # Runs up to its first wait in this very turn of the loop, so `running` is not stale in it.
+        arrival = await self._fleet.cut_over(move.request, move.target, transfer)
+        resumed = await arrival
+        if resumed:
+            if running.output_token_ids:
+                move.downtime_s = time.monotonic() - began_s
+            move.take(Happened.RESUMED)
+        elif self._fleet.running(move.request) is None and self._fleet.link(move.target) is not None:
+            move.take(Happened.ENDED, "it ended before the target's first token")
+        else:
+            move.take(Happened.RESUME_FAILED, f"{move.target} could not go on; replayed from its tokens")
+        return resumed
+
+    async def _copy(self, move: Move, running: Running, tokens: int, previous: str | None) -> str:
+        """One pre-copy: bring the KV of [0, tokens) to the target; return the loader that holds it."""
+        self._check(move, running)
+        name = f"{move.id}-{len(move.stages)}"
+        source = self._info(running.worker)
+        pace = self._budget.pace(tokens * source.kv_bytes_per_token)
+        load = Load(source.kv_addresses, running.segment, tokens, pace=pace)
+        drop = () if previous is None else (previous,)
+        request = loader_request(running.request, running.output_token_ids, name, load, drop)
+        try:
+            answer = await self._ask(move, running, move.target, name, request)
+            if answer.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                raise CopyFailed(f"{move.target} could not load the KV of {running.segment}")
+        except BaseException:
+            # Whatever went wrong, this loader and what it was to take over from must go.
+            await self._end(move.target, name)
+            for loader in (name, *drop):
+                await self._release(move, running, move.target, loader)
+            raise
+        return name
+
+    async def _ask(
+        self, move: Move, running: Running, worker: WorkerId, name: str, request: EngineCoreRequest
+    ) -> EngineCoreOutput:
+        """Send a request of the move's own and return its last output.
+
+        Raises RequestEnded or CopyFailed as soon as there is nothing left to wait for.
+        """
+        self._check(move, running)
+        link = self._fleet.link(worker)
+        assert link is not None  # just checked
+        arrival = asyncio.get_running_loop().create_future()
+        self._asked[name] = arrival
+        deadline_s = time.monotonic() + self._budget.stage_s
+        try:
+            await link.add(request)
+            while True:
+                await asyncio.wait([arrival], timeout=LOOK_S)
+                if arrival.done():
+                    return arrival.result()
+                self._check(move, running)
+                if time.monotonic() > deadline_s:
+                    raise CopyFailed(f"{worker} had no room, or no time, in {self._budget.stage_s:g} s")
+        finally:
+            del self._asked[name]
+
+    async def _begin(self, move: Move, running: Running) -> None:
+        """Lease the source's segment, and return once the source has said so."""
+        name = f"{move.id}-begin-{running.segment}"
+        request = control_request(running.request, name, Control("begin", running.segment))
+        answer = await self._ask(move, running, running.worker, name, request)
+        if answer.finish_reason == FinishReason.ERROR:
+            raise RequestEnded
+
+    def _check(self, move: Move, running: Running) -> None:
+        """Raise if the move has lost its ground since it began."""
+        now = self._fleet.running(move.request)
+        if now is None:
+            raise RequestEnded
+        if now.segment != running.segment:
+            raise CopyFailed(f"{running.worker} is gone; the request is being replayed")
+        for worker in (running.worker, move.target):
+            if self._fleet.link(worker) is None:
+                raise CopyFailed(f"{worker} is gone")
+
+    def _info(self, worker: WorkerId) -> WorkerInfo:
+        link = self._fleet.link(worker)
+        if link is None:
+            raise CopyFailed(f"{worker} is gone")
+        return link.info
+
+    async def _release(self, move: Move, running: Running, worker: WorkerId, segment: str) -> None:
+        link = self._fleet.link(worker)
+        if link is not None:
+            name = f"{move.id}-release-{segment}"
+            await link.add(control_request(running.request, name, Control("release", segment)))
+
+    async def _end(self, worker: WorkerId, segment: str) -> None:
+        link = self._fleet.link(worker)
+        if link is not None:
+            await link.abort([segment])
+
+
+def _meaning(info: WorkerInfo) -> tuple[str, ...]:
+    """What must be equal for one engine to go on where another was, token for token."""
+    return (info.engine, info.model, info.dtype, info.vllm_version)
+
+
+def _layout(info: WorkerInfo) -> tuple[int, ...]:
+    """What must be equal, besides, for one engine to read another's blocks as its own."""
+    return (info.block_tokens, info.kv_bytes_per_token, info.tp_degree)

@@ -1,0 +1,96 @@
+"""A move of one request from worker to worker: what is moved, how much moving is allowed, how it went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from controlplane.migration.protocol import CLOSED, Happened, Stage, step
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+
+Mode = Literal["live", "stop-and-copy", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request as FleetCore holds it; `output_token_ids` is the live list, which grows."""
+
+    request: EngineCoreRequest
+    segment: str
+    worker: WorkerId
+    output_token_ids: Sequence[int]
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and outputs so far."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveBudget:
+    """How much moving is allowed at once.
+
+    `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet, `bytes_per_s`
+    what one worker's pre-copies take together (0: no bound) and `share` the part of a core's time they work
+    for, unless a copy would then not end in time. `stage_s` is how long one pre-copy may take, a wait for
+    room on the target included. `turn_s` is for measurements (`Pace`).
+    """
+
+    concurrent: int = 16
+    per_worker: int = 2
+    bytes_per_s: float = 0.0
+    share: float = 1.0
+    stage_s: float = 10.0
+    max_stages: int = 8
+    turn_s: float = 0.0
+
+    def pace(self, size: float) -> Pace:
+        """How fast a pre-copy of `size` bytes may go: it ends within half of `stage_s`, or its request would
+        go on making tokens faster than they are copied."""
+        bytes_per_s = max(0.0, self.bytes_per_s) / self.per_worker
+        return Pace(bytes_per_s, self.share, 2 * size / self.stage_s, self.turn_s)
+
+
+@dataclass(slots=True)
+class Move:
+    """One move's record. `bytes` counts whole blocks taken from the source; times are wall-clock seconds.
+
+    `downtime_s` runs from the cut-over to the target's first token; the source may have decoded on in it.
+    `why` it was begun; `reason` of how it went.
+    """
+
+    id: str
+    request: RequestId
+    source: WorkerId | None
+    target: WorkerId
+    mode: Mode
+    started_s: float
+    stage: Stage = Stage.PENDING
+    stages: list[int] = field(default_factory=list)  # tokens copied in each pre-copy
+    tail_tokens: int = 0
+    bytes: int = 0
+    downtime_s: float | None = None
+    finished_s: float | None = None
+    reason: str = ""
+    why: str = ""
+
+    @property
+    def moved(self) -> bool:
+        return self.stage is Stage.DONE
+
+    @property
+    def outcome(self) -> str:
+        """done, aborted, lost, or the open stage's name."""
+        return self.stage.name.lower().replace("_", "-")
+
+    def take(self, happened: Happened, reason: str = "") -> None:
+        """Walk one step of the protocol."""
+        self.stage = step(self.stage, happened)
+        if reason:
+            self.reason = reason
+        if self.stage in CLOSED:
+            self.finished_s = time.time()

@@ -1,0 +1,1 @@
+"""The workers of a fleet and the hosts they run on: launch, watch, drain, stop, relaunch."""

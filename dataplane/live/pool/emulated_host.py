@@ -1,0 +1,49 @@
+"""Emulated workers: engines in this process; steps take a profile's time, and the text means nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import WorkerId
+from dataplane.live.emulated.engine import EmulatedEngine, Fabric
+from dataplane.live.emulated.segment import Noise
+from dataplane.live.engine_api.link import EngineLink
+
+
+class EmulatedHost:
+    """Launches emulated engines, each kind by its profile, joined by one fabric."""
+
+    def __init__(self, profiles: Mapping[str, Profile], model: str, max_model_len: int, noise: Noise) -> None:
+        self._profiles, self._model, self._max_model_len, self._noise = profiles, model, max_model_len, noise
+        self._fabric = Fabric()
+        self._engines: dict[WorkerId, EmulatedEngine] = {}
+
+    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+        engine = EmulatedEngine(
+            worker,
+            self._profiles[kind],
+            self._fabric,
+            model=self._model,
+            max_model_len=self._max_model_len,
+            noise=self._noise,
+        )
+        self._engines[worker] = engine
+        return engine
+
+    async def stop(self, worker: WorkerId) -> None:
+        engine = self._engines.pop(worker, None)
+        if engine is not None:
+            await engine.close()
+
+    async def is_healthy(self, worker: WorkerId) -> bool:
+        engine = self._engines.get(worker)
+        return engine is None or not engine.is_lost
+
+    def kill(self, worker: WorkerId) -> None:
+        """End a worker as `kill -9` would, for fault injection."""
+        self._engines[worker].kill()
+
+    async def close(self) -> None:
+        for worker in tuple(self._engines):
+            await self.stop(worker)

@@ -1,0 +1,375 @@
+"""The workers of a fleet and their lives: launch, warm, watch, drain, stop, and launch again when lost.
+
+A worker is `starting`, `serving`, `draining`, or gone. The steps to a wanted number are scaler.drain's, as in
+the simulated plane. The number is kept: a lost worker is replaced, with growing pauses when its replacements
+die young, so that a model that cannot run does not spin; a start that takes too long is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from controlplane.errors import BadInput, ControlPlaneError
+from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain, steps_to
+from controlplane.snapshot import Facts
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.request import Tracked
+from dataplane.live.pool.worker_kinds import Kinds
+
+log = logging.getLogger(__name__)
+
+WorkerState = Literal["starting", "serving", "draining"]
+LONGEST_PAUSE_S = 30.0
+YOUNG_S = 30.0
+MISSED_CHECKS = 3
+START_LIMIT_S = 1800.0  # a large model loads for minutes
+
+
+class Host(Protocol):
+    """Where workers run: Ray, or this process for the emulated engine."""
+
+    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+        """Start a worker of a kind; return when its engine answers. Raises RuntimeError with its reason."""
+
+    async def stop(self, worker: WorkerId) -> None:
+        """End a worker and all its processes; nothing happens for one that is gone."""
+
+    async def is_healthy(self, worker: WorkerId) -> bool:
+        """Whether its process still answers."""
+
+    async def close(self) -> None:
+        """End everything this host has started."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker of the cluster, from the decision to launch it until it is gone."""
+
+    worker: WorkerId
+    kind: str
+    state: WorkerState
+    since_s: float
+    reason: str
+    task: asyncio.Task[None] | None = None
+    is_stopping: bool = False  # drained, and past being taken back
+
+
+class Cluster:
+    """Keeps the wanted number of workers of each kind running behind one FleetCore."""
+
+    def __init__(
+        self,
+        host: Host,
+        core: FleetCore,
+        events: EventLog,
+        max_workers: int,
+        kinds: Kinds,
+        health_every_s: float = 5.0,
+        start_limit_s: float = START_LIMIT_S,
+    ) -> None:
+        self.host, self.core, self.events = host, core, events
+        self.max_workers, self.kinds = max_workers, kinds
+        self.start_limit_s = start_limit_s
+        self.wanted_kinds = dict.fromkeys(kinds.names, 0)
+        self.cold_start_s = 0.0  # what the last launch took, and
+        self.drain_s = 0.0  # the last drain
+        self._members: dict[WorkerId, Member] = {}
+        self._numbers = itertools.count()
+        self._pause_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        core.on_lost.append(self._lost)
+        self._spawn(self._watch(health_every_s))
+
+    def members(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def state_of(self, worker: WorkerId) -> WorkerState | None:
+        member = self._members.get(worker)
+        return None if member is None else member.state
+
+    @property
+    def wanted(self) -> int:
+        """How many workers of all kinds."""
+        return sum(self.wanted_kinds.values())
+
+    @property
+    def serving(self) -> int:
+        return sum(member.state == "serving" for member in self._members.values())
+
+    @property
+    def starting(self) -> int:
+        return sum(member.state == "starting" for member in self._members.values())
+
+    async def start(self) -> None:
+        """Launch each kind's first workers, side by side. Raises RuntimeError if one cannot start."""
+        self.wanted_kinds = self._checked(self.kinds.workers)
+        # The widest first, while there are nodes with so many free GPUs.
+        launches = [
+            self._begin_launch(self._enroll(kind.name, "the fleet starts"), report=False)
+            for kind in sorted(self.kinds, key=lambda kind: -kind.tp_degree)
+            for _ in range(kind.workers)
+        ]
+        try:
+            await asyncio.gather(*launches)
+        except BaseException:
+            for launch in launches:  # no use in waiting for the others' models to load
+                launch.cancel()
+            await asyncio.gather(*launches, return_exceptions=True)
+            raise
+
+    def scale(self, kinds: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
+        """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
+
+        `facts`: what the decision saw, compared and costs, for the event it leaves.
+        """
+        wanted = self._checked(self.wanted_kinds | dict(kinds))
+        self._want(wanted, reason, facts)
+        for kind in wanted:
+            for step in self._steps(kind, reason):
+                self._take(step, kind)
+
+    def drain(self, worker: WorkerId, reason: str) -> None:
+        """Move everything off a worker, then stop it; the wanted number falls by one.
+
+        Raises BadInput for an unknown worker, one that drains already, or the last one.
+        """
+        member = self._known(worker)
+        if member.state == "draining":
+            raise BadInput(f"worker {worker}: is draining already")
+        if member.state == "serving" and self.serving == 1 and len(self.core.requests):
+            raise BadInput(f"worker {worker}: is the only one serving and has requests; scale up first")
+        fewer = max(0, self.wanted_kinds[member.kind] - 1)
+        self._want(self.wanted_kinds | {member.kind: fewer}, f"{worker} is drained: {reason}")
+        if member.state == "starting":
+            self._give_up(member, f"{reason}; it was not ready yet")
+        else:
+            self._begin_drain(member, reason)
+
+    def cancel_drain(self, worker: WorkerId, reason: str) -> None:
+        """Let a draining worker serve again. Raises BadInput if it is not draining."""
+        member = self._known(worker)
+        if member.state != "draining":
+            raise BadInput(f"worker {worker}: is not draining")
+        if member.is_stopping:
+            raise BadInput(f"worker {worker}: is drained and being stopped; scale up instead")
+        more = self.wanted_kinds[member.kind] + 1
+        self._want(self.wanted_kinds | {member.kind: more}, f"{worker} stays: {reason}")
+        self._undrain(member, reason)
+
+    async def close(self) -> None:
+        """Stop every worker and the host; returns when nothing of them is left."""
+        self._closing = True
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self.core.detach(worker) for worker in tuple(self._members)))
+        await asyncio.gather(*(self.host.stop(worker) for worker in tuple(self._members)))
+        self._members.clear()
+        await self.host.close()
+
+    def _want(self, wanted: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
+        """Set the wanted numbers, and leave an event where they change."""
+        if wanted != self.wanted_kinds:
+            told: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
+            if len(self.kinds) > 1:
+                told["kinds"] = dict(wanted)
+            told |= {str(part): said for part, said in (facts or {}).items()}
+            self._record("scale", reason, **told)
+        self.wanted_kinds = dict(wanted)
+
+    # Lives.
+
+    def _enroll(self, kind: str, reason: str) -> Member:
+        worker = WorkerId(f"w{next(self._numbers)}")
+        member = Member(worker, kind, "starting", time.monotonic(), reason)
+        self._members[worker] = member
+        self._record("launch", reason, worker=worker, worker_kind=kind)
+        return member
+
+    def _steps(self, kind: str, reason: str) -> list[Step]:
+        now_s = time.monotonic()
+        standing = [
+            Standing(m.worker, m.state, m.since_s, len(self.core.requests.on_worker(m.worker)))
+            for m in self._members.values()
+            if m.kind == kind and not m.is_stopping
+        ]
+        return steps_to(self.wanted_kinds[kind], standing, now_s, self.start_limit_s, reason)
+
+    def _take(self, step: Step, kind: str) -> None:
+        if isinstance(step, Launch):
+            for _ in range(step.workers):
+                self._begin_launch(self._enroll(kind, step.reason))
+            return
+        member = self._members[step.worker]
+        if isinstance(step, Drain):
+            self._begin_drain(member, step.reason)
+        elif isinstance(step, Undrain):
+            self._undrain(member, step.reason)
+        elif member.state == "starting":
+            self._give_up(member, step.reason)
+        # What is drained stops by itself: its task sees it first.
+
+    def _begin_launch(self, member: Member, report: bool = True) -> asyncio.Task[None]:
+        member.task = self._spawn(self._launch_or_report(member) if report else self._launch(member))
+        return member.task
+
+    def _give_up(self, member: Member, reason: str) -> None:
+        """End a worker that is not ready yet; its launch cleans up after itself."""
+        self._members.pop(member.worker, None)
+        self._record("stop", reason, worker=member.worker)
+        if member.task is not None:
+            member.task.cancel()
+
+    def _undrain(self, member: Member, reason: str) -> None:
+        if member.task is not None:
+            member.task.cancel()
+        self._become(member, "serving", reason)
+        self.core.set_open(member.worker, True)
+
+    async def _launch(self, member: Member) -> None:
+        try:
+            link = await self.host.launch(member.worker, member.kind)
+        except BaseException:
+            self._members.pop(member.worker, None)
+            await self.host.stop(member.worker)
+            raise
+        self.core.attach(link, member.kind)
+        self.cold_start_s = time.monotonic() - member.since_s
+        self._become(member, "serving", "its engine is ready and warm")
+
+    async def _launch_or_report(self, member: Member) -> None:
+        try:
+            await self._launch(member)
+        except (RuntimeError, OSError, ControlPlaneError) as error:
+            log.error("worker %s did not start: %s", member.worker, error)
+            self._replace(member, f"did not start: {error}")
+
+    def _lost(self, worker: WorkerId, reason: str) -> None:
+        member = self._members.pop(worker, None)
+        if member is None or self._closing:
+            return
+        self._spawn(self.host.stop(worker))
+        if member.state == "draining":
+            if member.task is not None:
+                member.task.cancel()
+            self._record("gone", f"lost while draining: {reason}", worker=worker)
+        else:
+            self._replace(member, reason)
+
+    def _replace(self, member: Member, reason: str) -> None:
+        """Launch another in place of a lost worker, after a pause if it died young."""
+        self._members.pop(member.worker, None)
+        self._record("lost", reason, worker=member.worker)
+        if time.monotonic() - member.since_s < YOUNG_S:
+            self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
+        else:
+            self._pause_s = 0.0
+        self._spawn(self._replace_after(self._pause_s, member))
+
+    async def _replace_after(self, pause_s: float, gone: Member) -> None:
+        await asyncio.sleep(pause_s)
+        here = sum(m.kind == gone.kind and m.state != "draining" for m in self._members.values())
+        if here < self.wanted_kinds[gone.kind]:
+            self._begin_launch(self._enroll(gone.kind, f"replaces {gone.worker}"))
+
+    def _begin_drain(self, member: Member, reason: str) -> None:
+        self._become(member, "draining", reason)
+        self.core.set_open(member.worker, False)
+        member.task = self._spawn(self._drain(member))
+
+    async def _drain(self, member: Member) -> None:
+        while left := self.core.requests.on_worker(member.worker):
+            moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in left))
+            if not any(moved):
+                await asyncio.sleep(0.2)  # no room elsewhere, or nothing that may move: let them run on
+        member.is_stopping = True
+        await self.core.detach(member.worker)
+        await self.host.stop(member.worker)
+        self._members.pop(member.worker, None)
+        self.drain_s = time.monotonic() - member.since_s
+        self._record("stop", "drained: nothing runs on it any more", worker=member.worker)
+
+    async def _move_off(self, request: str, source: WorkerId) -> bool:
+        tracked = self.core.requests.find(request)
+        if tracked is None or tracked.worker != source:
+            return True
+        target = self._haven(tracked, source)
+        if target is None:
+            return False
+        try:
+            move = await self.core.move(tracked.id, target, f"{source} is being drained")
+        except Exception:  # a fault of ours in one move must not leave the worker half drained for ever
+            log.exception("the move of %s broke", tracked.id)
+            return False
+        return move.moved
+
+    def _haven(self, tracked: Tracked, source: WorkerId) -> WorkerId | None:
+        """Where a request of a draining worker may go: with its KV, to one of its kind, if one has room."""
+        kind = self._members[source].kind
+        others = [m.worker for m in self.members() if m.kind != kind]
+        now_s, choose = time.monotonic(), self.core.placement.choose
+        return choose(tracked, now_s, (source, *others)) or choose(tracked, now_s, (source,))
+
+    async def _watch(self, every_s: float) -> None:
+        """Notice a worker whose process hangs or has vanished without its link saying so."""
+        silent: Counter[WorkerId] = Counter()
+        while True:
+            await asyncio.sleep(every_s)
+            now_s = time.monotonic()
+            for member in self.members():
+                if member.state == "starting" and now_s - member.since_s > self.start_limit_s:
+                    self._give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
+                    self._spawn(self._replace_after(self._pause_s, member))
+                    continue
+                if member.state == "starting" or await self.host.is_healthy(member.worker):
+                    silent.pop(member.worker, None)
+                    continue
+                silent[member.worker] += 1
+                if silent[member.worker] >= MISSED_CHECKS:  # once may be a machine that is short of CPU
+                    await self.core.detach(member.worker)
+                    self._lost(member.worker, "its process does not answer")
+
+    # Small things.
+
+    def _checked(self, kinds: Mapping[str, int]) -> dict[str, int]:
+        """The numbers, in the kinds' order. Raises BadInput for an unknown kind or beyond a limit."""
+        for name in kinds:
+            self.kinds.known(name)
+        for kind in self.kinds:
+            if kind.high is not None and kinds[kind.name] > kind.high:
+                raise BadInput(f"workers: {kind.name}: at most {kind.high}, got {kinds[kind.name]}")
+        workers = sum(kinds.values())
+        if min(kinds.values()) < 0 or workers > self.max_workers:
+            raise BadInput(f"workers: must be from 0 to {self.max_workers} (--max-workers), got {workers}")
+        return {name: kinds[name] for name in self.kinds.names}
+
+    def _known(self, worker: WorkerId) -> Member:
+        member = self._members.get(worker)
+        if member is None:
+            names = ", ".join(self._members) or "none"
+            raise BadInput(f"worker {worker}: no such worker, there are: {names}")
+        return member
+
+    def _become(self, member: Member, state: WorkerState, reason: str) -> None:
+        member.state, member.since_s, member.reason = state, time.monotonic(), reason
+        self._record(state, reason, worker=member.worker)
+
+    def _record(self, kind: str, reason: str, **facts: object) -> None:
+        self.events.record(time.time(), kind, reason, **facts)
+
+    def _spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

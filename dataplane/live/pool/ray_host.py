@@ -1,0 +1,127 @@
+"""Workers on Ray: a local Ray made for this fleet, or the cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import ray
+import zmq.asyncio
+
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.vllm_surface import AsyncEngineArgs, current_platform
+from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
+from dataplane.live.worker.launch import Place, RayWorker, launch_worker
+from dataplane.live.worker.link import WorkerLink
+
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
+
+
+class RayHost:
+    """Launches workers as Ray actors and links to them. Make one with `start`."""
+
+    def __init__(self, asked: Mapping[str, Any], kinds: Kinds, folder: Path | None) -> None:
+        self._asked = dict(asked)
+        self._kinds = kinds
+        self._folder = folder
+        self._token = secrets.token_hex(16)
+        self._context = zmq.asyncio.Context()
+        self._workers: dict[WorkerId, RayWorker] = {}
+        self._shares: dict[WorkerId, list[int]] = {}
+
+    @classmethod
+    async def start(cls, arguments: Any, kinds: Kinds) -> RayHost:
+        """Initialise Ray for workers with these vLLM flags, of these kinds.
+
+        Raises BadInput when the GPUs that are asked for are not there.
+        """
+        address = os.environ.get("RAY_ADDRESS")
+        folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
+        host = cls(asked_engine_args(arguments), kinds, folder)
+        try:
+            await asyncio.to_thread(_initialise, address, folder)
+            if not current_platform.is_cpu():
+                kinds.check_gpus(ray.cluster_resources())
+        except BaseException:
+            await host.close()
+            raise
+        return host
+
+    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+        made_of = self._kinds[kind]
+        asked = self._asked | {"tensor_parallel_size": made_of.tp_degree}
+        started = await launch_worker(worker, asked, self._token, self._place(worker, made_of))
+        self._workers[worker] = started
+        return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
+
+    async def stop(self, worker: WorkerId) -> None:
+        self._shares.pop(worker, None)
+        started = self._workers.pop(worker, None)
+        if started is not None:
+            await started.stop()
+
+    async def is_healthy(self, worker: WorkerId) -> bool:
+        started = self._workers.get(worker)
+        return started is None or await started.is_healthy()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.stop(worker) for worker in tuple(self._workers)))
+        self._context.destroy(linger=0)
+        await asyncio.to_thread(ray.shutdown)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+    def _place(self, worker: WorkerId, kind: WorkerKind) -> Place:
+        if not current_platform.is_cpu():
+            accelerator = kind.accelerator if self._kinds.are_typed else None
+            return Place(gpus=kind.tp_degree, accelerator=accelerator)
+        if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+            return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = sum(k.workers * k.tp_degree for k in self._kinds)
+        width = max(1, len(cores) // max(1, ranks))
+        shares = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
+        taken = self._shares[worker] = []
+        for _ in range(kind.tp_degree):
+            # The share with the fewest ranks on it: a worker launched late finds the gap.
+            used = [share for shares_of_one in self._shares.values() for share in shares_of_one]
+            taken.append(min(range(len(shares)), key=used.count))
+        return Place(cores="|".join(",".join(map(str, shares[at])) for at in taken))
+
+
+def asked_engine_args(arguments: Any) -> dict[str, Any]:
+    """The engine arguments that differ from vLLM's defaults: what the operator has asked for."""
+    given = AsyncEngineArgs.from_cli_args(arguments)
+    # vLLM looks a model up as soon as it is named, and its default one is not the operator's.
+    plain = AsyncEngineArgs(model=given.model)
+    asked: dict[str, Any] = {"model": given.model}
+    for field in fields(AsyncEngineArgs):
+        value = getattr(given, field.name)
+        if value != getattr(plain, field.name):
+            asked[field.name] = value
+    return asked
+
+
+def _initialise(address: str | None, folder: Path | None) -> None:
+    if address is not None:
+        ray.init(address=address, log_to_driver=False)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="WARNING",
+        _temp_dir=str(folder),
+        # A worker has an environment and so a process of its own; by default Ray keeps an idle one for each
+        # core besides, 80 MB and half a percent of a core each.
+        _system_config={"prestart_worker_first_driver": False},
+    )

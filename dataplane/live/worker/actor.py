@@ -1,0 +1,229 @@
+"""A worker: the Ray actor around one vLLM engine, and the door through which gateways reach it.
+
+Ray starts it, asks after its health and stops it. Requests and tokens do not pass through Ray: a call per
+token halves throughput. They come and go on a ZMQ socket in vLLM's own encoding (wire.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+from zmq.constants import SocketOption, SocketType
+
+from controlplane.types import WorkerId
+from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.kv_messages import Control, message_of
+from dataplane.live.engine_api.link import Telemetry, WorkerInfo
+from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
+from dataplane.live.engine_api.step_trace import Step, StepTrace
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    FinishReason,
+    MsgpackDecoder,
+    vllm_version,
+)
+from dataplane.live.kv.transport import reserve_addresses
+from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
+from dataplane.live.worker.guests import Guest, Guests
+
+log = logging.getLogger(__name__)
+TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
+SHUTDOWN_S = 10.0
+LINGER_MS = 200
+ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": FinishReason.STOP}
+
+
+class Worker:
+    """One engine. Its asynchronous methods are called by Ray; `start` first, and once."""
+
+    def __init__(self, worker: str, token: str) -> None:
+        self._worker = WorkerId(worker)
+        self._token = token
+        self._tasks: list[asyncio.Task[None]] = []
+        self._shared: set[Path] = set()
+        self._lost = ""
+
+    async def start(self, asked: Mapping[str, Any], host: str) -> WorkerInfo:
+        """Start the engine, warm it up, open the door; return what gateways need to know.
+
+        `asked` are vLLM engine arguments; `host` is the address that gateways and other workers reach this
+        machine by. Raises BadInput for an argument that cannot be, and whatever vLLM raises for a model it
+        cannot load.
+        """
+        ranks = int(asked.get("tensor_parallel_size") or 1)
+        addresses, release = reserve_addresses(host, ranks)
+        door = KvDoor(addresses, self._token)
+        # In a thread, so that the actor answers while a large model loads.
+        self._core = await asyncio.to_thread(start_engine, engine_args(asked, door))
+        release()
+        self._shared = shared_memory(descendants())
+        await warm_up(self._core)
+        self._context = zmq.asyncio.Context()
+        self._socket: Any = self._context.socket(SocketType.ROUTER)
+        self._socket.setsockopt(SocketOption.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(SocketOption.SNDHWM, wire.QUEUED_BATCHES)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self._info = worker_info(self._worker, self._core, f"tcp://{host}:{port}", door, os.getpid())
+        self._guests = Guests(self._socket, self._core.abort_requests_async)
+        self._trace = StepTrace(self._worker, self._info.kv_blocks)
+        self._told_s = 0.0
+        self._tasks = [self._spawn(work) for work in (self._listen, self._pump, self._beat)]
+        return self._info
+
+    async def health(self) -> bool:
+        """Whether the engine is alive and this actor answers."""
+        return not self._lost and not self._core.resources.engine_dead
+
+    async def telemetry(self) -> Telemetry:
+        """The load after the last step."""
+        return self._trace.telemetry(time.monotonic())
+
+    async def steps(self, since: int = 0) -> tuple[int, Sequence[Step]]:
+        """Executed steps from number `since` on (see `StepTrace.steps`)."""
+        return self._trace.steps(since)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while blocks are in use."""
+        return bool(await self._core.reset_prefix_cache_async())
+
+    async def stop(self) -> None:
+        """Tell the gateways, end the engine, close the door."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self, "_guests"):
+            await self._guests.dismiss_all("the worker was stopped")
+            self._context.destroy(linger=LINGER_MS)
+        if hasattr(self, "_core"):
+            await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
+        unlink(self._shared)
+
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        async def run() -> None:
+            try:
+                await work()
+            except EngineDeadError:
+                await self._end("its engine died")
+            except Exception as error:  # a worker that has lost a task must not look alive
+                log.exception("%s broke", self._worker)
+                await self._end(f"it broke: {error!r}")
+
+        return asyncio.get_running_loop().create_task(run())
+
+    async def _end(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        await self._guests.dismiss_all(self._lost)
+        if self._core.resources.engine_dead:
+            unlink(self._shared)  # killed processes leave it behind
+
+    async def _listen(self) -> None:
+        decoder = MsgpackDecoder(EngineCoreRequest)
+        while True:
+            identity, kind, *frames = await self._socket.recv_multipart(copy=False)
+            name = identity.bytes
+            kind = kind.bytes
+            if kind == wire.HELLO:
+                await self._greet(name, frames)
+                continue
+            guest = self._guests.get(name)
+            if guest is None:
+                continue  # never greeted, or dropped; it has been told
+            guest.heard_s = time.monotonic()
+            if kind == wire.ADD:
+                await self._add(guest, decoder, frames)
+            elif kind == wire.ABORT:
+                await self._guests.abort(guest, wire.unpack(frames[0].bytes))
+            elif kind == wire.BYE:
+                await self._guests.drop(guest, "")
+
+    async def _greet(self, name: bytes, frames: Sequence[Any]) -> None:
+        try:
+            version, theirs, token = wire.unpack(frames[0].bytes)
+        except (ValueError, TypeError, IndexError):
+            return  # not a gateway
+        if not hmac.compare_digest(str(token), self._token):
+            refusal = "wrong token"
+        elif self._lost:
+            refusal = self._lost
+        elif (version, theirs) != (wire.WIRE_VERSION, vllm_version):
+            refusal = (
+                f"it runs vllm {vllm_version}, wire {wire.WIRE_VERSION}; this gateway {theirs}, {version}"
+            )
+        else:
+            await self._guests.welcome(name, wire.pack(asdict(self._info)))
+            return
+        await self._socket.send_multipart([name, wire.LOST, wire.pack(refusal)])
+
+    async def _add(self, guest: Guest, decoder: MsgpackDecoder, frames: Sequence[Any]) -> None:
+        segment = wire.unpack(frames[0].bytes)
+        try:
+            request = decoder.decode(frames[1:])
+        except Exception as error:  # whatever a codec may raise on a frame that is not a request
+            guest.offer([wire.REFUSED, wire.pack([segment, f"it cannot be read: {error}"])])
+            return
+        if len(self._guests) >= 4 * self._info.max_seqs and not request.abort_immediately:
+            guest.offer([wire.REFUSED, wire.pack([segment, "its queue is full"])])
+            return
+        message = message_of(request)
+        if not (isinstance(message, Control) and message.verb == "release"):
+            self._guests.admit(guest, segment)  # an output will come for it
+        await self._core.add_request_async(request)
+
+    async def _pump(self) -> None:
+        while True:
+            batch: EngineCoreOutputs = await self._core.get_output_async()
+            stats = batch.scheduler_stats
+            did_something = bool(batch.outputs)
+            if stats is not None:
+                told = stats.kv_connector_stats or {}
+                batch.outputs += [_answer(*answer) for answer in told.get("answers", {}).items()]
+                did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
+                stats.kv_connector_stats = None  # ours; read just now
+            if did_something:  # an engine that holds KV steps on without work, a thousand times a second
+                await self._guests.deliver(batch)
+
+    def _observe(self, stats: Any, ended_s: float) -> bool:
+        """Take a step's statistics in; return whether it computed anything."""
+        told = stats.kv_connector_stats or {}
+        changed = self._trace.add(
+            told.get("load", {}),
+            ended_s - told.get("began_s", ended_s),
+            ended_s,
+            stats.num_running_reqs,
+            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - told.get("loaders", 0),
+            stats.kv_cache_usage,
+        )
+        fell_idle = changed and stats.num_running_reqs == 0
+        if fell_idle or ended_s - self._told_s > TELEMETRY_EVERY_S:
+            self._tell_load(ended_s)
+        return changed
+
+    def _tell_load(self, now_s: float) -> None:
+        self._told_s = now_s
+        self._guests.offer_all([wire.LOAD, wire.pack(asdict(self._trace.telemetry(now_s)))])
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(wire.ALIVE_EVERY_S)
+            now_s = time.monotonic()
+            self._tell_load(now_s)
+            for guest in self._guests.silent(now_s):
+                log.warning("gateway %s fell silent; its requests are aborted", guest.name.hex())
+                await self._guests.drop(guest, "silent for too long")
+
+
+def _answer(segment: str, answer: str) -> EngineCoreOutput:
+    """The output that answers a begin or a loader (transfer.py)."""
+    return EngineCoreOutput(segment, [], finish_reason=ANSWERS[answer])

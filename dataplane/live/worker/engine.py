@@ -1,0 +1,178 @@
+"""The vLLM engine inside a worker: its settings, its start, and a warm-up that leaves nothing for a client.
+
+Only the EngineCore of vLLM runs here. Tokenizing, detokenizing, stop strings and metrics are done once, above
+the fleet, so that a move does not cut through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+from controlplane.errors import BadInput
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.engine_api.vllm_surface import (
+    ONE_PROCESS_EXECUTOR,
+    AsyncEngineArgs,
+    EngineCoreClient,
+    EngineCoreRequest,
+    Executor,
+    OMPProcessManager,
+    SamplingParams,
+    UsageContext,
+    current_platform,
+    vllm_version,
+)
+
+CPU_KV_BYTES = 1 << 30
+CPU_BLOCK_TOKENS = 32
+WARM_UP_S = 300.0
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class KvDoor:
+    """Where this engine's ranks serve their KV, and the secret a reader must know.
+
+    `cpu_clock`: steps also tell the processor time of the engine so far (profiled_engine.py).
+    """
+
+    addresses: tuple[str, ...]
+    token: str
+    lease_s: float = 60.0
+    hold_s: float = 30.0
+    cpu_clock: bool = False
+
+
+def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
+    """vLLM's arguments for a worker: what was asked, this platform's defaults, and what moves need.
+
+    Raises BadInput for a setting that the live plane keeps for itself.
+    """
+    for name in ("kv_transfer_config", "logits_processors"):
+        if asked.get(name):
+            raise BadInput(f"engine argument {name}: the live plane sets it itself, got {asked[name]!r}")
+    if asked.get("enable_prefix_caching") is False:
+        raise BadInput("engine argument enable_prefix_caching: live migration needs it")
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    unknown = sorted(set(asked) - known)
+    if unknown:
+        raise BadInput(f"engine argument {unknown[0]}: vllm {vllm_version} has none of that name")
+    settings: dict[str, Any] = {"scheduling_policy": "priority"}
+    if current_platform.is_cpu():
+        settings |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
+        settings |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
+        if not any((asked.get(degree) or 1) > 1 for degree in DEGREES):
+            # A queue between two processes costs more here than the step of a small model.
+            settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
+    settings |= {name: value for name, value in asked.items() if value is not None}
+    settings |= {
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "logits_processors": ["dataplane.live.engine_api.penalties:CarriedPenalties"],
+        "kv_transfer_config": {
+            "kv_connector": "MigrationConnector",
+            "kv_connector_module_path": "dataplane.live.kv.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {
+                "addresses": list(door.addresses),
+                "token": door.token,
+                "lease_s": door.lease_s,
+                "hold_s": door.hold_s,
+                "cpu_clock": door.cpu_clock,
+            },
+        },
+    }
+    return AsyncEngineArgs(**settings)
+
+
+def start_engine(args: AsyncEngineArgs) -> Any:
+    """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    is_one_process = config.parallel_config.distributed_executor_backend == ONE_PROCESS_EXECUTOR
+    # OpenMP reads its cores when a process starts. vLLM tells its rank processes, not its engine's.
+    cores = OMPProcessManager(config).configure_omp_envs(0, 0) if is_one_process else nullcontext()
+    with cores:
+        return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
+
+
+def worker_info(worker: WorkerId, core: Any, endpoint: str, door: KvDoor, pid: int) -> WorkerInfo:
+    """What gateways are told of a started engine."""
+    config = core.vllm_config
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    heads = model.get_num_kv_heads(parallel)
+    values_per_token = 2 * heads * model.get_head_size() * model.get_num_layers(parallel)
+    cache_dtype = model.dtype if cache.cache_dtype == "auto" else None
+    bytes_per_value = cache_dtype.itemsize if cache_dtype is not None else 1
+    return WorkerInfo(
+        worker=worker,
+        engine="vllm",
+        model=model.served_model_name if isinstance(model.served_model_name, str) else model.model,
+        endpoint=endpoint,
+        kv_addresses=door.addresses,
+        block_tokens=cache.block_size,
+        kv_blocks=cache.num_gpu_blocks,
+        kv_bytes_per_token=values_per_token * bytes_per_value * parallel.tensor_parallel_size,
+        max_model_len=model.max_model_len,
+        max_seqs=config.scheduler_config.max_num_seqs,
+        max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        tp_degree=parallel.tensor_parallel_size,
+        vllm_version=vllm_version,
+        dtype=str(model.dtype).removeprefix("torch."),
+        pid=pid,
+    )
+
+
+async def warm_up(core: Any) -> None:
+    """Run every kind of step a client could be the first to ask for, then forget what it left in the cache.
+
+    A first logprobs request compiles for seconds, a first prompt of a new size is slower than the next.
+    Raises BadInput when the engine does not get through it.
+    """
+    longest = min(core.vllm_config.model_config.max_model_len // 2, 512)
+    lengths = sorted({min(longest, n) for n in (4, 40, 200, 512)})
+    plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+    kinds: list[dict[str, Any]] = [
+        plain,
+        plain | {"logprobs": 5},
+        plain | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        plain | {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1},
+        plain | {"prompt_logprobs": 1},
+    ]
+    try:
+        for turn, kind in enumerate(kinds):
+            waves = lengths if turn == 0 else lengths[:2]
+            await asyncio.wait_for(_run(core, f"warm-{turn}", waves, kind), WARM_UP_S)
+        await core.reset_prefix_cache_async()
+    except TimeoutError:
+        raise BadInput(f"engine: did not get through its warm-up within {WARM_UP_S:g} s") from None
+
+
+async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any]) -> None:
+    """Run one request per length together, to their ends."""
+    left = set()
+    for at, length in enumerate(lengths):
+        segment = f"{name}-{at}"
+        left.add(segment)
+        await core.add_request_async(
+            EngineCoreRequest(
+                request_id=segment,
+                prompt_token_ids=[(at + i) % 100 + 3 for i in range(length)],
+                mm_features=None,
+                sampling_params=SamplingParams(detokenize=False, **params),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+    while left:
+        batch = await core.get_output_async()
+        left -= {output.request_id for output in batch.outputs if output.finish_reason is not None}

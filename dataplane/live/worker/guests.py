@@ -1,0 +1,146 @@
+"""The gateways connected to a worker: whose segment is whose, and what waits to be sent to each.
+
+A guest's queue is bounded. A full one means a gateway that cannot keep up or is dead, and an engine cannot
+be told to wait for one of its clients; so the guest is dropped: told `lost`, and its segments aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from zmq.constants import Flag
+from zmq.error import Again, ZMQError
+
+from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, MsgpackEncoder
+
+log = logging.getLogger(__name__)
+Frames = Sequence[Any]
+RETRY_S = 0.005
+
+
+class Guest:
+    """One connected gateway."""
+
+    def __init__(self, name: bytes, socket: Any) -> None:
+        self.name = name
+        self.heard_s = time.monotonic()
+        self.segments: set[str] = set()
+        self.overrun = False
+        self._queue: asyncio.Queue[Frames] = asyncio.Queue(wire.QUEUED_BATCHES)
+        self.sender = asyncio.get_running_loop().create_task(self._send(socket))
+
+    def offer(self, frames: Frames) -> None:
+        """Queue a message; a full queue marks the guest as overrun."""
+        try:
+            self._queue.put_nowait(frames)
+        except asyncio.QueueFull:
+            self.overrun = True
+
+    async def _send(self, socket: Any) -> None:
+        while True:
+            frames = await self._queue.get()
+            try:
+                await self._put(socket, frames)
+            except ZMQError as error:
+                log.info("gateway %s is gone: %s", self.name.hex(), error)
+                self.overrun = True
+                return
+
+    async def _put(self, socket: Any, frames: Frames) -> None:
+        """Hand a message to ZMQ; never waits inside the socket, where one slow guest would stop them all."""
+        while True:
+            try:
+                await socket.send_multipart([self.name, *frames], flags=Flag.DONTWAIT, copy=False)
+                return
+            except Again:
+                await asyncio.sleep(RETRY_S)
+
+
+class Guests:
+    """All connected gateways of one worker."""
+
+    def __init__(self, socket: Any, abort: Callable[[list[str]], Awaitable[None]]) -> None:
+        self._socket = socket
+        self._abort = abort
+        self._guests: dict[bytes, Guest] = {}
+        self._owner: dict[str, Guest] = {}
+        self._encoder = MsgpackEncoder()
+
+    def __len__(self) -> int:
+        """Segments under way."""
+        return len(self._owner)
+
+    def get(self, name: bytes) -> Guest | None:
+        return self._guests.get(name)
+
+    async def welcome(self, name: bytes, info: bytes) -> None:
+        """Take a gateway in."""
+        if name not in self._guests:
+            self._guests[name] = Guest(name, self._socket)
+        self._guests[name].offer([wire.WELCOME, info])
+
+    def admit(self, guest: Guest, segment: str) -> None:
+        """Note whose segment this is."""
+        self._owner[segment] = guest
+        guest.segments.add(segment)
+
+    async def abort(self, guest: Guest, segments: Iterable[str]) -> None:
+        """End those of the segments that are this guest's; a segment of another's is not its to end."""
+        mine = [s for s in segments if s in guest.segments]
+        for segment in mine:
+            self._forget(guest, segment)
+        if mine:
+            await self._abort(mine)
+
+    async def deliver(self, batch: EngineCoreOutputs) -> None:
+        """Pass a step's outputs to whom they belong; statistics go to everyone."""
+        outputs: dict[Guest, list[Any]] = {}
+        for output in batch.outputs:
+            guest = self._owner.get(output.request_id)
+            if guest is None:
+                continue  # aborted, or its gateway left
+            outputs.setdefault(guest, []).append(output)
+            if output.finish_reason is not None:
+                self._forget(guest, output.request_id)
+        for guest in tuple(self._guests.values()):
+            batch.outputs = outputs.get(guest, [])
+            if batch.outputs or batch.scheduler_stats is not None:
+                guest.offer([wire.OUTPUTS, *self._encoder.encode(batch)])
+            if guest.overrun:
+                await self.drop(guest, "it did not take its outputs in time")
+
+    def offer_all(self, frames: Frames) -> None:
+        """Queue a message for every gateway."""
+        for guest in self._guests.values():
+            guest.offer(frames)
+
+    def silent(self, now_s: float) -> list[Guest]:
+        """Gateways not heard of for too long."""
+        return [g for g in self._guests.values() if now_s - g.heard_s > wire.SILENCE_S]
+
+    async def drop(self, guest: Guest, reason: str) -> None:
+        """Part with a gateway and end its segments; an empty reason means that it said good-bye."""
+        self._guests.pop(guest.name, None)
+        guest.sender.cancel()
+        await self.abort(guest, tuple(guest.segments))
+        if reason:
+            try:
+                await asyncio.wait_for(
+                    self._socket.send_multipart([guest.name, wire.LOST, wire.pack(reason)]), 0.5
+                )
+            except (ZMQError, TimeoutError):
+                log.info("gateway %s could not be told: %s", guest.name.hex(), reason)
+
+    async def dismiss_all(self, reason: str) -> None:
+        """Part with every gateway."""
+        for guest in tuple(self._guests.values()):
+            await self.drop(guest, reason)
+
+    def _forget(self, guest: Guest, segment: str) -> None:
+        guest.segments.discard(segment)
+        self._owner.pop(segment, None)

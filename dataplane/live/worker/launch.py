@@ -1,0 +1,153 @@
+"""Start a worker as a Ray actor, with its devices reserved and its cores pinned, and end it for good."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from controlplane.errors import BadInput
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.worker.actor import Worker
+
+log = logging.getLogger(__name__)
+PLACE_S = 30.0
+START_S = 1800.0  # a large model loads for minutes
+HEALTH_S = 5.0
+STOP_S = 20.0
+RAY_ATTEMPTS = 4
+ROOT = (
+    Path(__file__).resolve().parents[3]
+)  # where our packages are, also for a checkout that is not installed
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker is given: `gpus` of one node (0 on a CPU host), and `cores` to pin it to.
+
+    `accelerator` is Ray's name of the GPUs' type; None takes any.
+    `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|"; empty leaves them to vLLM.
+    `host` is the address other machines reach the worker's node by.
+    """
+
+    gpus: int = 0
+    cores: str = ""
+    host: str = "127.0.0.1"
+    accelerator: str | None = None
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray is asked to reserve. A node has one of its type's resource, of which any share will do."""
+        typed = {f"accelerator_type:{self.accelerator}": 0.001} if self.accelerator else {}
+        return {"GPU": float(self.gpus), **typed}
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorker:
+    """A started worker. `actor` and `group` are Ray's handles; `group` is None without GPUs."""
+
+    actor: Any
+    group: Any
+    info: WorkerInfo
+
+    async def is_healthy(self) -> bool:
+        """Whether actor and engine answer in time."""
+        try:
+            return bool(await asyncio.wait_for(self.actor.health.remote(), HEALTH_S))
+        except (ray.exceptions.RayError, TimeoutError):
+            return False
+
+    async def stop(self) -> None:
+        """End the engine, then the actor; its processes end with it however it went."""
+        with suppress(ray.exceptions.RayError, TimeoutError):  # dead or stuck: killed below
+            await asyncio.wait_for(self.actor.stop.remote(), STOP_S)
+        _end(self.actor, self.group)
+
+
+def start_ray(**options: Any) -> None:
+    """`ray.init`, tried again when Ray gives up on its own start: it waits 30 s, too few on a busy machine.
+
+    Raises what Ray raised last.
+    """
+    for attempt in range(RAY_ATTEMPTS):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises a bare Exception here
+            ray.shutdown()
+            if attempt + 1 == RAY_ATTEMPTS or "timed out" not in str(error):
+                raise
+            log.warning("Ray did not start in time; trying again")
+
+
+async def launch_worker(
+    worker: WorkerId, asked: Mapping[str, Any], token: str, place: Place = Place()
+) -> RayWorker:
+    """Start one worker and return when it has warmed up; Ray must be initialised.
+
+    `asked` are vLLM engine arguments, `token` the fleet's secret. Raises BadInput when its devices are not
+    to be had, RuntimeError with the engine's reason when it does not start.
+    """
+    group = await _reserve(place) if place.gpus else None
+    actor = None
+    try:
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "num_gpus": place.gpus,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": _environment(place)},
+        }
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        actor = ray.remote(Worker).options(**options).remote(worker, token)
+        info = await asyncio.wait_for(actor.start.remote(dict(asked), place.host), START_S)
+    except BaseException as error:
+        _end(actor, group)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise RuntimeError(f"worker {worker}: {error.cause}") from error
+        if isinstance(error, ray.exceptions.RayError | TimeoutError):
+            raise RuntimeError(f"worker {worker}: {error or 'did not start in time'}") from error
+        raise
+    return RayWorker(actor, group, info)
+
+
+async def _reserve(place: Place) -> Any:
+    """All GPUs of a worker on one node: tensor parallelism across nodes would wait for the network."""
+    group = placement_group([place.bundle], strategy="STRICT_PACK")
+    try:
+        await asyncio.wait_for(group.ready(), PLACE_S)
+    except TimeoutError:
+        remove_placement_group(group)
+        what = f"{place.accelerator} GPUs" if place.accelerator else "GPUs"
+        raise BadInput(f"workers: no node has {place.gpus} free {what}") from None
+    return group
+
+
+def _environment(place: Place) -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if place.cores:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = place.cores
+    return variables
+
+
+def _end(actor: Any, group: Any) -> None:
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
+    if group is not None:
+        remove_placement_group(group)

@@ -1,0 +1,146 @@
+"""A gateway's connection to one worker, over ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq.asyncio
+from zmq.constants import Event as SocketEvent
+from zmq.constants import SocketOption, SocketType
+
+from controlplane.errors import BadInput
+from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.link import Event, Lost, Outputs, Refused, Telemetry, WorkerInfo
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    MsgpackDecoder,
+    MsgpackEncoder,
+    vllm_version,
+)
+
+OUTGOING_MESSAGES = 1024
+UNREAD_EVENTS = 1024
+GOODBYE_MS = 200
+
+
+class WorkerLink:
+    """An `EngineLink` to a `Worker`; make one with `connect`."""
+
+    def __init__(self, endpoint: str, context: zmq.asyncio.Context) -> None:
+        self._endpoint = endpoint
+        self._socket: Any = context.socket(SocketType.DEALER)
+        self._socket.setsockopt(SocketOption.SNDHWM, OUTGOING_MESSAGES)
+        self._socket.setsockopt(SocketOption.RCVHWM, UNREAD_EVENTS)
+        self._monitor: Any = self._socket.get_monitor_socket(SocketEvent.DISCONNECTED)
+        self._socket.connect(endpoint)
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._info: WorkerInfo | None = None
+        self._lost: Lost | None = None
+        # A gateway that does not read stops here, then its socket fills, then the worker drops it.
+        self._events: asyncio.Queue[Event] = asyncio.Queue(UNREAD_EVENTS)
+        self._heard_s = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(
+        cls, endpoint: str, token: str, context: zmq.asyncio.Context, timeout_s: float = 30.0
+    ) -> WorkerLink:
+        """Greet a worker and wait for its welcome. Raises BadInput if it refuses or does not answer."""
+        link = cls(endpoint, context)
+        try:
+            link._info = await asyncio.wait_for(link._greet(token), timeout_s)
+        except BaseException as error:
+            await link.close()
+            if isinstance(error, TimeoutError):
+                raise BadInput(f"worker at {endpoint}: no answer within {timeout_s:g} s") from None
+            raise
+        loop = asyncio.get_running_loop()
+        link._tasks = [loop.create_task(t) for t in (link._read(), link._notice_end(), link._keep_alive())]
+        return link
+
+    @property
+    def info(self) -> WorkerInfo:
+        assert self._info is not None
+        return self._info
+
+    async def add(self, request: EngineCoreRequest) -> None:
+        if self._lost is None:
+            frames = self._encoder.encode(request)
+            segment = wire.pack(request.request_id)
+            await self._socket.send_multipart([wire.ADD, segment, *frames], copy=False)
+
+    async def abort(self, segments: Sequence[str]) -> None:
+        if self._lost is None:
+            await self._socket.send_multipart([wire.ABORT, wire.pack(list(segments))])
+
+    async def receive(self) -> Event:
+        if self._lost is not None and self._events.empty():
+            return self._lost
+        return await self._events.get()
+
+    async def close(self) -> None:
+        if self._lost is None:
+            self._lost = Lost("closed")
+            await self._socket.send_multipart([wire.BYE])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=GOODBYE_MS)
+
+    async def _greet(self, token: str) -> WorkerInfo:
+        await self._socket.send_multipart(wire.hello(vllm_version, token))
+        while True:
+            kind, *frames = await self._socket.recv_multipart()
+            if kind == wire.LOST:
+                raise BadInput(f"worker at {self._endpoint}: {wire.unpack(frames[0])}")
+            if kind == wire.WELCOME:
+                return wire.noun_from(frames[0], WorkerInfo)
+
+    async def _read(self) -> None:
+        while True:
+            kind, *frames = await self._socket.recv_multipart(copy=False)
+            self._heard_s = time.monotonic()
+            event = self._event(kind.bytes, frames)
+            if event is not None:
+                await self._events.put(event)
+            if isinstance(event, Lost):
+                self._lost = event
+                return
+
+    def _event(self, kind: bytes, frames: Sequence[Any]) -> Event | None:
+        if kind == wire.OUTPUTS:
+            return Outputs(self._decoder.decode(frames))
+        if kind == wire.LOAD:
+            return wire.noun_from(frames[0].bytes, Telemetry)
+        if kind == wire.REFUSED:
+            segment, reason = wire.unpack(frames[0].bytes)
+            return Refused(segment, reason)
+        if kind == wire.LOST:
+            return Lost(wire.unpack(frames[0].bytes))
+        return None
+
+    async def _notice_end(self) -> None:
+        """ZMQ would connect again in silence; to a gateway a broken connection is a lost worker."""
+        await self._monitor.recv_multipart()
+        await self._lose("its process, or the connection to it, is gone")
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(wire.ALIVE_EVERY_S)
+            await self._socket.send_multipart([wire.ALIVE])
+            silent_s = time.monotonic() - self._heard_s
+            if silent_s > wire.SILENCE_S:
+                await self._lose(f"silent for {silent_s:.0f} s")
+                return
+
+    async def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = Lost(reason)
+            await self._events.put(self._lost)

@@ -1,0 +1,219 @@
+"""One vLLM engine under measurement: bursts of designed batches in, the steps it executed out.
+
+The engine is a worker's, connector included, so its steps carry the exact regressors (step_load.py). Two
+clocks:
+
+  wall   from the end of the step before to its own end, as telemetry has it: what a client waits for
+  cpu    processor time that the engine's processes spent meanwhile: about what the step takes with a core to
+         itself, for CPU hosts that are busy with other things too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.design import DECODE_STEPS, Burst, EngineRoom
+from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
+from dataplane.live.engine_api.step_trace import COLUMNS, Step
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreRequest,
+    EngineDeadError,
+    SamplingParams,
+    current_platform,
+    vllm_version,
+)
+from dataplane.live.kv.transport import reserve_addresses
+from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up
+
+Clock = Literal["wall", "cpu"]
+BURST_S = 600.0  # a burst that takes longer is stuck
+SHUTDOWN_S = 10.0
+FIRST_TOKEN_ID = 3  # below are special ones
+
+
+class EngineDied(BadInput):
+    """The engine under measurement ended, or went silent."""
+
+
+class ProfiledEngine:
+    """A started engine. Make one with `start`, and `close` it."""
+
+    def __init__(self, core: Any, clock: Clock, shared: set[Path]) -> None:
+        self._core, self._clock, self._shared = core, clock, shared
+        self._bursts = 0
+        self._ended_s: float | None = None  # of the last step, if it left work behind
+        self._cpu_s = 0.0
+
+    @classmethod
+    async def start(cls, asked: Mapping[str, Any], clock: Clock) -> ProfiledEngine:
+        """Start an engine with these vLLM arguments and warm it up. Raises BadInput if it does not start."""
+        if clock == "cpu" and not current_platform.is_cpu():
+            raise BadInput("--clock: cpu is for engines that compute on the CPU")
+        addresses, release = reserve_addresses("127.0.0.1", int(asked.get("tensor_parallel_size") or 1))
+        door = KvDoor(addresses, "profile", cpu_clock=clock == "cpu")
+        args = engine_args(asked, door)
+        try:
+            core = await asyncio.to_thread(start_engine, args)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise BadInput(f"engine: did not start: {error}") from error
+        release()
+        engine = cls(core, clock, shared_memory(descendants()))
+        try:
+            await warm_up(core)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def room(self) -> EngineRoom:
+        """What it has room for."""
+        config = self._core.vllm_config
+        return EngineRoom(
+            kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            max_seqs=config.scheduler_config.max_num_seqs,
+            max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_context_tokens=config.model_config.max_model_len,
+        )
+
+    def environment(self) -> dict[str, Any]:
+        """Everything its step times depend on; measurements are only continued under the same."""
+        import torch
+
+        config = self._core.vllm_config
+        model = config.model_config
+        return {
+            "engine": "vllm",
+            "vllm": vllm_version,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": _device(),
+            "model": Path(model.model).name,
+            "model_config": _fingerprint(model.hf_config),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "tp_degree": config.parallel_config.tensor_parallel_size,
+            "block_tokens": config.cache_config.block_size,
+            "kv_tokens": self.room.kv_tokens,
+            "max_seqs": self.room.max_seqs,
+            "max_batched_tokens": self.room.max_batched_tokens,
+            "max_context_tokens": self.room.max_context_tokens,
+            "enforce_eager": bool(model.enforce_eager),
+            "threads_bind": _threads_bind(),
+            "clock": self._clock,
+        }
+
+    async def run(self, burst: Burst, rng: np.random.Generator) -> list[Step]:
+        """Run a burst to its end and return its steps. Raises EngineDied."""
+        try:
+            return await asyncio.wait_for(self._run(burst, rng), BURST_S)
+        except EngineDeadError as error:
+            raise EngineDied(f"engine: it died: {error}") from error
+        except TimeoutError:
+            raise EngineDied(f"engine: {burst.name} did not end within {BURST_S:g} s") from None
+
+    async def close(self) -> None:
+        """End the engine's processes."""
+        await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
+        unlink(self._shared)
+
+    async def _run(self, burst: Burst, rng: np.random.Generator) -> list[Step]:
+        self._bursts += 1
+        self._ended_s = None
+        budget = self.room.max_batched_tokens
+        chunks = -(-burst.prefills * burst.prefill_tokens // budget)
+        joins = burst.prefills > 0
+        lasts = DECODE_STEPS + (2 * chunks + 2 if joins else 0)
+        decoding = {
+            await self._add(f"d{i}", burst.context_tokens, 1 + lasts, rng) for i in range(burst.decoding)
+        }
+        silent, left = set(decoding), set(decoding)
+        steps: list[Step] = []
+        while left or joins:
+            if joins and not silent:
+                joins = False
+                left |= {
+                    await self._add(f"p{i}", burst.prefill_tokens, 1, rng) for i in range(burst.prefills)
+                }
+            batch = await self._core.get_output_async()
+            step = self._step(batch)
+            if step is not None:
+                steps.append(step)
+            for output in batch.outputs:
+                if output.new_token_ids:
+                    silent.discard(output.request_id)
+                if output.finish_reason is not None:
+                    left.discard(output.request_id)
+        return steps
+
+    async def _add(self, name: str, tokens: int, output_tokens: int, rng: np.random.Generator) -> str:
+        """Begin a request of random tokens: no two share a prefix that the engine could have cached."""
+        request = f"profile-{self._bursts}-{name}"
+        vocabulary = self._core.vllm_config.model_config.get_vocab_size()
+        prompt = rng.integers(FIRST_TOKEN_ID, vocabulary, tokens).tolist()
+        await self._core.add_request_async(
+            EngineCoreRequest(
+                request_id=request,
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=SamplingParams(
+                    temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+                ),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+        return request
+
+    def _step(self, batch: Any) -> Step | None:
+        """The step that ended with this batch, if it computed anything."""
+        stats = batch.scheduler_stats
+        if stats is None:
+            return None
+        told = stats.kv_connector_stats or {}
+        load = told.get("load", {})
+        cpu_s = told.get("cpu_s", self._cpu_s)
+        spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
+        computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
+        began_s, self._ended_s = self._ended_s, None
+        if not computed:
+            return None
+        if stats.num_running_reqs:
+            self._ended_s = batch.timestamp
+        step_s = spent_s
+        if self._clock == "wall":
+            step_s = batch.timestamp - (told.get("began_s", 0.0) if began_s is None else began_s)
+        if step_s <= 0:
+            return None  # the first step of all has no beginning on the CPU's clock
+        return Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"})
+
+
+def _device() -> str:
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return ", ".join(sorted(names)) or platform.processor() or platform.machine()
+
+
+def _threads_bind() -> str:
+    return os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "") if current_platform.is_cpu() else ""
+
+
+def _fingerprint(config: Any) -> str:
+    """Of a model's configuration: another model in a folder of the same name must not be taken for it."""
+    plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+    return hashlib.sha256(repr(sorted(plain.items(), key=lambda kv: kv[0])).encode()).hexdigest()[:16]

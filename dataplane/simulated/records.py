@@ -1,0 +1,132 @@
+"""The state of a simulated cluster beyond its ledger and engines, and what stays as it is during a run.
+
+What the simulated engines know: their activities, and the records behind them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from controlplane.placement.constraints import Knobs
+from controlplane.placement.ledger import NONE, Floats, Ints, Records
+
+READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
+
+CLOCK = np.dtype(
+    [
+        ("now_s", np.float64),
+        ("arrived", np.int64),  # requests that have arrived
+        ("held_n", np.int64),
+        ("offer_s", np.float64),  # when held requests are offered next; inf while there are none
+        ("transit_n", np.int64),
+        ("timeline_at", np.int64),
+    ],
+    align=True,
+)
+
+
+class Cluster(NamedTuple):
+    """State of the run beyond ledger and engines."""
+
+    clock: Records  # [1] of CLOCK
+    held_head: Ints  # [3] the cluster's queues, linked through the requests' `next`: normal, high, LATE
+    held_tail: Ints
+    transit: Ints  # [requests] KV on its way to a decode worker,
+    transit_s: Floats  # when it gets there
+    # what happens to workers, in order of time
+    timeline_s: Floats
+    timeline_worker: Ints
+    timeline_what: Ints
+
+
+def new_cluster(requests: int, timeline: list[tuple[float, int, int]]) -> Cluster:
+    """A cluster at time 0; `timeline` rows are (seconds, worker, READY | FAIL | DRAIN)."""
+    rows = sorted(timeline)
+    clock = np.zeros(1, CLOCK)
+    clock["offer_s"] = np.inf
+    return Cluster(
+        clock=clock,
+        held_head=np.full(3, NONE, np.int64),
+        held_tail=np.full(3, NONE, np.int64),
+        transit=np.zeros(requests, np.int64),
+        transit_s=np.zeros(requests),
+        timeline_s=np.array([r[0] for r in rows], np.float64),
+        timeline_worker=np.array([r[1] for r in rows], np.int64),
+        timeline_what=np.array([r[2] for r in rows], np.int64),
+    )
+
+
+class Rules(NamedTuple):
+    """What does not change during a run."""
+
+    policy: int
+    knobs: Knobs
+    split: bool
+    transfer_s: float  # of one request's KV, prefill worker to decode worker
+    offer_every_s: float  # how often held requests are offered to the workers again
+    patience: float  # a held request is placed regardless once it waited this many of its TTFT
+    max_misses: int  # stop the run when more have missed their targets
+    draws: Floats  # [requests, 2] uniform
+
+
+IDLE, WAKING, PREFILL_STEP, DECODE_RUN, MIXED_STEP = 0, 1, 2, 3, 4
+
+
+ENGINE = np.dtype(
+    [
+        ("activity", np.int64),
+        ("next_s", np.float64),  # when the activity ends; inf for an idle worker
+        ("start_s", np.float64),  # when it began
+        ("first_step_s", np.float64),  # of a decode run: its first step,
+        ("growth_s", np.float64),  # what each step adds to the next,
+        ("run_steps", np.int64),  # its planned steps,
+        ("start_step", np.int64),  # the worker's step count
+        ("start_context", np.int64),  # and context when it began
+        ("blocked", np.int64),  # 1 while the head of the queue is known not to fit
+        ("busy_s", np.float64),
+        ("reserved_blocks", np.int64),  # KV and
+        ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
+        ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
+    ],
+    align=True,
+)
+JOB = np.dtype(
+    [
+        ("output", np.int64),  # how long it really is
+        ("computed", np.int64),  # prefill tokens done
+        ("chunk", np.int64),  # prefill tokens in the step in progress
+        ("finish_s", np.float64),
+        ("preemptions", np.int64),
+        ("migrations", np.int64),
+        ("missed", np.int64),  # 1 once it is known that a target is not met
+    ],
+    align=True,
+)
+TOTAL = np.dtype(
+    [
+        ("misses", np.int64),  # requests known not to meet their targets
+        ("handover_n", np.int64),  # entries of `handover`
+    ],
+    align=True,
+)
+
+
+class Engines(NamedTuple):
+    """What the simulated engines know beyond the ledger."""
+
+    workers: Records  # [workers] of ENGINE
+    requests: Records  # [requests] of JOB
+    total: Records  # [1] of TOTAL
+    handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
+
+
+def new_engines(workers: int, output: Ints) -> Engines:
+    """Idle engines, and `output` as the requests' true lengths."""
+    engines = np.zeros(workers, ENGINE)
+    engines["next_s"] = np.inf
+    jobs = np.zeros(len(output), JOB)
+    jobs["output"] = output
+    jobs["finish_s"] = np.nan
+    return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(len(output), np.int64))

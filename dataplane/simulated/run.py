@@ -1,0 +1,233 @@
+"""A simulated run laid out: its workers, and everything that changes while it goes on.
+
+What became of each request of a simulated run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.coefficients import coefficient_row
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODE_ONLY,
+    OFF,
+    PREFILL_ONLY,
+    SERVING,
+    Ledger,
+    new_ledger,
+)
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import EXACT, POLICY_CODE, PlacementSettings, Policy, read_policy
+from controlplane.types import EngineMode, Slo
+from controlplane.workload import Workload
+from dataplane.simulated.heartbeat import check_exact
+from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Rules, new_cluster, new_engines
+
+Role = Literal["any", "prefill", "decode"]
+OFFER_EVERY_S = 0.01
+_ROLES = {"any": ANY_PHASE, "prefill": PREFILL_ONLY, "decode": DECODE_ONLY}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker of the fleet and what befalls it (seconds since the trace's start).
+
+    `ready_s`: when its start-up is over. `fails_s`: pairs (fails at, is back at); what it held is prefilled
+    anew elsewhere. `drain_s`: from when it admits nothing more.
+    """
+
+    profile: Profile
+    role: Role = "any"
+    ready_s: float = 0.0
+    fails_s: tuple[tuple[float, float], ...] = ()
+    drain_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run that can be advanced piece by piece."""
+
+    workload: Workload
+    ledger: Ledger
+    engines: Engines
+    cluster: Cluster
+    rules: Rules
+    profiles: tuple[Profile, ...]
+    slos: tuple[Slo, ...]
+    settings: PlacementSettings
+    migrates: bool
+
+    def outcome(self) -> Outcome:
+        """What has become of the requests so far."""
+        led, eng = self.ledger, self.engines
+        finish_s = eng.requests["finish_s"]
+        ended = finish_s[~np.isnan(finish_s)]
+        return Outcome(
+            workload=self.workload,
+            ttft_target_s=led.requests["ttft_s"],
+            tpot_target_s=led.requests["tpot_s"],
+            worker=led.requests["worker"],
+            first_token_s=led.requests["first_s"],
+            finish_s=finish_s,
+            preemptions=eng.requests["preemptions"],
+            migrations=eng.requests["migrations"],
+            busy_s=eng.workers["busy_s"],
+            end_s=float(ended.max()) if len(ended) else 0.0,
+            complete=len(ended) == len(self.workload),
+            misses=int(eng.total["misses"][0]),
+        )
+
+
+def prepare(
+    workload: Workload,
+    workers: Sequence[WorkerSpec],
+    slo: Slo | Sequence[Slo],
+    policy: Policy | str,
+    *,
+    settings: PlacementSettings | None,
+    predictor: LengthTable | None,
+    predicted_tokens: NDArray[np.int64] | None,
+    seed: int,
+    transfer_s: float,
+    patience: float,
+    max_misses: int | None,
+) -> RunState:
+    """Lay out a run that has not begun; raises BadInput on what cannot be run."""
+    if not workers:
+        raise BadInput("simulate: workers: at least one is needed")
+    placement, migrates = read_policy(policy)
+    code = POLICY_CODE[placement]
+    split = any(spec.role != "any" for spec in workers)
+    if split and {spec.role for spec in workers} != {"prefill", "decode"}:
+        raise BadInput("simulate: workers: split mode needs both prefill and decode workers, and no others")
+    if split and code == EXACT:
+        raise BadInput("policy: exact: places whole requests; it has no split mode")
+    if split and migrates:
+        raise BadInput("policy: +migrate: moves requests between whole workers; it has no split mode")
+    classes = [slo] if isinstance(slo, Slo) else list(slo)
+    if len(workload) and int(workload.slo_class.max()) >= len(classes):
+        raise BadInput(f"simulate: slo: the workload has {int(workload.slo_class.max()) + 1} classes")
+
+    profiles: list[Profile] = []
+    variant = np.zeros(len(workers), np.int64)
+    for w, spec in enumerate(workers):
+        profile = spec.profile
+        if split and profile.engine.mode != EngineMode.SPLIT:
+            profile = profile.with_engine(mode=EngineMode.SPLIT)
+        elif not split and profile.engine.mode == EngineMode.SPLIT:
+            raise BadInput("simulate: workers: split mode needs prefill and decode workers")
+        if profile not in profiles:
+            profiles.append(profile)
+        variant[w] = profiles.index(profile)
+    if code == EXACT:
+        check_exact(profiles, classes)
+    requests = len(workload)
+    lengths = predictor or _own_lengths(workload)
+    ledger = new_ledger(
+        np.stack([coefficient_row(p) for p in profiles]),
+        variant,
+        requests,
+        max(p.engine.max_seqs for p in profiles),
+        lengths,
+    )
+    ledger.workers["role"] = [_ROLES[spec.role] for spec in workers]
+    ledger.requests["prompt"] = workload.prompt_tokens
+    ledger.requests["priority"] = workload.priority
+    ledger.requests["arrival_s"] = workload.arrival_s
+    ledger.requests["ttft_s"] = np.array([c.ttft_s for c in classes])[workload.slo_class]
+    ledger.requests["tpot_s"] = np.array([c.tpot_s for c in classes])[workload.slo_class]
+    if predicted_tokens is None:
+        predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
+    ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)
+    timeline: list[tuple[float, int, int]] = []
+    for w, spec in enumerate(workers):
+        if spec.ready_s <= 0:
+            ledger.workers["status"][w] = SERVING
+        else:
+            ledger.workers["status"][w] = OFF
+            timeline.append((spec.ready_s, w, READY))
+        for fails_s, back_s in spec.fails_s:
+            timeline += [(fails_s, w, FAIL), (back_s, w, READY)]
+        if spec.drain_s is not None:
+            timeline.append((spec.drain_s, w, DRAIN))
+    rules = Rules(
+        policy=code,
+        knobs=(settings or PlacementSettings()).knobs(),
+        split=split,
+        transfer_s=transfer_s,
+        offer_every_s=OFFER_EVERY_S,
+        patience=patience,
+        max_misses=requests if max_misses is None else max_misses,
+        draws=np.random.default_rng(seed).random((requests, 2)),
+    )
+    engines = new_engines(len(workers), workload.output_tokens)
+    clusters = new_cluster(requests, timeline)
+    return RunState(
+        workload,
+        ledger,
+        engines,
+        clusters,
+        rules,
+        tuple(profiles),
+        tuple(classes),
+        settings or PlacementSettings(),
+        migrates,
+    )
+
+
+def _own_lengths(workload: Workload) -> LengthTable:
+    if len(workload) == 0:
+        return LengthTable.constant(1.0)
+    return LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of each request; columns of shape [requests], absolute seconds, NaN = did not happen."""
+
+    workload: Workload
+    ttft_target_s: NDArray[np.float64]
+    tpot_target_s: NDArray[np.float64]
+    worker: NDArray[np.int64]
+    first_token_s: NDArray[np.float64]
+    finish_s: NDArray[np.float64]
+    preemptions: NDArray[np.int64]
+    migrations: NDArray[np.int64]
+    busy_s: NDArray[np.float64]  # [workers]
+    end_s: float  # when the last thing happened
+    complete: bool  # False when the run was stopped early, see `max_misses`
+    misses: int = 0  # finished outside their targets
+
+    @property
+    def ttft_s(self) -> NDArray[np.float64]:
+        return self.first_token_s - self.workload.arrival_s
+
+    @property
+    def tpot_s(self) -> NDArray[np.float64]:
+        """NaN for an output of one token, which has no gaps."""
+        gaps = self.workload.output_tokens - 1
+        return np.where(gaps > 0, (self.finish_s - self.first_token_s) / np.maximum(gaps, 1), np.nan)
+
+    @property
+    def met(self) -> NDArray[np.bool_]:
+        """Whether each request finished within both its targets."""
+        slow = self.tpot_s > self.tpot_target_s  # NaN compares false: judged by TTFT alone
+        return np.asarray(~np.isnan(self.finish_s) & (self.ttft_s <= self.ttft_target_s) & ~slow)
+
+    @property
+    def attainment(self) -> float:
+        """Share of requests within both targets; 1 for none at all."""
+        return float(self.met.mean()) if len(self.workload) else 1.0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of worker time spent in steps."""
+        return float(self.busy_s.sum() / (len(self.busy_s) * self.end_s)) if self.end_s > 0 else 0.0

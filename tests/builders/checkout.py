@@ -1,0 +1,7 @@
+"""Where the checkout under test stands, and the public data it is tested with."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH_DATA = Path(os.environ.get("TOKENFLEET_BENCH_DATA") or ROOT / "data")

@@ -1,0 +1,77 @@
+"""Small questions for the planner: a made workload, a made kind of worker, a plan of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.types import EngineMode, Slo
+from controlplane.workload import Workload
+from tokenfleet.planning.inputs import described
+from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.result import Plan
+from tokenfleet.planning.threads import threads
+
+SLO = Slo(ttft_s=0.5, tpot_s=0.03)
+
+
+def poisson(rate_rps: float = 8.0, requests: int = 600, prompt: int = 400, output: int = 60) -> Workload:
+    """Poisson arrivals with lengths spread around their means, always the same."""
+    rng = np.random.default_rng(7)
+    return Workload(
+        np.cumsum(rng.exponential(1.0 / rate_rps, requests)),
+        rng.integers(prompt // 2, prompt * 3 // 2, requests),
+        rng.integers(2, output * 2, requests),
+    )
+
+
+def worker(
+    gpu: str = "made-gpu",
+    tp: int = 1,
+    *,
+    slower: float = 1.0,
+    kv: int = 60_000,
+    doubt: float = 0.02,
+    mode: EngineMode = EngineMode.CHUNKED,
+) -> Profile:
+    """A worker that carries about four requests a second of `poisson()` within SLO."""
+    return Profile(
+        model="made",
+        gpu=gpu,
+        tp_degree=tp,
+        step=StepModel(0.010 * slower, 2e-4 * slower, 3e-4 * slower, 1e-7 * slower),
+        prefill=PrefillModel(0.010 * slower, 2e-4 * slower),
+        kv=KvModel(kv),
+        engine=EngineLimits(mode=mode, max_batched_tokens=1024, max_seqs=64),
+        residuals=Residuals(doubt, 2 * doubt, 3 * doubt, 100),
+        source=Source("measured", "made for a test", "none", "2026-01-01"),
+    )
+
+
+def offer(profile: Profile | None = None, usd: float | None = 2.0) -> Offer:
+    return Offer(profile or worker(), usd, "made" if usd is not None else "no price known")
+
+
+def planned(
+    workload: Workload | None = None,
+    offers: list[Offer] | None = None,
+    *,
+    explained: bool = False,
+    **asked: object,
+) -> Plan:
+    """The plan of a small question; `asked` replaces fields of the question."""
+    workload = poisson() if workload is None else workload
+    question = replace(Question(SLO, attainment=0.95, confidence=0.9), **asked)  # type: ignore[arg-type]
+    with threads(2) as pool:
+        return make_plan(
+            workload,
+            offers or [offer()],
+            question,
+            described("made", workload, ()),
+            pool,
+            explained=explained,
+        )

@@ -1,0 +1,112 @@
+"""The fluid bound: no fleet that meets its targets is smaller."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.capacity import fluid_workers, fluid_workers_of, worker_seconds
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.types import EngineMode, Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import WorkerSpec, simulate
+
+
+def worker(mode: EngineMode, kv_tokens: int = 50_000, hinges: tuple[Hinge, ...] = ()) -> Profile:
+    return Profile(
+        "m",
+        "g",
+        1,
+        StepModel(0.018, 9e-5, 7e-5, 4.6e-7, hinges=hinges),
+        KvModel(kv_tokens, 1),
+        EngineLimits("vllm", "", mode, 2048, 128),
+        Residuals(0, 0, 0, 0),
+        Source("measured", "made", "none", "2026-01-01"),
+        PrefillModel(0.011, 9e-5),
+    )
+
+
+@given(
+    st.sampled_from([EngineMode.CHUNKED, EngineMode.PREFILL_FIRST]),
+    st.integers(0, 10_000),
+    st.floats(0.5, 60.0),
+    st.integers(1, 12),
+    st.sampled_from(["spread", "best-fit", "jsq", "round-robin"]),
+)
+@settings(max_examples=60)
+def test_no_fleet_that_meets_every_target_is_smaller_than_the_bound(
+    mode: EngineMode, seed: int, rate: float, workers: int, policy: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(20, 200))
+    workload = Workload(
+        np.cumsum(rng.exponential(1 / rate, n)), rng.integers(1, 1500, n), rng.integers(1, 400, n)
+    )
+    slo = Slo(float(rng.uniform(0.3, 3)), float(rng.uniform(0.02, 0.06)))
+    profile = worker(mode, int(rng.integers(4_000, 60_000)))
+    outcome = simulate(workload, [WorkerSpec(profile)] * workers, slo, policy)
+    met = outcome.attainment
+    if met > 0:
+        assert workers >= fluid_workers_of(workload, profile, slo, met)
+
+
+@given(st.integers(0, 1000), st.floats(1.0, 3.0))
+@settings(max_examples=40)
+def test_the_bound_grows_with_rate_lengths_and_tighter_targets(seed: int, factor: float) -> None:
+    rng = np.random.default_rng(seed)
+    prompt, output = rng.integers(1, 2000, 50), rng.integers(1, 500, 50)
+    for mode in (EngineMode.CHUNKED, EngineMode.PREFILL_FIRST):
+        profile = worker(mode, hinges=(Hinge("sequences", 32, 1e-5), Hinge("prefill_tokens", 256, 1e-5)))
+        base = fluid_workers(10.0, prompt, output, profile, Slo(1, 0.06))
+        assert fluid_workers(10.0 * factor, prompt, output, profile, Slo(1, 0.06)) == pytest.approx(
+            base * factor
+        )
+        assert fluid_workers(10.0, prompt, output, profile, Slo(1, 0.06 / factor)) >= base - 1e-12
+        assert fluid_workers(10.0, np.ceil(prompt * factor), output, profile, Slo(1, 0.06)) >= base - 1e-12
+        assert fluid_workers(10.0, prompt, np.ceil(output * factor), profile, Slo(1, 0.06)) >= base - 1e-12
+        assert fluid_workers(10.0, prompt, output, profile, Slo(1, 0.06), 0.9) <= base
+
+
+def test_memory_binds_where_it_is_scarce() -> None:
+    prompt, output = np.full(10, 500), np.full(10, 200)
+    slo = Slo(1, 0.05)
+    for mode in (EngineMode.CHUNKED, EngineMode.PREFILL_FIRST):
+        assert worker_seconds(prompt, output, worker(mode, 1_000), slo) > 2 * worker_seconds(
+            prompt, output, worker(mode, 100_000), slo
+        )
+
+
+def test_a_target_below_the_step_base_is_out_of_reach_of_any_number() -> None:
+    for mode in (EngineMode.CHUNKED, EngineMode.PREFILL_FIRST):
+        assert worker_seconds([100], [50], worker(mode), Slo(1, 0.01)) == math.inf
+        assert worker_seconds([100], [1], worker(mode), Slo(1, 0.01)) < math.inf
+    workload = Workload(np.zeros(1), np.array([100]), np.array([50]))
+    with pytest.raises(BadInput, match="no number of workers"):
+        fluid_workers_of(workload, worker(EngineMode.CHUNKED), Slo(1, 0.01))
+
+
+def test_bad_arguments_are_refused() -> None:
+    profile, slo = worker(EngineMode.CHUNKED), Slo(1, 0.05)
+    with pytest.raises(BadInput, match="lengths"):
+        fluid_workers(1.0, [], [], profile, slo)
+    with pytest.raises(BadInput, match="rate"):
+        fluid_workers(-1.0, [1], [1], profile, slo)
+    with pytest.raises(BadInput, match="attainment"):
+        fluid_workers(1.0, [1], [1], profile, slo, 0.0)
+    assert fluid_workers_of(Workload(np.zeros(0), np.zeros(0), np.zeros(0)), profile, slo) == 1
+
+
+def test_aladdins_cases_have_the_bound_their_lengths_give() -> None:
+    """A plain count by hand of the prefill-first bound, for one request shape."""
+    profile = worker(EngineMode.PREFILL_FIRST)
+    slo = Slo(1, 0.03)
+    steps, context = 99, sum(300 + k for k in range(1, 100))
+    least = (7e-5 + 4.6e-7 * 301) * steps
+    count = max(least / (0.03 - 0.018), context / 50_000, steps / 128)
+    prefill = 300 * (0.011 + 9e-5 * 2048) / 2048
+    by_hand = prefill + 7e-5 * steps + 4.6e-7 * context + 0.018 * count
+    assert worker_seconds([300], [100], profile, slo) == pytest.approx(by_hand, rel=1e-9)

@@ -1,0 +1,256 @@
+"""Fitting step models: what it recovers, what it refuses, how sure it is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.fit import draw_profile, fit_phases, fit_prefill, fit_step, folds, pooled
+from controlplane.perfmodel.profile import (
+    EngineLimits,
+    FittedRange,
+    KvModel,
+    Profile,
+    Residuals,
+    Source,
+)
+from controlplane.perfmodel.samples import StepSamples, concatenated
+from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.perfmodel.uncertainty import (
+    beyond_range,
+    prefill_interval,
+    relative_error,
+    step_interval,
+)
+
+PLAIN = StepModel(0.012, 4e-5, 3e-5, 8e-8)
+
+
+def grid(model: StepModel, noise: float = 0.0, seed: int = 0) -> StepSamples:
+    """Steps of a designed grid: prefill alone, decode alone, and both."""
+    rows = [
+        (p, b, b * c, p * p)
+        for p in (0, 128, 512, 1024, 2048)
+        for b in (0, 1, 8, 32, 64, 128, 192)
+        for c in (256, 1024, 4096)
+        if p + b
+    ]
+    p, b, c, s = np.array(rows, float).T
+    t = model.step_s(p, b, c, s) * np.exp(noise * np.random.default_rng(seed).standard_normal(len(p)))
+    return StepSamples(p, b, c, t, s)
+
+
+positive = st.floats(0.1, 10.0)
+
+
+@given(st.tuples(positive, positive, positive, positive))
+def test_a_made_model_is_recovered(scale: tuple[float, ...]) -> None:
+    made = StepModel(0.01 * scale[0], 4e-5 * scale[1], 3e-5 * scale[2], 8e-8 * scale[3])
+    fit = fit_step(grid(made))
+    for name in ("base_s", "per_prefill_token_s", "per_sequence_s", "per_context_token_s"):
+        assert getattr(fit.model, name) == pytest.approx(getattr(made, name), rel=1e-6)
+    assert fit.residuals.max_relative < 1e-9
+    assert fit.model.hinges == ()
+
+
+def test_a_knee_and_a_square_are_found_and_a_straight_line_gets_none() -> None:
+    made = StepModel(0.01, 2e-5, 2e-5, 5e-8, 4e-9, (Hinge("sequences", 64, 2e-4),))
+    fit = fit_step(grid(made))
+    assert [h.of for h in fit.model.hinges] == ["sequences"]
+    assert fit.model.hinges[0].start == 64
+    assert fit.model.per_prefill_sum_sq_s == pytest.approx(4e-9, rel=1e-3)
+    noisy = fit_step(grid(PLAIN, noise=0.03))
+    assert noisy.model.hinges == ()
+
+
+def test_what_prefilling_at_all_costs_is_found_among_steps_that_mostly_decode() -> None:
+    made = replace(PLAIN, per_prefill_step_s=0.006)
+    rng = np.random.default_rng(3)
+    decoding = rng.integers(1, 64, 3000).astype(float)
+    prompts = np.where(rng.random(3000) < 0.04, rng.integers(16, 400, 3000), 0).astype(float)
+    context = rng.uniform(100, 500, 3000) * decoding
+    noise = np.exp(0.1 * rng.standard_normal(3000))
+    step_s = made.step_s(prompts, decoding, context) * noise
+    fit = fit_step(StepSamples(prompts, decoding, context, step_s))
+    assert fit.model.per_prefill_step_s == pytest.approx(0.006, rel=0.25)
+    assert fit.model.per_prefill_token_s == pytest.approx(PLAIN.per_prefill_token_s, rel=0.25)
+    none = fit_step(StepSamples(prompts, decoding, context, PLAIN.step_s(prompts, decoding, context) * noise))
+    assert none.model.per_prefill_step_s == 0.0
+
+
+@given(st.integers(0, 2**31), st.floats(0.0, 0.5))
+@settings(max_examples=30)
+def test_coefficients_are_never_negative_and_predictions_grow(seed: int, noise: float) -> None:
+    model = fit_step(grid(PLAIN, noise, seed)).model
+    values = [model.base_s, model.per_prefill_token_s, model.per_sequence_s, model.per_context_token_s]
+    assert min(values) >= 0
+    assert (np.diff(model.step_s(np.arange(0, 4096, 64), 0, 0)) >= 0).all()
+    assert (np.diff(model.step_s(0, np.arange(1, 256), 1e5)) >= 0).all()
+    assert (np.diff(model.step_s(0, 16, np.arange(0, 1e6, 1e4))) >= 0).all()
+
+
+def test_relative_error_is_what_is_minimised() -> None:
+    """A plain fit would spend itself on the long steps; short ones must come out as well."""
+    samples = grid(PLAIN, noise=0.05, seed=3)
+    fit = fit_step(samples)
+    error = np.abs(
+        fit.model.step_s(
+            samples.prefill_tokens, samples.sequences, samples.context_tokens, samples.prefill_sum_sq
+        )
+        / samples.step_s
+        - 1
+    )
+    short = samples.step_s < np.quantile(samples.step_s, 0.2)
+    assert error[short].mean() < 1.5 * error.mean()
+
+
+@given(st.floats(0.0, 0.6), st.integers(0, 50))
+@settings(max_examples=30, deadline=None)
+def test_noise_makes_a_fit_neither_faster_nor_slower(noise: float, seed: int) -> None:
+    """Observed over predicted is 1 on average: what queues behind noisy steps waits for their mean."""
+    samples = grid(PLAIN, noise, seed)
+    fitted = fit_step(samples, extra_terms=False).model
+    columns = (samples.prefill_tokens, samples.sequences, samples.context_tokens, samples.prefill_sum_sq)
+    assert np.mean(samples.step_s / fitted.step_s(*columns)) == pytest.approx(1.0, abs=2e-3)
+
+
+def test_the_robust_fit_shrugs_off_outliers() -> None:
+    samples = grid(PLAIN, noise=0.01)
+    spoiled = samples.step_s.copy()
+    spoiled[::9] *= 4
+    samples = replace(samples, step_s=spoiled)
+    # Few points are far off: the robust base must be much nearer the truth.
+    far = abs(fit_step(samples, extra_terms=False).model.base_s / PLAIN.base_s - 1)
+    near = abs(fit_step(samples, robust=True, extra_terms=False).model.base_s / PLAIN.base_s - 1)
+    assert near < 0.05
+    assert near < far
+
+
+def test_too_few_batches_and_columns_that_move_together_are_refused() -> None:
+    samples = grid(PLAIN)
+    with pytest.raises(BadInput, match="5 different batches, at least 6"):
+        fit_step(samples.take(np.array([0, 1, 20, 40, 60, 60, 60])).take(np.arange(5)))
+    with pytest.raises(BadInput, match="prefill_tokens: all 0"):
+        fit_step(samples.take(samples.prefill_tokens == 0))
+    with pytest.raises(BadInput, match="sequences: all 0"):
+        fit_step(samples.take(samples.sequences == 0))
+    tied = samples.take(samples.context_tokens == samples.sequences * 1024)
+    with pytest.raises(BadInput, match="per_sequence_s and per_context_token_s cannot be told apart"):
+        fit_step(tied)
+
+
+def test_phases_are_fitted_apart() -> None:
+    samples = grid(PLAIN)
+    apart = samples.take((samples.prefill_tokens == 0) | (samples.sequences == 0))
+    apart = replace(apart, step_s=np.where(apart.sequences == 0, apart.step_s + 0.05, apart.step_s))
+    decode, prefill = fit_phases(apart)
+    assert decode.model.base_s == pytest.approx(PLAIN.base_s, rel=1e-6)
+    assert prefill.model.base_s == pytest.approx(PLAIN.base_s + 0.05, rel=1e-6)
+    assert decode.model.per_prefill_token_s == prefill.model.per_token_s
+    both = pooled(decode.residuals, prefill.residuals)
+    assert both.samples == decode.residuals.samples + prefill.residuals.samples
+    assert fit_prefill(apart).model == prefill.model
+
+
+def test_repeats_of_a_batch_are_judged_together_and_count_once_when_asked() -> None:
+    samples = grid(PLAIN)
+    twice = concatenated([samples, samples])
+    fold = folds(twice)
+    n = len(samples)
+    assert (fold[:n] == fold[n:]).all()
+    once = twice.without_repeats()
+    assert len(once) == len(np.unique(samples.points))
+
+
+def test_bad_samples_are_named() -> None:
+    good = grid(PLAIN)
+    for column, value, says in (
+        ("step_s", 0.0, "row 3: step_s: must be a number of more than 0, got 0"),
+        ("step_s", np.nan, "row 3: step_s: must be a number of more than 0, got nan"),
+        ("sequences", -1.0, "row 3: sequences: must be a number of at least 0, got -1"),
+        ("context_tokens", np.inf, "row 3: context_tokens: must be a number of at least 0, got inf"),
+    ):
+        values = getattr(good, column).copy()
+        values[2] = value
+        with pytest.raises(BadInput, match=says):
+            replace(good, **{column: values})
+    with pytest.raises(BadInput, match="sequences: 2 rows"):
+        replace(good, sequences=np.ones(2))
+
+
+def profile(residuals: Residuals, fitted: FittedRange | None = None) -> Profile:
+    return Profile(
+        "m",
+        "g",
+        1,
+        PLAIN,
+        KvModel(100_000),
+        EngineLimits(),
+        residuals,
+        Source("measured", "made", "none", "2026-01-01"),
+        PrefillModel(0.01, 5e-5, hinges=(Hinge("prefill_tokens", 512, 1e-5),)),
+        fitted=fitted,
+    )
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.8, 0.9, 0.95])
+def test_intervals_hold_the_truth_as_often_as_they_say(confidence: float) -> None:
+    fit = fit_step(grid(PLAIN, noise=0.05, seed=1), extra_terms=False)
+    made = replace(profile(fit.residuals, fit.fitted), step=fit.model)
+    fresh = grid(PLAIN, noise=0.05, seed=2)
+    found = step_interval(
+        made, fresh.prefill_tokens, fresh.sequences, fresh.context_tokens, confidence=confidence
+    )
+    held = ((found.low_s <= fresh.step_s) & (fresh.step_s <= found.high_s)).mean()
+    assert confidence - 0.08 <= held <= min(1.0, confidence + 0.13)
+
+
+@given(st.floats(0.01, 0.99), st.floats(0.0, 0.3), st.floats(0.0, 0.3), st.floats(0.0, 0.3))
+def test_more_confidence_never_narrows_an_interval(c: float, a: float, b: float, d: float) -> None:
+    mean, p95, worst = sorted((a, b, d))
+    residuals = Residuals(mean, p95, worst, 50)
+    assert relative_error(residuals, c) <= relative_error(residuals, min(c + 0.009, 0.999)) + 1e-12
+
+
+def test_composed_profiles_and_extrapolations_are_less_sure() -> None:
+    residuals = Residuals(0.02, 0.05, 0.08, 100)
+    inside = profile(residuals, FittedRange(2048, 128, 2e5))
+    composed = replace(inside, residuals=replace(residuals, unseen_relative=0.1))
+    width = [
+        float(i.high_s - i.low_s)
+        for i in (
+            step_interval(inside, 0, 64, 1e5),
+            step_interval(composed, 0, 64, 1e5),
+        )
+    ]
+    assert width[0] < width[1]
+    assert beyond_range(inside, 0, 64, 1e5) == 1
+    assert beyond_range(inside, 0, 256, 1e5) == 2
+    near, far = (step_interval(inside, 0, 64, c) for c in (2e5, 4e5))
+    assert far.high_s / inside.step.step_s(0, 64, 4e5) > near.high_s / inside.step.step_s(0, 64, 2e5)
+    alone = prefill_interval(inside, 1000)
+    assert inside.prefill is not None
+    assert alone.low_s < inside.prefill.prefill_s(1000) < alone.high_s
+    with pytest.raises(BadInput, match="confidence"):
+        step_interval(inside, 0, 1, 1, confidence=1.0)
+
+
+def test_drawn_profiles_scatter_as_the_residuals_say_and_repeat_with_the_seed() -> None:
+    made = profile(Residuals(0.05, 0.1, 0.2, 100))
+    drawn = [draw_profile(made, np.random.default_rng(k)) for k in range(400)]
+    ratio = np.log([d.step.base_s / made.step.base_s for d in drawn])
+    assert abs(ratio.mean()) < 0.01
+    assert ratio.std() == pytest.approx(0.05 / 0.798, rel=0.15)
+    again = draw_profile(made, np.random.default_rng(7))
+    assert again == drawn[7]
+    assert again.prefill is not None
+    assert made.prefill is not None
+    # One factor a phase: what a profile says of proportions stays.
+    assert again.prefill.hinges[0].per_unit_s / made.prefill.hinges[0].per_unit_s == pytest.approx(
+        again.step.per_prefill_token_s / made.step.per_prefill_token_s
+    )
+    exact = draw_profile(profile(Residuals(0, 0, 0, 0)), np.random.default_rng(0))
+    assert exact.step == PLAIN

@@ -1,0 +1,171 @@
+"""Constraints (b) to (e) against the same formulas in plain Python, on made-up ledgers."""
+
+from math import ceil, exp, inf, isclose
+
+from hypothesis import given
+from hypothesis import strategies as st
+from made_ledgers import NOW_S, At, Held, ledger_of, requests, rest_of, workers
+
+from controlplane.placement.constraints import ALL_TIME, failing, fits, harm, kv_peak, spare_s
+from controlplane.placement.ledger import DECODE_ONLY, PREFILL_ONLY
+from controlplane.placement.policies import PlacementSettings
+from controlplane.types import EngineMode
+
+GENEROUS_S = 1e6
+
+
+def step_s(at: At, sequences: int, context: float) -> float:
+    return float(at.profile.step.step_s(0, sequences, context))
+
+
+def naive_prefill(at: At, asked: Held) -> tuple[float, float]:
+    """When the asked request's prefill could begin, and how long all that waits with it then takes."""
+    tokens = asked.prompt + asked.tokens
+    work = sum(h.prompt + h.tokens for h in at.waiting) - at.begun_tokens + tokens
+    start_s = max(at.boundary_s, NOW_S)
+    if at.profile.engine.mode != EngineMode.CHUNKED:
+        return start_s, float(at.profile.prefill.prefill_s(work, tokens**2))
+    context = sum(h.prompt + h.tokens for h in at.decoding)
+    step = at.profile.step
+    each_s = step_s(at, len(at.decoding), context) + step.per_prefill_step_s
+    lasts_s = naive_steps(at, work) * each_s
+    return start_s, lasts_s + step.per_prefill_token_s * work + step.per_prefill_sum_sq_s * tokens**2
+
+
+def naive_steps(at: At, work: float) -> int:
+    if at.profile.engine.mode != EngineMode.CHUNKED:
+        return 1
+    return ceil(work / max(at.profile.engine.max_batched_tokens - len(at.decoding), 1))
+
+
+def naive_harm_of_d(at: At, asked: Held) -> float:
+    start_s, lasts_s = naive_prefill(at, asked)
+    work = sum(h.prompt + h.tokens for h in at.waiting) - at.begun_tokens + asked.prompt + asked.tokens
+    now_step_s = step_s(at, len(at.decoding), sum(h.prompt + h.tokens for h in at.decoding))
+    total = 0.0
+    for h in at.decoding:
+        tokens = h.tokens + at.gains
+        saved_s = h.tpot_s * (tokens - 1) - (start_s - h.first_s)
+        if at.profile.engine.mode == EngineMode.CHUNKED:
+            saved_s += h.tpot_s * naive_steps(at, work)
+        later_s = (h.tpot_s - now_step_s) * max(rest_of(h) - 1, 1)
+
+        def fails(deficit_s: float, later_s: float = later_s) -> float:
+            if deficit_s <= 0:
+                return 0.0
+            return 1.0 if later_s <= 0 else 1 - exp(-deficit_s / later_s)
+
+        total += fails(lasts_s - saved_s) - fails(-saved_s)
+    return total
+
+
+def naive_kv_peak(at: At, asked: Held) -> int:
+    everyone = [*at.held, asked]
+    last = max(rest_of(h) for h in everyone)
+    return max(sum(h.prompt + h.tokens + n for h in everyone if rest_of(h) >= n) for n in range(1, last + 1))
+
+
+def knobs_of(only: str, theta: float = 0.5, gamma: float = 1.0):
+    on = {f"use_{name}": name in only for name in "bcde"}
+    return PlacementSettings(theta=theta, gamma=gamma, **on).knobs()
+
+
+def asked_harm(at: At, asked: Held, knobs, ttft_s: float = GENEROUS_S, late: bool = False) -> float:
+    led, r = ledger_of([at], asked, NOW_S - 0.01, ttft_s)
+    return float(harm(led, knobs, 0, r, NOW_S, late, inf))
+
+
+@given(workers(), requests(decoding=False), st.floats(0, 1))
+def test_b_allows_a_decode_step_within_the_tightest_tpot(at, asked, theta):
+    everyone = [*at.held, asked]
+    context = sum(h.prompt + h.tokens for h in everyone) + theta * sum(rest_of(h) for h in everyone)
+    longest_s = step_s(at, len(everyone), context)
+    target_s = min(h.tpot_s for h in everyone)
+    if isclose(longest_s, target_s, rel_tol=1e-9):
+        return
+    allowed = longest_s <= target_s and len(everyone) <= at.profile.engine.max_seqs
+    assert (asked_harm(at, asked, knobs_of("b", theta)) < inf) == allowed
+
+
+@given(workers(), requests(decoding=False), st.floats(0.001, 0.5))
+def test_c_allows_a_first_token_within_the_ttft(at, asked, ttft_s):
+    start_s, lasts_s = naive_prefill(at, asked)
+    wait_s = start_s + lasts_s - (NOW_S - 0.01)
+    if isclose(wait_s, ttft_s, rel_tol=1e-9) or len(at.held) >= at.profile.engine.max_seqs:
+        return
+    assert (asked_harm(at, asked, knobs_of("c"), ttft_s) < inf) == (wait_s <= ttft_s)
+    assert asked_harm(at, asked, knobs_of("c"), ttft_s, late=True) < inf
+
+
+@given(workers(), requests(decoding=False))
+def test_d_counts_the_failures_to_expect_among_those_decoding(at, asked):
+    if len(at.held) >= at.profile.engine.max_seqs:
+        return
+    expected = naive_harm_of_d(at, asked)
+    assert isclose(asked_harm(at, asked, knobs_of("d")), expected, rel_tol=1e-9, abs_tol=1e-12)
+
+
+@given(workers(), requests(decoding=False), st.floats(0, 2))
+def test_d_stops_counting_past_what_is_tolerated(at, asked, most):
+    led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
+    counted = harm(led, knobs_of("d"), 0, r, NOW_S, False, most)
+    full = asked_harm(at, asked, knobs_of("d"))
+    assert counted == (full if full <= most else inf)
+
+
+@given(workers(), requests(decoding=False))
+def test_what_is_left_to_spare_is_the_least_saved_less_the_prefill(at, asked):
+    led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
+    start_s, lasts_s = naive_prefill(at, asked)
+    saved_s = [h.tpot_s * (h.tokens + at.gains - 1) - (start_s - h.first_s) for h in at.decoding]
+    work = sum(h.prompt + h.tokens for h in at.waiting) - at.begun_tokens + asked.prompt + asked.tokens
+    earned = naive_steps(at, work) if at.profile.engine.mode == EngineMode.CHUNKED else 0
+    left_s = [s + earned * h.tpot_s - lasts_s for s, h in zip(saved_s, at.decoding, strict=True) if s >= 0]
+    if any(abs(s) < 1e-9 for s in saved_s):
+        return
+    assert isclose(spare_s(led, 0, r, NOW_S), min(left_s, default=ALL_TIME), rel_tol=1e-6, abs_tol=1e-9)
+
+
+@given(workers(), requests(decoding=False))
+def test_e_peak_is_that_of_going_step_by_step(at, asked):
+    led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
+    assert kv_peak(led, 0, r) == naive_kv_peak(at, asked)
+
+
+@given(workers(), requests(decoding=False), st.floats(0.05, 1))
+def test_e_allows_a_peak_within_gamma_of_capacity(at, asked, gamma):
+    if len(at.held) >= at.profile.engine.max_seqs:
+        return
+    blocks = at.profile.kv.capacity_tokens // at.profile.kv.block_tokens
+    limit = gamma * blocks * at.profile.kv.block_tokens
+    alone = not at.held
+    allowed = alone or naive_kv_peak(at, asked) <= limit
+    assert (asked_harm(at, asked, knobs_of("e", gamma=gamma)) < inf) == allowed
+
+
+@given(workers(roles=(DECODE_ONLY,)), requests(decoding=False))
+def test_a_decode_worker_is_not_asked_about_prefill(at, asked):
+    at.held = at.decoding
+    at.begun_tokens = 0
+    if len(at.held) < at.profile.engine.max_seqs:
+        assert asked_harm(at, asked, knobs_of("cd"), ttft_s=1e-9) == 0.0
+
+
+@given(workers(roles=(PREFILL_ONLY,)), requests(decoding=False))
+def test_a_prefill_worker_is_asked_about_prefill_only(at, asked):
+    assert asked_harm(at, asked, knobs_of("bde", gamma=0.01)) == 0.0
+
+
+@given(workers(), requests(decoding=False), st.booleans())
+def test_a_worker_fits_when_it_does_no_harm(at, asked, late):
+    led, r = ledger_of([at], asked, NOW_S, 0.3)
+    knobs = PlacementSettings().knobs()
+    assert fits(led, knobs, 0, r, NOW_S, late) == (harm(led, knobs, 0, r, NOW_S, late, inf) <= 0.0)
+
+
+def test_the_chance_to_fail_grows_with_the_deficit_from_0_to_1():
+    chances = [failing(deficit_s, 0.2) for deficit_s in (-1.0, 0.0, 0.01, 0.1, 1.0, 100.0)]
+    assert chances[0] == chances[1] == 0.0
+    assert chances == sorted(chances)
+    assert isclose(chances[-1], 1.0)
+    assert failing(0.01, 0.0) == 1.0

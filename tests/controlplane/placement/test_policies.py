@@ -1,0 +1,194 @@
+"""What each policy chooses, on made-up fleets."""
+
+from collections import Counter
+from dataclasses import fields
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_ledgers import NOW_S, ROLES, STATUSES, At, Held, ledger_of, requests, workers
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.constraints import fits, harm, spare_s
+from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, SERVING
+from controlplane.placement.policies import (
+    POLICY_CODE,
+    PlacementSettings,
+    Policy,
+    assign,
+    last_chance,
+)
+from controlplane.types import EngineMode
+
+KNOBS = PlacementSettings().knobs()
+TTFT_S = 0.4
+fleets = st.lists(workers(roles=ROLES, statuses=STATUSES), min_size=1, max_size=6)
+whole_fleets = st.lists(workers(statuses=STATUSES), min_size=1, max_size=6)
+pools = st.sampled_from([ANY_PHASE, PREFILL_ONLY, DECODE_ONLY])
+draws = st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
+
+
+def choice(led, policy: Policy, r: int, pool: int = ANY_PHASE, draw=(0.0, 0.0), late: bool = False) -> int:
+    return int(assign(led, POLICY_CODE[policy], KNOBS, r, NOW_S, late, pool, np.array(draw)))
+
+
+def in_pool(fleet: list[At], pool: int) -> list[int]:
+    """Serving workers that take whole requests or prefills, or, asked for decoding, the decode pool."""
+    return [
+        w
+        for w, at in enumerate(fleet)
+        if at.status == SERVING and (at.role == DECODE_ONLY) == (pool == DECODE_ONLY)
+    ]
+
+
+def fullness(at: At, asked: Held) -> float:
+    """Algorithm 1's capacity_norm from the facts: batch and context, each a share of its own limit."""
+    profile = at.profile
+    limit = min(
+        max(profile.step.context_limit(1, asked.tpot_s), 1.0),
+        profile.kv.capacity_tokens // profile.kv.block_tokens * profile.kv.block_tokens,
+    )
+    context = sum(h.prompt + h.tokens for h in at.held)
+    return (len(at.held) / profile.engine.max_seqs) ** 2 + (context / limit) ** 2
+
+
+@given(fleets, requests(decoding=False), pools, draws, st.sampled_from([p for p in Policy if p != "exact"]))
+def test_no_policy_chooses_a_worker_that_is_not_serving_in_the_pool(fleet, asked, pool, draw, policy):
+    led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
+    w = choice(led, policy, r, pool, draw)
+    if policy in (Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT):
+        assert w == NONE or w in in_pool(fleet, pool)
+    else:  # the baselines never hold what somebody could take
+        assert w in (in_pool(fleet, pool) or [NONE])
+
+
+@given(fleets, requests(decoding=False), pools, st.booleans())
+def test_best_fit_takes_the_fullest_worker_that_may(fleet, asked, pool, late):
+    led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
+    may = [w for w in in_pool(fleet, pool) if fits(led, KNOBS, w, r, NOW_S, late)]
+    w = choice(led, Policy.BEST_FIT, r, pool, late=late)
+    if not may:
+        assert w == NONE
+    else:
+        assert w in may
+        fullest = max(fullness(fleet[v], asked) for v in may)
+        assert fullness(fleet[w], asked) == pytest.approx(fullest, rel=1e-9)
+
+
+@given(whole_fleets, requests(decoding=False), st.booleans())
+def test_slack_fit_takes_the_worker_that_may_and_has_least_to_spare(fleet, asked, late):
+    led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
+    may = [w for w in in_pool(fleet, ANY_PHASE) if fits(led, KNOBS, w, r, NOW_S, late)]
+    w = choice(led, Policy.SLACK_FIT, r, late=late)
+    if not may:
+        assert w == NONE
+    else:
+        assert w in may
+        assert spare_s(led, w, r, NOW_S) == min(spare_s(led, v, r, NOW_S) for v in may)
+
+
+@given(fleets, requests(decoding=False))
+def test_the_baselines_take_the_least_of_what_they_count(fleet, asked):
+    led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
+    pool = in_pool(fleet, ANY_PHASE)
+    if not pool:
+        return
+
+    def capacity(at: At) -> int:
+        return at.profile.kv.capacity_tokens // at.profile.kv.block_tokens * at.profile.kv.block_tokens
+
+    def context(at: At) -> int:
+        return sum(h.prompt + h.tokens for h in at.held)
+
+    counted = {
+        Policy.JSQ: lambda at: len(at.held),
+        Policy.LEAST_KV: lambda at: context(at) / capacity(at),
+        Policy.FREENESS: lambda at: (context(at) - capacity(at)) / len(at.held) if at.held else -inf,
+    }
+    for policy, count in counted.items():
+        w = choice(led, policy, r)
+        assert w in pool
+        assert count(fleet[w]) == min(count(fleet[v]) for v in pool)
+
+
+@given(fleets, requests(decoding=False), st.floats(0, 3))
+def test_a_last_chance_is_taken_where_it_harms_least_and_within_the_tolerance(fleet, asked, tolerance):
+    led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
+    knobs = PlacementSettings(tolerance=tolerance).knobs()
+    harms = {w: harm(led, knobs, w, r, NOW_S, False, inf) for w in in_pool(fleet, ANY_PHASE)}
+    w = last_chance(led, knobs, r, NOW_S, ANY_PHASE)
+    if w == NONE:
+        assert all(h >= tolerance for h in harms.values())
+    else:
+        assert harms[w] == min(harms.values()) < tolerance
+
+
+PROFILE = Profile(
+    "made",
+    "made",
+    1,
+    StepModel(0.02, 1e-4, 1e-4, 1e-6),
+    KvModel(60_000),
+    EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=4096),
+    Residuals(0, 0, 0, 0),
+    Source("composed", "made up", "none", "2026-01-01"),
+    PrefillModel(0.01, 1e-4),
+)
+
+
+def idle_fleet(count: int) -> list[At]:
+    return [At(PROFILE) for _ in range(count)]
+
+
+def test_round_robin_gives_everyone_the_same_share():
+    fleet = idle_fleet(5)
+    led, _ = ledger_of(fleet, Held(1, 1), NOW_S, TTFT_S)
+    assert Counter(choice(led, Policy.ROUND_ROBIN, r) for r in range(20)) == dict.fromkeys(range(5), 4)
+
+
+def test_power_of_two_draws_every_pair_equally_often():
+    count = 5
+    fleet = [At(PROFILE, [Held(1, 1)] * w) for w in range(count)]  # the lower number is less loaded
+    led, r = ledger_of(fleet, Held(1, 1), NOW_S, TTFT_S)
+    grid = [((i + 0.5) / count, (j + 0.5) / (count - 1)) for i in range(count) for j in range(count - 1)]
+    seen = Counter(choice(led, Policy.P2C, r, draw=draw) for draw in grid)
+    # Of the ordered pairs of different workers, 2·(count - 1 - w) have w as the lower number.
+    assert seen == {w: 2 * (count - 1 - w) for w in range(count - 1)}
+
+
+def test_power_of_two_with_one_worker_takes_it_and_with_none_holds():
+    one, r = ledger_of(idle_fleet(1), Held(1, 1), NOW_S, TTFT_S)
+    assert choice(one, Policy.P2C, r, draw=(0.99, 0.99)) == 0
+    one.workers["status"] = 0
+    assert choice(one, Policy.P2C, r, draw=(0.99, 0.99)) == NONE
+    assert choice(one, Policy.ROUND_ROBIN, r) == NONE
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("theta", -0.1),
+        ("theta", 1.1),
+        ("theta", float("nan")),
+        ("gamma", 0.0),
+        ("gamma", 1.5),
+        ("tolerance", -1.0),
+        ("tolerance", float("nan")),
+        ("context_weight", -1.0),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(knob, value):
+    with pytest.raises(BadInput, match=f"placement: {knob}: "):
+        PlacementSettings(**{knob: value})
+
+
+def test_every_setting_is_a_knob_that_compiled_code_sees():
+    usual = PlacementSettings().knobs()
+    for field in fields(PlacementSettings):
+        usually = field.default
+        value = not usually if isinstance(usually, bool) else 1 if usually is None else usually / 2
+        assert (PlacementSettings(**{field.name: value}).knobs() != usual).sum() == 1, field.name

@@ -1,0 +1,172 @@
+"""What the controller makes of the control API's replies: arrivals, surprises, queues, a worker's speed."""
+
+import json
+
+import pytest
+
+from controlplane.control import State, tick
+from controlplane.errors import BadInput
+from controlplane.migration.cost import Price
+from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.placement.rebalance import Error
+from controlplane.scaler.line import Speed
+from controlplane.scaler.traffic import ClassArrivals
+from controlplane.snapshot import Reassign, Scale, Snapshot
+from controlplane.types import Slo
+from dataplane.live.control.controller import ControlPort
+from dataplane.live.control.settings import Autoscale, ControllerSettings
+from dataplane.live.control.snapshot_builder import Seeing
+from dataplane.live.gateway.demand_count import since
+
+STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),))
+SPEED = Speed(STEP, 16_000, 32, PrefillModel(0.01, 1e-4))
+
+
+def worker(name, steps=100, waiting=0, state="serving", kind="a", **load):
+    telemetry = {"steps": steps, "waiting": waiting, "step_s": 0.02, "prefill_tokens": 0, "sequences": 2}
+    telemetry |= {"context_tokens": 500, **load}
+    return {
+        "worker": name, "kind": kind, "state": state, "kv_blocks": 1000, "block_tokens": 16, "max_seqs": 32,
+        "kv_bytes_per_token": 1000,
+        "telemetry": telemetry,
+    }  # fmt: skip
+
+
+def request(name, at="a", output=10, expected=100, age_s=1.0, prompt=50):
+    state = "waiting" if at is None else "decoding" if output else "prefilling"
+    return {
+        "request": name, "worker": at, "state": state, "prompt_tokens": prompt, "output_tokens": output,
+        "expected_tokens": expected, "priority": "normal", "age_s": age_s,
+        "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
+    }  # fmt: skip
+
+
+def counted(requests, ttft_s=1.0):
+    sums = {"requests": requests, "prompt_tokens": 50 * requests, "expected_tokens": 100 * requests}
+    return {"ttft_s": ttft_s, "tpot_s": 0.1, **sums}
+
+
+def fleet(*workers, arrivals=(), wanted=2, auto=True):
+    return {
+        "workers": list(workers), "wanted_workers": wanted, "wanted_kinds": {"a": wanted}, "auto": auto,
+        "moving": [], "arrivals": list(arrivals), "cold_start_s": 30.0, "drain_s": 4.0,
+    }  # fmt: skip
+
+
+def test_arrivals_are_what_came_between_two_looks():
+    seeing = Seeing({"a": SPEED})
+    assert seeing.snapshot(fleet(worker("a"), arrivals=[counted(7)]), [], 0.0).arrivals is None
+    seen = seeing.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 0.5)
+    assert seen.arrivals == 3
+    assert seen.by_class == (
+        ClassArrivals(Slo(1.0, 0.1), 2, 100, 200),
+        ClassArrivals(Slo(2.0, 0.1), 1, 50, 100),
+    )
+    assert seeing.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 1.0).arrivals == 0
+
+
+def test_counters_that_began_anew_are_no_silence():
+    assert since(None, [counted(5)]) is None
+    assert since([counted(5)], [counted(3)]) is None
+    assert since([counted(5)], []) is None
+    assert since([counted(5)], [counted(5)]) == ()
+
+
+def test_a_fixed_number_and_those_who_wait_are_seen():
+    seen = Seeing().snapshot(
+        fleet(worker("a"), auto=False), [request("r", None, 0), request("s", None, 0)], 0.0
+    )
+    assert (seen.fixed, seen.waiting_requests, seen.waiting_tokens) == (2, 2, 100)
+    assert (seen.cold_start_s, seen.drain_s) == (30.0, 4.0)
+
+
+def test_the_youngest_without_a_token_are_an_engines_queue():
+    fresh = [request("old", "a", 0, age_s=3.0), request("new", "a", 0, age_s=0.1), request("runs", "a", 5)]
+    (seen,) = Seeing().snapshot(fleet(worker("a", waiting=1)), fresh, 0.0).workers
+    assert [r.request for r in seen.waiting] == ["new"]
+    assert sorted(r.request for r in seen.requests) == ["old", "runs"]
+
+
+def test_requests_that_end_early_or_outlive_their_prediction_are_errors():
+    seeing = Seeing()
+    here = fleet(worker("a"), worker("b"))
+    assert not seeing.snapshot(here, [request("r"), request("s", "b")], 0.0).errors
+    # 20 steps on: r is gone 70 steps before its end; s made what was expected, and 50 more are now.
+    later = fleet(worker("a", 120), worker("b", 190))
+    seen = seeing.snapshot(later, [request("s", "b", output=100, expected=150)], 1.0)
+    assert seen.errors == {"a": Error(-70, -1), "b": Error(50, 1)}
+    end = fleet(worker("a", 200), worker("b", 250))
+    assert not seeing.snapshot(end, [], 2.0).errors  # the weights have faded, and s is over
+
+
+def test_a_request_that_moved_is_no_surprise():
+    seeing = Seeing()
+    seeing.snapshot(fleet(worker("a"), worker("b", 500)), [request("r")], 0.0)
+    moved = seeing.snapshot(fleet(worker("a", 110), worker("b", 510)), [request("r", "b", output=20)], 0.5)
+    assert not moved.errors
+    gone = seeing.snapshot(fleet(worker("a", 110), worker("b", 520)), [], 1.0)
+    assert gone.errors == {"a": Error(0, 0), "b": Error(-70, -1)}
+
+
+def test_errors_make_algorithm_2_act_on_what_waits():
+    seeing = Seeing({"a": SPEED})
+    running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
+    seeing.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
+    outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
+    queued = [request("q", "a", 0, expected=20, age_s=0.1)]
+    seen = seeing.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
+    settings = ControllerSettings("", None, False, 0).tick(seeing.speeds)
+    _, actions = tick(settings, State(), seen)
+    assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
+
+
+def test_speed_is_learned_from_steps_unless_it_was_given():
+    seeing = Seeing()
+    for n in range(1, 81):
+        b = 1 + n % 16
+        load = worker("a", n, sequences=b, context_tokens=b * 100, step_s=0.01 + b * 1e-3)
+        seeing.snapshot(fleet(load), [], n / 2)
+    assert seeing.speeds.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
+    assert seeing.speeds.of("a").max_seqs == 32
+    assert Seeing({"a": SPEED}).speeds.of("a") is SPEED
+
+
+def test_moves_must_pay_once_speed_and_size_are_known():
+    seeing = Seeing({"a": SPEED})
+    seeing.snapshot(fleet(worker("a")), [], 0.0)
+    told = ControllerSettings("", None, False, 0)
+    settings = told.tick(seeing.speeds, seeing.kv_bytes_per_token)
+    assert settings.moves.price == settings.shed.price == Price(1000.0)
+    assert told.tick(Seeing().speeds).shed is None
+
+
+def test_settings_cross_the_pipe_unchanged():
+    told = ControllerSettings(
+        "http://x", "k", True, 7, Autoscale(0, 4, (0.5, 0.2), 60.0, 2.5, (900.0, 80.0)), {"a": SPEED}
+    )
+    assert ControllerSettings.from_json(json.loads(json.dumps(told.as_json()))) == told
+    bare = ControllerSettings("http://x", None, False, 7)
+    assert ControllerSettings.from_json(json.loads(json.dumps(bare.as_json()))) == bare
+
+
+def test_the_same_advice_is_given_once_and_decisions_always(monkeypatch):
+    said = []
+    monkeypatch.setattr(ControlPort, "ask", lambda self, method, path, body: said.append(body))
+    seen = Snapshot(0.0, (), 2)
+    for advisory, times in ((True, 1), (False, 3)):
+        port = ControlPort(ControllerSettings("", None, advisory, 0))
+        for _ in range(3):
+            port.apply(Scale(4, "a test", {"cost": {"workers": 2.0}}), seen)
+        assert len(said) == times
+        assert said[0]["facts"] == {"cost": {"workers": 2.0}}
+        said.clear()
+    advised = ControlPort(ControllerSettings("", None, True, 0))
+    for workers in (4, 5, 4):
+        advised.apply(Scale(workers, "a test"), seen)
+    assert [order["workers"] for order in said] == [4, 5, 4]
+
+
+@pytest.mark.parametrize("bounds", [(2, 1), (0, 0), (-1, 3)])
+def test_bounds_that_cannot_be_are_refused(bounds):
+    with pytest.raises(BadInput, match="autoscale"):
+        Autoscale(*bounds)

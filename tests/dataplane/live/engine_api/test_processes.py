@@ -1,0 +1,31 @@
+"""What a killed worker would leave: found by process, and removed."""
+
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+
+from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
+
+WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+def test_descendants_are_found_and_gone_ones_are_not():
+    child = subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"up\n"
+    assert child.pid in descendants()
+    child.communicate()
+    assert child.pid not in descendants()
+
+
+def test_the_shared_memory_of_a_process_is_found_and_removed():
+    import os
+
+    memory = SharedMemory(create=True, size=64)
+    mine = {path.name for path in shared_memory([os.getpid()])}
+    assert memory.name in mine
+    found = [path for path in shared_memory([os.getpid()]) if path.name == memory.name]
+    unlink(found)
+    assert not found[0].exists()
+    unlink(found)  # twice is no error
+    memory.close()
+    SharedMemory(memory.name, create=True, size=64).unlink()  # the name is free again

@@ -1,0 +1,89 @@
+"""From a worker's steps to its fleet's steps.csv: every step once, whatever came between."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import StepModel
+from controlplane.types import WorkerId
+from dataplane.live.control.step_times import StepTimes
+from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.link import Executed, Telemetry
+from dataplane.live.engine_api.step_trace import MOST_TOLD, StepTrace
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.history import History
+from tokenfleet.profiles.measurements import read_measurements
+
+EVERY_S = 0.05
+
+
+def load(sequences: int) -> dict[str, int]:
+    return {
+        "prefill_tokens": 0, "sequences": sequences, "context_tokens": 100 * sequences,
+        "prefill_sum_sq": 0, "prefill_sequences": 0,
+    }  # fmt: skip
+
+
+def test_steps_of_any_length_are_all_written_once_and_their_mean_is_the_true_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lasts_s = 0.008 * rng.choice([0.5, 1.0, 2.5], 2000)
+    trace, history = StepTrace(WorkerId("w0"), 100), History(64.0, tmp_path)
+    now_s = told_s = 0.0
+    trace.add(load(4), 0.008, now_s, 4, 0, 0.1)  # the first has no step before it to begin at
+    sampled = []
+    for i, step_s in enumerate(lasts_s):
+        now_s += step_s
+        trace.add(load(4), step_s, now_s, 4, 0, 0.1)
+        if now_s - told_s > EVERY_S:
+            told_s = now_s
+            message = trace.telemetry(now_s)
+            sampled.append(message.step_s)
+            history.add_step(message)
+            history.add_step(message)
+        if i % 37 == 0:
+            trace.telemetry(now_s)  # another asks, and what it is told is not lost to the first
+    history.add_step(trace.telemetry(now_s))
+    history.close()
+    steps = read_measurements(tmp_path / "steps.csv")
+    assert len(steps) == 2001
+    assert steps.step_s[1:] == pytest.approx(lasts_s, abs=1e-6)
+    assert np.mean(sampled) > 1.2 * lasts_s.mean()  # why the last step of each message would not do
+
+
+def test_executed_steps_survive_the_wire_and_say_which_are_new() -> None:
+    trace = StepTrace(WorkerId("w0"), 100)
+    for i in range(5):
+        trace.add(load(i + 1), 0.01, 0.01 * i, 4, 0, 0.1)
+    message = trace.telemetry(0.05)
+    back = wire.noun_from(wire.pack(asdict(message)), Telemetry)
+    assert back == message
+    assert [e.sequences for e in back.since(3)] == [4, 5]
+    assert back.since(5) == ()
+    assert back.since(9) == ()
+    assert len(back.since(0)) == 5
+    assert back.executed[-1].age_s == pytest.approx(0.01)
+
+
+def test_a_message_has_a_bounded_number_of_steps() -> None:
+    trace = StepTrace(WorkerId("w0"), 100)
+    for i in range(3 * MOST_TOLD):
+        trace.add(load(1), 0.001, 0.001 * i, 1, 0, 0.1)
+    message = trace.telemetry(1.0)
+    assert len(message.executed) == MOST_TOLD
+    assert len(message.since(0)) == MOST_TOLD
+
+
+def test_the_refit_learns_from_the_first_new_step_of_a_message() -> None:
+    step = StepModel(0.01, 1e-5, 0.0, 0.0)
+    profile = Profile(
+        "made", "h100-sxm", 1, step, KvModel(1000), EngineLimits(), Residuals(0.02, 0.05, 0.1, 100),
+        Source("measured", "made", "CC0", "2026-01-01"),
+    )  # fmt: skip
+    times = StepTimes({"a": profile}, EventLog())
+    told = (Executed(0, 1, 100, 0.01, 0, 0.03), Executed(0, 1, 100, 0.02, 0, 0.01))
+    times.add(Telemetry(WorkerId("w0"), 2, 1, 0, 1, 100, 0, 0.02, 1, 10, 0, 0.0, executed=told))
+    assert times.kinds["a"].refit.steps == 1
+    assert times.as_json()[0]["workers"]["w0"] == pytest.approx(1.0)

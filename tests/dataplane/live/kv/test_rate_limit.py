@@ -1,0 +1,111 @@
+"""A copy rests as long as its pace asks, by a clock of the test's own."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.kv import rate_limit as kv_pace
+from dataplane.live.kv.rate_limit import Pacer, Share, is_turn
+
+
+class Clock:
+    """Wall and processor time; sleeping passes the first, working both."""
+
+    def __init__(self):
+        self.now_s = self.worked_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def thread_time(self):
+        return self.worked_s
+
+    def sleep(self, seconds):
+        assert seconds > 0
+        self.now_s += seconds
+
+    def work(self, seconds):
+        self.now_s += seconds
+        self.worked_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(kv_pace, "time", clock)
+    return clock
+
+
+def copy(clock, pacer, pieces, piece_bytes=1e6, piece_s=0.001):
+    """Seconds that a copy takes."""
+    began_s = clock.now_s
+    for piece in range(pieces):
+        clock.work(piece_s)
+        pacer.wait((piece + 1) * piece_bytes)
+    return clock.now_s - began_s
+
+
+def test_without_a_bound_there_is_no_rest(clock):
+    assert copy(clock, Pacer(Pace(), Share()), 50) == pytest.approx(0.05)
+
+
+def test_a_rate_is_kept(clock):
+    assert copy(clock, Pacer(Pace(10e6), Share()), 50) == pytest.approx(5.0, rel=0.01)
+
+
+def test_a_share_of_the_time_is_kept_whatever_a_byte_costs(clock):
+    for piece_s in (0.001, 0.01):
+        spent_s = copy(clock, Pacer(Pace(share=0.01), Share()), 100, piece_s=piece_s)
+        assert 100 * piece_s / spent_s == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_tighter_bound_counts(clock):
+    assert copy(clock, Pacer(Pace(10e6, share=0.5), Share()), 50) == pytest.approx(5.0, rel=0.01)
+    assert copy(clock, Pacer(Pace(1e9, share=0.01), Share()), 50) == pytest.approx(5.0, rel=0.01)
+
+
+@pytest.mark.parametrize("bound", [Pace(1e5, 1.0, 20e6), Pace(0.0, 0.001, 20e6), Pace(1e5, 0.001, 20e6)])
+def test_a_copy_that_must_end_goes_faster_than_its_bounds(clock, bound):
+    assert copy(clock, Pacer(bound, Share()), 100) == pytest.approx(5.0, rel=0.01)
+
+
+@pytest.mark.parametrize("pace", [Pace(10e6), Pace(share=0.01), Pace(1e5, 0.001, 20e6)])
+def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(clock, pace):
+    whole_s = copy(clock, Pacer(pace, Share()), 400)
+    began_s, in_turns = clock.now_s, []
+    pacer = Pacer(Pace(pace.bytes_per_s, pace.share, pace.least_bytes_per_s, 0.2), Share())
+    pacer.wait(0)
+    for piece in range(400):
+        in_turns.append(is_turn(clock.now_s, 0.2))
+        clock.work(0.001)
+        pacer.wait((piece + 1) * 1e6)
+    assert all(in_turns)
+    assert clock.now_s - began_s == pytest.approx(2 * whole_s, rel=0.15)
+
+
+def test_every_two_turns_hold_one_of_each_kind_in_no_regular_order():
+    kinds = [is_turn(0.2 * (turn + 0.5), 0.2) for turn in range(64)]
+    assert all(a != b for a, b in zip(kinds[::2], kinds[1::2], strict=True))
+    assert 0 < sum(kinds[::2]) < 32
+
+
+def test_what_a_copy_waited_for_without_working_is_not_counted(clock):
+    pacer = Pacer(Pace(share=0.5), Share())
+    clock.now_s += 10.0
+    clock.work(0.001)
+    before_s = clock.now_s
+    pacer.wait(1)
+    assert clock.now_s - before_s == pytest.approx(0.001)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(1e-4, 0.1)), min_size=5, max_size=60))
+def test_copies_at_once_keep_the_share_together(pieces):
+    """Three threads, each resting as told: in any stretch no more work than the share and a piece of each."""
+    share, free_s, now_s, worked_s = Share(), [0.0, 0.0, 0.0], 0.0, 0.0
+    for thread, piece_s in pieces:
+        now_s = max(now_s, free_s[thread]) + piece_s
+        worked_s += piece_s
+        free_s[thread] = now_s + share.wait_s(now_s, piece_s, 0.1)
+    biggest = max(piece_s for _, piece_s in pieces)
+    assert worked_s <= 0.1 * now_s + 3 * biggest + 1e-9

@@ -1,0 +1,182 @@
+"""KV blocks over sockets: exact bytes, or a failure that is told."""
+
+import ctypes
+import errno
+import secrets
+import socket
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own deprecations
+    torch = pytest.importorskip("torch", reason="torch is not installed (requirements/live-cpu.txt)")
+
+from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.kv import direct as kv_direct
+from dataplane.live.kv.block_tables import BlockTables
+from dataplane.live.kv.memory import DirectMemory, StagedMemory, kv_memory
+from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
+
+LAYERS, BLOCKS, SHAPE = 3, 12, (2, 4, 8)
+
+
+def caches(dtype=torch.bfloat16, seed=0):
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (LAYERS, BLOCKS, *SHAPE, torch.empty(0, dtype=dtype).element_size()), np.uint8)
+    return [torch.from_numpy(raw[i]).view(dtype).squeeze(-1).contiguous() for i in range(LAYERS)]
+
+
+def bits(tensors, blocks):
+    return [t[list(blocks)].contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def forbid_direct(monkeypatch):
+    """As a kernel policy does it."""
+
+    def refuse(pid, ours, theirs):
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(kv_direct, "_readv", refuse)
+
+
+@pytest.fixture(params=["direct", "unix", "tcp"])
+def served(request, monkeypatch):
+    """A transport, an address that serves `caches()`, and its tables."""
+    host = "0.0.0.0" if request.param == "tcp" else "127.0.0.1"
+    if request.param == "unix":
+        forbid_direct(monkeypatch)
+    (address,), release = reserve_addresses(host, 1)
+    address = address.replace("0.0.0.0", "127.0.0.1")
+    source, tables = caches(), BlockTables()
+    stop = SocketTransport("secret").serve(address, tables, kv_memory(source))
+    release()
+    transport = SocketTransport("secret")
+    yield transport, address, tables, source
+    stop()
+    transport.close()
+
+
+def fetch(transport, address, segment, first, last, memory, blocks, **options):
+    views, commit = memory.write(blocks)
+    options = {"wait_s": 0.05} | options
+    moved = transport.fetch(address, Fetch(segment, first, last, **options), views, memory.block_bytes, 5.0)
+    commit()
+    return moved
+
+
+@pytest.mark.parametrize("memory", [DirectMemory, StagedMemory])
+def test_the_bytes_that_arrive_are_the_bytes_that_were_sent(served, memory):
+    transport, address, tables, source = served
+    target = caches(seed=1)
+    before = bits(target, [0, 1, 2, 6, 7, 8, 10, 11])
+    tables.update({"s": [7, 2, 3, 11, 0]}, ())
+    kind = memory(target)
+    moved = fetch(transport, address, "s", 1, 5, kind, [5, 4, 9, 3])
+    assert bits(target, [5, 4, 9, 3]) == bits(source, [2, 3, 11, 0])
+    assert bits(target, [0, 1, 2, 6, 7, 8, 10, 11]) == before
+    assert moved == 4 * kind.block_bytes
+
+
+@pytest.mark.parametrize("pace", [Pace(1e6), Pace(share=0.5), Pace(1e6, 0.5, 1e7)])
+def test_a_paced_fetch_brings_the_same_bytes(served, pace):
+    transport, address, tables, source = served
+    target = caches(seed=1)
+    tables.update({"s": [1, 2]}, ())
+    fetch(transport, address, "s", 0, 2, DirectMemory(target), [3, 4], pace=pace)
+    assert bits(target, [3, 4]) == bits(source, [1, 2])
+
+
+def test_an_unknown_segment_is_refused_and_the_connection_goes_on(served):
+    transport, address, tables, source = served
+    target = caches(seed=1)
+    with pytest.raises(FetchFailed, match="no blocks"):
+        fetch(transport, address, "nobody", 0, 1, DirectMemory(target), [0])
+    tables.update({"s": [1]}, ())
+    fetch(transport, address, "s", 0, 1, DirectMemory(target), [0])
+    assert bits(target, [0]) == bits(source, [1])
+
+
+def test_a_segment_that_has_ended_is_refused_without_waiting():
+    tables = BlockTables()
+    tables.update({"s": [1]}, ())
+    tables.update({}, ["s"])
+    assert tables.grant("s", 0, 1, wait_s=1e6) is None
+
+
+def test_a_segment_may_be_asked_for_before_it_is_offered(served):
+    transport, address, tables, source = served
+    target = caches(seed=1)
+    offer = threading.Timer(0.01, lambda: tables.update({"s": [6]}, ()))
+    offer.start()
+    fetch(transport, address, "s", 0, 1, DirectMemory(target), [0], wait_s=10.0)
+    offer.join()
+    assert bits(target, [0]) == bits(source, [6])
+
+
+def test_blocks_that_were_given_away_during_the_read_fail_the_fetch(served):
+    transport, _, tables, source = served
+
+    class GivenAway(DirectMemory):
+        def read(self, blocks):
+            tables.update({"s": [1]}, ["s"])  # preempted, and resumed in the same blocks
+            return super().read(blocks)
+
+    (other,), _ = reserve_addresses("127.0.0.1", 1)
+    tables.update({"s": [1]}, ())
+    stop = SocketTransport("secret").serve(other, tables, GivenAway(source))
+    with pytest.raises(FetchFailed, match="changed"):
+        fetch(transport, other, "s", 0, 1, DirectMemory(caches(seed=1)), [0])
+    stop()
+
+
+def test_other_block_sizes_are_refused(served):
+    transport, address, tables, _ = served
+    tables.update({"s": [1]}, ())
+    with pytest.raises(FetchFailed, match="bytes here"):
+        fetch(transport, address, "s", 0, 1, DirectMemory(caches(torch.float32)), [0])
+
+
+def test_a_wrong_token_gets_nothing(served):
+    _, address, tables, _ = served
+    tables.update({"s": [1]}, ())
+    with pytest.raises(FetchFailed, match="closed"):
+        fetch(SocketTransport("guess"), address, "s", 0, 1, DirectMemory(caches()), [0])
+
+
+def test_nobody_at_the_address_is_a_failed_fetch():
+    address = f"unix://nobody-{secrets.token_hex(8)}"
+    with pytest.raises(FetchFailed):
+        fetch(SocketTransport(), address, "s", 0, 1, DirectMemory(caches()), [0])
+
+
+def test_noise_on_the_socket_does_not_stop_the_server(served):
+    transport, address, tables, source = served
+    scheme, place = address.split("://")
+    family = socket.AF_UNIX if scheme == "unix" else socket.AF_INET
+    at = "\0" + place if scheme == "unix" else (place.split(":")[0], int(place.split(":")[1]))
+    with socket.socket(family, socket.SOCK_STREAM) as noise:
+        noise.connect(at)
+        noise.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    tables.update({"s": [1]}, ())
+    target = caches(seed=1)
+    fetch(transport, address, "s", 0, 1, DirectMemory(target), [0])
+    assert bits(target, [0]) == bits(source, [1])
+
+
+@given(st.permutations(range(BLOCKS)), st.integers(1, BLOCKS))
+def test_both_memories_read_the_same_bytes_in_any_order(order, count):
+    blocks, tensors = order[:count], caches()
+    direct, staged = DirectMemory(tensors), StagedMemory(tensors)
+    assert b"".join(direct.read(blocks)) == b"".join(staged.read(blocks)) == b"".join(bits(tensors, blocks))
+
+
+def test_caches_with_scattered_blocks_are_staged():
+    strided = [torch.zeros(4, BLOCKS, 8).transpose(0, 1)]
+    assert isinstance(kv_memory(strided), StagedMemory)
+    assert isinstance(kv_memory(caches()), DirectMemory)

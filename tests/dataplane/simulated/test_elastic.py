@@ -1,0 +1,238 @@
+"""A simulated fleet that grows and shrinks mid-run: everyone served, everything paid for, nothing stuck."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_simulated_moves import check, profile
+
+from controlplane.control import Scale, Settings, State
+from controlplane.errors import BadInput
+from controlplane.migration.balance import MoveSettings
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.ledger import OFF
+from controlplane.scaler.line import Speed
+from controlplane.scaler.state import ScalingSettings
+from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.worker_types import KindSettings
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated import control_loop as closed_loop
+from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
+
+SLO = Slo(2.0, 0.1)
+
+
+def traffic(seed=0, quiet=1.0, busy=12.0):
+    """Two quiet minutes, three busy ones, four quiet ones."""
+    rng = np.random.default_rng(seed)
+    times = np.concatenate(
+        [
+            start + np.sort(rng.uniform(0, length, rng.poisson(rate * length)))
+            for start, length, rate in ((0, 120, quiet), (120, 180, busy), (300, 240, quiet))
+        ]
+    )
+    return Workload(times, rng.integers(20, 200, len(times)), rng.integers(10, 80, len(times)))
+
+
+def scaling(**more):
+    p: Profile = profile(capacity=4096)
+    speed = Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill)
+    target = TargetSettings(None, None, **({"low": 1, "high": 12} | more))
+    return ControlSettings(
+        Settings(
+            MoveSettings(),
+            scaling=ScalingSettings(target, HoldSettings(0.0, 30.0), speed=speed, bin_s=5.0),
+        ),
+        beat_s=0.5,
+    )
+
+
+def run(workload, elastic, control=None, policy="spread+migrate", **more):
+    slots = [WorkerSpec(profile(capacity=4096))] * 12
+    return simulate_elastic(workload, slots, SLO, elastic, control or scaling(), policy, **more)
+
+
+def most(record):
+    return max(wanted for _, wanted, _ in record.changes)
+
+
+def test_the_fleet_follows_a_burst_up_and_down_and_everyone_is_served():
+    workload = traffic()
+    outcome, record = run(workload, ElasticSettings(1, cold_start_s=10.0))
+    assert np.isfinite(outcome.finish_s).all()
+    assert 2 < most(record) <= 12
+    assert record.changes[-1][1] < most(record)
+    assert record.launches == record.drains + record.changes[-1][2] - 1
+    assert all(why for _, why in record.reasons)
+    always, _ = run(workload, ElasticSettings(12), decide=lambda state, seen: (state, []))
+    assert outcome.attainment > 0.9
+    assert record.worker_s < 0.5 * 12 * always.end_s
+
+
+def test_a_fleet_at_zero_is_woken_by_the_first_request_and_goes_back():
+    times = np.array([100.0, 100.1, 400.0])
+    workload = Workload(times, np.full(3, 50), np.full(3, 20))
+    outcome, record = run(workload, ElasticSettings(0, cold_start_s=10.0), scaling(low=0, to_zero=True))
+    assert 10.0 <= outcome.ttft_s[0] < 12.0
+    assert np.isfinite(outcome.finish_s).all()
+    assert record.changes[0][1:] == (0, 0)
+    assert record.drains == 1
+    assert record.worker_s < 200.0
+
+
+def test_a_worker_that_never_comes_up_is_given_up_and_replaced():
+    stuck = ElasticSettings(1, cold_start_s=5.0, start_limit_s=30.0, never_ready=frozenset({0, 1}))
+    outcome, record = run(traffic(), stuck)
+    assert np.isfinite(outcome.finish_s).all()
+    fine, plain = run(traffic(), ElasticSettings(1, cold_start_s=5.0))
+    assert record.launches >= plain.launches + 2
+    assert fine.attainment > outcome.attainment > 0.5
+
+
+def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
+    n = 24
+    workload = Workload(np.linspace(0.0, 5.0, n), np.full(n, 60), np.full(n, 400))
+
+    def shrink(state, seen):
+        return state, [Scale(1, "a test")] if 6.0 < seen.now_s < 7.0 else []
+
+    seen = []
+    beat = closed_loop._beat
+
+    def checked(run, told, state, moves, now_s, *rest):
+        state = beat(run, told, state, moves, now_s, *rest)
+        check(run, moves)
+        seen.append(sum(run.ledger.workers["status"] != OFF))
+        return state
+
+    monkeypatch.setattr(closed_loop, "_beat", checked)
+    outcome, record = run(workload, ElasticSettings(4), decide=shrink)
+    assert np.isfinite(outcome.finish_s).all()
+    assert record.drains == 3
+    assert seen[-1] == 1
+    assert outcome.preemptions.sum() == 0
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that(last_first):
+    # One long request on every worker; then the first worker's ends.
+    workload = Workload(np.array([0.0, 0.1, 0.2]), np.full(3, 60), np.array([20, 900, 900]))
+    states = []
+
+    def shrink(state, seen):
+        states.append([w.state for w in seen.workers])
+        return state, [Scale(2, "a test")] if 3.0 < seen.now_s < 3.6 else []
+
+    run(workload, ElasticSettings(3, last_first=last_first), decide=shrink, policy="jsq+migrate")
+    drained = next((n for s in states for n, one in enumerate(s) if one == "draining"), 0)
+    assert drained == (2 if last_first else 0)
+
+
+def test_the_same_inputs_give_the_same_fleet():
+    first, second = (run(traffic(1), ElasticSettings(1, cold_start_s=10.0))[1] for _ in range(2))
+    assert first == second
+
+
+# --- several kinds ------------------------------------------------------------------------------------------
+
+SMALL = profile(capacity=4096)
+BIG = replace(
+    profile(capacity=16384, seqs=64),
+    gpu="big",
+    step=StepModel(0.02, 3e-5, 2.5e-4, 2e-6),
+    prefill=PrefillModel(0.01, 5e-5),
+)
+USD_PER_H = {"made TP1": 1.0, "big TP1": 2.5}
+
+
+def mixed(*profiles, **more):
+    """What tick is told of a fleet of these kinds, and its slots: twelve small ones, four big ones."""
+    kinds = tuple(
+        KindSettings(
+            str(p.variant),
+            Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill),
+            USD_PER_H[str(p.variant)],
+            **more,
+        )
+        for p in profiles
+    )
+    scaling = ScalingSettings(TargetSettings(None, None), HoldSettings(0.0, 30.0), bin_s=5.0, kinds=kinds)
+    slots = [WorkerSpec(p) for p in profiles for _ in range(12 if p is SMALL else 4)]
+    return slots, ControlSettings(Settings(MoveSettings(), scaling=scaling), beat_s=0.5)
+
+
+def run_mixed(*profiles, start, decide=None):
+    slots, control = mixed(*profiles)
+    elastic = ElasticSettings(cold_start_s=10.0, start_kinds=start, usd_per_h=USD_PER_H)
+    return simulate_elastic(
+        traffic(2, busy=30.0), slots, SLO, elastic, control, "spread+migrate", decide=decide
+    )
+
+
+def test_a_mix_shifts_with_demand_loses_nothing_and_costs_less_than_either_kind_alone(monkeypatch):
+    beat = closed_loop._beat
+
+    def checked(run, told, state, moves, now_s, *rest):
+        state = beat(run, told, state, moves, now_s, *rest)
+        check(run, moves)
+        return state
+
+    monkeypatch.setattr(closed_loop, "_beat", checked)
+    outcome, record = run_mixed(SMALL, BIG, start={"made TP1": 1})
+    assert np.isfinite(outcome.finish_s).all()
+    busiest = max((kinds for at, kinds in record.kinds if 120 < at < 300), key=lambda k: k["big TP1"])
+    assert busiest["big TP1"] > 0
+    assert record.kinds[-1][1] == {"made TP1": 1, "big TP1": 0}
+    assert record.worker_s == pytest.approx(sum(record.kind_s.values()))
+    assert record.usd == pytest.approx(sum(USD_PER_H[k] * s / 3600 for k, s in record.kind_s.items()))
+    assert record.gpu_s == record.worker_s
+    small, small_record = run_mixed(SMALL, start={"made TP1": 1})
+    big, big_record = run_mixed(BIG, start={"big TP1": 1})
+    assert record.usd < min(small_record.usd, big_record.usd)
+    assert outcome.attainment > min(small.attainment, big.attainment) - 0.01 > 0.9
+    assert run_mixed(SMALL, BIG, start={"made TP1": 1})[1] == record
+
+
+def test_kinds_are_seen_and_a_number_of_each_is_followed_as_far_as_there_are_slots():
+    seen = []
+
+    def decide(state, snapshot):
+        seen.append(snapshot)
+        want = {"made TP1": 2, "big TP1": 9}
+        return state, [Scale(11, "a test", kinds=want)] if 5.0 < snapshot.now_s < 5.6 else []
+
+    _, record = run_mixed(SMALL, BIG, start={"made TP1": 4, "big TP1": 1}, decide=decide)
+    assert seen[0].wanted_kinds == {"made TP1": 4, "big TP1": 1}
+    assert [w.kind for w in seen[0].workers] == ["made TP1"] * 4 + ["big TP1"]
+    assert seen[-1].wanted_kinds == {"made TP1": 2, "big TP1": 4}
+    assert seen[-1].wanted == 6
+    assert sorted(w.kind for w in seen[-1].workers) == ["big TP1"] * 4 + ["made TP1"] * 2
+    assert (record.launches, record.drains) == (3, 2)
+
+
+def test_more_of_a_kind_than_there_are_slots_are_refused():
+    with pytest.raises(BadInput, match="start_kinds"):
+        run_mixed(SMALL, start={"made TP1": 13})
+    with pytest.raises(BadInput, match="start_kinds"):
+        ElasticSettings(start_kinds={"made TP1": -1})
+
+
+def test_a_brain_of_another_kind_can_be_compared():
+    def never(state: State, seen):
+        return state, []
+
+    _, record = run(traffic(), ElasticSettings(3), decide=never)
+    assert (record.launches, record.drains) == (0, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: ElasticSettings(-1), lambda: ElasticSettings(1, cold_start_s=-1.0)])
+def test_fleets_that_cannot_be_are_refused(make):
+    with pytest.raises(BadInput):
+        make()
+
+
+def test_more_workers_than_slots_are_refused():
+    with pytest.raises(BadInput, match="start"):
+        run(traffic(), ElasticSettings(13))

@@ -1,0 +1,382 @@
+"""Moves in the simulated plane: nobody is lost, nothing leaks, and the times are those that were stated."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controlplane.control import Settings
+from controlplane.errors import BadInput
+from controlplane.migration.balance import MoveSettings, Order
+from controlplane.migration.overload import ShedSettings, peak_tokens
+from controlplane.migration.protocol import Stage
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.ledger import (
+    DECODING,
+    DONE,
+    HELD,
+    NONE,
+    PREFILLING,
+    QUEUED,
+    SERVING,
+    generated,
+)
+from controlplane.placement.policies import PlacementSettings
+from controlplane.snapshot import Migrate, Reassign
+from controlplane.types import EngineMode, RequestId, Slo, WorkerId
+from controlplane.workload import Workload
+from dataplane.simulated.cluster import advance, view_all
+from dataplane.simulated.control_loop import ControlSettings, drive
+from dataplane.simulated.migration import Moves
+from dataplane.simulated.next_step import blocks_of
+from dataplane.simulated.observe import observe
+from dataplane.simulated.records import IDLE
+from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
+
+SLO = Slo(1.0, 0.1)
+EAGER = ControlSettings(Settings(MoveSettings(out_below=30, in_above=40, rest_s=0.5)), beat_s=0.1)
+
+
+def profile(mode=EngineMode.PREFILL_FIRST, capacity=1024, seqs=16, kv_bytes=1_000_000):
+    return Profile(
+        "made",
+        "made",
+        1,
+        step=StepModel(0.02, 1e-4, 1e-3, 1e-5),
+        prefill=PrefillModel(0.01, 2e-4),
+        kv=KvModel(capacity, 16, kv_bytes),
+        engine=EngineLimits(mode=mode, max_batched_tokens=512, max_seqs=seqs),
+        residuals=Residuals(0.0, 0.0, 0.0, 0),
+        source=Source("composed", "made up", "none", "2026-01-01"),
+    )
+
+
+def begun(workload, workers, policy="round-robin+migrate", **more):
+    given = dict.fromkeys(("settings", "predictor", "predicted_tokens", "max_misses"))
+    return prepare(workload, workers, SLO, policy, **(given | more), seed=0, transfer_s=0.0, patience=4.0)
+
+
+def bursty(rng, n=60, high=0.2):
+    return Workload(
+        np.sort(rng.uniform(0, 4.0, n)),
+        rng.integers(1, 300, n),
+        rng.integers(1, 120, n),
+        priority=(rng.random(n) < high).astype(np.int64),
+    )
+
+
+def check(run, moves):
+    """Every request in one place, and every count that of the lists."""
+    led, eng, clu = run.ledger, run.engines, run.cluster
+    phase, worker = led.requests["phase"], led.requests["worker"]
+    arrived = int(clu.clock["arrived"][0])
+    promised = {w: [m.tokens for m in moves.open if m.target == w] for w in range(len(led.workers))}
+    for w in range(len(led.workers)):
+        row, there = led.workers[w], eng.workers[w]
+        running = [int(r) for r in led.running[w, : row["running_n"]]]
+        assert len(set(running)) == len(running)
+        assert all(worker[r] == w and phase[r] in (DECODING, PREFILLING) for r in running)
+        queue = []
+        for p in (1, 0):
+            r = int(led.queue_head[p, w])
+            while r != NONE:
+                assert worker[r] == w
+                assert phase[r] == QUEUED
+                queue.append(r)
+                r = int(led.requests["next"][r])
+        decoding = [r for r in running if phase[r] == DECODING]
+        prefilling = [r for r in running if phase[r] == PREFILLING]
+        length = led.requests["prompt"] + led.requests["key"]
+        assert row["decoding"] == len(decoding)
+        assert row["context"] == sum(int(led.requests["prompt"][r]) + generated(led, r) for r in decoding)
+        assert row["queued"] == len(queue) + len(prefilling) + len(promised[w])
+        assert row["queued_context"] == sum(length[queue + prefilling]) + sum(promised[w])
+        assert there["reserved_seats"] == len(promised[w])
+        assert there["reserved_blocks"] == sum(blocks_of(t + 1, 16) for t in promised[w])
+        assert len(running) + there["reserved_seats"] <= led.coefficients[row["variant"]][23]
+        if row["status"] == SERVING and there["activity"] == IDLE:
+            assert not running
+            assert not queue or promised[w]
+    held = int(clu.clock["held_n"][0])
+    travelling = sum(m.stage is Stage.CUTTING_OVER for m in moves.open)
+    assert int((phase[:arrived] == HELD).sum()) == held + travelling
+    assert np.isnan(eng.requests["finish_s"][phase != DONE]).all()
+
+
+@pytest.mark.parametrize("mode", [EngineMode.PREFILL_FIRST, EngineMode.CHUNKED])
+def test_every_request_is_in_one_place_at_every_heartbeat(mode, monkeypatch):
+    seen = []
+    act = Moves.act
+
+    def checked(self, now_s):
+        act(self, now_s)
+        view_all(self._run.ledger, self._run.engines, now_s)
+        check(self._run, self)
+        seen.append(now_s)
+
+    monkeypatch.setattr(Moves, "act", checked)
+    done = dict.fromkeys((Stage.DONE, Stage.ABORTED, Stage.LOST), 0)
+    for case in range(25):
+        rng = np.random.default_rng([case, 3])
+        workload = bursty(rng)
+        workers = [WorkerSpec(profile(mode, capacity=int(rng.integers(28, 80)) * 16))] * 3
+        if case % 3 == 0:
+            fails_s = float(rng.uniform(0.5, 4.0))
+            workers[1] = replace(workers[1], fails_s=((fails_s, fails_s + 1.0),))
+        if case % 4 == 0:
+            workers[2] = replace(workers[2], drain_s=float(rng.uniform(0.5, 3.0)))
+        run = begun(workload, workers)
+        moves = drive(run, EAGER)
+        view_all(run.ledger, run.engines, 1e9)
+        check(run, moves)
+        outcome = run.outcome()
+        assert np.isfinite(outcome.finish_s).all()
+        assert (outcome.finish_s >= outcome.first_token_s).all()
+        assert int(outcome.migrations.sum()) == moves.outcomes[Stage.DONE] + moves.requeued
+        assert not moves.open
+        assert (run.engines.workers["slowdown"] == 0).all()
+        for stage, count in moves.outcomes.items():
+            done[stage] += count
+    assert len(seen) > 250
+    assert done[Stage.DONE] > 50
+    assert done[Stage.ABORTED] > 5
+
+
+def one_mover(output=200, prompt=160, kv_bytes=1_000_000, target_busy=False, slowdown=0.0):
+    """One request decoding on worker 0, moved to worker 1 at 1 s; the run, and its moves."""
+    arrivals = np.array([0.0, 0.0] if target_busy else [0.0])
+    n = len(arrivals)
+    workload = Workload(arrivals, np.full(n, prompt), np.full(n, output))
+    run = begun(workload, [WorkerSpec(profile(kv_bytes=kv_bytes))] * 2)
+    moves = Moves(
+        run, [ControlSettings(bytes_per_s=1e9, slowdown=slowdown).price(profile(kv_bytes=kv_bytes))]
+    )
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    moves.begin(Migrate(RequestId("0"), WorkerId("1"), "asked"), 1.0)
+    return run, moves
+
+
+def finish(run, moves):
+    while moves.open:
+        at_s = moves.next_s
+        advance(run.ledger, run.engines, run.cluster, run.rules, np.nextafter(at_s, -np.inf))
+        moves.act(at_s)
+    advance(run.ledger, run.engines, run.cluster, run.rules, np.inf)
+    return run.outcome()
+
+
+def test_a_move_costs_its_request_a_pause_and_a_wait_for_the_boundary_and_nothing_else():
+    run, moves = one_mover()
+    outcome = finish(run, moves)
+    stays = simulate(run.workload, [WorkerSpec(profile())], SLO, "round-robin")
+    [pause_s] = moves.pauses_s
+    assert outcome.worker[0] == 1
+    assert outcome.finish_s[0] - stays.finish_s[0] == pytest.approx(pause_s)
+    # 10 ms, and what the request made during the copy of about 0.2 s (some ten tokens) with its last block.
+    assert 0.01 < pause_s < 0.01 + (16 + 16) * 1e-3
+
+
+def test_the_pause_does_not_grow_with_the_context():
+    pauses = []
+    for prompt in (100, 800):
+        run, moves = one_mover(prompt=prompt, kv_bytes=100_000)
+        finish(run, moves)
+        pauses += moves.pauses_s
+    assert pauses[1] < 1.5 * pauses[0]
+
+
+def test_steps_are_longer_by_the_slowdown_while_copying_and_only_then():
+    plain = finish(*one_mover(target_busy=True))
+    slow = finish(*one_mover(target_busy=True, slowdown=0.1))
+    # 160-odd tokens at 1 MB each take some 0.2 s: a tenth of that, give or take a step.
+    assert 0.01 < slow.finish_s[1] - plain.finish_s[1] < 0.04
+
+
+def test_a_move_whose_request_ends_first_is_aborted_and_leaves_nothing_behind():
+    run, moves = one_mover(output=45)
+    outcome = finish(run, moves)
+    assert moves.outcomes == {Stage.DONE: 0, Stage.ABORTED: 1, Stage.LOST: 0}
+    assert outcome.migrations[0] == 0
+    assert (run.engines.workers["reserved_blocks"] == 0).all()
+
+
+def test_a_target_without_room_refuses_and_nothing_changes():
+    workload = Workload(np.zeros(2), np.array([160, 900]), np.array([200, 100]))
+    run = begun(workload, [WorkerSpec(profile())] * 2)
+    moves = Moves(run, [ControlSettings().price(profile())])
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    moves.begin(Migrate(RequestId("0"), WorkerId("1"), "asked"), 1.0)
+    assert not moves.open
+    assert moves.outcomes[Stage.ABORTED] == 1
+    stays = simulate(workload, [WorkerSpec(profile())] * 2, SLO, "round-robin")
+    np.testing.assert_allclose(finish(run, moves).finish_s, stays.finish_s)
+
+
+def test_a_target_that_fails_before_the_stop_changes_nothing_for_the_request():
+    workload = Workload(np.zeros(1), np.array([160]), np.array([200]))
+    run = begun(workload, [WorkerSpec(profile()), WorkerSpec(profile(), fails_s=((1.1, 9.0),))])
+    moves = Moves(run, [ControlSettings(bytes_per_s=1e9, slowdown=0.0).price(profile())])
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    moves.begin(Migrate(RequestId("0"), WorkerId("1"), "asked"), 1.0)
+    stays = simulate(workload, [WorkerSpec(profile())], SLO, "round-robin")
+    np.testing.assert_allclose(finish(run, moves).finish_s, stays.finish_s)
+    assert moves.outcomes[Stage.ABORTED] == 1
+
+
+def test_a_target_that_fails_after_the_stop_loses_the_kv_but_not_the_request():
+    run, moves = one_mover()
+    while moves.open[0].stage is not Stage.CUTTING_OVER:
+        at_s = moves.next_s
+        advance(run.ledger, run.engines, run.cluster, run.rules, np.nextafter(at_s, -np.inf))
+        moves.act(at_s)
+    run.ledger.workers["status"][1] = 0
+    outcome = finish(run, moves)
+    assert moves.outcomes[Stage.LOST] == 1
+    assert outcome.worker[0] == 0
+    assert np.isfinite(outcome.finish_s).all()
+
+
+def test_a_waiting_request_is_requeued_ahead_of_those_that_came_later():
+    workload = Workload(np.array([0.0, 0.0, 0.1, 0.2]), np.array([900, 900, 600, 500]), np.full(4, 100))
+    run = begun(workload, [WorkerSpec(profile())] * 2, policy="round-robin+migrate")
+    moves = Moves(run, [ControlSettings().price(profile())])
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    assert list(run.ledger.requests["phase"]) == [DECODING, DECODING, QUEUED, QUEUED]
+    moves.begin(Reassign(RequestId("2"), WorkerId("0"), WorkerId("1"), "asked"), 1.0)
+    assert int(run.ledger.queue_head[0, 1]) == 2
+    assert int(run.ledger.requests["next"][2]) == 3
+    outcome = finish(run, moves)
+    assert outcome.first_token_s[2] <= outcome.first_token_s[3]
+    assert moves.requeued == 1
+
+
+def test_a_blocked_head_of_line_is_served_sooner_with_moves():
+    # Worker 0 fills up with long answers; a long prompt waits there although worker 1 is long empty.
+    prompts = np.array([400, 100, 400, 100, 600])
+    outputs = np.array([900, 30, 900, 30, 50])
+    workload = Workload(np.array([0.0, 0.01, 0.02, 0.03, 2.5]), prompts, outputs)
+    without = simulate(workload, [WorkerSpec(profile(capacity=1536))] * 2, SLO, "round-robin")
+    control = ControlSettings(Settings(MoveSettings(out_below=60, in_above=60), shed=None), bytes_per_s=1e9)
+    assert without.ttft_s[4] > 3.0
+    moved = simulate(
+        workload, [WorkerSpec(profile(capacity=1536))] * 2, SLO, "round-robin+migrate", control=control
+    )
+    assert moved.ttft_s[4] < 0.5
+    assert moved.migrations.sum() >= 1
+
+
+def test_a_draining_worker_is_emptied_by_moves():
+    workload = Workload(np.linspace(0, 0.2, 8), np.full(8, 50), np.full(8, 400))
+    workers = [WorkerSpec(profile(), drain_s=1.0), WorkerSpec(profile(capacity=8192))]
+    run = begun(workload, workers)
+    drive(run, ControlSettings(bytes_per_s=1e10, beat_s=0.1))
+    outcome = run.outcome()
+    assert np.isfinite(outcome.finish_s).all()
+    assert (outcome.worker == 1).all()
+    assert outcome.busy_s[0] < 4.0
+
+
+def test_the_same_seed_gives_the_same_run():
+    workload = bursty(np.random.default_rng(5))
+    runs = [
+        simulate(workload, [WorkerSpec(profile())] * 3, SLO, "p2c+migrate", seed=4, control=EAGER)
+        for _ in range(2)
+    ]
+    assert runs[0].finish_s.tobytes() == runs[1].finish_s.tobytes()
+    assert runs[0].migrations.sum() == runs[1].migrations.sum() > 0
+
+
+def test_a_tick_that_moves_nothing_changes_nothing():
+    workload = bursty(np.random.default_rng(6))
+    still = ControlSettings(Settings(moves=None, shed=None))
+    for policy in ("spread", "jsq", "freeness"):
+        plain = simulate(workload, [WorkerSpec(profile())] * 3, SLO, policy)
+        ticked = simulate(workload, [WorkerSpec(profile())] * 3, SLO, f"{policy}+migrate", control=still)
+        np.testing.assert_allclose(ticked.finish_s, plain.finish_s, rtol=0, atol=1e-9)
+
+
+def test_the_exact_policy_can_move_too():
+    workload = bursty(np.random.default_rng(7), n=12, high=0.0)
+    outcome = simulate(workload, [WorkerSpec(profile())] * 2, SLO, "exact+migrate", control=EAGER)
+    assert np.isfinite(outcome.finish_s).all()
+
+
+def test_a_run_is_stopped_when_too_many_have_missed():
+    workload = bursty(np.random.default_rng(8))
+    outcome = simulate(
+        workload, [WorkerSpec(profile())] * 2, Slo(1e-6, 1e-6), "jsq+migrate", max_misses=3, control=EAGER
+    )
+    assert not outcome.complete
+
+
+def test_longer_answers_than_predicted_are_shed_to_where_there_is_slack():
+    n = 10
+    workload = Workload(np.zeros(n), np.full(n, 60), np.where(np.arange(n) % 2 == 0, 250, 10))
+    shedding = ControlSettings(Settings(moves=None, shed=ShedSettings()), beat_s=0.1, bytes_per_s=1e10)
+    predicted = np.full(n, 10)
+    workers = [WorkerSpec(profile(capacity=1200))] * 2
+    runs = {
+        policy: simulate(workload, workers, SLO, policy, predicted_tokens=predicted, control=shedding)
+        for policy in ("round-robin", "round-robin+migrate")
+    }
+    assert runs["round-robin"].preemptions.sum() > 0
+    assert runs["round-robin+migrate"].preemptions.sum() == 0
+    assert runs["round-robin+migrate"].migrations.sum() > 0
+
+
+def test_policies_that_cannot_be_moved_or_do_not_exist_are_refused():
+    workload = bursty(np.random.default_rng(9), n=3)
+    split = profile(EngineMode.SPLIT)
+    with pytest.raises(BadInput, match="no split mode"):
+        simulate(workload, [WorkerSpec(split, "prefill"), WorkerSpec(split, "decode")], SLO, "jsq+migrate")
+    with pytest.raises(BadInput, match=r"each also with \+migrate"):
+        simulate(workload, [WorkerSpec(profile())], SLO, "jsq+fly")
+    with pytest.raises(BadInput, match="beat_s"):
+        ControlSettings(beat_s=0.0)
+
+
+def test_last_come_moves_the_newest(monkeypatch):
+    asked = []
+    begin = Moves.begin
+    monkeypatch.setattr(
+        Moves, "begin", lambda self, a, now_s: (asked.append(int(a.request)), begin(self, a, now_s))
+    )
+    # All on worker 0: worker 1 becomes ready when they run.
+    workload = Workload(np.linspace(0, 0.1, 5), np.full(5, 150), np.full(5, 300))
+    workers = [WorkerSpec(profile()), WorkerSpec(profile(), ready_s=0.9)]
+    settings = MoveSettings(out_below=60, in_above=60, order=Order.LAST_COME)
+    run = begun(workload, workers, policy="jsq+migrate")
+    drive(run, ControlSettings(Settings(settings, shed=None), beat_s=1.0))
+    assert asked[0] == 4
+
+
+def test_the_counted_loads_are_those_of_the_lists():
+    workload = bursty(np.random.default_rng(10))
+    run = begun(workload, [WorkerSpec(profile(EngineMode.CHUNKED))] * 2)
+    listed = 0
+    for now_s in np.arange(0.5, 8.0, 0.25):
+        advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
+        view_all(run.ledger, run.engines, now_s)
+        for seen in observe(run.ledger, run.profiles, now_s, frozenset(), frozenset(), 0.0).workers:
+            if seen.load.running == len(seen.requests):  # nobody in prefill, whom the lists leave out
+                everyone = [*seen.requests, *seen.waiting]
+                assert replace(seen.load, peak_tokens=-1) == replace(seen, load=None).counted()
+                assert seen.load.peak_tokens == peak_tokens(everyone)
+                listed += len(everyone)
+    assert listed > 100
+
+
+def test_under_headroom_the_high_keep_together_and_normal_ones_keep_off():
+    n = 6
+    workload = Workload(
+        np.linspace(0, 0.5, n), np.full(n, 100), np.full(n, 300), np.array([1, 0, 0, 1, 0, 0])
+    )
+    outcome = simulate(
+        workload,
+        [WorkerSpec(profile())] * 2,
+        SLO,
+        "freeness",
+        settings=PlacementSettings(high_load_tokens=400),
+    )
+    assert list(outcome.worker) == [0, 1, 1, 0, 1, 1]

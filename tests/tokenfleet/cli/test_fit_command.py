@@ -1,0 +1,251 @@
+"""`tokenfleet fit` and its readers: tables, request logs, and bad input of every kind."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkout import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import StepModel
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.cli.main import main
+from tokenfleet.profiles.fit_log import fit_log, log_errors, replay
+from tokenfleet.profiles.library import read_profile
+from tokenfleet.profiles.measurements import (
+    RequestLog,
+    is_request_log,
+    read_measurements,
+    read_request_log,
+)
+
+TRUTH = StepModel(0.009, 3e-5, 2e-5, 6e-8)
+
+
+def table(path: Path, header: str = "prefill_tokens,sequences,context_tokens,step_s") -> Path:
+    rows = [header]
+    for p in (0, 256, 1024, 2048):
+        for b in (0, 1, 16, 64, 128):
+            for c in (256, 2048):
+                if p + b:
+                    rows.append(f"{p},{b},{b * c},{float(TRUTH.step_s(p, b, b * c)):.9f}")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def fit(path: Path, out: Path, *more: str) -> int:
+    words = [
+        "fit",
+        "--measurements",
+        str(path),
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "h100",
+        "--out",
+        str(out),
+    ]
+    return main([*words, *more])
+
+
+def test_a_table_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.yaml"
+    assert fit(table(tmp_path / "m.csv"), out, "--tp", "1", "--format", "json") == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert answer["per_prefill_token_s"] == pytest.approx(3e-5, rel=1e-4)
+    assert set(answer["error_within"]) == {"0.5", "0.9", "0.99"}
+    assert "taken from the shipped profile" in printed.err
+    profile = read_profile(out)
+    assert (profile.model, profile.gpu, profile.tp_degree) == ("llama-3.1-8b", "h100-sxm", 1)
+    assert profile.step.base_s == pytest.approx(0.009, rel=1e-4)
+    assert profile.source.kind == "measured"
+    assert profile.residuals.max_relative < 1e-4
+    assert profile.prefill is not None
+
+
+def test_a_table_is_shown_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(table(tmp_path / "m.csv"), tmp_path / "p.yaml", "--kv-tokens", "1000") == 0
+    shown = capsys.readouterr().out
+    assert "per_context_token_s" in shown
+    assert "90% sure" in shown
+    assert read_profile(tmp_path / "p.yaml").kv.capacity_tokens == 1000
+
+
+def test_an_unknown_gpu_takes_the_kv_it_was_seen_to_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.yaml"
+    words = ["fit", "--measurements", str(table(tmp_path / "m.csv")), "--model", "mine", "--gpu", "tpu-9"]
+    assert main([*words, "--out", str(out)]) == 0
+    assert read_profile(out).kv.capacity_tokens == 128 * 2048
+    assert "the most these measurements held" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "empty"),
+        ("prefill_tokens,sequences,context_tokens,step_s\n", "no rows below the header"),
+        ("prefill_tokens,sequences,step_s\n1,1,1\n", "column context_tokens is missing"),
+        ("prefill_tokens,sequences,context_tokens,step_s,wat\n1,1,1,1,1\n", "column 'wat'"),
+        ("prefill_tokens,sequences,context_tokens,step_s\n1,1,1,fast\n", "row 1: step_s: must be a number"),
+        ("prefill_tokens,sequences,context_tokens,step_s\n1,1,1\n", "row 1: step_s: must be a number"),
+        (
+            "prefill_tokens,sequences,context_tokens,step_s\n1,1,1,-2\n",
+            "row 1: step_s: must be a number of",
+        ),
+        ("prefill_tokens,sequences,context_tokens,step_s\n0,0,1,2\n", "row 1: a step with neither"),
+        ("prefill_tokens,sequences,context_tokens,step_s\n1,1,1,2\n", "1 different batches, at least 6"),
+        ('{"arrival_s": 0}\n', "line 1: no first_token_ts"),
+        ('{"arrival_s": 0\n', "line 1: not JSON"),
+        (
+            '{"arrival_s": 5, "first_token_s": 1, "finish_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n',
+            "before its arrival",
+        ),
+        (
+            '{"arrival_s": "x", "first_token_s": 1, "finish_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n',
+            "arrival_s: must be a number",
+        ),
+        (
+            '{"arrival_s": 0, "first_token_s": 1, "finish_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n',
+            "at least 30 are needed",
+        ),
+    ],
+)
+def test_bad_measurements_are_refused_in_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, says: str
+) -> None:
+    path, out = tmp_path / "m", tmp_path / "p.yaml"
+    path.write_text(content)
+    assert fit(path, out, "--kv-tokens", "100000") == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
+    assert not out.exists()
+
+
+def test_contradictory_and_missing_arguments_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(tmp_path / "m.csv")
+    assert fit(path, tmp_path / "p.yaml", "--measured-on", "yesterday") == 2
+    assert fit(path, tmp_path / "p.yaml", "--format", "xml") == 2
+    assert fit(path, tmp_path / "p.yaml", "--max-seqs", "4096", "--max-batched-tokens", "128") == 2
+    assert fit(tmp_path / "none.csv", tmp_path / "p.yaml") == 2
+    assert main(["fit", "--measurements", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") >= 5
+    assert not (tmp_path / "p.yaml").exists()
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_measurements_or_one_clear_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "fuzz"
+    path.write_bytes(b"prefill_tokens,sequences,context_tokens,step_s\n" + content)
+    for read in (read_measurements, read_request_log):
+        said = ""
+        try:
+            read(path)
+        except BadInput as error:
+            said = str(error)
+        assert "\n" not in said
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            dict.fromkeys(
+                ["arrival_s", "first_token_s", "finish_s", "prompt_tokens", "output_tokens"], values
+            )
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_values_are_a_log_or_one_clear_line(tmp_path: Path, rows: list[dict[str, object]]) -> None:
+    path = tmp_path / "fuzz.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert is_request_log(path)
+    said = ""
+    try:
+        read_request_log(path)
+    except BadInput as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def engine(step: StepModel) -> Profile:
+    return Profile(
+        "m",
+        "g",
+        1,
+        step,
+        KvModel(300_000),
+        EngineLimits("vllm", "", max_batched_tokens=1024, max_seqs=64),
+        Residuals(0, 0, 0, 0),
+        Source("measured", "made", "none", "2026-01-01"),
+    )
+
+
+def made_log(requests: int = 120) -> RequestLog:
+    rng = np.random.default_rng(5)
+    workload = Workload(
+        np.cumsum(rng.exponential(0.2, requests)),
+        rng.integers(50, 2000, requests),
+        rng.integers(20, 300, requests),
+    )
+    outcome = simulate(workload, [WorkerSpec(engine(TRUTH))], Slo(1e9, 1e9), "round-robin")
+    return RequestLog(workload, outcome.first_token_s, outcome.finish_s)
+
+
+@pytest.mark.slow
+def test_a_log_made_by_the_simulator_gives_its_latencies_back() -> None:
+    log = made_log()
+    even = np.arange(len(log.workload)) % 2 == 0
+    profile = fit_log(log, engine(StepModel(0, 0, 0, 0)), even)
+    errors = log_errors(log, replay(log, profile), ~even)
+    assert errors.e2e_mape < 0.02
+    assert errors.tpot_mape < 0.02
+    assert abs(errors.ttft_p99) < 0.04
+    assert profile.step.base_s == pytest.approx(TRUTH.base_s, rel=0.1)
+    assert profile.residuals.held_out_mean is not None
+
+
+def test_the_true_model_replays_a_log_exactly() -> None:
+    log = made_log()
+    every = np.ones(len(log.workload), np.bool_)
+    errors = log_errors(log, replay(log, engine(TRUTH)), every)
+    assert (errors.e2e_mape, errors.tpot_mape, errors.ttft_p99) == (0.0, 0.0, 0.0)
+    assert log.peak_tokens <= int((log.workload.prompt_tokens + log.workload.output_tokens).sum())
+
+
+def test_a_request_no_worker_holds_is_refused() -> None:
+    log = made_log(40)
+    small = engine(StepModel(0, 0, 0, 0))
+    with pytest.raises(BadInput, match="is larger than the KV of 500"):
+        fit_log(log, replace(small, kv=KvModel(500)))
+    with pytest.raises(BadInput, match="at least 30"):
+        fit_log(made_log(10), small)
+
+
+def test_the_real_log_is_read_whole(bench_data: Path) -> None:
+    log = read_request_log(bench_data / "vllm_logs" / "rtx_pro_6000_llama-3.1-8b" / "requests.jsonl")
+    assert len(log.workload) == 300
+    assert log.workload.arrival_s[0] == 0
+    profile = read_profile(ROOT / "profiles" / "rtx-pro-6000" / "llama-3.1-8b_tp1.yaml")
+    errors = log_errors(log, replay(log, profile), np.ones(300, np.bool_))
+    assert errors.e2e_mape < 0.01
+    assert errors.tpot_mape < 0.01
+    assert abs(errors.ttft_p99) < 0.02

@@ -1,0 +1,83 @@
+"""What `tokenfleet fleet status` makes of the control API's answer."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from tokenfleet.cli.main import main
+
+REPLAYED = {"at_s": 1e9, "kind": "replay", "worker": None, "reason": "w0 is gone"}
+DECIDED = [
+    *(REPLAYED | {"request": f"r{i}"} for i in range(17)),
+    {"at_s": 1e9, "kind": "lost", "worker": "w0", "reason": "its process is gone"},
+    {"at_s": 1e9 + 60, "kind": "migrate", "request": "r3", "worker": "w1", "reason": "w2 is drained"},
+    {"at_s": 1e9 + 61, "kind": "migrate", "request": "r4", "worker": "w1", "reason": "w2 is drained"},
+    {"at_s": 1e9 + 62, "kind": "migrate", "request": "r5", "worker": "w3", "reason": "w2 is drained"},
+]  # fmt: skip
+SCALED = {
+    "kind": "scale", "before": 1, "workers": 3, "reason": "7.5 requests/s: 3 workers",
+    "seen": {"waiting_requests": 1, "workers_per_rps": 0.16}, "compared": {"backlog": 1.704},
+    "cost": {"workers": 2, "ready_after_s": 60},
+}  # fmt: skip
+FLEET = {
+    "model": "m", "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
+    "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
+    "decisions": DECIDED, "scaling": [SCALED],
+}  # fmt: skip
+
+
+@pytest.fixture
+def control() -> Iterator[str]:
+    """A control API with FLEET and no requests."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(FLEET if self.path == "/v1/fleet" else {"requests": []}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_what_happened_alike_to_many_requests_is_one_line(
+    control: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", "--control", control, "status"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    told = [[cell.strip() for cell in line.strip("│").split("│")][1:] for line in lines]
+    assert told == [
+        ["replay", "17 requests", "w0 is gone"],
+        ["lost", "w0", "its process is gone"],
+        ["migrate", "2 requests w1", "w2 is drained"],
+        ["migrate", "r5 w3", "w2 is drained"],
+    ]
+
+
+def test_what_a_decision_saw_is_told_whole_in_eighty_columns(
+    control: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["fleet", "--control", control, "explain"]) == 0
+    out = capsys.readouterr().out
+    assert "workers_per_rps" in out
+    assert "…" not in out
+
+
+def test_as_json_nothing_is_left_out(control: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "--control", control, "status", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decisions"] == DECIDED

@@ -1,0 +1,93 @@
+"""The command line as a whole: verbs, exit codes, one line per error."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from controlplane.errors import BadInput, Infeasible, ProfileMissing
+from tokenfleet.cli import main as cli
+
+
+def verb_that(monkeypatch: pytest.MonkeyPatch, does: Callable[[], None]) -> None:
+    def verb(times: int = 1) -> None:
+        does()
+
+    monkeypatch.setattr(cli, "VERBS", {"verb": cli.Verb("tokenfleet", "verb", "")})
+    monkeypatch.setattr("tokenfleet.verb", verb, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Infeasible("no fleet"), 1),
+        (BadInput("t.csv: row 3: wrong"), 2),
+        (ProfileMissing("h1000"), 2),
+        (OSError(28, "No space left on device", "out"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_end_has_its_code_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def fail() -> None:
+        raise error
+
+    verb_that(monkeypatch, fail)
+    assert cli.main(["verb"]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.strip().startswith("error: ")
+    assert said.err.strip().count("\n") == 0
+
+
+def test_a_fault_of_ours_is_not_taken_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb_that(monkeypatch, lambda: [][0])
+    assert cli.main(["verb"]) == 70
+    assert "internal error (IndexError)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["verb", "--time", "3"], ["verb", "--times", "x"], ["verb", "extra"], ["vreb"]]
+)
+def test_a_wrong_line_exits_2_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    verb_that(monkeypatch, lambda: None)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--port", "99999"), ("--workers", "two"), ("--tp", "0")])
+def test_a_refused_value_is_repeated(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model", "m", flag, value]) == 2
+    said = capsys.readouterr().err
+    assert f"'{flag}'" in said
+    assert said.endswith(f", got '{value}'\n")
+
+
+def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "tokenfleet 0.1" in said
+    assert all(verb in said for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hasattr(importlib.import_module(cli.VERBS[verb].module), cli.VERBS[verb].attribute)
+    assert cli.main([verb, "--help"]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from tokenfleet.cli.main import main; main(['--help']);"
+        "sys.exit(any(m in sys.modules for m in ('numba', 'numpy', 'polars', 'plotly', 'pulp')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,216 @@
+"""`tokenfleet plan` from the command line: what it prints, writes and refuses."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planning_builders import poisson, worker
+
+from controlplane.types import EngineMode
+from controlplane.workload import Workload
+from tokenfleet.cli.main import main
+from tokenfleet.profiles.library import write_profile
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trace and a profile."""
+    save(poisson(requests=400), tmp_path / "trace.csv")
+    write_profile(worker(), tmp_path / "worker.yaml")
+    return tmp_path
+
+
+def save(workload: Workload, path: Path) -> None:
+    columns = np.column_stack((workload.arrival_s, workload.prompt_tokens, workload.output_tokens))
+    np.savetxt(path, columns, "%.6f,%d,%d", header="arrival_s,prompt_tokens,output_tokens", comments="")
+
+
+def plan(folder: Path, *more: str, slo: str = "ttft=500ms,tpot=30ms") -> int:
+    words = ["plan", "--trace", f"{folder}/trace.csv", "--slo", slo, "--attainment", "0.95"]
+    return main([*words, "--profile", f"{folder}/worker.yaml", *more])
+
+
+def test_the_json_is_the_contract_s(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(folder, "--format", "json", "--seed", "3") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["schema"] == "tokenfleet.plan/1"
+    assert said["feasible"] is True
+    assert said["fleet"][0]["gpu"] == "made-gpu"
+    assert said["fleet"][0]["tp_degree"] == 1
+    assert said["workers"] == said["gpus"] == said["fleet"][0]["workers"]
+    assert said["policy"] == "spread"
+    assert said["engine_mode"] == "chunked"
+    attained = said["attainment"]
+    assert attained["target"] == 0.95 <= attained["low"] <= attained["expected"] <= attained["high"]
+    assert attained["confidence"] == 0.95
+    for latency in (said["ttft_s"], said["tpot_s"]):
+        assert latency["p50"] <= latency["p90"] <= latency["p99"]
+    assert said["binding"] in ("ttft", "tpot", "kv", "prefill")
+    assert said["binding_window_s"][0] < said["binding_window_s"][1]
+    assert said["one_fewer"]["workers"] == said["workers"] - 1
+    assert said["one_fewer"]["attainment"] < 0.95
+    assert said["nearest_feasible"] is None
+    assert set(said["demand_line"]) >= {"workers_per_rps", "intercept", "r2"}
+    assert said["demand_line"]["mean_prompt_tokens"] > 0 < said["demand_line"]["mean_output_tokens"]
+    assert said["schedule"][0]["start_s"] == 0
+    assert {b["policy"] for b in said["baselines"]} == {"jsq", "p2c", "round-robin"}
+    assert said["inputs"]["requests"] == 400
+    assert said["inputs"]["seed"] == 3
+    assert said["inputs"]["profiles"][0]["kind"] == "measured"
+
+
+def test_the_table_is_for_people_and_the_warnings_go_to_stderr(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(folder) == 0
+    said = capsys.readouterr()
+    assert re.search(r"\d+ x made-gpu TP1: \d+ GPUs?, no price known", said.out)
+    assert "one fewer" in said.out
+    assert "warning: made-gpu: no price known" in said.err
+    assert "warning" not in said.out
+
+
+def test_the_folder_gets_both_files_and_the_report_needs_nothing_else(folder: Path) -> None:
+    assert plan(folder, "--output-dir", f"{folder}/out/deep") == 0
+    written = folder / "out/deep"
+    assert sorted(p.name for p in written.iterdir()) == ["plan.json", "report.html"]
+    assert json.loads((written / "plan.json").read_text())["feasible"] is True
+    page = (written / "report.html").read_text()
+    outside = page.split("<script>")[0] + page.split("</script>")[-1]
+    assert "http" not in outside
+    assert all(f'id="{name}"' in page for name in ("rate", "ttft", "tpot", "attainment", "cost"))
+    assert 'name="viewport"' in page
+
+
+def test_the_same_seed_writes_the_same_bytes(folder: Path) -> None:
+    for name in ("one", "two"):
+        assert plan(folder, "--output-dir", f"{folder}/{name}", "--jobs", "1" if name == "one" else "2") == 0
+    for name in ("plan.json", "report.html"):
+        assert (folder / "one" / name).read_bytes() == (folder / "two" / name).read_bytes()
+
+
+def test_an_infeasible_target_exits_1_and_says_what_is_possible(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(folder, "--format", "json", slo="ttft=20ms,tpot=30ms") == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["feasible"] is False
+    assert said["fleet"] == []
+    assert "more workers cannot mend that" in said["reason"]
+    assert said["nearest_feasible"]["ttft_s"] > 0.02
+    assert said["nearest_feasible"]["workers"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--slo", "ttft=0s,tpot=30ms"], "ttft: must be a positive duration"),
+        (["--slo", "ttft=5,tpot=30ms"], "5 has no unit"),
+        (["--gpu", "h100"], "--profile: says which workers"),
+        (["--model", "llama-3.1-8b"], "--model says llama-3.1-8b"),
+        (["--policy", "best"], "--policy: one of spread"),
+        (["--rate-scale", "0"], "--rate-scale: must be positive"),
+        (["--window", "20..10"], "--window: the end must come after"),
+        (["--window", "90000..90001"], "no requests between"),
+        (["--attainment", "1"], "--attainment"),
+        (["--budget-usd-per-h", "5"], "no price known for made-gpu"),
+        (["--prices", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
+        (["--trace", "/nowhere.csv"], "/nowhere.csv"),
+        (["--engine", "fast"], "--engine"),
+        (["--jobs", "0"], "--jobs"),
+        (["--colour"], "--colour"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str
+) -> None:
+    before = sorted(folder.iterdir())
+    assert plan(folder, "--output-dir", f"{folder}/out", *more) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+
+
+def test_an_unknown_gpu_or_model_lists_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--trace", f"{folder}/trace.csv", "--slo", "ttft=1s,tpot=50ms"]
+    assert main([*words, "--model", "llama-3.1-8b", "--gpu", "h1000"]) == 2
+    assert "h100" in capsys.readouterr().err
+    assert main([*words, "--model", "llama-3.1-9b"]) == 2
+    assert "llama-3.1-8b" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "--model: missing" in capsys.readouterr().err
+
+
+def test_a_request_longer_than_the_context_is_counted_and_can_be_dropped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    write_profile(replace(worker(), context_limit_tokens=640), folder / "worker.yaml")
+    assert plan(folder) == 2
+    assert re.search(
+        r"\d+ of 400 requests are longer than the model's context of 640", capsys.readouterr().err
+    )
+    assert plan(folder, "--drop-too-long", "--format", "json") == 0
+    said = capsys.readouterr()
+    assert "left out" in said.err
+    assert json.loads(said.out)["inputs"]["requests"] < 400
+
+
+def test_a_request_longer_than_every_kv_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(worker(kv=300), folder / "worker.yaml")
+    assert plan(folder) == 2
+    assert "the largest KV capacity on offer is 300" in capsys.readouterr().err
+
+
+def test_a_config_file_sets_any_flag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "flags.yaml").write_text(
+        f"trace: [{folder}/trace.csv]\nslo: {{ttft: 500ms, tpot: 30ms}}\nattainment: 0.95\n"
+        f"profile: [{folder}/worker.yaml]\nformat: json\n"
+    )
+    assert main(["plan", "--config", f"{folder}/flags.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out)["attainment"]["target"] == 0.95
+
+
+def test_ctrl_c_in_mid_search_exits_130_and_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenfleet.planning.scenarios import Worlds
+
+    replay, calls = Worlds.replay, 0
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return replay(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worlds, "replay", interrupted)
+    assert plan(folder, "--output-dir", f"{folder}/out") == 130
+    assert not (folder / "out").exists()
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_full_disk_exits_2_and_leaves_nothing_half_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert plan(folder, "--output-dir", f"{folder}/out") == 2
+    assert "cannot be written: No space left on device" in capsys.readouterr().err
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_split_mode_needs_no_more_than_the_flag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile(worker(mode=EngineMode.PREFILL_FIRST), folder / "worker.yaml")
+    assert plan(folder, "--engine", "split", "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {group["role"] for group in said["fleet"]} == {"prefill", "decode"}

@@ -1,0 +1,76 @@
+"""`tokenfleet simulate`: one fleet, its figures, and one row a request."""
+
+import json
+from pathlib import Path
+
+import pytest
+from planning_builders import poisson, worker
+from test_plan_command import save
+
+from tokenfleet.cli.main import main
+from tokenfleet.profiles.library import write_profile
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trace and a profile."""
+    save(poisson(requests=200), tmp_path / "trace.csv")
+    write_profile(worker(), tmp_path / "worker.yaml")
+    return tmp_path
+
+
+def simulated(folder: Path, *more: str) -> int:
+    words = ["simulate", "--trace", f"{folder}/trace.csv", "--slo", "ttft=500ms,tpot=30ms"]
+    return main([*words, "--profile", f"{folder}/worker.yaml", "--workers", "3", *more])
+
+
+def test_the_json_is_the_contract_s(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(folder, "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["schema"] == "tokenfleet.simulation/1"
+    assert said["requests"] == said["finished"] == 200
+    assert set(said["ttft_s"]) == {"p50", "p90", "p99", "mean"}
+    assert said["preemptions"] == said["migrations"] == 0
+    assert 0.0 < said["utilisation"] <= 1.0
+    assert said["wall_s"] >= 0.0
+
+
+def test_each_request_has_its_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(folder, "--per-request", f"{folder}/out/requests.csv", "--policy", "jsq") == 0
+    header, *rows = (folder / "out/requests.csv").read_text().splitlines()
+    columns = (
+        "request,arrival_s,prompt_tokens,output_tokens,worker,first_token_s,finish_s,preemptions,migrations"
+    )
+    assert header == columns
+    table = [dict(zip(columns.split(","), row.split(","), strict=True)) for row in rows]
+    assert len(table) == 200
+    assert all(float(r["arrival_s"]) < float(r["first_token_s"]) <= float(r["finish_s"]) for r in table)
+    assert {r["worker"] for r in table} == {"0", "1", "2"}
+    assert "attainment" in capsys.readouterr().out
+
+
+def test_split_mode_wants_to_know_how_many_prefill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(folder, "--engine", "split") == 2
+    assert "--prefill-workers" in capsys.readouterr().err
+    assert simulated(folder, "--engine", "split", "--prefill-workers", "3") == 2
+    assert simulated(folder, "--engine", "split", "--prefill-workers", "1", "--kv-transfer", "5ms") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--workers", "0"], "--workers"),
+        (["--policy", "best"], "--policy: one of"),
+        (["--prefill-workers", "1"], "only with --engine split"),
+        (["--max-seqs", "5000"], "max_batched_tokens"),
+        (["--gpu", "h100"], "leave out --gpu"),
+        (["--per-request", "/proc/none/requests.csv"], "cannot be written"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str
+) -> None:
+    assert simulated(folder, *more) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1

@@ -1,0 +1,378 @@
+"""Exports: objects as their APIs take them, the plan's own numbers in them, rules on metrics there are."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkout import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from controlplane.errors import BadInput
+from controlplane.types import Slo
+from tokenfleet.cli.main import main
+from tokenfleet.export.deployment import Deployment, Span, WorkerGroup, deployment
+from tokenfleet.export.files import KINDS, ExportSettings, export_files
+from tokenfleet.export.grafana import dashboard, dashboard_text
+from tokenfleet.export.keda import DAY, floors, keda, windows
+from tokenfleet.export.kubernetes import checked_object
+from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
+
+SLO, TARGET = Slo(1.6, 0.075), 0.99  # what `serve` promises by default; deploy/ has its rules and dashboard
+
+
+def plan(**more: Any) -> dict[str, Any]:
+    """A plan as `plan --format json` has it, of the fields that a deployment needs."""
+    limits = {"mode": "chunked", "max_batched_tokens": 8192, "max_seqs": 256}
+    return {
+        "schema": "tokenfleet.plan/1",
+        "feasible": True,
+        "fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 5, "gpus": 10, "role": "any"}],
+        "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
+        "attainment": {"target": 0.995},
+        "schedule": [
+            {"start_s": 0.0, "end_s": 3600.0, "workers": 3},
+            {"start_s": 3600.0, "end_s": 7200.0, "workers": 5},
+        ],
+        "schedule_detail": {"paid": {"cold_start_s": 300.0}},
+        "inputs": {
+            "profiles": [
+                {"model": "llama-3.1-8b", "gpu": gpu, "tp_degree": 2, "engine_limits": limits}
+                for gpu in ("h100-sxm", "a100-sxm")
+            ],
+            "clock_start_unix_s": datetime(2026, 1, 15, 7, 0, tzinfo=UTC).timestamp(),
+            "rate_scale": 1.0,
+        },
+    } | more
+
+
+def fleet(**more: Any) -> Deployment:
+    return deployment(plan(**more), "plan.json")
+
+
+def documents(texts: dict[Path, str]) -> list[dict[str, Any]]:
+    return [d for p, t in texts.items() if p.suffix == ".yaml" for d in yaml.safe_load_all(t)]
+
+
+def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
+    texts = export_files(fleet(), ["kuberay", "keda", "prometheus"], ExportSettings(), Path("out"))
+    objects = [d for d in documents(texts) if "kind" in d]
+    assert {d["kind"] for d in objects} == {"RayJob", "Service", "ScaledObject", "PrometheusRule"}
+    for one in objects:
+        checked_object(one)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("metadata", "name"), "Not_A_Name"),
+        (("spec", "replica"), 1),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "4"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "image"), ""),
+    ],
+)
+def test_the_check_finds_what_an_api_would_refuse(path: tuple[Any, ...], value: Any) -> None:
+    texts = export_files(fleet(), ["kuberay"], ExportSettings(), Path("out"))
+    job = documents(texts)[0]
+    part = job
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    with pytest.raises(ValidationError):
+        checked_object(job)
+
+
+def test_kuberay_has_the_plan_s_gpus_workers_and_engine_limits() -> None:
+    job = documents(export_files(fleet(), ["kuberay"], ExportSettings(image="r/t:1"), Path("out")))[0]
+    cluster = job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    pods = [cluster["headGroupSpec"]["template"]] + [group["template"]] * group["replicas"]
+    limits = [pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
+    assert limits == ["2"] * 5
+    assert {pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for pod in pods} == {
+        "NVIDIA-H100-80GB-HBM3"
+    }
+    command = job["spec"]["entrypoint"]
+    assert (
+        "serve --model meta-llama/Llama-3.1-8B-Instruct --workers 5 --tp 2 --slo ttft=0.4s,tpot=0.03s"
+        in command
+    )
+    assert command.endswith("-- --max-num-batched-tokens 8192 --max-num-seqs 256")
+    assert "key" not in command.lower()  # secrets come by the environment
+
+
+def test_the_command_in_every_export_is_one_that_serve_takes() -> None:
+    from tokenfleet.cli.main import VERBS, _command
+    from tokenfleet.export.kuberay import serve_words
+
+    command = _command(VERBS["serve"])
+    context = command.make_context("serve", serve_words(fleet())[2:], resilient_parsing=False)
+    assert context.params["workers"] == 5
+    assert context.params["engine_flags"] == ["--max-num-batched-tokens", "8192", "--max-num-seqs", "256"]
+    pod = yaml.safe_load((ROOT / "deploy/kustomize/base/deployment.yaml").read_text())["spec"]["template"][
+        "spec"
+    ]
+    arguments = pod["containers"][0]["args"]
+    assert arguments[0] == "serve"
+    found = command.make_context("serve", arguments[1:], resilient_parsing=False).params
+    wait_s = int(found["shutdown_wait"].removesuffix("s"))
+    assert pod["terminationGracePeriodSeconds"] > wait_s
+
+
+def test_production_stack_gets_a_model_for_each_kind_of_worker() -> None:
+    parts = [
+        {"gpu": "h100-sxm", "tp_degree": 2, "workers": 2},
+        {"gpu": "a100-sxm", "tp_degree": 2, "workers": 3},
+    ]
+    (values,) = documents(export_files(fleet(fleet=parts), ["production-stack"], ExportSettings(), Path("o")))
+    first, second = values["servingEngineSpec"]["modelSpec"]
+    assert (first["replicaCount"], first["requestGPU"], second["replicaCount"]) == (2, 2, 3)
+    assert first["vllmConfig"]["tensorParallelSize"] == 2
+    assert first["vllmConfig"]["maxNumSeqs"] == 256
+    assert first["vllmConfig"]["extraArgs"] == ["--max-num-batched-tokens", "8192"]
+
+
+def test_floors_are_local_and_begin_a_cold_start_early() -> None:
+    minutes = floors(fleet(), "Europe/Berlin")  # 07:00 UTC is 08:00 there in January
+    assert minutes[8 * 60] == 3
+    assert minutes[8 * 60 + 54] == 3
+    assert minutes[8 * 60 + 55] == 5  # wanted from 09:00 on, five minutes to start
+    assert minutes[9 * 60 + 59] == 5
+    assert minutes[3 * 60] == 5  # not in the trace: the whole fleet
+    (scaled,) = keda(fleet(), "stack", "Europe/Berlin")
+    assert scaled["spec"]["minReplicaCount"] == 3
+    assert [t["metadata"] for t in scaled["spec"]["triggers"]] == [
+        {"timezone": "Europe/Berlin", "start": "55 8 * * *", "end": "55 7 * * *", "desiredReplicas": "5"}
+    ]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == "stack-h100-sxm-tp2-deployment-vllm"
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.integers(0, DAY - 1))
+def test_the_windows_say_every_minute_s_floor(counts: list[int], shift: int) -> None:
+    """Whatever the day, the highest active window (or the least) is each minute's count."""
+    length = -(-DAY // len(counts))
+    day = [counts[m // length] for m in range(DAY)]
+    day = day[shift:] + day[:shift]
+    for minute in range(DAY):
+        active = [
+            n
+            for start, end, n in windows(day)
+            if (start <= minute < end if start < end else minute >= start or minute < end)
+        ]
+        assert max([min(day), *active]) == day[minute]
+    assert all(start != end for start, end, _ in windows(day))  # KEDA refuses such
+
+
+def test_a_trace_of_several_days_gives_the_most_of_any_day() -> None:
+    spans = tuple(Span(i * 86400.0, (i + 1) * 86400.0, n) for i, n in enumerate((2, 4, 3)))
+    group = WorkerGroup("h100-sxm", 1, 4, "any", None, None, None)
+    week = Deployment((group,), "m", SLO, TARGET, spans, 0.0, 0.0)
+    assert floors(week, "UTC") == [4] * DAY
+    assert keda(week, "s", "UTC")[0]["spec"]["triggers"]
+
+
+def budget_rules(attainment: float) -> list[dict[str, Any]]:
+    return rule_groups(SLO, attainment)["groups"][1]["rules"]
+
+
+@pytest.mark.parametrize("attainment", [0.5, 0.9, 0.95, 0.99, 0.999, 0.9999])
+def test_every_alert_can_fire_and_none_does_within_the_budget(attainment: float) -> None:
+    for burn, rule in zip(BURNS, budget_rules(attainment), strict=True):
+        limits = [float(text) for text in re.findall(r"> ([\d.e-]+)", rule["expr"])]
+        assert limits == pytest.approx([threshold(burn.factor, 1 - attainment)] * 2, rel=1e-5)
+        assert 1 - attainment <= limits[0] * (1 + 1e-5)
+        assert limits[0] < 1.0
+
+
+def metric_names() -> set[str]:
+    """Every series of our registry, as Prometheus sees it."""
+    metrics = pytest.importorskip("dataplane.live.gateway.metrics").Metrics()
+    names = set()
+    for family in metrics.registry.collect():
+        kinds = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        names |= {family.name + suffix for suffix in kinds}
+    return names
+
+
+def expressions() -> list[str]:
+    rules = [r["expr"] for g in rule_groups(SLO, TARGET)["groups"] for r in g["rules"]]
+    panels = [t["expr"] for p in dashboard(SLO, TARGET)["panels"] for t in p.get("targets", ())]
+    return rules + panels
+
+
+def test_rules_and_dashboard_ask_only_for_metrics_there_are() -> None:
+    asked = set(re.findall(r"\btokenfleet_[a-z_]+", " ".join(expressions())))
+    assert "tokenfleet_slo_requests_total" in asked
+    assert asked <= metric_names()
+
+
+def test_rules_use_only_what_they_record_and_brackets_match() -> None:
+    recorded = {r["record"] for g in rule_groups(SLO, TARGET)["groups"] for r in g["rules"] if "record" in r}
+    used = set(re.findall(r"tokenfleet:[a-z0-9_:]+", " ".join(expressions())))
+    assert used <= recorded
+    for text in expressions():
+        for left, right in ("()", "[]", "{}"):
+            assert text.count(left) == text.count(right)
+
+
+def test_outcomes_in_the_rules_are_those_the_gateway_counts() -> None:
+    source = "".join(p.read_text() for p in (ROOT / "dataplane" / "live").rglob("*.py"))
+    for outcome in ("failed", "rejected"):
+        assert f'"{outcome}"' in source
+
+
+def test_what_deploy_has_is_what_the_exports_give() -> None:
+    assert (ROOT / "deploy/grafana/tokenfleet.json").read_text() == dashboard_text(SLO, TARGET)
+    assert (ROOT / "deploy/prometheus/tokenfleet.rules.yaml").read_text() == prometheus_rules(SLO, TARGET)
+
+
+def test_panels_do_not_overlap_and_the_target_is_in_them() -> None:
+    panels = dashboard(Slo(0.4, 0.03), 0.995)["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert len({panel["id"] for panel in panels if "id" in panel}) == len([p for p in panels if "id" in p])
+    ttft = next(panel for panel in panels if panel["title"] == "Time to first token")
+    assert ttft["fieldConfig"]["defaults"]["thresholds"]["steps"][1]["value"] == 0.4
+
+
+_UNIT_KEYS = {
+    "Unit": "Description After Wants StartLimitIntervalSec StartLimitBurst",
+    "Service": "Type User EnvironmentFile Environment ExecStart KillMode KillSignal TimeoutStopSec Restart"
+    " RestartSec StateDirectory LimitNOFILE LimitMEMLOCK TasksMax OOMPolicy NoNewPrivileges ProtectSystem"
+    " ProtectHome PrivateTmp RestrictSUIDSGID",
+    "Install": "WantedBy",
+}
+
+
+def test_the_unit_has_only_keys_that_systemd_knows(tmp_path: Path) -> None:
+    from tokenfleet.export.systemd import systemd_unit
+
+    section = ""
+    for line in systemd_unit(fleet()).splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            assert line.partition("=")[0] in _UNIT_KEYS[section].split(), line
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        return
+    program = shutil.which("true")
+    assert program
+    unit = tmp_path / "tokenfleet.service"
+    unit.write_text(systemd_unit(fleet(), program))
+    said = subprocess.run([analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True)
+    assert "tokenfleet.service:" not in said.stderr, said.stderr
+
+
+def test_kustomize_renders_objects_that_their_apis_take() -> None:
+    kubectl = shutil.which("kubectl")
+    for folder in ("base", "emulated"):
+        where = ROOT / "deploy" / "kustomize" / folder
+        for path in where.glob("*.yaml"):
+            for one in yaml.safe_load_all(path.read_text()):
+                if one["kind"] != "Kustomization":
+                    checked_object(one)
+        if kubectl is None:
+            continue
+        done = subprocess.run([kubectl, "kustomize", str(where)], capture_output=True, text=True, check=True)
+        rendered = list(yaml.safe_load_all(done.stdout))
+        assert {one["kind"] for one in rendered} == {"Deployment", "Service", "PersistentVolumeClaim"}
+        for one in rendered:
+            checked_object(one)
+        pod = next(one for one in rendered if one["kind"] == "Deployment")["spec"]["template"]["spec"]
+        assert ("--engine=emulated" in pod["containers"][0]["args"]) == (folder == "emulated")
+        assert ("nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]) == (folder == "base")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"feasible": False}, "kuberay", "found no fleet"),
+        ({"schema": "tokenfleet.plan/2"}, "kuberay", "schema"),
+        ({"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": -1}]}, "systemd", "fleet.0.workers"),
+        ({"fleet": [{"gpu": "b9", "tp_degree": 1, "workers": 1}]}, "systemd", "inputs.profiles has no b9"),
+        ({"fleet": [{"gpu": "x\nExecStart=rm", "tp_degree": 1, "workers": 1}]}, "systemd", "fleet.0.gpu"),
+        ({"schedule": []}, "keda", "no schedule"),
+        ({"slo": {"ttft_s": 0, "tpot_s": 0.1}}, "prometheus", "slo.ttft_s"),
+    ],
+)
+def test_a_plan_that_cannot_be_deployed_is_one_line(
+    change: dict[str, Any], kind: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan(**change)))
+    words = ["export", kind, "--plan", f"{tmp_path}/plan.json", "--output-dir", f"{tmp_path}/out"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def mixed(*gpus: str) -> Deployment:
+    """A worker over one GPU of the first type, and two over two of the last."""
+    parts = [{"gpu": gpu, "tp_degree": n, "workers": n} for n, gpu in ((1, gpus[0]), (2, gpus[-1]))]
+    profiles = [{"model": "llama-3.1-8b", "gpu": p["gpu"], "tp_degree": p["tp_degree"]} for p in parts]
+    return fleet(fleet=parts, inputs=plan()["inputs"] | {"profiles": profiles})
+
+
+def test_a_mix_is_one_serve_with_a_group_of_pods_for_each_kind() -> None:
+    from tokenfleet.cli.main import VERBS, _command
+
+    job = documents(export_files(mixed("h100-sxm"), ["kuberay"], ExportSettings(), Path("out")))[0]
+    pods = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(pod["groupName"], pod["replicas"]) for pod in pods] == [("h100-sxm-tp2", 2)]  # TP1: the head
+    words = shlex.split(job["spec"]["entrypoint"])
+    found = _command(VERBS["serve"]).make_context("serve", words[2:], resilient_parsing=False)
+    assert list(found.params["kind"]) == [
+        "gpu=h100-sxm,tp=1,workers=1,max=1",
+        "gpu=h100-sxm,tp=2,workers=2,max=2",
+    ]
+    unit = export_files(mixed("h100-sxm"), ["systemd"], ExportSettings(), Path("out"))
+    assert "this machine needs 5 GPUs" in "".join(unit.values())
+
+
+def test_one_machine_has_one_type_of_gpu() -> None:
+    with pytest.raises(BadInput, match="plan with"):
+        export_files(mixed("h100-sxm", "a100-sxm"), ["systemd"], ExportSettings(), Path("out"))
+
+
+def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from planning_builders import poisson
+    from test_plan_command import save
+
+    save(poisson(requests=300), tmp_path / "trace.csv")
+    words = [
+        "plan",
+        "--trace",
+        f"{tmp_path}/trace.csv",
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "h100",
+        "--tp",
+        "1",
+    ]
+    words += ["--slo", "ttft=1s,tpot=50ms", "--attainment", "0.95", "--output-dir", f"{tmp_path}/out"]
+    assert main(words) == 0
+    capsys.readouterr()
+    words = ["export", *KINDS, "--plan", f"{tmp_path}/out/plan.json", "--output-dir", f"{tmp_path}/deployed"]
+    assert main([*words, "--timezone", "Asia/Tokyo"]) == 2  # the made trace tells no time of day
+    assert "--day-begins" in capsys.readouterr().err
+    assert main([*words, "--timezone", "Mars/Olympus"]) == 2
+    assert "IANA" in capsys.readouterr().err
+    assert main([*words, "--timezone", "Asia/Tokyo", "--day-begins", "23:58"]) == 0
+    files = [Path(line) for line in capsys.readouterr().out.split()]
+    assert {path.parent.name for path in files} == set(KINDS)
+    assert "--max-num-seqs 256" in (tmp_path / "deployed/systemd/tokenfleet.service").read_text()

@@ -1,0 +1,150 @@
+"""A schedule with cold starts, against looking at every second; spares, against every case there is."""
+
+import json
+from itertools import pairwise, product
+from math import comb
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_builders import offer, planned, poisson, worker
+from test_plan_command import plan, save
+
+from controlplane.errors import BadInput
+from controlplane.scaler.worker_types import enough_stand, missing_share
+from tokenfleet.planning.fleet import Fleet, Group, spares_for
+from tokenfleet.planning.question import Question
+from tokenfleet.planning.schedule import Stretch, paid
+from tokenfleet.profiles.library import write_profile
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> list[Stretch]:
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=7))
+    edges = [0]
+    for length in lengths:
+        edges.append(edges[-1] + length)
+    counts = [draw(st.integers(0, 5)) for _ in lengths]
+    return [Stretch(a, b, n) for (a, b), n in zip(pairwise(edges), counts, strict=True)]
+
+
+def wanted(schedule: list[Stretch], t: float) -> int:
+    return next(s.workers for s in schedule if s.start_s <= t < s.end_s)
+
+
+@given(schedules(), st.integers(0, 40))
+def test_every_second_pays_for_what_the_cold_start_ahead_wants(schedule: list[Stretch], lead: int) -> None:
+    found = paid(schedule, lead)
+    end = int(schedule[-1].end_s)
+    for t in range(end):
+        ahead = max(wanted(schedule, u) for u in range(t, min(t + lead, end - 1) + 1))
+        assert wanted(list(found.stretches), t) == ahead
+    assert found.worker_hours >= sum(s.workers * (s.end_s - s.start_s) for s in schedule) / 3600 - 1e-12
+
+
+@given(schedules(), st.integers(0, 40))
+def test_every_worker_that_serves_was_there_at_first_or_ordered_in_time(
+    schedule: list[Stretch], lead: int
+) -> None:
+    """Walk through time with the paid workers only: they rise by orders alone, and by no more than needed."""
+    found = paid(schedule, lead)
+    assert all(order.ready_s - order.order_s == lead for order in found.orders)
+    in_time = [order for order in found.orders if order.order_s > 0]
+    rises = {s.start_s: s.workers - p.workers for p, s in pairwise(found.stretches) if s.workers > p.workers}
+    assert {o.order_s: o.workers for o in in_time} == rises
+    # What was ordered before the trace began is paid from its start on.
+    before = sum(o.workers for o in found.orders if o.order_s <= 0)
+    assert found.stretches[0].workers == schedule[0].workers + before
+
+
+def test_no_cold_start_pays_what_is_wanted() -> None:
+    schedule = [Stretch(0, 60, 2), Stretch(60, 120, 3), Stretch(120, 180, 1)]
+    assert list(paid(schedule, 0.0).stretches) == schedule
+
+
+@given(st.integers(1, 6), st.integers(0, 4), st.floats(0.0, 0.9))
+def test_enough_stand_is_the_sum_over_every_case(needed: int, spares: int, missing: float) -> None:
+    everyone = needed + spares
+    by_hand = sum(
+        comb(everyone, gone) * missing**gone * (1 - missing) ** (everyone - gone)
+        for gone in range(spares + 1)
+    )
+    assert enough_stand(needed, spares, missing) == pytest.approx(by_hand, abs=1e-12)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    st.floats(0.001, 0.5),
+    st.floats(1.0, 1200.0),
+    st.floats(0.9905, 0.9999),
+)
+def test_the_spares_hold_the_target_and_one_fewer_of_any_group_does_not(
+    counts: list[int], reclaims: float, cold_s: float, low: float
+) -> None:
+    fleet = Fleet(tuple(Group(offer(worker(gpu=f"gpu{i}")), n) for i, n in enumerate(counts)))
+    found = spares_for(fleet, low, 0.99, reclaims, cold_s, request_s=5.0)
+    if found is None:
+        return
+    assert low * found.survives >= 0.99
+    assert found.survives <= 1.0
+    missing = missing_share(reclaims, cold_s)
+    assert missing == pytest.approx(cold_s / (cold_s + 3600 / reclaims))
+    extra = [b.workers - s.workers for b, s in zip(found.bought.groups, fleet.groups, strict=True)]
+    if len(counts) == 1 and extra[0]:
+        assert low * enough_stand(counts[0], extra[0] - 1, missing) * found.untouched < 0.99
+    cheaper = [
+        other
+        for other in product(*(range(k + 1) for k in extra))
+        if sum(other) < sum(extra) - len(counts)  # greedy may be one off in a mix, not more
+        and low
+        * found.untouched
+        * enough_stand(counts[0], other[0], missing)
+        * (enough_stand(counts[1], other[1], missing) if len(counts) > 1 else 1.0)
+        >= 0.99
+    ]
+    assert not cheaper
+
+
+def test_reclaims_that_hit_too_many_running_requests_are_past_mending() -> None:
+    fleet = Fleet((Group(offer(), 3),))
+    assert spares_for(fleet, 0.9901, 0.99, reclaims_per_h=60.0, cold_start_s=60.0, request_s=60.0) is None
+
+
+def test_a_spot_plan_buys_spares_and_says_what_they_leave() -> None:
+    found = planned(reclaims_per_h=0.5, cold_start_s=600.0)
+    plain = planned()
+    assert found.best is not None
+    assert plain.best is not None
+    assert found.spares is not None
+    assert found.spares.workers >= 1
+    assert found.best.fleet.workers == found.spares.serving.workers + found.spares.workers
+    assert found.best.estimate is not None
+    assert found.best.estimate.low >= 0.95
+    assert found.question.reclaims_per_h == 0.5
+
+
+def test_where_reclaims_leave_no_fleet_the_plan_says_so() -> None:
+    found = planned(reclaims_per_h=400.0, cold_start_s=600.0)
+    assert not found.feasible
+    assert "reclaimed 400 times an hour" in found.reason
+
+
+def test_replacements_take_time() -> None:
+    with pytest.raises(BadInput, match="--cold-start"):
+        Question(planned().slo, reclaims_per_h=0.1)
+
+
+def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without_spot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(poisson(requests=400), tmp_path / "trace.csv")
+    write_profile(worker(), tmp_path / "worker.yaml")
+    assert plan(tmp_path, "--cold-start", "10s", "--format", "json") == 0
+    detail = json.loads(capsys.readouterr().out)["schedule_detail"]["paid"]
+    assert detail["cold_start_s"] == 10.0
+    assert detail["stretches"][0]["start_s"] == 0.0
+    assert plan(tmp_path, "--reclaims-per-h", "0.1") == 2
+    assert "--spot" in capsys.readouterr().err
+    assert plan(tmp_path, "--output-scale", "0") == 2
+    assert "--output-scale: must be positive" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""How far levels of the traffic drift: what a trace shows of it, and what a draw makes of it."""
+
+import numpy as np
+import pytest
+from planning_builders import planned, poisson
+
+from controlplane.workload import Workload
+from tokenfleet.planning.result import Doubt
+from tokenfleet.planning.scenarios import INDEPENDENT, SPANS, USUAL, WEIGHT, Drift, drift_of, drift_seen
+
+
+def at_levels(rates_rps: list[float], each_s: float = 300.0, seed: int = 0) -> Workload:
+    """Poisson arrivals at one rate after the other, all requests alike."""
+    rng = np.random.default_rng(seed)
+    parts = [
+        i * each_s + np.sort(rng.uniform(0, each_s, rng.poisson(r * each_s))) for i, r in enumerate(rates_rps)
+    ]
+    arrival_s = np.concatenate(parts)
+    return Workload(arrival_s, np.full(len(arrival_s), 100), np.full(len(arrival_s), 50))
+
+
+def level(workload: Workload, which: int = 0) -> float:
+    """The standard deviation of a level's drift that the trace alone shows."""
+    return float(np.sqrt(drift_seen(workload)[0][which, which]))
+
+
+def test_traffic_that_stays_what_it_is_shows_next_to_no_drift() -> None:
+    shown = [level(at_levels([10.0] * SPANS, seed=s)) for s in range(40)]
+    # Chance alone would make spans of 3,000 requests differ by 2.6 %.
+    assert np.median(shown) < 0.013
+    assert np.mean([s == 0.0 for s in shown]) > 0.2
+
+
+def test_levels_that_scatter_show_as_much_drift_as_stretches_of_them_differ() -> None:
+    rng = np.random.default_rng(1)
+    shown = [
+        level(at_levels(list(10 * np.exp(0.2 * rng.standard_normal(SPANS))), each_s=60.0, seed=s))
+        for s in range(60)
+    ]
+    # Two levels differ by sqrt(2) of their scatter.
+    assert np.sqrt(np.mean(np.square(shown))) == pytest.approx(0.2 * np.sqrt(2), rel=0.1)
+
+
+def test_a_trend_is_shape_and_no_drift() -> None:
+    steady_growth = at_levels(list(10 * np.exp(np.linspace(0, 2, 240))), each_s=30.0)
+    assert level(steady_growth) < 0.03  # from one span to the next it grows by 0.083
+
+
+def test_rate_and_lengths_drift_together_where_they_changed_together() -> None:
+    levels = np.exp(0.3 * np.random.default_rng(4).standard_normal(SPANS))
+    workload = at_levels(list(10 / levels), seed=3)
+    span = np.minimum(workload.arrival_s // 300.0, SPANS - 1).astype(int)
+    outputs = np.round(50 * levels[span]).astype(np.int64)
+    workload = Workload(workload.arrival_s, workload.prompt_tokens, outputs)
+    seen, _ = drift_seen(workload)
+    assert seen[0, 2] / np.sqrt(seen[0, 0] * seen[2, 2]) < -0.95
+    assert level(workload, 1) < 0.02
+
+
+@pytest.mark.parametrize("scatter", [0.0, 0.4])
+def test_what_a_trace_shows_is_joined_with_what_is_usual_and_outweighs_it_when_long(scatter: float) -> None:
+    rng = np.random.default_rng(6)
+    off = []
+    for spans in (SPANS, 10 * SPANS):
+        levels = list(2 * np.exp(scatter * rng.standard_normal(spans)))
+        workload = at_levels(levels, each_s=3600.0 if spans > SPANS else 300.0)
+        drift, seen = drift_of(workload), level(workload)
+        assert min(seen, USUAL) <= drift.per_level[0] <= max(seen, USUAL)
+        off.append(abs(drift.per_level[0] ** 2 - seen**2) / abs(USUAL**2 - seen**2))
+    assert off[0] == pytest.approx(WEIGHT / (WEIGHT + INDEPENDENT * (SPANS - 2)))
+    assert off[1] < 0.06
+
+
+def test_a_draw_keeps_the_requests_and_makes_none_longer_than_the_longest() -> None:
+    workload = poisson(requests=300)
+    drift = Drift(np.diag([0.3, 0.5, 0.5]), 6)
+    for seed in range(20):
+        drawn = drift.drawn(workload, np.random.default_rng(seed))
+        assert len(drawn) == len(workload)
+        for name in ("prompt_tokens", "output_tokens"):
+            assert getattr(drawn, name).min() >= 1
+            assert getattr(drawn, name).max() <= getattr(workload, name).max()
+
+
+def test_draws_are_off_by_the_drift_and_by_more_for_being_known_so_little() -> None:
+    workload = poisson(requests=300)
+    drift = Drift(np.diag([0.2, 0.0, 0.0]), 5)
+    rates = [
+        drift.drawn(workload, np.random.default_rng(s)).rate_rps / workload.rate_rps for s in range(4000)
+    ]
+    # Student's t with 5 degrees of freedom: variance 5/3.
+    assert np.std(np.log(rates)) == pytest.approx(0.2 * np.sqrt(5 / 3), rel=0.1)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 100])
+def test_a_trace_too_short_to_tell_drifts_as_is_usual(requests: int) -> None:
+    workload = poisson(requests=requests)
+    assert not drift_seen(workload)[0].any()
+    drift = drift_of(workload)
+    assert drift.per_level == pytest.approx([USUAL, 0.0, 0.0])
+    drawn = drift.drawn(workload, np.random.default_rng(0))
+    assert np.array_equal(drawn.prompt_tokens, workload.prompt_tokens)
+
+
+def test_a_long_trace_is_judged_by_its_hours() -> None:
+    _, independent = drift_seen(at_levels([1.0] * 48, each_s=3600.0))
+    assert independent == pytest.approx(0.6 * 46)
+
+
+def test_a_plan_says_how_much_of_its_doubt_comes_from_where() -> None:
+    shares = Doubt(arrivals=0.01, drift=0.02, coefficients=0.0).shares
+    assert list(shares) == ["drift", "arrivals"]
+    assert shares == pytest.approx({"drift": 0.8, "arrivals": 0.2})
+    assert Doubt(0.0, 0.0, 0.0).shares == {}
+
+
+def test_a_plan_that_lets_traffic_drift_doubts_more_and_says_why() -> None:
+    workload = at_levels([32.0] * SPANS, each_s=4.0)
+    still, drifting = (planned(workload, explained=True, drifts=drifts) for drifts in (False, True))
+    assert still.best is not None
+    assert drifting.best is not None
+    assert drifting.best.fleet.workers == still.best.fleet.workers
+    assert drifting.best.estimate is not None
+    assert still.best.estimate is not None
+    assert drifting.best.estimate.low < still.best.estimate.low
+    assert still.doubt is not None
+    assert drifting.doubt is not None
+    assert "drift" not in still.doubt.shares
+    assert drifting.doubt.mostly == "drift"
+
+
+def test_where_a_fleet_only_just_holds_drift_takes_another_worker() -> None:
+    workload = at_levels([34.0] * SPANS, each_s=4.0)
+    plans = [planned(workload, drifts=drifts) for drifts in (False, True)]
+    assert [plan.best.fleet.workers for plan in plans if plan.best is not None] == [2, 3]

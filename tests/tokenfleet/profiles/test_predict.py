@@ -1,0 +1,80 @@
+"""Profiles from operation tables: what is asked of them, what is refused, what is said beside the numbers."""
+
+import importlib.util
+import json
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from controlplane.errors import BadInput, ProfileMissing
+from tokenfleet.cli.main import main
+
+HAS_TABLES = importlib.util.find_spec("aiconfigurator_core") is not None
+needs_tables = pytest.mark.skipif(
+    not HAS_TABLES, reason="aiconfigurator-core is not installed (predict extra)"
+)
+
+
+@pytest.mark.skipif(HAS_TABLES, reason="aiconfigurator-core is installed")
+def test_without_the_package_one_line_says_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.yaml"
+    words = ["profile", "--predict", "--model", "llama-3.1-8b", "--gpu", "h100", "--out", str(out)]
+    assert main(words) == 2
+    assert "pip install 'tokenfleet[predict]'" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_gpu_must_be_named_and_only_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "p.yaml")
+    assert main(["profile", "--predict", "--model", "m", "--out", out]) == 2
+    assert "--gpu: which one?" in capsys.readouterr().err
+    assert main(["profile", "--model", "m", "--gpu", "h100", "--out", out]) == 2
+    assert "only with --predict" in capsys.readouterr().err
+
+
+@needs_tables
+def test_a_composed_profile_says_what_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenfleet.profiles.library import find_profiles, read_profile
+
+    out = tmp_path / "p.yaml"
+    words = ["profile", "--predict", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--gpu", "h100"]
+    assert main([*words, "--host", "2ms", "--out", str(out), "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    profile = read_profile(out)
+    assert profile.source.kind == "composed"
+    assert profile.source.host_s == 0.002
+    assert (profile.model, profile.gpu) == ("llama-3.1-8b", "h100-sxm")
+    assert told["kv_tokens"] == profile.kv.capacity_tokens
+    assert profile.residuals.unseen_relative >= 0.1
+    # The shipped one was composed from the same tables by another route.
+    (shipped,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
+    for batch in (1, 16, 128):
+        ours = float(profile.without_host().step.step_s(0, batch, 1024 * batch))
+        theirs = float(shipped.without_host().step.step_s(0, batch, 1024 * batch))
+        assert ours == pytest.approx(theirs, rel=0.1)
+    assert profile.kv.capacity_tokens == pytest.approx(shipped.kv.capacity_tokens, rel=0.1)
+
+
+@needs_tables
+@pytest.mark.parametrize(
+    ("model", "gpu", "tp", "error", "says"),
+    [
+        ("nope/x", "h100", 1, ProfileMissing, "not bundled"),
+        ("llama-3.1-8b", "tpu", 1, ProfileMissing, "no tables"),
+        ("llama-3.1-8b", "h100", 3, BadInput, "--tp: 3"),
+        ("llama-3.1-70b", "h100", 1, BadInput, "KV"),
+        (".", "h100", 1, BadInput, "no config.json"),
+    ],
+)
+def test_what_there_are_no_tables_for_is_refused(
+    model: str, gpu: str, tp: int, error: type[Exception], says: str
+) -> None:
+    from tokenfleet.profiles.predict import Asked, predicted_profile
+
+    with pytest.raises(error, match=says):
+        predicted_profile(Asked(model, gpu, tp, 0.001), date(2026, 1, 1))

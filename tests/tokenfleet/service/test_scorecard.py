@@ -1,0 +1,187 @@
+"""The scorecard: a plan against a fleet whose engines are known to differ from its profile by so much."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from test_history_files import written
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.uncertainty import with_times
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.cli.main import main
+from tokenfleet.profiles.library import find_profiles
+from tokenfleet.service.database import Database
+from tokenfleet.service.jobs import Plans
+from tokenfleet.service.scorecard import bias_of, scorecard_of
+
+SLO = Slo(0.4, 0.03)
+PROFILE = find_profiles("llama-3.1-8b", ["h100"], [1])[0]
+
+
+def plan_json(workers=2):
+    figures = {"p50": 0.1, "p90": 0.2, "p99": 0.3, "mean": 0.1}
+    return {
+        "schema": "tokenfleet.plan/1",
+        "feasible": True,
+        "reason": None,
+        "fleet": [
+            {
+                "gpu": PROFILE.gpu,
+                "tp_degree": 1,
+                "workers": workers,
+                "gpus": workers,
+                "usd_per_hour": 5.0,
+                "role": "any",
+            }
+        ],
+        "workers": workers,
+        "gpus": workers,
+        "usd_per_hour": 5.0,
+        "policy": "spread",
+        "engine_mode": str(PROFILE.engine.mode),
+        "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
+        "attainment": {"target": 0.9, "expected": 0.95, "low": 0.92},
+        "ttft_s": figures,
+        "tpot_s": figures,
+        "inputs": {
+            "rate_rps": 12.0,
+            "profiles": [
+                {
+                    "model": PROFILE.model,
+                    "gpu": PROFILE.gpu,
+                    "tp_degree": 1,
+                    "kind": str(PROFILE.source.kind),
+                    "date": str(PROFILE.source.date),
+                }
+            ],
+        },
+    }
+
+
+def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, others=()):
+    """A folder in which a fleet, so many times slower than its profile, was served under a plan."""
+    rng = np.random.default_rng(1)
+    workload = Workload(
+        np.cumsum(rng.exponential(1 / 10.0, requests)),
+        rng.integers(200, 1500, requests),
+        rng.integers(20, 300, requests),
+    )
+    specs = [WorkerSpec(with_times(PROFILE, decode, prefill))] * workers
+    predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    outcome = simulate(workload, specs, SLO, "spread", predictor=predictor)
+    database = Database(data / "tokenfleet.db")
+    plans = Plans(database)
+    name = plans.keep(plan or plan_json(workers), "served")
+    number = plans.begin_serving(name)
+    began_s = time.time() - 4000
+    with database.transaction() as cursor:
+        cursor.execute("UPDATE servings SET started_s = ?", (began_s - 1,))
+    plans.end_serving(number)
+    database.close()
+    base = {
+        "priority": "normal", "tenant": "t", "outcome": "finished", "ttft_target_s": SLO.ttft_s,
+        "tpot_target_s": SLO.tpot_s, "moves": 0, "replays": 0, "model": "m",
+    }  # fmt: skip
+    rows = [
+        base
+        | {
+            "arrival_s": began_s + workload.arrival_s[i],
+            "prompt_tokens": int(workload.prompt_tokens[i]),
+            "output_tokens": int(workload.output_tokens[i]),
+            "ttft_s": outcome.ttft_s[i],
+            "tpot_s": outcome.tpot_s[i],
+            "worker": f"w{outcome.worker[i]}",
+        }
+        for i in range(requests)
+    ]
+    written(data / "history", [*rows, *(rows[0] | other for other in others)])
+    return name, outcome
+
+
+def test_a_fleet_as_fast_as_its_profile_has_no_bias(tmp_path):
+    name, outcome = served(tmp_path)
+    card = scorecard_of(tmp_path, name)
+    assert (card["bias"]["decode"], card["bias"]["prefill"]) == (1.0, 1.0)
+    assert card["bias"]["left"] == pytest.approx({"tpot": 1.0, "ttft": 1.0}, abs=1e-5)
+    for what in ("ttft_s", "tpot_s"):
+        assert [row["ratio"] for row in card[what].values()] == pytest.approx([1.0] * 4, abs=1e-5)
+    assert card["attainment"]["observed"] == pytest.approx(outcome.attainment, abs=1e-6)
+    assert card["attainment"]["predicted"] == card["attainment"]["observed"]
+    assert card["workers"] == {"planned": 2, "seen": 2}
+    assert card["rate_rps"]["observed"] == pytest.approx(10.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(1.3, 1.3), (0.7, 0.8), (1.5, 1.0), (1.0, 1.8)])
+def test_the_bias_of_an_engine_is_found_from_its_latencies_alone(tmp_path, decode, prefill):
+    name, _ = served(tmp_path, decode, prefill)
+    card = scorecard_of(tmp_path, name)
+    assert card["bias"]["decode"] == pytest.approx(decode, rel=0.05)
+    assert card["bias"]["prefill"] == pytest.approx(prefill, rel=0.1)
+    assert max(abs(ratio - 1) for ratio in card["bias"]["left"].values()) < 0.1
+    assert bias_of(card).decode == card["bias"]["decode"]
+
+
+def test_what_was_turned_away_counts_as_missed_and_who_left_does_not(tmp_path):
+    away = {"outcome": "rejected", "output_tokens": 0, "ttft_s": None, "tpot_s": None, "worker": None}
+    name, outcome = served(tmp_path, others=[away] * 100 + [away | {"outcome": "aborted"}] * 50)
+    card = scorecard_of(tmp_path, name)
+    assert (card["requests"], card["not_served"]) == (1500, 100)
+    assert card["attainment"]["observed"] == pytest.approx(outcome.attainment * 1500 / 1600, abs=1e-6)
+
+
+def test_capacity_is_shown_only_where_the_fleet_was_pressed(tmp_path):
+    (tmp_path / "one").mkdir()
+    name, _ = served(tmp_path / "one")
+    assert scorecard_of(tmp_path / "one", name)["capacity"]["failed_rps"] is None
+    (tmp_path / "two").mkdir()
+    name, _ = served(tmp_path / "two", decode=4.0, prefill=4.0)
+    pressed = scorecard_of(tmp_path / "two", name)
+    assert pressed["capacity"]["failed_rps"] > 0
+    assert pressed["says"][0].startswith("target missed")
+
+
+def test_too_little_served_compares_nothing(tmp_path):
+    name, _ = served(tmp_path, requests=99)
+    card = scorecard_of(tmp_path, name)
+    assert (card["bias"], card["attainment"], card["requests"]) == (None, None, 99)
+    assert "100 are needed" in card["says"][0]
+    with pytest.raises(BadInput, match=r"--bias-from: .* 100 are needed"):
+        bias_of(card)
+
+
+def test_a_plan_of_another_profile_is_compared_but_not_replayed(tmp_path):
+    plan = plan_json()
+    plan["inputs"]["profiles"][0]["date"] = "2020-01-01"
+    name, _ = served(tmp_path, plan=plan)
+    card = scorecard_of(tmp_path, name)
+    assert card["ttft_s"]["p50"]["observed"] is not None
+    assert (card["ttft_s"]["p50"]["predicted"], card["bias"]) == (None, None)
+    assert any("cannot be replayed" in said for said in card["says"])
+
+
+def test_the_verbs_show_the_scorecard_and_feed_its_bias_to_the_next_plan(tmp_path, capsys):
+    name, _ = served(tmp_path, 1.5, 1.5)
+    assert main(["scorecard", "--data", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert name in shown
+    assert "observed / predicted" in shown
+    asked = [
+        "plan", "--since", "2h", "--data", str(tmp_path), "--model", "llama-3.1-8b", "--gpu", "h100",
+        "--tp", "1", "--slo", "ttft=2s,tpot=100ms", "--attainment", "0.9", "--confidence", "0.6",
+        "--format", "json",
+    ]  # fmt: skip
+    assert main(asked) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*asked, "--bias-from", "last"]) == 0
+    biased = capsys.readouterr()
+    told = json.loads(biased.out)
+    assert told["tpot_s"]["p50"] / told["workers"] > plain["tpot_s"]["p50"] / plain["workers"]
+    assert any(f"under plan {name}" in warning for warning in told["inputs"]["warnings"])
+    assert "decode x 1.5" in biased.err
+    assert main(["scorecard", "none", "--data", str(tmp_path)]) == 2
+    assert "no such plan is kept" in capsys.readouterr().err

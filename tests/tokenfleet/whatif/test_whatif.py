@@ -1,0 +1,312 @@
+"""What-ifs: the grid and its refusals, the same answers wherever it runs, what is kept, what a step costs."""
+
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planning_builders import SLO, offer, planned, poisson, worker
+from test_plan_command import save
+
+from controlplane.errors import BadInput
+from tokenfleet.cli.main import main
+from tokenfleet.planning.plan_file import plan_json
+from tokenfleet.profiles.library import write_profile
+from tokenfleet.traces import Trace, read_traces
+from tokenfleet.whatif import run
+from tokenfleet.whatif.axes import grid
+from tokenfleet.whatif.cache import Cache, key_of
+from tokenfleet.whatif.run import solved
+from tokenfleet.whatif.scenario import Asked, Scenario, changed, prepared
+from tokenfleet.whatif.solve import Memory, families
+from tokenfleet.whatif.view import whatif_json
+
+PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(
+    f'- {{gpu: {gpu}, on_demand: {usd}, spot: {usd / 2}, date: 2026-01-01, source: "made"}}\n'
+    for gpu, usd in (("made-gpu", 2.5), ("slow-gpu", 1.5))
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trace, two kinds of worker and their prices."""
+    save(poisson(requests=400), tmp_path / "trace.csv")
+    write_profile(worker(), tmp_path / "worker.yaml")
+    write_profile(worker(gpu="slow-gpu", slower=1.4), tmp_path / "slow.yaml")
+    (tmp_path / "prices.yaml").write_text(PRICES)
+    return tmp_path
+
+
+def asked(folder: Path, **more: object) -> Asked:
+    base = Asked(
+        (folder / "trace.csv",),
+        SLO,
+        attainment=0.95,
+        profiles=(folder / "worker.yaml", folder / "slow.yaml"),
+        prices=folder / "prices.yaml",
+    )
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def trace(folder: Path) -> Trace:
+    return read_traces([str(folder / "trace.csv")])
+
+
+def whatif(folder: Path, *varies: str, **more: object) -> list[Scenario]:
+    found, _ = run.planned(trace(folder), asked(folder), grid(varies), **more)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_grid_is_every_combination_in_the_order_given() -> None:
+    assert grid(["rate=1,2", "slo.ttft=400ms, 1s"]) == [
+        {"rate": "1", "slo.ttft": "400ms"},
+        {"rate": "1", "slo.ttft": "1s"},
+        {"rate": "2", "slo.ttft": "400ms"},
+        {"rate": "2", "slo.ttft": "1s"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("varies", "says"),
+    [
+        ([], "nothing to vary"),
+        (["rates=1"], "did you mean rate"),
+        (["rate"], "expected rate=VALUE"),
+        (["rate=1", "rate=2"], "given twice"),
+        (["rate=fast"], "expected a number"),
+        (["rate=0"], "must be positive"),
+        (["rate=1,1.0"], "1.0 stands there twice"),
+        (["tp=1.5"], "whole number"),
+        (["slo.tpot=30"], "no unit"),
+        (["attainment=1"], "must be below 1"),
+        (["spot=maybe"], "expected yes or no"),
+        (["policy=bestfit"], "best-fit"),
+        (["engine=v1"], "one of chunked"),
+        (["lengths=1,2", "lengths.output=1,2"], "exclude each other"),
+        (["rate=" + ",".join(map(str, range(1, 21))), "tp=" + ",".join(map(str, range(1, 21)))], "at most"),
+    ],
+)
+def test_a_wrong_grid_is_refused_in_one_line(varies: list[str], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        grid(varies)
+
+
+def test_a_change_without_meaning_is_refused_not_ignored(folder: Path) -> None:
+    with pytest.raises(BadInput, match="only spot workers are reclaimed"):
+        changed(asked(folder), {"reclaims": "0.1", "spot": "no"})
+    with pytest.raises(BadInput, match="how often are workers reclaimed"):
+        changed(asked(folder), {"spot": "yes"})
+    with pytest.raises(BadInput, match="needs --cold-start"):
+        whatif(folder, "spot=yes", "reclaims=0.1")
+
+
+def test_one_process_two_processes_and_the_cache_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    varies = ("rate=1,2", "slo.tpot=20ms,30ms", "price=1,2")
+    one = json.dumps(whatif_json(whatif(folder, *varies)))
+    assert json.dumps(whatif_json(whatif(folder, *varies, jobs=2))) == one
+    kept = Cache(tmp_path / "cache")
+    assert json.dumps(whatif_json(whatif(folder, *varies, cache=kept))) == one
+    assert json.dumps(whatif_json(whatif(folder, *varies, cache=kept))) == one
+
+
+def test_an_interrupted_grid_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    kept, cells = Cache(tmp_path / "cache"), grid(["rate=1,2,3", "price=1,2"])
+    done = 0
+
+    def told() -> None:
+        nonlocal done
+        done += 1
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.planned(trace(folder), asked(folder), cells, cache=kept, told=told)
+    files = sorted((tmp_path / "cache").glob("*/*.json"))
+    assert len(files) == 3
+    # A mark in what was kept shows that it is not planned again.
+    for path in files:
+        path.write_text(path.read_text().replace('"policy": "spread"', '"policy": "kept"'))
+    found, _ = run.planned(trace(folder), asked(folder), cells, cache=kept)
+    assert sorted(one.plan["policy"] for one in found if one.plan) == ["kept"] * 3 + ["spread"] * 3
+    assert len(list((tmp_path / "cache").glob("*/*.json"))) == 6
+
+
+def test_a_kept_file_that_cannot_be_read_is_planned_anew(folder: Path, tmp_path: Path) -> None:
+    kept = Cache(tmp_path / "cache")
+    (first,) = whatif(folder, "rate=1", cache=kept)
+    (path,) = (tmp_path / "cache").glob("*/*.json")
+    for text in ("", "{", "[]", path.read_text()[:-30], path.read_text().replace(path.stem, "0" * 62)):
+        path.write_text(text)
+        (again,) = whatif(folder, "rate=1", cache=kept)
+        assert again == first
+
+
+def test_whatever_has_a_say_in_a_plan_is_in_its_key(folder: Path) -> None:
+    read = trace(folder)
+
+    def key(cell: dict[str, str], **more: object) -> str:
+        return key_of(prepared(0, read, changed(asked(folder, **more), cell), False, None))
+
+    cells = [{}, {"rate": "2"}, {"slo.ttft": "1s"}, {"slo.tpot": "1s"}, {"attainment": "0.9"}, {"price": "2"}]
+    cells += [{"lengths.prompt": "2"}, {"lengths.output": "2"}, {"lengths": "2"}, {"confidence": "0.9"}]
+    cells += [{"policy": "jsq"}, {"engine": "prefill-first"}, {"cold-start": "1m"}]
+    keys = [key(cell) for cell in cells] + [key({}, seed=1), key({}, max_gpus=9), key({}, spot=True)]
+    assert len(set(keys)) == len(keys)
+    assert keys == [key(cell) for cell in cells] + [
+        key({}, seed=1),
+        key({}, max_gpus=9),
+        key({}, spot=True),
+    ]
+
+
+@pytest.mark.parametrize("again", [{}, {"attainment": 0.9}, {"attainment": 0.97}, {"max_gpus": 3}])
+def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
+    """A question answered after others, from what they left behind, is answered as if it were the first."""
+    from tokenfleet.planning.inputs import described
+    from tokenfleet.planning.planner import make_plan
+    from tokenfleet.planning.question import Question
+    from tokenfleet.planning.threads import threads
+
+    workload, memory = poisson(), Memory()
+    offers = [offer(), offer(worker(gpu="slow-gpu", slower=1.4), 1.0)]
+    with threads(2) as pool:
+        for changes in ({}, again):
+            question = replace(Question(SLO, attainment=0.95, confidence=0.9), **changes)  # type: ignore[arg-type]
+            found = make_plan(
+                workload,
+                offers,
+                question,
+                described("made", workload, ()),
+                pool,
+                worlds_of=memory.worlds,
+            )
+    assert plan_json(found) == plan_json(planned(workload, offers, explained=True, **again))
+    assert memory.recalled
+
+
+def test_other_prices_need_no_new_simulation(folder: Path) -> None:
+    from tokenfleet.planning.planner import make_plan
+    from tokenfleet.planning.threads import threads
+
+    memory, counts = Memory(), []
+    cells = [{"price": "1"}, {"price": "3"}, {"confidence": "0.9"}]
+    tasks = [prepared(i, trace(folder), changed(asked(folder), c), False, None) for i, c in enumerate(cells)]
+    with threads(1) as pool:
+        for task in tasks:
+            make_plan(
+                task.workload,
+                task.offers,
+                task.question,
+                task.inputs,
+                pool,
+                explained=False,
+                worlds_of=memory.worlds,
+            )
+            counts.append(memory.simulated)
+    assert counts[0] > 0
+    assert counts[1] == counts[0]
+    assert len(families(tasks)) == 1
+
+
+def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
+    small = Memory(most_bytes=1)
+    plain = planned()
+    from tokenfleet.planning.planner import make_plan
+    from tokenfleet.planning.threads import threads
+
+    with threads(1) as pool:
+        found = make_plan(
+            poisson(),
+            [offer()],
+            plain.question,
+            plain.inputs,
+            pool,
+            explained=False,
+            worlds_of=small.worlds,
+        )
+    assert plan_json(found) == plan_json(plain)
+    assert len(small._kept) == 1
+
+
+def test_a_process_that_dies_is_an_error_and_not_a_hang(folder: Path) -> None:
+    cells = grid(["rate=1,2,3,4"])
+    tasks = [prepared(i, trace(folder), changed(asked(folder), c), False, None) for i, c in enumerate(cells)]
+    running = solved(families(tasks), 2)
+    next(running)
+    for child in multiprocessing.active_children():
+        assert child.pid
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"ended before its work was done \(exit code -9\)"):
+        list(running)
+    assert not multiprocessing.active_children()
+
+
+def test_each_row_s_command_makes_the_row_s_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = whatif(folder, "rate=1.5", "slo.ttft=300ms,0.75s", "lengths.output=0.7", "cold-start=90s")
+    for one in found:
+        assert main([*shlex.split(one.command)[1:], "--format", "json"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert one.plan
+        for field in ("fleet", "attainment", "ttft_s", "slo", "schedule", "schedule_detail"):
+            assert alone[field] == one.plan[field], field
+
+
+def test_rates_and_targets_are_planned_and_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["whatif", "--trace", f"{folder}/trace.csv", "--slo", "ttft=500ms,tpot=30ms"]
+    words += ["--profile", f"{folder}/worker.yaml", "--prices", f"{folder}/prices.yaml", "--no-cache"]
+    words += ["--attainment", "0.95", "--vary", "rate=1,3", "--vary", "slo.tpot=5ms,30ms", "--jobs", "1"]
+    assert main([*words, "--format", "json", "--output-dir", f"{folder}/out"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["schema"] == "tokenfleet.whatif/1"
+    cells = {(s["changes"]["rate"], s["changes"]["slo.tpot"]): s["plan"] for s in said["scenarios"]}
+    assert cells[1.0, 0.03]["workers"] < cells[3.0, 0.03]["workers"]
+    assert not cells[1.0, 0.005]["feasible"]
+    (step,) = said["marginal"]["rate"]
+    assert step["gpus"] == cells[3.0, 0.03]["gpus"] - cells[1.0, 0.03]["gpus"]
+    assert step["per_unit"] == pytest.approx(step["gpus"] * 2.5 / 2.0)
+    assert step["says"].startswith(f"+200 % on traffic (1 to 3) costs ${step['usd_per_hour']:.2f}/h")
+    assert [s["unbeaten"] for s in said["scenarios"]] == [False, True, False, True]
+    assert sorted(p.name for p in (folder / "out").iterdir()) == ["whatif.html", "whatif.json"]
+    page = (folder / "out" / "whatif.html").read_text()
+    assert "tokenfleet plan --trace" in page
+    assert "What steps cost" in page
+
+
+def test_cold_starts_spot_and_lengths_are_told_as_far_as_they_go(folder: Path) -> None:
+    calm, cold = whatif(folder, "cold-start=0,30s")
+    assert calm.plan
+    assert cold.plan
+    assert calm.plan["fleet"] == cold.plan["fleet"]
+    assert (
+        calm.plan["schedule_detail"]["paid"]["worker_hours"]
+        <= cold.plan["schedule_detail"]["paid"]["worker_hours"]
+    )
+    base = asked(folder, cold_start_s=300.0, reclaims_per_h=0.2)
+    (demand, spot), _ = run.planned(trace(folder), base, grid(["spot=no,yes"]))
+    assert demand.plan
+    assert spot.plan
+    assert demand.plan["spares"] is None
+    assert spot.plan["spares"]["workers"] >= 1
+    assert "--spot --reclaims-per-h 0.2 --cold-start 300s" in spot.command
+    short, long = whatif(folder, "lengths=0.5,2")
+    assert short.plan
+    assert long.plan
+    assert short.plan["gpus"] < long.plan["gpus"]
+
+
+def test_what_cannot_be_planned_keeps_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(poisson(requests=300), tmp_path / "trace.csv")
+    words = ["whatif", "--trace", f"{tmp_path}/trace.csv", "--slo", "ttft=500ms,tpot=30ms", "--tp", "1"]
+    words += ["--model", "llama-3.1-8b", "--attainment", "0.95", "--jobs", "1", "--no-cache"]
+    assert main([*words, "--vary", "gpu=h1000,h100", "--format", "json"]) == 0
+    unknown, known = json.loads(capsys.readouterr().out)["scenarios"]
+    assert "h1000" in unknown["error"]
+    assert unknown["plan"] is None
+    assert known["plan"]["feasible"]
+    words[words.index("llama-3.1-8b")] = "no-such-model"
+    assert main([*words, "--vary", "rate=1,2"]) == 2
+    assert "no-such-model" in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""`tokenfleet compare`: replay a trace on a running fleet, simulate the same, say how far apart they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.uncertainty import NORMAL_MEAN_ABS
+from tokenfleet.cli.terminal import console, show, warn
+from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from controlplane.perfmodel.profile import Profile
+    from controlplane.types import Slo
+    from controlplane.workload import Workload
+    from tokenfleet.compare.replay import Replayed
+
+SCHEMA = "tokenfleet.comparison/1"
+COUNTERS = ("preemptions", "migrations")
+LONE_TOKENS = 8  # the prompt of replay.overheads_s
+FEWEST_HOPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One compared figure; by `kind` its error is relative, or a difference of shares or counts."""
+
+    name: str
+    live: float
+    simulated: float
+    kind: str
+
+    @property
+    def error(self) -> float | None:
+        """None where there is nothing to be relative to."""
+        if self.kind != "relative":
+            return self.simulated - self.live
+        return self.simulated / self.live - 1 if self.live > 0 else None
+
+
+def compare_command(
+    trace: Annotated[list[Path], typer.Option(help="requests to replay, any known format")],
+    endpoint: Annotated[str, typer.Option(help="the OpenAI endpoint, e.g. http://127.0.0.1:8000")],
+    profile: Annotated[Path, typer.Option(help="the workers' profile, as fitted")],
+    slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
+    control: Annotated[str | None, typer.Option(help="the fleet's control API: workers, moves")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="of the endpoint; else the control API's")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="placement, as the fleet has it")] = "spread",
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the endpoint")] = None,
+    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0,
+    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
+    overhead: Annotated[
+        str | None, typer.Option(help="HTTP's share of a first token; measured on lone requests if not given")
+    ] = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="the fleet's steps.csv (serve --data): learn HTTP's share there, under this load"),
+    ] = None,
+    per_request: Annotated[
+        Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0,
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+) -> int:
+    """Hold the simulator against a running fleet.
+
+    tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
+    --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
+    """
+    if output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {output_format!r}")
+    if control is None and workers is None:
+        raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
+    targets = parse_slo(slo)
+    fixed_s = None if overhead is None else parse_duration_s(overhead, "--overhead")
+    if fixed_s is not None and steps is not None:
+        raise BadInput("--steps: learns what --overhead says; give one of them")
+    from tokenfleet.compare.http_overhead import read_steps
+    from tokenfleet.planning.inputs import known_policy, trimmed
+    from tokenfleet.profiles.library import read_profile
+    from tokenfleet.traces import read_traces
+
+    worker = read_profile(profile)
+    known_policy(policy)
+    if steps is not None:
+        read_steps(steps)  # what cannot be read is told before the replay
+    read = read_traces([str(path) for path in trace])
+    workload = trimmed(read.workload, window, rate_scale, read.name)
+    if not len(workload):
+        raise BadInput(f"{read.name}: no requests to replay")
+    warn(read.warnings)
+    told = asyncio.run(_replayed(workload, endpoint, api_key, control, worker, fixed_s, seed))
+    count = workers or told["workers"]
+    from dataplane.simulated.simulate import WorkerSpec, simulate
+
+    replayed: Replayed = told["replayed"]
+    if not replayed.finished.any():
+        raise BadInput(f"--endpoint: no request finished; the first error: {replayed.errors[0]}")
+    if replayed.errors:
+        warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
+    overheads_s = told["overheads_s"]
+    if steps is not None:
+        overheads_s = _learned_s(replayed, steps, overheads_s)
+    outcome = simulate(replayed.workload, [WorkerSpec(worker)] * count, targets, policy, seed=seed)
+    simulated = {
+        "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, np.random.default_rng(seed)),
+        "tpot_s": outcome.tpot_s,
+        "preemptions": int(outcome.preemptions.sum()),
+        "migrations": int(outcome.migrations.sum()),
+    }
+    figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, told["counters"])
+    if per_request is not None:
+        _write_requests(per_request, replayed, simulated)
+    _say(figures, told | {"overheads_s": overheads_s}, count, int(replayed.finished.sum()), output_format)
+    return 0
+
+
+def compared(
+    ttft_s: NDArray[np.float64],
+    tpot_s: NDArray[np.float64],
+    simulated: dict[str, Any],
+    slo: Slo,
+    counters: dict[str, int],
+) -> list[Figure]:
+    """The figures, live beside simulated; both columns of the same requests. `counters` of the live fleet."""
+    theirs = simulated["ttft_s"], simulated["tpot_s"]
+    figures = [Figure("attainment", met(ttft_s, tpot_s, slo), met(*theirs, slo), "share")]
+    for name, live, other in (("TTFT", ttft_s, theirs[0]), ("TPOT", tpot_s, theirs[1])):
+        figures.append(Figure(f"{name} mean", float(np.nanmean(live)), float(np.nanmean(other)), "relative"))
+        for q in (0.5, 0.9, 0.99):
+            here, there = (float(np.nanquantile(x, q)) for x in (live, other))
+            figures.append(Figure(f"{name} p{q * 100:.0f}", here, there, "relative"))
+    for name in COUNTERS:
+        if name in counters:
+            figures.append(Figure(name, float(counters[name]), float(simulated[name]), "count"))
+    return figures
+
+
+def first_tokens_s(
+    ttft_s: NDArray[np.float64],
+    worker: Profile,
+    overheads_s: NDArray[np.float64],
+    rng: np.random.Generator,
+) -> NDArray[np.float64]:
+    """Simulated times to the first token as a client would see them, shape [requests].
+
+    A profile says how long steps take in the mean; each takes longer or shorter by a scatter of its own, as
+    the fit's residuals say, here log-normal around that mean. A request waits for its first token through one
+    step or a few, so that its median and its tail are those of the scatter: without it the median of a noisy
+    host would be simulated too slow and its 90th percentile too fast. (A TPOT is a mean over many steps.)
+    What the way there and back adds is one of `overheads_s`.
+    """
+    spread = worker.residuals.mean_relative / NORMAL_MEAN_ABS
+    scatter = np.exp(spread * rng.standard_normal(len(ttft_s)) - spread**2 / 2.0)
+    return np.asarray(ttft_s * scatter + rng.choice(overheads_s, len(ttft_s)), float)
+
+
+def _learned_s(replayed: Replayed, steps: Path, lone_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The way there and back as this replay took it, or as lone requests did where too little shows it."""
+    from tokenfleet.compare.http_overhead import hops_s, read_steps
+
+    found = hops_s(replayed.sent_unix_s, replayed.workload.prompt_tokens, replayed.ttft_s, read_steps(steps))
+    if len(found) >= FEWEST_HOPS:
+        return found
+    warn(
+        [
+            f"--steps: {steps}: {len(found)} requests of this replay are known there to have found their "
+            f"worker idle, {FEWEST_HOPS} are needed: HTTP's share is that of lone requests"
+        ]
+    )
+    return lone_s
+
+
+def _write_requests(path: Path, replayed: Replayed, simulated: dict[str, Any]) -> None:
+    """A row for each finished request, in the order they were sent; empty: a single token has no TPOT."""
+    import polars as pl
+
+    from tokenfleet.files import write_files
+
+    workload = replayed.workload
+    columns = {
+        "sent_unix_s": replayed.sent_unix_s,
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+        "ttft_s": replayed.ttft_s,
+        "tpot_s": replayed.tpot_s,
+        "simulated_ttft_s": simulated["ttft_s"],
+        "simulated_tpot_s": simulated["tpot_s"],
+    }
+    write_files({path: pl.DataFrame(columns).fill_nan(None).write_csv()})
+
+
+def met(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], slo: Slo) -> float:
+    """Share of requests within both targets; one of a single token has no TPOT to miss."""
+    return float(np.mean((ttft_s <= slo.ttft_s) & (np.isnan(tpot_s) | (tpot_s <= slo.tpot_s))))
+
+
+async def _replayed(
+    workload: Workload,
+    endpoint: str,
+    key: str | None,
+    control: str | None,
+    worker: Any,
+    fixed_s: float | None,
+    seed: int,
+) -> dict[str, Any]:
+    from tokenfleet.compare.replay import overheads_s, replay, served_model
+
+    rng = np.random.default_rng(seed)
+    to = await served_model(endpoint, key)
+    alone_s = worker.alone_ttft_s(LONE_TOKENS)
+    extra_s = await overheads_s(to, alone_s, rng) if fixed_s is None else np.array([fixed_s])
+    before = await _counters(control)
+    shown = console(stderr=True)
+    columns = (TextColumn("replaying"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
+        task = progress.add_task("", total=len(workload))
+        replayed = await replay(workload, to, rng, lambda done: progress.update(task, completed=done))
+    after = await _counters(control)
+    counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
+    workers = after.get("workers", 0)
+    return {"replayed": replayed, "overheads_s": extra_s, "counters": counters, "workers": workers}
+
+
+async def _counters(control: str | None) -> dict[str, int]:
+    """Workers, preemptions and moves of the fleet so far; nothing without a control API."""
+    if control is None:
+        return {}
+    import aiohttp
+
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+            async with session.get(f"{control.rstrip('/')}/v1/fleet") as reply:
+                fleet = await reply.json(content_type=None)
+            async with session.get(f"{control.rstrip('/')}/metrics") as reply:
+                metrics = await reply.text()
+    except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+        raise BadInput(f"--control: {control}: does not answer as a fleet does: {error!r}") from None
+    serving = [w for w in fleet.get("workers", []) if w.get("state") == "serving"]
+    preemptions = sum((w.get("telemetry") or {}).get("preemptions", 0) for w in serving)
+    moved = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics.splitlines()
+        if line.startswith('tokenfleet_migrations_total{outcome="done"')
+    )
+    return {"workers": len(serving), "preemptions": preemptions, "migrations": int(moved)}
+
+
+def _say(
+    figures: list[Figure], told: dict[str, Any], workers: int, requests: int, output_format: str
+) -> None:
+    if output_format == "json":
+        rows = [
+            {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
+            for f in figures
+        ]
+        answer = {"schema": SCHEMA, "requests": requests, "workers": workers, "figures": rows}
+        answer |= {
+            "failed": len(told["replayed"].errors),
+            "overhead_s": float(np.median(told["overheads_s"])),
+        }
+        answer["overheads_s"] = told["overheads_s"].tolist()
+        print(json.dumps(answer, indent=1))
+        return
+    table = Table(title=f"{requests:,} requests on {workers} workers")
+    table.add_column("figure")
+    for name in ("live", "simulated", "error"):
+        table.add_column(name, justify="right")
+    for f in figures:
+        if f.kind == "relative":
+            error = "-" if f.error is None else f"{f.error:+.1%}"
+            table.add_row(f.name, duration_text(f.live), duration_text(f.simulated), error)
+        elif f.kind == "share":
+            points = f"{100 * (f.simulated - f.live):+.2f} points"
+            table.add_row(f.name, f"{f.live:.2%}", f"{f.simulated:.2%}", points)
+        else:
+            table.add_row(f.name, f"{f.live:.0f}", f"{f.simulated:.0f}", f"{f.simulated - f.live:+.0f}")
+    show([table])
+    extra = duration_text(float(np.median(told["overheads_s"])))
+    print(
+        f"simulated TTFTs have {extra} for HTTP and the way to the engine,"
+        " and scatter as the profile's residuals do"
+    )

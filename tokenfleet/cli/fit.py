@@ -1,0 +1,205 @@
+"""`tokenfleet fit`: measurements of a real engine in, a profile with its errors and intervals out."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.fit import StepFit, fit_phases, fit_prefill, fit_step, pooled
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.samples import StepSamples, concatenated
+from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.perfmodel.uncertainty import relative_error
+from controlplane.types import EngineMode
+from tokenfleet.profiles.fit_log import fit_log
+from tokenfleet.profiles.host_speed import HostSpeed
+from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, write_profile
+from tokenfleet.profiles.linear_breaks import Break, form_of, linear_breaks
+from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_measurements, read_request_log
+
+CONFIDENCES = (0.5, 0.9, 0.99)
+
+
+def fit_command(
+    measurements: Annotated[
+        list[Path],
+        typer.Option(help="CSV of steps, or JSONL request log of one engine; may be given more than once"),
+    ],
+    model: Annotated[str, typer.Option(help="the model measured, e.g. llama-3.1-8b")],
+    gpu: Annotated[str, typer.Option(help="the GPU measured, e.g. h100-sxm")],
+    out: Annotated[Path, typer.Option(help="the profile to write")],
+    tp: Annotated[int, typer.Option(min=1, help="GPUs of the engine (tensor parallel)")] = 1,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens its KV holds (vLLM prints it at start); else the shipped profile's"),
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV block")] = 16,
+    context_limit: Annotated[
+        int, typer.Option(min=0, help="the model's longest prompt and output; 0 = not stated")
+    ] = 0,
+    engine: Annotated[EngineMode, typer.Option(help="how the engine forms its batches")] = EngineMode.CHUNKED,
+    engine_version: Annotated[str, typer.Option(help="e.g. 0.19.0")] = "",
+    max_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's setting of that name")] = 2048,
+    max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256,
+    robust: Annotated[bool, typer.Option(help="give outliers less weight")] = False,
+    as_measured: Annotated[
+        bool, typer.Option("--as-measured", help="leave the machine's slow and fast times in a grid's steps")
+    ] = False,
+    plain: Annotated[bool, typer.Option(help="four coefficients only, no hinges nor length²")] = False,
+    licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements",
+    measured_on: Annotated[
+        str | None, typer.Option(help="date of the measurements, YYYY-MM-DD; today if not given")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the search over a request log")] = 0,
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+) -> None:
+    """Fit a profile to what an engine was measured to do.
+
+    tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --out my.yaml
+    """
+    if output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {output_format!r}")
+    day = _day(measured_on)
+    logs = [path for path in measurements if is_request_log(path)]
+    if logs and (len(measurements) > 1 or engine != EngineMode.CHUNKED):
+        raise BadInput(f"{logs[0]}: a request log is fitted alone, as the log of one chunked engine")
+    read: StepSamples | RequestLog
+    speeds: list[HostSpeed] = []
+    if logs:
+        read = read_request_log(logs[0])
+    else:
+        read = concatenated(
+            [read_measurements(p, None if as_measured else speeds.append) for p in measurements]
+        )
+    if kv_tokens is None:
+        kv_tokens, said = _kv_tokens(model, gpu, tp, read)
+        Console(stderr=True).print(f"--kv-tokens not given: {said}", highlight=False, soft_wrap=True)
+    shape = Profile(
+        model=canonical_model(model),
+        gpu=canonical_gpus(gpu)[0],
+        tp_degree=tp,
+        step=StepModel(0.0, 0.0, 0.0, 0.0),
+        prefill=PrefillModel(0.0, 0.0),
+        kv=KvModel(kv_tokens, block_tokens),
+        engine=EngineLimits("vllm", engine_version, engine, max_batched_tokens, max_seqs),
+        residuals=Residuals(0.0, 0.0, 0.0, 0),
+        source=Source("measured", ", ".join(path.name for path in measurements), licence, day),
+        context_limit_tokens=context_limit,
+    )
+    if isinstance(read, RequestLog):
+        profile = fit_log(read, shape, seed=seed)
+        profile = replace(profile, prefill=_alone(profile.step))
+    else:
+        profile = fitted_profile(read, shape, robust, not plain)
+    write_profile(profile, out)
+    breaks = linear_breaks(read, robust) if isinstance(read, StepSamples) else []
+    _say(profile, out, output_format, breaks, speeds)
+
+
+def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_terms: bool) -> Profile:
+    """`shape` with the step times of `samples`, as its engine mode uses them."""
+    if shape.engine.mode != EngineMode.CHUNKED:
+        phases, prefill = fit_phases(samples, robust, extra_terms)
+        return _with(shape, phases, prefill.model, pooled(phases.residuals, prefill.residuals))
+    step = fit_step(samples, robust, extra_terms)
+    alone = _alone(step.model)
+    with suppress(BadInput):  # a chunked engine need not have run enough steps of prefill alone
+        alone = fit_prefill(samples, robust, extra_terms).model
+    return _with(shape, step, alone, step.residuals)
+
+
+def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | RequestLog) -> tuple[int, str]:
+    """KV tokens where none were given, and a sentence on where they are from."""
+    try:
+        shipped = find_profiles(model, [gpu], [tp_degree])[0]
+    except ProfileMissing:
+        held = read.peak_tokens if isinstance(read, RequestLog) else int(read.context_tokens.max())
+        return max(held, 1), f"{held} tokens, the most these measurements held, are taken as the capacity"
+    tokens = shipped.kv.capacity_tokens
+    return tokens, f"{tokens} tokens are taken from the shipped profile of {shipped.label}"
+
+
+def _alone(step: StepModel) -> PrefillModel:
+    """Eq 2 as the step model has it: nothing decodes."""
+    hinges = tuple(h for h in step.hinges if h.of == "prefill_tokens")
+    base_s = step.base_s + step.per_prefill_step_s
+    return PrefillModel(base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
+
+
+def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Residuals) -> Profile:
+    return replace(shape, step=step.model, prefill=prefill, residuals=residuals, fitted=step.fitted)
+
+
+def speed_says(speed: HostSpeed) -> str:
+    """A sentence on the machine's speed."""
+    if speed.window_s is None:
+        return (
+            f"the machine: visits differ by {speed.off:.1%}, with nothing in common that could be taken out"
+        )
+    low, high = speed.range
+    return (
+        f"the machine: steps took {low:.2f} to {high:.2f} times their usual, for some {speed.window_s:g} s"
+        f" at a time; without that (--as-measured: with) visits differ by {speed.off_left:.1%},"
+        f" {speed.off:.1%} before"
+    )
+
+
+def _day(text: str | None) -> str:
+    try:
+        return (date.today() if text is None else date.fromisoformat(text)).isoformat()
+    except ValueError:
+        raise BadInput(f"--measured-on: expected YYYY-MM-DD, got {text!r}") from None
+
+
+def _say(
+    profile: Profile, out: Path, output_format: str, breaks: list[Break], speeds: list[HostSpeed]
+) -> None:
+    step, residuals = profile.step, profile.residuals
+    within = {f"{c:g}": relative_error(residuals, c) for c in CONFIDENCES}
+    rows: dict[str, float | int | None] = {
+        "base_s": step.base_s,
+        "per_prefill_token_s": step.per_prefill_token_s,
+        "per_sequence_s": step.per_sequence_s,
+        "per_context_token_s": step.per_context_token_s,
+        "per_prefill_sum_sq_s": step.per_prefill_sum_sq_s,
+        "per_prefill_step_s": step.per_prefill_step_s,
+        "hinges": len(step.hinges),
+        "samples": residuals.samples,
+        "mean_relative": residuals.mean_relative,
+        "p95_relative": residuals.p95_relative,
+        "max_relative": residuals.max_relative,
+        "held_out_mean": residuals.held_out_mean,
+    }
+    if output_format == "json":
+        answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows}
+        answer["error_within"] = within
+        answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
+        answer["machine"] = [
+            {"window_s": s.window_s, "slowness": s.range, "off": s.off, "off_left": s.off_left}
+            for s in speeds
+        ]
+        print(json.dumps(answer))
+        return
+    table = Table(title=profile.label)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in rows.items():
+        table.add_row(name, "-" if value is None else f"{value:.6g}")
+    for confidence, error in within.items():
+        table.add_row(f"error within, {float(confidence):.0%} sure", f"{error:.2%}")
+    Console().print(table)
+    print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
+    for speed in speeds:
+        print(speed_says(speed))
+    for cell in breaks:
+        print(f"the linear form breaks: {cell.says}")
+    Console(stderr=True).print(f"wrote {out}", soft_wrap=True)

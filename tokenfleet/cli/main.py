@@ -1,0 +1,151 @@
+"""`tokenfleet`: one table of verbs, the exit codes, and what every verb shares (`--config`, `--no-color`).
+
+A verb's module is imported only when the verb is used, so `tokenfleet --help` answers at once.
+
+Exit codes: 0 done, 1 ran but no feasible answer, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import typer
+
+from controlplane.errors import ControlPlaneError, Infeasible
+from tokenfleet.cli.config import take_option, with_config
+from tokenfleet.field_errors import nearest
+
+DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
+
+
+class Verb(NamedTuple):
+    """Where a verb lives (a function or a Typer app in `module`), and its line in the help."""
+
+    module: str
+    attribute: str
+    says: str
+
+
+VERBS = {
+    "plan": Verb("tokenfleet.cli.plan", "plan_command", "trace + SLOs: the cheapest fleet, and why"),
+    "whatif": Verb("tokenfleet.cli.whatif", "whatif_command", "the plan over a grid of changes"),
+    "simulate": Verb("tokenfleet.cli.simulate", "simulate_command", "one fleet, one trace, one policy"),
+    "profile": Verb("tokenfleet.cli.profile", "profile_command", "measure a real engine's steps"),
+    "compare": Verb("tokenfleet.cli.compare", "compare_command", "a running fleet against the simulator"),
+    "export": Verb(
+        "tokenfleet.cli.export", "export_command", "a plan as KubeRay, Helm, KEDA, rules, systemd"
+    ),
+    "fit": Verb("tokenfleet.cli.fit", "fit_command", "measurements: a profile with its errors"),
+    "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, synth, convert a trace"),
+    "serve": Verb("tokenfleet.cli.serve", "serve_command", "run a fleet behind one OpenAI endpoint"),
+    "scorecard": Verb(
+        "tokenfleet.cli.scorecard", "scorecard_command", "what a plan predicted, and what came of it"
+    ),
+    "api": Verb("tokenfleet.cli.api", "api_command", "plan jobs over HTTP, and the console"),
+    "fleet": Verb("tokenfleet.cli.fleet", "fleet_app", "status, scale, drain, migrate, explain"),
+}
+
+_EPILOG = "Every verb takes --config FILE.yaml (its flags, without the dashes) and --no-color."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; errors are one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except Infeasible as error:
+        return _fail(INFEASIBLE, str(error))
+    except ControlPlaneError as error:
+        return _fail(BAD_INPUT, str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(INTERRUPTED, "interrupted; nothing was written")
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`); stdout is closed so that exit does not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(BAD_INPUT, f"{where}{error.strerror or error}")
+    except Exception as error:
+        # Typer's own refusals (an unknown flag, say) carry a message; anything else is a fault of ours.
+        message = getattr(error, "format_message", None)
+        if message is not None:
+            return _fail(BAD_INPUT, f"{message()}{_value_refused(error)}")
+        traceback.print_exc()
+        return _fail(
+            INTERNAL, f"internal error ({type(error).__name__}); please report it with the lines above"
+        )
+
+
+def _run(arguments: list[str]) -> int:
+    if "--no-color" in arguments[: _end_of_flags(arguments)]:
+        arguments.remove("--no-color")
+        os.environ["NO_COLOR"] = "1"  # Rich and Typer both read it
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(_help())
+        return DONE if arguments else BAD_INPUT
+    if arguments[0] in ("--version", "-V"):
+        from tokenfleet import __version__
+
+        print(f"tokenfleet {__version__}")
+        return DONE
+    name, rest = arguments[0], arguments[1:]
+    if name not in VERBS:
+        return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
+    command = _command(VERBS[name])
+    config, rest = take_option(rest, "--config")
+    if config is not None:
+        rest = with_config(command, config, rest)
+    code = command.main(args=rest, prog_name=f"tokenfleet {name}", standalone_mode=False)
+    if code == INTERRUPTED:  # Typer has caught Ctrl-C and says nothing
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else DONE
+
+
+def _command(verb: Verb) -> Any:
+    """The verb as something Typer can run."""
+    target = getattr(importlib.import_module(verb.module), verb.attribute)
+    if isinstance(target, typer.Typer):
+        return typer.main.get_command(target)
+    app = typer.Typer(add_completion=False)
+    app.command(epilog=_EPILOG)(target)
+    return typer.main.get_command(app)
+
+
+def _help() -> str:
+    lines = [
+        "Usage: tokenfleet VERB [flags]      tokenfleet VERB --help",
+        "",
+        "How few GPUs meet your latency targets, and the fleet that runs on them.",
+        "",
+        *(f"  {name:10} {verb.says}" for name, verb in VERBS.items()),
+        "",
+        _EPILOG,
+        "Exit codes: 0 done, 1 no feasible answer, 2 bad input, 130 interrupted.",
+    ]
+    return "\n".join(lines)
+
+
+def _end_of_flags(arguments: Sequence[str]) -> int:
+    """Where `--` ends our own flags; what follows belongs to someone else."""
+    return arguments.index("--") if "--" in arguments else len(arguments)
+
+
+def _value_refused(error: Exception) -> str:
+    """`, got '99999'`: the value that Typer's refusal of a flag leaves out, where pydantic refused it."""
+    from pydantic import ValidationError
+
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return ""
+    return f", got {str(cause.errors(include_url=False)[0]['input'])!r}"
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,275 @@
+"""`tokenfleet profile`: run a real engine over a grid of batches, and write how long its steps took."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from controlplane.errors import BadInput
+from tokenfleet.cli.terminal import console
+from tokenfleet.durations import parse_duration_s
+
+if TYPE_CHECKING:
+    from controlplane.perfmodel.design import Burst
+    from dataplane.live.engine_api.step_trace import Step
+    from dataplane.live.worker.profiling import ProfiledEngine
+    from tokenfleet.profiles.measurement_file import MeasurementFile
+
+SCHEMA = "tokenfleet.measured/1"
+# A visit is outlying when the slowest of its steps took this many times the median of that step's visits; it
+# met something else on the machine, and its point is visited once more. Whoever reads takes medians.
+OUTLYING = 1.5
+EXTRA_VISITS = 2
+
+
+def profile_command(
+    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")],
+    out: Annotated[Path, typer.Option(help="the measurements (CSV); an unfinished one is continued")],
+    budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m",
+    repeats: Annotated[
+        int, typer.Option(min=1, max=50, help="of every grid point, after one to warm up")
+    ] = 3,
+    points: Annotated[int | None, typer.Option(min=1, help="at most so many grid points")] = None,
+    max_context: Annotated[int | None, typer.Option(min=64, help="longest context measured")] = None,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: processor time, for a CPU host that is busy otherwise")
+    ] = "wall",
+    cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0,
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    predict: Annotated[
+        bool, typer.Option("--predict", help="no engine: compose a profile from operation tables")
+    ] = False,
+    gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1,
+    host: Annotated[
+        str, typer.Option(help="with --predict: the host's time a step, which no table has")
+    ] = "1ms",
+    engine_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
+    ] = None,
+) -> None:
+    """Measure a real engine, or with --predict compose a profile without one.
+
+    On a noisy host give more --repeats: points are visited in rounds, and from three on `fit` tells the
+    host's slow and fast spells from the points' own times and takes them out.
+
+    tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
+    tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
+    tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
+    """
+    if output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {output_format!r}")
+    if predict:
+        _predict(model, gpu, tp, host, out, output_format)
+        return
+    if gpu is not None:
+        raise BadInput("--gpu: only with --predict; an engine runs where it runs")
+    if clock not in ("wall", "cpu"):
+        raise BadInput(f"--clock: wall or cpu, got {clock!r}")
+    budget_s = parse_duration_s(budget, "--budget")
+    folder = Path(model).expanduser()
+    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not (folder / "config.json").is_file():
+        raise BadInput(f"--model: {model}: no model folder (there is no config.json in it)")
+    if out.is_dir():
+        raise BadInput(f"--out: {out}: is a folder, expected a file")
+    if importlib.util.find_spec("vllm") is None:
+        raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
+    _prepare_process(cores)
+    name = str(folder.resolve()) if folder.is_dir() else model
+    told = asyncio.run(
+        _measure(name, engine_flags or [], out, budget_s, repeats, points, max_context, clock, seed)
+    )
+    _say(told, out, output_format)
+
+
+def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_format: str) -> None:
+    from datetime import date
+
+    from tokenfleet.profiles.library import write_profile
+    from tokenfleet.profiles.predict import Asked, predicted_profile
+
+    if gpu is None:
+        raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
+    host_s = parse_duration_s(host, "--host")
+    with console(stderr=True).status("composing"):
+        profile = predicted_profile(Asked(model, gpu, tp, host_s), date.today())
+    write_profile(profile, out)
+    residuals = profile.residuals
+    told: dict[str, Any] = {
+        "schema": "tokenfleet.predicted/1",
+        "profile": str(out),
+        "label": profile.label,
+        "kv_tokens": profile.kv.capacity_tokens,
+        "fit_error": residuals.mean_relative,
+        "unseen_error": residuals.unseen_relative,
+        "host_s": host_s,
+        "says": profile.source.what,
+    }
+    if output_format == "json":
+        print(json.dumps(told))
+        return
+    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {out}")
+    print(
+        f"fits its tables within {residuals.mean_relative:.1%} on average; {residuals.unseen_relative:.0%}"
+        " is added for what they do not show"
+    )
+    print(profile.source.what)
+
+
+async def _measure(
+    model: str,
+    flags: Sequence[str],
+    out: Path,
+    budget_s: float,
+    repeats: int,
+    points: int | None,
+    max_context: int | None,
+    clock: Any,
+    seed: int,
+) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from controlplane.perfmodel.design import grid
+    from dataplane.live.gateway.server import parse_flags
+    from dataplane.live.pool.ray_host import asked_engine_args
+    from dataplane.live.worker.profiling import ProfiledEngine
+    from tokenfleet.profiles.measurement_file import MeasurementFile
+
+    asked = asked_engine_args(parse_flags(["--model", model, *flags]))
+    began_s = time.monotonic()
+    with console(stderr=True).status("starting the engine"):
+        engine = await ProfiledEngine.start(asked, clock)
+    try:
+        file = MeasurementFile(out, engine.environment())
+        room = engine.room
+        if max_context is not None:
+            room = replace(room, max_context_tokens=min(room.max_context_tokens, max_context))
+        bursts = grid(room, np.random.default_rng(seed))[:points]
+        if not bursts:
+            raise BadInput("profile: the engine's KV has no room for any grid point")
+        await _Visitor(engine, file, seed, began_s + budget_s).visit(bursts, repeats)
+    finally:
+        await engine.close()
+    return {
+        "points": len(bursts),
+        "begun": len([b for b in bursts if b.name in file.visits]),
+        "done": len([b for b in bursts if file.visits.get(b.name, 0) >= repeats]),
+        "seconds": time.monotonic() - began_s,
+        "environment": engine.environment(),
+    }
+
+
+class _Visitor:
+    """Visits grid points, round by round, until all have been visited often enough or the time is over.
+
+    In rounds, each in its own order: the machine is now faster and now slower for seconds or minutes, and a
+    point's visits must not all fall into one such time.
+    """
+
+    def __init__(self, engine: ProfiledEngine, file: MeasurementFile, seed: int, until_s: float) -> None:
+        self._engine, self._file, self._seed, self._until_s = engine, file, seed, until_s
+        self._measured: dict[str, list[Sequence[Step]]] = {}
+
+    async def visit(self, bursts: Sequence[Burst], repeats: int) -> None:
+        """Measure. Raises BadInput when the engine dies; what was measured before is kept."""
+        to = console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        visited = sum(min(self._file.visits.get(b.name, 0), repeats) for b in bursts)
+        with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
+            task = progress.add_task("measuring", total=len(bursts) * repeats, completed=visited)
+            for turn in range(repeats + EXTRA_VISITS):
+                for at in np.random.default_rng([self._seed, turn]).permutation(len(bursts)):
+                    burst = bursts[at]
+                    if not self._is_due(burst.name, turn, repeats):
+                        continue
+                    if time.monotonic() > self._until_s:
+                        return
+                    progress.update(task, description=f"{burst.name:>16}")
+                    await self._go(burst)
+                    progress.advance(task)
+
+    def _is_due(self, point: str, turn: int, repeats: int) -> bool:
+        if turn < repeats:
+            return self._file.visits.get(point, 0) <= turn
+        measured = self._measured.get(point, [])
+        return any(is_outlying(measured, i) for i in range(len(measured)))
+
+    async def _go(self, burst: Burst) -> None:
+        from dataplane.live.worker.profiling import EngineDied
+
+        def lots(visit: int) -> np.random.Generator:
+            # By name, so that a point is measured on the same prompts whatever was measured before it.
+            return np.random.default_rng([self._seed, visit, *burst.name.encode()])
+
+        try:
+            if burst.name not in self._measured:  # the first run of a new shape is slower, and thrown away
+                await self._engine.run(burst, lots(0))
+            at_s = time.time()
+            steps = await self._engine.run(burst, lots(1 + self._file.visits.get(burst.name, 0)))
+        except EngineDied as error:
+            raise EngineDied(
+                f"{error}, at grid point {burst.name}; the measurements of {len(self._file.visits)} points"
+                f" before it are kept in {self._file.path}, and the same command goes on from there"
+            ) from error
+        self._measured.setdefault(burst.name, []).append(steps)
+        self._file.add(burst.name, steps, at_s)
+
+
+def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:
+    """Whether a step of this repeat took OUTLYING times the median of the same step over all repeats."""
+    for step in measured[repeat]:
+        alike = [
+            s.step_s
+            for steps in measured
+            for s in steps
+            if (s.prefill_tokens, s.sequences, s.context_tokens, s.prefill_sum_sq)
+            == (step.prefill_tokens, step.sequences, step.context_tokens, step.prefill_sum_sq)
+        ]
+        if len(alike) > 2 and step.step_s > OUTLYING * float(np.median(alike)):
+            return True
+    return False
+
+
+def _prepare_process(cores: str) -> None:
+    """Logs to stderr and no telemetry to anyone, for this process and the engine's."""
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is ours
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}),
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+
+
+def _say(told: dict[str, Any], out: Path, output_format: str) -> None:
+    environment = told["environment"]
+    fit = (
+        f"tokenfleet fit --measurements {out} --robust --model {environment['model']} --gpu GPU"
+        f" --tp {environment['tp_degree']} --kv-tokens {environment['kv_tokens']}"
+        f" --block-tokens {environment['block_tokens']} --engine-version {environment['vllm']}"
+        f" --max-batched-tokens {environment['max_batched_tokens']} --max-seqs {environment['max_seqs']}"
+        " --out PROFILE.yaml"
+    )
+    if output_format == "json":
+        print(json.dumps({"schema": SCHEMA, "measurements": str(out), **told, "fit": fit}))
+        return
+    rest = told["points"] - told["done"]
+    print(f"{told['begun']} of {told['points']} grid points in {out}, after {told['seconds']:.0f} s")
+    if rest:
+        print(f"the time is over with visits to {rest} points to go; the same command goes on from here")
+    print(fit)

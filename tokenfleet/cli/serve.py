@@ -1,0 +1,263 @@
+"""`tokenfleet serve`: the live data plane. vLLM and Ray are imported only once the flags are sound."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controlplane.errors import BadInput
+from controlplane.placement.policies import Policy
+from controlplane.types import Slo
+from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, kinds_of, read_plan, slo_of
+from tokenfleet.durations import parse_duration_s, parse_slo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from dataplane.http.keys import ApiKey
+    from dataplane.live.control.fleet import FleetSettings
+
+    RunFleet = Callable[[FleetSettings, Callable[[str], None]], Coroutine[None, None, None]]
+
+INSTALL = (
+    "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
+)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+WORKERS = 2
+DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
+
+
+def serve_command(
+    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")],
+    workers: Annotated[int, typer.Option(min=1, help="how many to start with")] = WORKERS,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs a worker spans (tensor parallel)")] = 1,
+    host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1",
+    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
+    api_key: Annotated[list[str] | None, typer.Option(help="a key clients must send; repeatable")] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="YAML list of keys with SLO bounds and rate limits")
+    ] = None,
+    control_key: Annotated[
+        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
+    ] = None,
+    slo: Annotated[str | None, typer.Option(help="default targets: ttft=1.6s,tpot=75ms")] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="gpu=…,tp=…,workers=…",
+            help="workers of this kind, in place of --workers and --tp; repeatable, for a fleet of several"
+            " (also max=N, how many can be had, usd=…, a worker's price an hour, and reclaims=…, how often an"
+            " hour a spot worker is taken away)",
+        ),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="take workers, kinds and SLOs from a plan's JSON")] = None,
+    autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None,
+    scale_in_after: Annotated[
+        str, typer.Option(help="how long fewer workers must be enough before some are drained")
+    ] = "80s",
+    max_workers: Annotated[
+        int | None, typer.Option(min=1, help="never more (default: twice, at least 8)")
+    ] = None,
+    advisory: Annotated[bool, typer.Option("--advisory", help="say decisions, do not act on them")] = False,
+    engine: Annotated[str, typer.Option(help="vllm, or emulated (tokens are made up)")] = "vllm",
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="step times of emulated engines, and what placement expects; repeatable, one for each kind"
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="folder for request history, step times and plans (default: $TOKENFLEET_DATA)"),
+    ] = None,
+    history: Annotated[
+        bool | None,
+        typer.Option(
+            "--history/--no-history",
+            help="record requests and step times, in your data folder where none is named, or not at all"
+            " (default: for as long as it runs; to stay where a folder is named)",
+        ),
+    ] = None,
+    history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0,
+    history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024,
+    policy: Annotated[str, typer.Option(help="placement, where step times are known")] = "spread",
+    queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256,
+    queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s",
+    shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s",
+    move_bandwidth: Annotated[
+        int | None,
+        typer.Option(min=0, help="MB/s of KV a worker's moves may copy, 0: no bound (default: 200 on CPUs)"),
+    ] = None,
+    move_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, max=1, help="and share of a core's time they may take (default: 0.01 on CPUs)"
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False,
+    engine_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
+    ] = None,
+) -> None:
+    """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
+    if engine not in ("vllm", "emulated"):
+        raise BadInput(f"--engine: expected vllm or emulated, got {engine!r}")
+    found = None if plan is None else (plan, read_plan(plan))
+    if found is not None:
+        slo = slo or slo_of(found[1])
+    if kind and (workers, tp) != (WORKERS, 1):
+        raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
+    kinds = kinds_of(workers, tp, kind or (), found, profile or (), engine == "emulated")
+    workers = sum(kinds.workers.values())
+    bounds = None if autoscale is None else bounds_of(autoscale)
+    most = max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
+    if workers > most or (bounds is not None and bounds[1] > most):
+        raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
+    if bounds is not None and not bounds[0] <= workers <= bounds[1]:
+        raise BadInput(f"--workers: {workers} is outside --autoscale {autoscale}")
+    if port == control_port:
+        raise BadInput(f"--control-port: {port} is the port of the endpoint, too")
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_like_path and not Path(model).expanduser().is_dir():
+        raise BadInput(f"--model: {model}: no such folder")
+    if looks_like_path and not (Path(model).expanduser() / "config.json").is_file():
+        raise BadInput(f"--model: {model}: has no config.json, so it is not a model folder")
+    targets = parse_slo(slo) if slo else DEFAULT_SLO
+    queue_wait_s = parse_duration_s(queue_wait, "--queue-wait")
+    shutdown_s = max(1, round(parse_duration_s(shutdown_wait, "--shutdown-wait")))
+    placement = _policy(policy)
+    _needs_live_extra()
+
+    from dataplane.http.keys import ApiKey
+
+    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(api_key or [])]
+    keys += _keys_from(api_keys) if api_keys is not None else []
+    if not keys and (secret := os.environ.get("VLLM_API_KEY")):
+        keys = [ApiKey("key-0", secret)]
+    if host not in LOOPBACK and not keys:
+        raise BadInput(f"--host: {host} is reachable by others, so give --api-key or --api-keys")
+    if control_host not in LOOPBACK and not control_key:
+        raise BadInput(f"--control-host: {control_host} is reachable by others, so give --control-key")
+
+    _prepare_process(verbose)
+    from dataplane.history.files import HistoryLimits
+    from dataplane.live.control.fleet import FleetSettings, run_fleet
+    from dataplane.live.gateway.server import GatewaySettings
+    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from tokenfleet.console.pages import console_extension
+    from tokenfleet.service.app import fleet_extension, folder_of_fleet
+
+    with folder_of_fleet(data, history) as folder:
+        planning = () if folder is None else (fleet_extension(folder, None if found is None else found[1]),)
+        settings = FleetSettings(
+            gateway=GatewaySettings(
+                model=str(Path(model).expanduser().resolve()) if looks_like_path else model,
+                host=host,
+                port=port,
+                engine_flags=tuple(engine_flags or ()),
+                shutdown_s=shutdown_s,
+            ),
+            engine="emulated" if engine == "emulated" else "vllm",
+            kinds=kinds,
+            max_workers=most,
+            control_host=control_host,
+            control_port=control_port,
+            control_key=control_key,
+            keys=tuple(keys),
+            slo=targets,
+            waiting=WaitingSettings(queue, queue_wait_s),
+            autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, found),
+            advisory=advisory,
+            policy=placement,
+            data=None if history is False else folder,
+            history_limits=HistoryLimits(history_days, history_mb << 20),
+            move_bytes_per_s=None if move_bandwidth is None else move_bandwidth * 1e6,
+            move_share=move_share,
+            extensions=(*planning, console_extension()),
+        )
+        _run(settings, run_fleet)
+
+
+def _run(settings: FleetSettings, run_fleet: RunFleet) -> None:
+    import uvloop
+
+    def announce(line: str) -> None:
+        print(line, flush=True)
+
+    try:
+        uvloop.run(run_fleet(settings, announce))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None  # told to stop before it could answer
+    except RuntimeError as error:
+        raise BadInput(f"serve: {error}") from error
+
+
+def _needs_live_extra() -> None:
+    """Raise BadInput, with the command that installs them, unless vLLM and Ray can be imported."""
+    missing = [name for name in ("vllm", "ray") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadInput(f"serve: {' and '.join(missing)} not installed; {INSTALL}")
+
+
+def _prepare_process(verbose: bool) -> None:
+    """Logs to stderr and no telemetry to anyone, for this process and all it will start.
+
+    Before Ray is imported: it reads its settings then. Left alone it would keep its cluster's token in the
+    user's home, and run workers at niceness 15, which is meant for batch jobs beside a desktop.
+    """
+    local_ray = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_worker_niceness": "0",
+    }
+    level = "INFO" if verbose else "WARNING"
+    for name, value in {
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is ours: one line
+        "VLLM_LOGGING_LEVEL": level,
+        # Longer than clients and balancers keep idle connections (60 s): a server that closes first loses the
+        # requests that are on their way, and vLLM's 5 s are soon over on a busy machine.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({} if "RAY_ADDRESS" in os.environ else local_ray),
+    }.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tokenfleet").setLevel(logging.INFO)
+
+
+def _policy(name: str) -> Policy:
+    """A placement policy that decides request by request. Raises BadInput listing them."""
+    able = [policy.value for policy in Policy if policy is not Policy.EXACT]
+    if name not in able:
+        raise BadInput(f"--policy: one of {', '.join(able)}, got {name!r}")
+    return Policy(name)
+
+
+def _keys_from(path: Path) -> list[ApiKey]:
+    """Keys of a YAML list; see docs for the fields. Raises BadInput with the entry's place."""
+    import yaml
+
+    from dataplane.http.keys import key_from_mapping
+
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path}: is not YAML: {error}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")
+    return [key_from_mapping(f"{path}: {i}", entry) for i, entry in enumerate(entries)]

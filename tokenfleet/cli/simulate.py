@@ -1,0 +1,174 @@
+"""`tokenfleet simulate`: one fleet, one trace, one policy; latencies, attainment and utilisation."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controlplane.errors import BadInput
+from controlplane.types import EngineMode
+from tokenfleet.cli.plan import OutputFormat
+from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dataplane.simulated.simulate import Outcome, WorkerSpec
+
+SCHEMA = "tokenfleet.simulation/1"
+MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the memory
+
+
+def simulate_command(
+    trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
+    slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
+    workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
+    profile: Annotated[Path | None, typer.Option(help="the workers' profile file")] = None,
+    model: Annotated[str | None, typer.Option(help="or a model of the library, with --gpu and --tp")] = None,
+    gpu: Annotated[str | None, typer.Option(help="its GPU")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="its TP degree")] = None,
+    policy: Annotated[str, typer.Option(help="how requests are placed on workers")] = "spread",
+    engine: Annotated[EngineMode | None, typer.Option(help="engine mode instead of the profile's")] = None,
+    prefill_workers: Annotated[int | None, typer.Option(min=1, help="of the workers, in split mode")] = None,
+    kv_transfer: Annotated[str, typer.Option(help="KV hand-over time in split mode")] = "0s",
+    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the engine's step budget")] = None,
+    max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None,
+    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0,
+    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
+    drop_too_long: Annotated[
+        bool, typer.Option("--drop-too-long", help="leave out requests beyond the model's context")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of policies that draw lots")] = 0,
+    per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
+    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+) -> int:
+    """Replay a trace on a fleet.
+
+    tokenfleet simulate --trace day.csv --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
+    --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
+    """
+    targets = parse_slo(slo)
+    transfer_s = parse_duration_s(kv_transfer, "--kv-transfer", unit_needed=False)
+    # Imported here: the flags are checked before the compiled simulator is loaded.
+    from dataplane.simulated.simulate import simulate
+    from tokenfleet.cli.terminal import console, show, warn
+    from tokenfleet.files import write_files
+    from tokenfleet.planning.inputs import chosen_profiles, known_policy, trimmed, within_context
+    from tokenfleet.traces import read_traces
+
+    if profile is not None and (gpu or tp):
+        raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
+    found = chosen_profiles(
+        model, [gpu] if gpu else [], [tp] if tp else [], [profile] if profile else [], engine
+    )
+    if len(found) > 1:
+        names = ", ".join(str(p.variant) for p in found)
+        raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
+    worker = found[0].with_engine(max_batched_tokens=max_batched_tokens, max_seqs=max_seqs)
+    specs = _specs(worker, workers, prefill_workers)
+    known_policy(policy)
+    with console(stderr=True).status("reading"):
+        read = read_traces([str(path) for path in trace])
+        workload = trimmed(read.workload, window, rate_scale, read.name)
+        workload, warnings = within_context(workload, found, drop_too_long, read.name)
+    warn([*read.warnings, *warnings])
+    longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
+    if longest > worker.kv.capacity_tokens:
+        raise BadInput(
+            f"{read.name}: the longest request has {longest} tokens,"
+            f" the worker's KV holds {worker.kv.capacity_tokens}"
+        )
+    began = time.perf_counter()
+    with console(stderr=True).status(f"simulating {len(workload):,} requests"):
+        outcome = simulate(workload, specs, targets, policy, seed=seed, transfer_s=transfer_s)
+    wall_s = time.perf_counter() - began
+    if per_request is not None:
+        write_files({per_request: requests_csv(outcome)})
+    if output_format == OutputFormat.JSON:
+        print(json.dumps(simulation_json(outcome, wall_s), indent=1))
+    else:
+        show([simulation_table(outcome)])
+    return 0
+
+
+def _specs(worker: Any, workers: int, prefill_workers: int | None) -> list[WorkerSpec]:
+    from dataplane.simulated.simulate import WorkerSpec
+
+    if worker.engine.mode != EngineMode.SPLIT:
+        if prefill_workers is not None:
+            raise BadInput("--prefill-workers: only with --engine split")
+        return [WorkerSpec(worker)] * workers
+    if prefill_workers is None or prefill_workers >= workers:
+        raise BadInput(f"--prefill-workers: with --engine split, some of the {workers} workers but not all")
+    prefill, decode = WorkerSpec(worker, role="prefill"), WorkerSpec(worker, role="decode")
+    return [prefill] * prefill_workers + [decode] * (workers - prefill_workers)
+
+
+def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
+    """The simulation's JSON object; `wall_s` is how long it took to run."""
+    from tokenfleet.planning.plan_file import latency_json
+    from tokenfleet.planning.result import latency
+
+    finished = outcome.finish_s == outcome.finish_s  # NaN is not itself
+    return {
+        "schema": SCHEMA,
+        "requests": len(outcome.workload),
+        "finished": int(finished.sum()),
+        "attainment": round(outcome.attainment, 6),
+        "ttft_s": latency_json(latency(outcome.ttft_s)),
+        "tpot_s": latency_json(latency(outcome.tpot_s)),
+        "preemptions": int(outcome.preemptions.sum()),
+        "migrations": int(outcome.migrations.sum()),
+        "utilisation": round(outcome.utilisation, 6),
+        "wall_s": round(wall_s, 3),
+    }
+
+
+def simulation_table(outcome: Outcome) -> Table:
+    """The simulation for a terminal."""
+    from rich.table import Table
+
+    from tokenfleet.planning.result import QUANTILES, latency
+    from tokenfleet.report.tables import share_text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("requests", f"{len(outcome.workload):,}")
+    table.add_row("attainment", share_text(outcome.attainment))
+    for name, values in (("TTFT", outcome.ttft_s), ("TPOT", outcome.tpot_s)):
+        row = latency(values)
+        quantiles = ", ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
+        table.add_row(name, f"{quantiles}, mean {duration_text(row.mean)}")
+    table.add_row("preemptions", f"{int(outcome.preemptions.sum()):,}")
+    table.add_row("migrations", f"{int(outcome.migrations.sum()):,}")
+    table.add_row("utilisation", share_text(outcome.utilisation))
+    return table
+
+
+def requests_csv(outcome: Outcome) -> str:
+    """One row a request; an empty cell is what did not happen."""
+    import polars as pl
+
+    workload = outcome.workload
+    return (
+        pl.DataFrame(
+            {
+                "request": range(len(workload)),
+                "arrival_s": workload.arrival_s,
+                "prompt_tokens": workload.prompt_tokens,
+                "output_tokens": workload.output_tokens,
+                "worker": outcome.worker,
+                "first_token_s": outcome.first_token_s,
+                "finish_s": outcome.finish_s,
+                "preemptions": outcome.preemptions,
+                "migrations": outcome.migrations,
+            }
+        )
+        .with_columns(pl.col("first_token_s", "finish_s").fill_nan(None))
+        .write_csv()
+    )

@@ -1,0 +1,85 @@
+"""The terminal: data on stdout, progress and warnings on stderr, colour only where it is wanted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from tokenfleet.planning.threads import Watch
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that honours NO_COLOR; plain ASCII width 110 where nobody watches."""
+    shown = Console(stderr=stderr, no_color="NO_COLOR" in os.environ, highlight=False)
+    if not shown.is_terminal:
+        shown.width = 110
+    return shown
+
+
+def show(renderables: Iterable[RenderableType]) -> None:
+    """Print on stdout, one after the other."""
+    out = console()
+    for renderable in renderables:
+        out.print(renderable)
+
+
+def warn(messages: Iterable[str]) -> None:
+    """One line each on stderr."""
+    for message in messages:
+        print(f"warning: {message}", file=sys.stderr)
+
+
+class Bar(Watch):
+    """A progress bar with the stage and the number of simulations so far."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+        self._lock = Lock()
+        self._count = 0
+
+    def stage(self, says: str, share: float) -> None:
+        self._progress.update(self._task, description=says, completed=share)
+
+    def simulated(self) -> None:
+        with self._lock:
+            self._count += 1
+            self._progress.update(self._task, simulations=self._count)
+
+
+@contextmanager
+def progress_bar(says: str) -> Iterator[Watch]:
+    """A bar on stderr while it is watched by a person; a silent one otherwise."""
+    to = console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[simulations]} simulations"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
+        yield Bar(progress, progress.add_task(says, total=1.0, simulations=0))
+
+
+@contextmanager
+def counted_bar(says: str, total: int) -> Iterator[Callable[[], None]]:
+    """The same for `total` equal things: what it gives is called after each."""
+    to = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=to, transient=True, disable=not to.is_terminal
+    ) as progress:
+        task = progress.add_task(says, total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,164 @@
+"""`tokenfleet trace check | synth | convert`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from tokenfleet.files import refuse_to_replace
+from tokenfleet.traces.check import as_json, as_tables, check
+from tokenfleet.traces.distributions import PUBLISHED_SEED
+from tokenfleet.traces.readers import read_trace
+from tokenfleet.traces.synth import synthesise
+from tokenfleet.traces.trace import Trace
+from tokenfleet.traces.writers import kind_for, write_trace
+
+trace_app = typer.Typer(
+    help="Check, make up and convert traces: the requests a fleet must serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+
+class Written(StrEnum):
+    """The formats `convert` writes."""
+
+    PLAIN = "plain"
+    MOONCAKE = "mooncake"
+    AZURE = "azure"
+
+
+class Output(StrEnum):
+    """How a result is printed on stdout."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+@trace_app.command(
+    "check",
+    epilog="Example: tokenfleet trace check examples/sample_trace.csv --format json",
+)
+def check_command(
+    file: Annotated[Path, typer.Argument(help="a trace in any known format", show_default=False)],
+    output: Annotated[Output, typer.Option("--format", help="table or json on stdout")] = Output.TABLE,
+) -> None:
+    """Say what in a trace could make a plan from it wrong.
+
+    Order, duplicates, units, lengths, gaps, bursts, drift, and whether it is long enough to judge a p99.
+    Exit code 0, with or without warnings; 2 if the file cannot be used.
+    """
+    checkup = check(_read(file))
+    if output is Output.JSON:
+        print(json.dumps(as_json(checkup), ensure_ascii=False, indent=1))
+        return
+    console = Console(no_color=_plain(), highlight=False)
+    for part in as_tables(checkup):
+        console.print(part)
+
+
+@trace_app.command(
+    "synth",
+    epilog="Example: tokenfleet trace synth --arrivals gamma:5:2 --lengths S-L --requests 10000 --out t.csv",
+)
+def synth_command(
+    arrivals: Annotated[
+        str,
+        typer.Option(
+            help="poisson:RATE, gamma:RATE:CV or diurnal:LOW:HIGH:PERIOD_S[:CV]; rates per second",
+            show_default=False,
+        ),
+    ],
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="NAME, or PROMPT-OUTPUT: S, M, L (Llumnix's power laws), azure-conv, sharegpt,"
+            " fixed:PROMPT:OUTPUT, fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV",
+            show_default=False,
+        ),
+    ],
+    requests: Annotated[int, typer.Option(help="how many", show_default=False)],
+    out: Annotated[Path, typer.Option(help="FILE.csv, .jsonl or .parquet", show_default=False)],
+    seed: Annotated[
+        int, typer.Option(help="same seed, same trace; the default is the published workloads'")
+    ] = PUBLISHED_SEED,
+    decimals: Annotated[
+        int, typer.Option(help="arrival times are rounded to this many; -1 keeps all", min=-1, max=15)
+    ] = 6,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace FILE if it exists")] = False,
+) -> None:
+    """Make up a trace: arrivals from one law, lengths from another.
+
+    `--lengths S-S --requests 10000` (likewise M-M, L-L, S-L ...) are the workloads of the Llumnix paper.
+    """
+    kind_for(out, "plain")
+    refuse_to_replace(out, overwrite)
+    workload = synthesise(arrivals, lengths, requests, seed)
+    if decimals >= 0:
+        workload = replace(workload, arrival_s=np.round(workload.arrival_s, decimals))
+    _write(Trace(name=out.name, format="plain", workload=workload), out, "plain", overwrite)
+
+
+@trace_app.command(
+    "convert",
+    epilog="Example: tokenfleet trace convert AzureLLMInferenceTrace_conv.csv conv.parquet",
+)
+def convert_command(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="a trace in any known format")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="FILE.csv, .jsonl or .parquet")],
+    to: Annotated[Written, typer.Option(help="format of OUT")] = Written.PLAIN,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT if it exists")] = False,
+) -> None:
+    """Rewrite a trace in another format.
+
+    plain keeps all that is known; mooncake (.jsonl) keeps whole milliseconds, and its hash_ids share no
+    prefixes; azure (.csv) keeps arrival dates and lengths.
+    """
+    kind_for(target, to.value)
+    refuse_to_replace(target, overwrite)
+    trace = _read(source)
+    for warning in trace.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    _write(trace, target, to.value, overwrite)
+
+
+@contextmanager
+def _progress(rows: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr, where a person watches it."""
+    columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn())
+    console = _stderr()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("writing", total=rows)
+        yield lambda done: bar.advance(task, done)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, no_color=_plain())
+
+
+def _plain() -> bool:
+    return "NO_COLOR" in os.environ
+
+
+def _read(path: Path) -> Trace:
+    with _stderr().status(f"reading {path}"):
+        return read_trace(path)
+
+
+def _write(trace: Trace, path: Path, form: str, overwrite: bool) -> None:
+    with _progress(len(trace)) as advance:
+        write_trace(trace, path, form, overwrite, advance)
+    print(f"{path}: {len(trace)} requests in {trace.workload.duration_s:.1f} s", file=sys.stderr)

@@ -1,0 +1,89 @@
+"""Files that are there whole or not at all: written beside their place, synced, then renamed into it.
+
+Write a file whole or not at all.
+
+The bytes go to a temporary file beside the target, are forced to disk and renamed over it; whatever ends
+the writing early (a full disk, Ctrl-C) leaves the target as it was and no temporary file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from controlplane.errors import BadInput
+
+
+def write_files(contents: Mapping[Path, str]) -> None:
+    """Write every text to its path; none of them appears unless all could be written.
+
+    Folders are made as needed. Raises BadInput where the disk is full or a path cannot be written.
+    """
+    ready: list[tuple[str, Path]] = []
+    path = Path()
+    try:
+        for path, text in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise BadInput(f"{path}: is a folder, expected a file")
+            if path.exists() and not path.is_file():
+                raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
+            handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            ready.append((beside, path))
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(beside, 0o644)  # mkstemp makes files only their owner can read
+        while ready:
+            beside, path = ready[0]
+            os.replace(beside, path)
+            ready.pop(0)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        # Whatever ended the work (an error, Ctrl-C), nothing half-written stays behind.
+        for beside, _ in ready:
+            Path(beside).unlink(missing_ok=True)
+
+
+def refuse_to_replace(path: Path, overwrite: bool) -> None:
+    """Raise BadInput if `path` cannot become a file, or is one and `overwrite` was not asked for."""
+    if path.is_dir():
+        raise BadInput(f"{path}: is a folder; expected the name of a file to write")
+    if path.exists() and not path.is_file():
+        raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
+    if path.exists() and not overwrite:
+        raise BadInput(f"{path}: exists already; give another name or --overwrite")
+    if not path.parent.is_dir():
+        raise BadInput(f"{path}: there is no folder {path.parent}")
+
+
+@contextmanager
+def whole_file(path: Path, overwrite: bool = False) -> Iterator[BinaryIO]:
+    """A file to write bytes to, which becomes `path` when the block ends without an error.
+
+    Raises BadInput if the target may not be replaced or the system refuses a write.
+    """
+    refuse_to_replace(path, overwrite)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # mkstemp makes files only their owner can read
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(FileNotFoundError):
+            part.unlink()

@@ -1,0 +1,279 @@
+"""From files and flags to what the planner takes: one workload and the kinds of workers on offer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import with_times
+from controlplane.placement.policies import read_policy
+from controlplane.types import EngineMode
+from controlplane.workload import Workload
+from tokenfleet.durations import parse_window_s
+from tokenfleet.planning.question import Offer
+from tokenfleet.planning.result import Inputs
+from tokenfleet.profiles.library import age_warning, canonical_model, find_profiles, read_profile
+from tokenfleet.profiles.prices import PriceList, read_prices
+from tokenfleet.traces import Trace
+
+RATE_POINTS = 120
+MANY_REQUESTS = 200_000
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The workload as it will be planned for, the offers, and the record of both."""
+
+    workload: Workload
+    offers: tuple[Offer, ...]
+    inputs: Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """How many times as long as their profiles say steps were seen to take; `source` says where."""
+
+    decode: float
+    prefill: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("decode", "prefill"):
+            if not 0.05 <= getattr(self, name) <= 20.0:
+                raise BadInput(f"bias: {name}: must be between 0.05 and 20, got {getattr(self, name):g}")
+
+    @property
+    def says(self) -> str:
+        return (
+            f"step times of every kind of worker: decode x {self.decode:.3g}, prefill x {self.prefill:.3g}"
+            f" ({self.source})"
+        )
+
+
+def gather(
+    trace: Trace,
+    *,
+    model: str | None,
+    gpus: Sequence[str] = (),
+    tps: Sequence[int] = (),
+    profiles: Sequence[Path] = (),
+    prices: Path | None = None,
+    spot: bool = False,
+    engine: str | None = None,
+    rate_scale: float = 1.0,
+    window: str | None = None,
+    drop_too_long: bool = False,
+    budgeted: bool = False,
+    price_scale: float = 1.0,
+    prompt_scale: float = 1.0,
+    output_scale: float = 1.0,
+    bias: Bias | None = None,
+    today: date | None = None,
+) -> Gathered:
+    """Everything a plan needs, for a trace as read. Raises BadInput or ProfileMissing, one line each.
+
+    `price_scale` multiplies every price, `prompt_scale` and `output_scale` every length. `today` ages the
+    prices; without it none is called old. With `budgeted` every price must be known. `bias` lengthens the
+    step times of every kind of worker, and is said among the warnings.
+    """
+    if profiles and (gpus or tps):
+        raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
+    found = chosen_profiles(model, gpus, tps, profiles, engine)
+    if bias is not None:
+        found = [with_times(profile, bias.decode, bias.prefill) for profile in found]
+    offers, price_warnings = priced(found, read_prices(prices), spot, today)
+    if not 0.0 < price_scale < math.inf:
+        raise BadInput(f"--price-scale: must be positive, got {price_scale:g}")
+    if price_scale != 1.0:
+        offers = [_dearer(offer, price_scale) for offer in offers]
+    unpriced = sorted({o.profile.gpu for o in offers if o.usd_per_gpu_h is None})
+    if budgeted and unpriced:
+        raise BadInput(
+            f"--budget-usd-per-h: no price known for {', '.join(unpriced)}; give one with --prices"
+        )
+    workload = trimmed(trace.workload, window, rate_scale, trace.name)
+    workload = longer(workload, prompt_scale, output_scale)
+    workload, length_warnings = within_context(workload, found, drop_too_long, trace.name)
+    usable, kv_warnings = within_kv(workload, offers, trace.name)
+    slow = []
+    if len(workload) > MANY_REQUESTS:
+        slow = [
+            f"{len(workload):,} requests are replayed a hundred times and more; --window plans a part sooner"
+        ]
+    ages = old_profiles([o.profile for o in usable], today) if today else []
+    biased = [bias.says] if bias is not None else []
+    warnings = (*biased, *trace.warnings, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow)
+    clock_s = trace.clock_start_s
+    if clock_s is not None and window is not None:
+        clock_s += parse_window_s(window)[0]
+    inputs = described(trace.name, workload, warnings)
+    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=rate_scale))
+
+
+def chosen_profiles(
+    model: str | None, gpus: Sequence[str], tps: Sequence[int], files: Sequence[Path], engine: str | None
+) -> list[Profile]:
+    """The profiles asked for, in the engine mode asked for. Raises BadInput, ProfileMissing."""
+    if files:
+        found = [read_profile(path) for path in files]
+        others = sorted({p.model for p in found})
+        if len(others) > 1:
+            raise BadInput(f"--profile: one model at a time, got {', '.join(others)}")
+        if model is not None and not _same_model(model, others[0]):
+            raise BadInput(f"--profile: {files[0]} is of {others[0]}, --model says {model}")
+    elif model is None:
+        raise BadInput("--model: missing; name a model of the library, or give --profile files")
+    else:
+        found = find_profiles(model, gpus, tps)
+    if engine is None:
+        return found
+    if engine not in list(EngineMode):
+        raise BadInput(f"--engine: one of {', '.join(EngineMode)}, got {engine!r}")
+    return [profile.with_engine(mode=EngineMode(engine)) for profile in found]
+
+
+def _same_model(asked: str, stated: str) -> bool:
+    return canonical_model(asked) == canonical_model(stated)
+
+
+def known_policy(name: str) -> str:
+    """`name`, if it is a placement policy, moves or no moves. Raises BadInput listing them all."""
+    try:
+        read_policy(name)
+    except BadInput as refusal:
+        raise BadInput(f"--{refusal}") from None
+    return name
+
+
+def priced(
+    profiles: Sequence[Profile], prices: PriceList, spot: bool, today: date | None
+) -> tuple[list[Offer], list[str]]:
+    """Offers with their prices; a missing or old price is said, never guessed."""
+    offers, warnings = [], []
+    for profile in profiles:
+        price = prices.usd_per_gpu_h(profile.gpu, spot=spot)
+        if price is None:
+            warnings.append(f"{profile.gpu}: no price known; fleets with it are ranked by GPUs")
+            offers.append(Offer(profile))
+            continue
+        old = price.age_warning(today) if today else None
+        if old:
+            warnings.append(f"{profile.gpu}: {old}")
+        kind = "spot" if spot else "on demand"
+        offers.append(Offer(profile, price.usd, f"{kind}, {price.date}, {price.source}"))
+    return offers, sorted(set(warnings))
+
+
+def old_profiles(profiles: Sequence[Profile], today: date) -> list[str]:
+    """One warning for all the profiles that are old, about the first of them."""
+    old = [warning for profile in profiles if (warning := age_warning(profile, today))]
+    more = f" (and {len(old) - 1} more profiles)" if len(old) > 1 else ""
+    return [old[0] + more] if old else []
+
+
+def trimmed(workload: Workload, window: str | None, rate_scale: float, name: str) -> Workload:
+    """The part of the workload inside the window, arriving `rate_scale` times as fast."""
+    if not 0.0 < rate_scale < math.inf:
+        raise BadInput(f"--rate-scale: must be positive, got {rate_scale:g}")
+    if window is not None:
+        start_s, end_s = parse_window_s(window)
+        workload = workload.window(start_s, end_s)
+        if len(workload) == 0:
+            raise BadInput(f"{name}: no requests between {start_s:g} s and {end_s:g} s")
+    return workload.scaled(rate_scale) if rate_scale != 1.0 else workload
+
+
+def longer(workload: Workload, prompt_scale: float, output_scale: float) -> Workload:
+    """The same arrivals with prompts and outputs so many times as long, at least one token each."""
+    for flag, scale in (("--prompt-scale", prompt_scale), ("--output-scale", output_scale)):
+        if not 0.0 < scale < math.inf:
+            raise BadInput(f"{flag}: must be positive, got {scale:g}")
+    if prompt_scale == output_scale == 1.0:
+        return workload
+    return replace(
+        workload,
+        prompt_tokens=_times(workload.prompt_tokens, prompt_scale),
+        output_tokens=_times(workload.output_tokens, output_scale),
+    )
+
+
+def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
+    # Beyond any context the length does not matter, but it must stay a number that fits.
+    return np.asarray(np.clip(np.rint(tokens * scale), 1, 2**40), np.int64)
+
+
+def within_context(
+    workload: Workload, profiles: Sequence[Profile], drop: bool, name: str
+) -> tuple[Workload, list[str]]:
+    """The workload without requests longer than the model's context; BadInput unless `drop` allows it."""
+    limits = [p.context_limit_tokens for p in profiles if p.context_limit_tokens]
+    if not limits or len(workload) == 0:
+        return workload, []
+    limit = min(limits)
+    tokens = workload.prompt_tokens + workload.output_tokens
+    long = tokens > limit
+    if not long.any():
+        return workload, []
+    says = (
+        f"{name}: {int(long.sum())} of {len(workload)} requests are longer than the model's context of"
+        f" {limit} tokens; the longest has {int(tokens.max())}"
+    )
+    if not drop:
+        raise BadInput(f"{says}; --drop-too-long leaves them out")
+    if long.all():
+        raise BadInput(says)
+    return _rows(workload, ~long), [f"{says}; left out"]
+
+
+def within_kv(workload: Workload, offers: Sequence[Offer], name: str) -> tuple[tuple[Offer, ...], list[str]]:
+    """The offers whose KV memory holds the longest request. Raises BadInput when none does."""
+    longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
+    usable = tuple(o for o in offers if o.profile.kv.capacity_tokens >= longest)
+    if not usable:
+        most = max(o.profile.kv.capacity_tokens for o in offers)
+        raise BadInput(
+            f"{name}: the longest request has {longest} tokens, the largest KV capacity on offer is {most}"
+        )
+    return usable, [
+        f"{o.name}: its KV holds {o.profile.kv.capacity_tokens} tokens, the longest request has {longest};"
+        " left out"
+        for o in offers
+        if o not in usable
+    ]
+
+
+def described(name: str, workload: Workload, warnings: Sequence[str]) -> Inputs:
+    """The record of a workload: its size, its rate, and its rate over time."""
+    end_s = float(workload.arrival_s[-1]) if len(workload) else 0.0
+    edges = np.linspace(0.0, max(end_s, 1e-9), RATE_POINTS + 1)
+    counts, _ = np.histogram(workload.arrival_s, edges)
+    width_s = float(edges[1] - edges[0])
+    curve = tuple((float(t), float(n) / width_s) for t, n in zip(edges, counts, strict=False))
+    return Inputs(name, len(workload), workload.rate_rps, workload.duration_s, tuple(warnings), curve)
+
+
+def _dearer(offer: Offer, scale: float) -> Offer:
+    if offer.usd_per_gpu_h is None:
+        return offer
+    return replace(
+        offer, usd_per_gpu_h=offer.usd_per_gpu_h * scale, priced=f"{offer.priced}, times {scale:g}"
+    )
+
+
+def _rows(workload: Workload, keep: np.ndarray) -> Workload:
+    return replace(
+        workload,
+        arrival_s=workload.arrival_s[keep],
+        prompt_tokens=workload.prompt_tokens[keep],
+        output_tokens=workload.output_tokens[keep],
+        priority=workload.priority[keep],
+        slo_class=workload.slo_class[keep],
+    )

@@ -1,0 +1,315 @@
+"""The planner: from a workload, a target and what may be bought to the cheapest fleet that holds it.
+
+For each kind of worker a fluid bound starts a search on the trace as it is; the cheapest kinds are then
+confirmed in worlds that might as well have been (other arrivals, other coefficients) until the lower bound
+of attainment meets the target; a mix is taken where it is cheaper and holds as well. The rest explains the
+answer: one worker fewer, what binds and when, the worker line, the schedule, other policies, other targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import stdev
+
+from controlplane.errors import BadInput
+from controlplane.placement.lengths import LengthTable
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import Outcome
+from tokenfleet.planning.comparisons import baselines, cost_by_slo, counts_around
+from tokenfleet.planning.estimate import Estimate, estimate, most_showable, requests_needed
+from tokenfleet.planning.explain import Binding, binding, failing_rate
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.line import demand_line
+from tokenfleet.planning.mix import Mixed, cheaper_mix
+from tokenfleet.planning.nearest import nearest_feasible
+from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
+from tokenfleet.planning.scenarios import Doubted, Worlds
+from tokenfleet.planning.schedule import make_schedule, paid
+from tokenfleet.planning.search import smallest
+from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all
+from tokenfleet.planning.spot import no_spares_do, stricter, with_spares
+from tokenfleet.planning.threads import Threads, Watch
+
+CONFIRMED_KINDS = 4  # the cheapest so many are confirmed in other worlds; dearer ones are sized on the trace
+DOUBT_WORLDS = 6
+STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
+
+
+def make_plan(
+    workload: Workload,
+    offers: Sequence[Offer],
+    question: Question,
+    inputs: Inputs,
+    pool: Threads,
+    watch: Watch | None = None,
+    *,
+    explained: bool = True,
+    scheduled: bool = False,
+    worlds_of: type[Worlds] | Callable[..., Worlds] = Worlds,
+) -> Plan:
+    """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
+
+    The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
+    schedule even so. `worlds_of` makes the worlds; what-ifs remember their replays there. An infeasible
+    question is a plan with a reason. Raises BadInput on an empty workload or no offers.
+    """
+    if len(workload) == 0:
+        raise BadInput(f"{inputs.trace}: no requests to plan for")
+    if not offers:
+        raise BadInput("plan: no kind of worker to plan with")
+    watch = watch or Watch()
+
+    def serving(asked: Question) -> Plan:
+        worlds = worlds_of(
+            workload,
+            asked.slo,
+            asked.policy,
+            asked.seed,
+            LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
+            watch.simulated,
+        )
+        worlds = replace(worlds, drifts=asked.drifts)
+        return _serving(Plan(asked, inputs, tuple(offers), None), worlds, pool, watch, explained, scheduled)
+
+    plan = serving(question)
+    if question.reclaims_per_h is not None and plan.best is not None:
+        spared = with_spares(plan, question, workload)
+        if spared is None:
+            harder = serving(stricter(question))
+            spared = with_spares(harder, question, workload) if harder.best else None
+        plan = spared or no_spares_do(plan, question)
+    if plan.schedule is not None and question.cold_start_s is not None:
+        plan = replace(plan, paid=paid(plan.schedule.stretches, question.cold_start_s))
+    return plan
+
+
+def _serving(
+    blank: Plan, worlds: Worlds, pool: Threads, watch: Watch, explained: bool, scheduled: bool
+) -> Plan:
+    """The plan of the fleet that serves; what spot workers need beyond it comes later."""
+    question, offers, workload = blank.question, blank.offers, worlds.workload
+    watch.stage("sizing each kind of worker on the trace", 0.0)
+    sizings = size_all(worlds, question, offers, pool)
+    possible = sorted(
+        (s for s in sizings if s.workers is not None), key=lambda s: s.fleet(s.workers or 0).cost
+    )
+    passed_over = tuple(PassedOver(s.offer, s.reason) for s in sizings if s.workers is None)
+    blank = replace(blank, passed_over=passed_over)
+    if not possible:
+        return _infeasible(blank, worlds, sizings, pool, watch)
+    if most_showable(len(workload), question.confidence) < question.attainment:
+        return _too_short(blank, worlds, possible)
+    watch.stage("confirming in worlds that might have been", 0.2)
+    _confirm_cheapest(worlds, question, possible, pool, CONFIRMED_KINDS if explained else 1)
+    sure = sorted((s for s in possible if s.confirmed), key=lambda s: s.fleet(s.confirmed or 0).cost)
+    if not sure:
+        reasons = "; ".join(f"{s.offer.name}: {s.reason}" for s in possible if s.reason)
+        blank = replace(blank, reason=reasons, alternatives=_others(worlds, possible, None, pool))
+        return _infeasible(blank, worlds, sizings, pool, watch)
+    winner = sure[0]
+    fleet, verdict = winner.fleet(winner.confirmed or 0), winner.sure[winner.confirmed or 0]
+    watch.stage("looking for a cheaper mix", 0.45)
+    mixed = cheaper_mix(worlds, question, possible, fleet, pool)
+    single = winner
+    if mixed:
+        fleet, verdict = mixed.fleet, mixed.estimate
+        winner = _as_sizing(worlds, question, mixed, winner)
+    best = _candidate(worlds, fleet, verdict)
+    plan = replace(
+        blank,
+        best=best,
+        alternatives=_others(worlds, possible, None if mixed else single, pool),
+        on_trace=dict(winner.on_trace),
+        sure=dict(winner.sure),
+    )
+    if explained:
+        return _explained(plan, worlds, winner, best, pool, watch)
+    if scheduled:
+        full = winner.fleet(winner.confirmed or 0)
+        return replace(plan, schedule=make_schedule(worlds, question, winner, full, pool))
+    return plan
+
+
+def _confirm_cheapest(
+    worlds: Worlds, question: Question, possible: list[Sizing], pool: Threads, kinds: int
+) -> None:
+    """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
+
+    How many has no say in which is the cheapest, only in how much is known of the others.
+    """
+    cheapest: tuple[float, int, int] | None = None
+    for i, sizing in enumerate(possible):
+        floor = sizing.fleet(sizing.workers or 0).cost
+        if i >= kinds and cheapest is not None and floor >= cheapest:
+            continue
+        most = None if i < kinds or cheapest is None else _below(sizing, cheapest)
+        confirm(worlds, question, sizing, pool, most)
+        if sizing.confirmed:
+            cost = sizing.fleet(sizing.confirmed).cost
+            cheapest = cost if cheapest is None else min(cheapest, cost)
+
+
+def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
+    """The most workers of a kind that cost less, `sizing.workers` of them doing so."""
+    count = sizing.workers or 1
+    while sizing.fleet(count + 1).cost < cost:
+        count += 1
+    return count
+
+
+def _explained(
+    plan: Plan, worlds: Worlds, winner: Sizing, best: Candidate, pool: Threads, watch: Watch
+) -> Plan:
+    """The plan with its reasons and its neighbourhood."""
+    question = plan.question
+    watch.stage("showing that one fewer fails", 0.5)
+    one_fewer = _one_fewer(worlds, question, winner, pool)
+    doubt = _doubt(worlds, best.fleet, pool)
+    watch.stage("finding what binds", 0.6)
+    bind = _binding(worlds, question, winner, pool)
+    watch.stage("fitting the worker line", 0.65)
+    line = demand_line(worlds, question, winner, pool)
+    watch.stage("making the schedule", 0.75)
+    schedule = make_schedule(worlds, question, winner, winner.fleet(winner.confirmed or 0), pool)
+    watch.stage("comparing policies", 0.85)
+    others = baselines(worlds, question, winner, pool)
+    watch.stage("pricing other targets", 0.92)
+    costed = cost_by_slo(worlds, question, winner, pool)
+    counts = [n for n in counts_around(winner) if n not in winner.on_trace]
+    outcomes = pool.map(lambda n: worlds.replay(winner.fleet(n)), counts)
+    on_trace = winner.on_trace | {n: o.attainment for n, o in zip(counts, outcomes, strict=True)}
+    more = winner.confirmed + 1 if winner.confirmed else 1
+    if more not in winner.sure:
+        winner.sure[more] = _verdict(worlds, question, winner.fleet(more), pool)
+    watch.stage("done", 1.0)
+    return replace(
+        plan,
+        one_fewer=one_fewer,
+        doubt=doubt,
+        binding=bind,
+        line=line,
+        schedule=schedule,
+        baselines=others,
+        costed=costed,
+        on_trace=dict(sorted(on_trace.items())),
+        sure=dict(sorted(winner.sure.items())),
+    )
+
+
+def _as_sizing(worlds: Worlds, question: Question, mixed: Mixed, single: Sizing) -> Sizing:
+    """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
+    count = mixed.fleet.workers
+    sizing = Sizing(single.offer, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
+    sizing.workers = smallest(lambda n: passes_on_trace(worlds, question, sizing, n), 1, count, count)
+    sizing.sure[count] = mixed.estimate
+    return sizing
+
+
+def _one_fewer(worlds: Worlds, question: Question, winner: Sizing, pool: Threads) -> OneFewer:
+    """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
+    count = (winner.confirmed or 1) - 1
+    if count < winner.fewest:
+        return OneFewer(count, 0.0, None, "the load alone needs more" if count else "none would be left")
+    fleet = winner.fleet(count)
+    on_trace = worlds.replay(fleet).attainment
+    verdict = winner.sure.get(count)
+    if verdict is None:
+        verdict = winner.sure[count] = _verdict(worlds, question, fleet, pool)
+    if on_trace < question.attainment:
+        fails = "on the trace as it is, attainment is below the target"
+    elif verdict.expected < question.attainment:
+        fails = "over worlds that might have been, expected attainment is below the target"
+    elif verdict.low < question.attainment:
+        fails = f"its lower bound at confidence {question.confidence:g} is below the target"
+    else:
+        fails = "it holds too; the mix was chosen for its price, not its size"
+    return OneFewer(count, on_trace, verdict, fails)
+
+
+def _binding(worlds: Worlds, question: Question, winner: Sizing, pool: Threads) -> Binding:
+    """What binds at the largest fleet that fails the trace.
+
+    Where that fleet is lost altogether (or there is none), no relief would show: then the smallest fleet that
+    does meet the target is made to fail by raising the rate.
+    """
+    enough = winner.workers or winner.fewest
+    if winner.on_trace.get(enough - 1, 0.0) >= STILL_TELLING:
+        return binding(worlds, winner.fleet(enough - 1), pool)
+    fleet = winner.fleet(enough)
+    return binding(worlds, fleet, pool, failing_rate(worlds, fleet, question.attainment, worlds.workload))
+
+
+def _doubt(worlds: Worlds, fleet: Fleet, pool: Threads) -> Doubt:
+    """The scatter of attainment from each source of doubt alone."""
+
+    def scatter(source: Doubted) -> float:
+        def one(world: int) -> float:
+            return worlds.replay(fleet, world, doubted=frozenset((source,))).attainment
+
+        return stdev(pool.map(one, range(1, DOUBT_WORLDS + 1)))
+
+    drift = scatter("drift") if worlds.drifts else 0.0
+    return Doubt(scatter("arrivals"), drift, scatter("coefficients"))
+
+
+def _others(
+    worlds: Worlds, possible: Sequence[Sizing], winner: Sizing | None, pool: Threads
+) -> tuple[Candidate, ...]:
+    """Every other kind that meets the target at least on the trace, cheapest first."""
+    rest = [s for s in possible if s is not winner and s.answer is not None]
+
+    def one(sizing: Sizing) -> Candidate:
+        fleet = sizing.answer
+        assert fleet is not None
+        sure = sizing.sure.get(fleet.workers) if sizing.confirmed else None
+        note = sizing.reason or ("" if sizing.confirmed else "sized on the trace alone")
+        return _candidate(worlds, fleet, sure, note)
+
+    return tuple(sorted(pool.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
+
+
+def _candidate(worlds: Worlds, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
+    outcome: Outcome = worlds.replay(fleet)
+    return Candidate(
+        fleet,
+        outcome.attainment,
+        verdict,
+        latency(outcome.ttft_s),
+        latency(outcome.tpot_s),
+        outcome.utilisation,
+        note,
+    )
+
+
+def _verdict(worlds: Worlds, question: Question, fleet: Fleet, pool: Threads) -> Estimate:
+    pairs = look(worlds, fleet, range(1, DOUBT_WORLDS + 1), pool)
+    return estimate([m for m, _ in pairs], [n for _, n in pairs], question.confidence)
+
+
+def _infeasible(plan: Plan, worlds: Worlds, sizings: Sequence[Sizing], pool: Threads, watch: Watch) -> Plan:
+    """The plan without a fleet: why, and the nearest target that can be met."""
+    watch.stage("looking for the nearest feasible target", 0.5)
+    near = nearest_feasible(worlds, plan.question, sizings, pool)
+    best = max(sizings, key=lambda s: (s.ceiling, max(s.on_trace.values(), default=0.0)))
+    reason = plan.reason or f"{best.offer.name}: {best.reason}"
+    watch.stage("done", 1.0)
+    return replace(plan, reason=reason, nearest=near)
+
+
+def _too_short(plan: Plan, worlds: Worlds, possible: Sequence[Sizing]) -> Plan:
+    """A trace too short to show the target, whatever the fleet."""
+    question, requests = plan.question, len(worlds.workload)
+    need = requests_needed(question.attainment, question.confidence)
+    fleet = possible[0].answer
+    assert fleet is not None
+    return replace(
+        plan,
+        reason=(
+            f"{requests} requests are too few to show {question.attainment:g} at confidence"
+            f" {question.confidence:g}: {need} are needed (or a lower target or confidence)"
+        ),
+        alternatives=(_candidate(worlds, fleet, None, "sized on the trace alone"),),
+        nearest_attainment=most_showable(requests, question.confidence),
+    )

@@ -1,0 +1,146 @@
+"""What a plan answers: the fleet, how sure it is, why it is that large, and what else was looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.types import Slo
+from tokenfleet.planning.comparisons import Baseline, Costed
+from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.explain import Binding
+from tokenfleet.planning.fleet import Fleet, Spares
+from tokenfleet.planning.line import DemandLine
+from tokenfleet.planning.nearest import Nearest
+from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.schedule import Paid, Schedule
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One latency over the requests of a replay (seconds, ascending): quantiles, mean, and the curve."""
+
+    sorted_s: NDArray[np.float64]
+
+    def at(self, share: float) -> float:
+        """The latency that `share` of the requests do not exceed; NaN without requests."""
+        if len(self.sorted_s) == 0:
+            return float("nan")
+        return float(np.quantile(self.sorted_s, share, method="inverted_cdf"))
+
+    @property
+    def mean(self) -> float:
+        return float(self.sorted_s.mean()) if len(self.sorted_s) else float("nan")
+
+
+def latency(values_s: NDArray[np.float64]) -> Latency:
+    """The latency of those that have one (NaN: a one-token output has no TPOT)."""
+    return Latency(np.sort(values_s[~np.isnan(values_s)]))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A fleet that was looked at. `estimate` is None when it was sized on the trace alone."""
+
+    fleet: Fleet
+    on_trace: float
+    estimate: Estimate | None
+    ttft: Latency
+    tpot: Latency
+    utilisation: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OneFewer:
+    """One worker less than the answer, and how it fails."""
+
+    workers: int
+    on_trace: float
+    estimate: Estimate | None
+    fails: str
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """How far attainment scatters (standard deviation) from each source of doubt alone.
+
+    Arrivals as they might have come, levels of the traffic that drift (0 where that was not asked for),
+    coefficients within their residuals.
+    """
+
+    arrivals: float
+    drift: float
+    coefficients: float
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the variance, most first; without those that scatter nothing."""
+        parts = {"arrivals": self.arrivals, "drift": self.drift, "coefficients": self.coefficients}
+        whole = sum(x**2 for x in parts.values())
+        shares = ((name, x**2 / whole) for name, x in parts.items() if x > 0.0)
+        return dict(sorted(shares, key=lambda share: -share[1]))
+
+    @property
+    def mostly(self) -> str:
+        return next(iter(self.shares), "arrivals")
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A kind of worker that is no alternative, and why."""
+
+    offer: Offer
+    reason: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the plan was made from, for the record."""
+
+    trace: str
+    requests: int
+    rate_rps: float
+    duration_s: float
+    warnings: tuple[str, ...]
+    rate_curve: tuple[tuple[float, float], ...]  # (start_s, rps)
+    clock_start_s: float | None = None  # Unix time of the workload's zero, where the trace tells
+    rate_scale: float = 1.0  # so many seconds of the trace pass in one of the workload's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to a question; `best` is None when it is infeasible, and `reason` says why."""
+
+    question: Question
+    inputs: Inputs
+    offers: tuple[Offer, ...]
+    best: Candidate | None
+    reason: str = ""
+    alternatives: tuple[Candidate, ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
+    nearest: Nearest | None = None
+    nearest_attainment: float | None = None
+    binding: Binding | None = None
+    one_fewer: OneFewer | None = None
+    doubt: Doubt | None = None
+    line: DemandLine | None = None
+    schedule: Schedule | None = None
+    paid: Paid | None = None  # the schedule with its cold starts
+    spares: Spares | None = None  # on spot workers; `best.fleet` has them
+    baselines: tuple[Baseline, ...] = ()
+    costed: tuple[Costed, ...] = ()
+    on_trace: dict[int, float] = field(default_factory=dict)
+    sure: dict[int, Estimate] = field(default_factory=dict)
+
+    @property
+    def feasible(self) -> bool:
+        return self.best is not None
+
+    @property
+    def slo(self) -> Slo:
+        return self.question.slo

@@ -1,0 +1,245 @@
+"""Replays of the trace in worlds that might have been.
+
+World 0 is the trace as it is on workers as their profiles say. World i > 0 draws its arrivals (bootstrap),
+where it is asked for how far the traffic's level has drifted, the workers' coefficients (from the profiles'
+residuals) and the policy's seed, all from (seed, i) alone: two fleets meet the same worlds (common random
+numbers), so their difference is the fleets' and not the draw's.
+
+The same traffic as it might have come: a local block bootstrap of the arrivals.
+
+The trace is cut into blocks of time and each block is replaced by one that begins nearby, requests with
+their lengths and gaps untouched. Blocks keep what makes a fleet miss (bursts, runs of long prompts) whole;
+drawing them nearby keeps the shape of the hour or the day (Dowla, Paparoditis and Politis, 2003).
+
+What comes next differs from the trace twice: the trace is itself a draw from its traffic, and so is the next
+one. One resampling makes up for the second alone; a plan for other traffic than the trace needs both.
+
+Traffic that becomes another: how far its level may have gone by the time a plan is used.
+
+A bootstrap draws the traffic that was once more. What comes next may also have another level: other rates,
+longer prompts, other outputs. Of each of `SPANS` equal spans of the trace (more, where those would be longer
+than an hour), x = (log requests, log mean prompt, log mean output). A trend is the trace's shape, which a
+plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes
+from one span to the next, it is taken to change from the trace to what is planned for:
+
+    drift ~ N(0, S),   S seen = E[d dᵀ] / 3
+
+That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
+scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
+grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
+next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21
+(`experiments/drift_settings.py`).
+
+A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
+part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. What is left is known from
+a few spans only, and half an hour that happened to be calm says little about the next. So it is joined with
+what is usual, `USUAL` for the rate and nothing for lengths, as an inverse Wishart law of `WEIGHT` degrees of
+freedom would be; a draw of drift then has Student's t distribution:
+
+    S = (n · S seen + WEIGHT · USUAL²) / (n + WEIGHT),   n + WEIGHT degrees of freedom
+
+n is less than the second differences are, because neighbours share spans: `INDEPENDENT` of them count. A long
+trace outweighs what is usual.
+
+A swing within the trace that its spans are too coarse to follow is taken for drift, too, and traffic that
+never changes is hedged for all the same; a plan for traffic that keeps the trace's shape is better off
+without (`plan --drift` asks for it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import draw_profile
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import Outcome, simulate
+from tokenfleet.planning.fleet import Fleet
+
+AS_IT_IS = 0
+Doubted = Literal["arrivals", "drift", "coefficients"]
+EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """The workload, the predictor learned from it, and the targets; replays fleets under a policy."""
+
+    workload: Workload
+    slo: Slo
+    policy: str
+    seed: int
+    predictor: LengthTable
+    told: Callable[[], None] = field(default=lambda: None)  # called after each simulation
+    drifts: bool = False
+
+    def replay(
+        self,
+        fleet: Fleet,
+        world: int = AS_IT_IS,
+        *,
+        workload: Workload | None = None,
+        max_misses: int | None = None,
+        doubted: frozenset[Doubted] = EVERYTHING,
+    ) -> Outcome:
+        """What becomes of the requests, or of `workload` instead, on `fleet` in a world.
+
+        Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
+        `doubted`: what is drawn there, the rest being as it was.
+        """
+        requests = self.workload if workload is None else workload
+        as_really: Callable[[Profile], Profile] | None = None
+        if world != AS_IT_IS:
+            as_it_was = requests
+            if "arrivals" in doubted:
+                requests = next_like(requests, np.random.default_rng([self.seed, world, 1]))
+            if self.drifts and "drift" in doubted:
+                rng = np.random.default_rng([self.seed, world, 3])
+                requests = drift_of(as_it_was).drawn(requests, rng)
+            if "coefficients" in doubted:
+
+                def as_really(profile: Profile) -> Profile:
+                    # Each kind of worker gets the same standard errors, scaled by its own residuals.
+                    return draw_profile(profile, np.random.default_rng([self.seed, world, 2]))
+
+        outcome = simulate(
+            requests,
+            fleet.specs(as_really),
+            self.slo,
+            self.policy,
+            predictor=self.predictor,
+            seed=self.seed + world,
+            max_misses=max_misses,
+        )
+        self.told()
+        return outcome
+
+
+def missed(outcome: Outcome) -> int:
+    """Requests outside their targets, unfinished ones included."""
+    return len(outcome.workload) - int(outcome.met.sum())
+
+
+BLOCK_S = 60.0
+FEWEST_BLOCKS = 20  # a short trace gets shorter blocks, or every draw would be the trace itself
+NEARBY = 0.1  # of the trace's duration, to either side
+
+
+def next_like(workload: Workload, rng: np.random.Generator) -> Workload:
+    """Other traffic like `workload`: a draw from what it might have been, drawn from once more."""
+    return resampled(resampled(workload, rng), rng)
+
+
+def resampled(workload: Workload, rng: np.random.Generator) -> Workload:
+    """One draw: a workload of about the same duration and rate as `workload`."""
+    duration_s = workload.duration_s
+    if duration_s <= 0:
+        return workload
+    first_s = float(workload.arrival_s[0])
+    block_s = min(BLOCK_S, duration_s / FEWEST_BLOCKS)
+    places = np.arange(int(np.ceil(duration_s / block_s))) * block_s
+    reach_s = max(NEARBY * duration_s, block_s)
+    starts = np.clip(places + rng.uniform(-reach_s, reach_s, len(places)), 0.0, duration_s - block_s)
+    arrival_s = workload.arrival_s - first_s
+    low = np.searchsorted(arrival_s, starts, side="left")
+    # The very last request sits on the closing edge of the last block and belongs to it.
+    ends = starts + block_s
+    high = np.where(ends >= duration_s, len(arrival_s), np.searchsorted(arrival_s, ends, side="left"))
+    counts = high - low
+    if counts.sum() == 0:
+        return workload
+    rows = np.repeat(low - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(counts.sum())
+    moved_s = arrival_s[rows] - np.repeat(starts, counts) + np.repeat(places, counts)
+    # Rounding may put a request a hair before the block's edge, and the next block's first after it.
+    order = np.argsort(moved_s, kind="stable")
+    rows = rows[order]
+    return Workload(
+        arrival_s=np.maximum(moved_s[order], 0.0),
+        prompt_tokens=workload.prompt_tokens[rows],
+        output_tokens=workload.output_tokens[rows],
+        priority=workload.priority[rows],
+        slo_class=workload.slo_class[rows],
+        slo_classes=workload.slo_classes,
+    )
+
+
+SPANS = 24
+LONGEST_S = 3600.0
+USUAL = 0.15  # of log rate: m-mid's 0.18 with its outliers, 0.12 by its middle 68 %
+WEIGHT = 8.0
+INDEPENDENT = 0.6  # between 0.5, where levels scatter about a mean, and 0.7, where they walk
+PARTS = 5  # of a span: what they differ by is chance
+FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far levels go: `spread`, [3, 3], a root of S for (rate, prompts, outputs), known so well."""
+
+    spread: NDArray[np.float64]
+    freedom: float  # degrees of it; what Student's t is asked for
+
+    @property
+    def per_level(self) -> NDArray[np.float64]:
+        """Standard deviations of log rate, log prompts and log outputs, shape [3]."""
+        return np.asarray(np.sqrt((self.spread**2).sum(axis=1)))
+
+    def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
+        """The same requests at levels they might have gone to; none longer than the longest there was."""
+        normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
+        rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance))
+        return replace(
+            workload.scaled(float(rate)),
+            prompt_tokens=_longer(workload.prompt_tokens, float(prompts)),
+            output_tokens=_longer(workload.output_tokens, float(outputs)),
+        )
+
+
+def drift_of(
+    workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
+) -> Drift:
+    """What the trace shows of drift, joined with what is usual, which weighs so many degrees of freedom."""
+    seen, independent = drift_seen(workload, fewest_spans)
+    freedom = independent + weight
+    return Drift(_root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom), freedom)
+
+
+def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[np.float64], float]:
+    """What the trace alone shows: S, and the degrees of freedom it is known with; 0 of a trace too short."""
+    spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
+    if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
+        return np.zeros((3, 3)), 0.0
+    root = _root((_changes(workload, spans) - _changes(workload, PARTS * spans) / PARTS) / 3.0)
+    return root @ root.T, INDEPENDENT * (spans - 2)
+
+
+def _root(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A root of a symmetric matrix; a difference of estimates may have parts below nothing, left out."""
+    value, axis = np.linalg.eigh(matrix)
+    return np.asarray(axis * np.sqrt(np.maximum(value, 0.0)))
+
+
+def _changes(workload: Workload, spans: int) -> NDArray[np.float64]:
+    """E[d dᵀ] over neighbouring spans, shape [3, 3]; a span without requests counts as half a one."""
+    arrival_s = workload.arrival_s - workload.arrival_s[0]
+    edges = np.linspace(0.0, workload.duration_s, spans + 1)
+    cut = np.append(np.searchsorted(arrival_s, edges[:-1]), len(workload))
+    count = np.maximum(np.diff(cut), 0.5)
+    overall = np.array([workload.prompt_tokens.mean(), workload.output_tokens.mean()])
+    tokens = np.stack((workload.prompt_tokens, workload.output_tokens))
+    sums = np.diff(np.concatenate((np.zeros((2, 1)), tokens.cumsum(axis=1)), axis=1)[:, cut], axis=1)
+    means = np.where(sums > 0, sums / count, overall[:, None])
+    departs = np.diff(np.log(np.vstack((count, means))), n=2, axis=1)
+    return np.asarray(departs @ departs.T / departs.shape[1])
+
+
+def _longer(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
+    scaled = np.round(tokens * factor).astype(np.int64)
+    return np.clip(scaled, 1, tokens.max())

@@ -1,0 +1,1 @@
+"""Profile files: the library, measurements, fits, predictions, prices."""

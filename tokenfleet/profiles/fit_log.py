@@ -1,0 +1,176 @@
+"""Fit a step model to a request log, where no step was recorded: simulate it, compare, adjust.
+
+One worker serves the log's requests in the simulator; the four coefficients are those for which
+
+    Σ ρ(log e2e / e2e') + ρ(log tpot / tpot') + ρ(log (ttft + FLOOR_S) / (ttft' + FLOOR_S))
+
+is least over the requests learned from (primes are the log's, ρ grows linearly for outliers). A TTFT far
+below FLOOR_S is mostly the wait for the running step to end, whose phase no model can know.
+
+The sum has many local minima, for one changed admission moves everything after it: several starts, then
+simplex searches that need no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares, minimize
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
+from controlplane.perfmodel.step import StepModel
+from controlplane.types import Slo
+from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
+from tokenfleet.profiles.measurements import RequestLog
+
+FLOOR_S = 0.25
+OUTLIER = 0.01  # errors past a hundredth count linearly
+STARTS = 12
+STEPS = (3e-2, 1e-2)  # of a logarithm, for the gradient: one changed admission must not hide the slope
+SIMPLEX = (0.4, -0.2, 0.05)  # sides of the simplex searches that follow, of a logarithm
+FEWEST_REQUESTS = 30
+_NO_TARGET = Slo(1e9, 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class LogErrors:
+    """How a simulated log differs from the real one, as fractions of the real figures."""
+
+    e2e_mape: float
+    tpot_mape: float
+    ttft_mean: float
+    ttft_p99: float
+    requests: int
+
+
+def replay(log: RequestLog, profile: Profile) -> Outcome:
+    """The log's requests on one simulated worker."""
+    # Any policy will do: there is one worker, and round-robin never holds a request back.
+    return simulate(log.workload, [WorkerSpec(profile)], _NO_TARGET, "round-robin")
+
+
+def log_errors(log: RequestLog, outcome: Outcome, rows: NDArray[np.bool_]) -> LogErrors:
+    """Errors over the requests marked in `rows`, shape [requests]."""
+    e2e = outcome.finish_s - log.workload.arrival_s
+    many = rows & (log.workload.output_tokens > 1)
+    ttft, real = outcome.ttft_s[rows], log.ttft_s[rows]
+    return LogErrors(
+        e2e_mape=float(np.mean(np.abs(e2e[rows] / log.e2e_s[rows] - 1))),
+        tpot_mape=float(np.mean(np.abs(outcome.tpot_s[many] / log.tpot_s[many] - 1))),
+        ttft_mean=float(ttft.mean() / real.mean() - 1),
+        ttft_p99=float(np.quantile(ttft, 0.99) / np.quantile(real, 0.99) - 1),
+        requests=int(rows.sum()),
+    )
+
+
+def fit_log(
+    log: RequestLog, around: Profile, learn: NDArray[np.bool_] | None = None, seed: int = 0
+) -> Profile:
+    """`around` with coefficients and residuals fitted to the log; its engine limits and KV are taken as true.
+
+    `learn` marks the requests learned from (all by default); the others give the held-out error. Every
+    request is simulated. Raises BadInput for a log too short, or one that this worker cannot serve.
+    """
+    requests = len(log.workload)
+    if requests < FEWEST_REQUESTS:
+        raise BadInput(f"request log: {requests} requests, at least {FEWEST_REQUESTS} are needed for a fit")
+    largest = int((log.workload.prompt_tokens + log.workload.output_tokens).max())
+    if largest > around.kv.capacity_tokens:
+        raise BadInput(
+            f"request log: a request of {largest} tokens is larger than the KV of {around.kv.capacity_tokens}"
+        )
+    rows = np.ones(requests, np.bool_) if learn is None else learn
+    many = rows & (log.workload.output_tokens > 1)
+    if many.sum() < FEWEST_REQUESTS // 2:
+        raise BadInput("request log: too few requests with two or more output tokens")
+
+    def errors(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        outcome = replay(log, _with(around, x))
+        e2e = outcome.finish_s - log.workload.arrival_s
+        return np.concatenate(
+            [
+                np.log((outcome.ttft_s + FLOOR_S) / (log.ttft_s + FLOOR_S))[rows],
+                np.log(e2e / log.e2e_s)[rows],
+                np.log(outcome.tpot_s[many] / log.tpot_s[many]),
+            ]
+        )
+
+    def cost(x: NDArray[np.float64]) -> float:
+        return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))
+
+    rng = np.random.default_rng(seed)
+    first = _first_guess(log)
+    found = []
+    for k in range(STARTS):
+        x = first + (rng.normal(0, 0.5, 4) if k else 0.0)
+        for step in STEPS:
+            x = least_squares(
+                errors,
+                x,
+                diff_step=list(step / np.maximum(np.abs(x), 1)),
+                loss="soft_l1",
+                f_scale=OUTLIER,
+                max_nfev=40,
+            ).x
+        found.append((cost(x), k, x))
+    best = min(found, key=lambda row: row[:2])[2]
+    for size in SIMPLEX:
+        best = minimize(
+            cost,
+            best,
+            method="Nelder-Mead",
+            options={
+                "initial_simplex": np.vstack([best, best + size * np.eye(4)]),
+                "maxfev": 300,
+                "xatol": 1e-4,
+                "fatol": 1e-6,
+            },
+        ).x
+    return _judged(log, _with(around, best), rows)
+
+
+def _with(profile: Profile, x: NDArray[np.float64]) -> Profile:
+    """A profile with the coefficients whose logarithms are `x`."""
+    base, prefill, sequence, context = (float(v) for v in np.exp(x))
+    return replace(profile, step=StepModel(base, prefill, sequence, context))
+
+
+def _first_guess(log: RequestLog) -> NDArray[np.float64]:
+    """Logarithms of rough coefficients: the fastest request shows the base, the shortest wait the prefill."""
+    tpot = log.tpot_s[log.workload.output_tokens > 1]
+    fastest = max(float(tpot.min()), 1e-6)
+    crowding = max(float(np.median(tpot)) - fastest, 0.1 * fastest)
+    prefill = float(np.quantile(log.ttft_s / log.workload.prompt_tokens, 0.05))
+    context = float(np.mean(log.workload.prompt_tokens + log.workload.output_tokens / 2))
+    batch = 100.0  # an order of magnitude is enough
+    guess = [
+        0.7 * fastest,
+        max(0.7 * prefill, 1e-9),
+        0.3 * crowding / batch,
+        0.3 * crowding / (batch * context),
+    ]
+    return np.log(guess)
+
+
+def _judged(log: RequestLog, profile: Profile, rows: NDArray[np.bool_]) -> Profile:
+    """The profile with the errors of its requests' TPOT: a log has no steps to judge singly."""
+    outcome = replay(log, profile)
+    error = np.abs(outcome.tpot_s / log.tpot_s - 1)
+    known = ~np.isnan(error)
+    seen, held = error[known & rows], error[known & ~rows]
+    residuals = Residuals(
+        mean_relative=float(seen.mean()),
+        p95_relative=float(np.quantile(seen, 0.95)),
+        max_relative=float(seen.max()),
+        samples=len(seen),
+        held_out_mean=float(held.mean()) if len(held) else None,
+        held_out_max=float(held.max()) if len(held) else None,
+        unseen_relative=profile.residuals.unseen_relative,
+    )
+    longest = float((log.workload.prompt_tokens + log.workload.output_tokens).max())
+    engine = profile.engine
+    fitted = FittedRange(engine.max_batched_tokens, engine.max_seqs, longest * engine.max_seqs)
+    return replace(profile, residuals=residuals, fitted=fitted)

@@ -1,0 +1,216 @@
+"""The form of a profile file: `tokenfleet.profile/1` in YAML, and the noun it stands for.
+
+Reading refuses what it does not know: an unknown key is more likely a typing error than a wish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import date
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import EngineLimits, FittedRange, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel
+from controlplane.types import EngineMode
+from tokenfleet.field_errors import fault_line
+
+SCHEMA = "tokenfleet.profile/1"
+
+
+def _no_bool(value: Any) -> Any:
+    """YAML's `yes` is a bool, and Python would take it for the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected")
+    return value
+
+
+def _iso(value: Any) -> Any:
+    """YAML reads 2026-01-31 as a date; a profile keeps its ISO text."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _HingePart(_Part):
+    of: HingeOf
+    start: Seconds = Field(alias="from")
+    per_unit_s: Seconds
+
+
+class _StepPart(_Part):
+    base_s: Seconds
+    per_prefill_token_s: Seconds
+    per_sequence_s: Seconds
+    per_context_token_s: Seconds
+    per_prefill_sum_sq_s: Seconds = 0.0
+    per_prefill_step_s: Seconds = 0.0
+
+
+class _PrefillPart(_Part):
+    base_s: Seconds
+    per_token_s: Seconds
+    per_sum_sq_s: Seconds = 0.0
+    hinges: list[_HingePart] = []
+
+
+class _KvPart(_Part):
+    capacity_tokens: Positive
+    block_tokens: Positive = 16
+    bytes_per_token: Count = 0
+
+
+class _EnginePart(_Part):
+    name: str = "vllm"
+    version: str = ""
+    mode: EngineMode = EngineMode.CHUNKED
+    max_batched_tokens: Positive = 2048
+    max_seqs: Positive = 256
+
+
+class _ResidualsPart(_Part):
+    mean_relative: Seconds
+    p95_relative: Seconds
+    max_relative: Seconds
+    samples: Count
+    held_out_mean: Seconds | None = None
+    held_out_max: Seconds | None = None
+    unseen_relative: Seconds = 0.0
+
+
+class _FittedPart(_Part):
+    prefill_tokens: Seconds
+    sequences: Seconds
+    context_tokens: Seconds
+
+
+class _SourcePart(_Part):
+    kind: Literal["measured", "composed", "published"]
+    what: Annotated[str, Field(min_length=1, max_length=2000)]
+    licence: Name
+    date: Annotated[str, BeforeValidator(_iso), Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    host_s: Seconds = 0.0
+
+
+class _ProfileFile(_Part):
+    form: Literal["tokenfleet.profile/1"] = Field(alias="schema")
+    model: Name
+    gpu: Name
+    tp_degree: Positive
+    step: _StepPart
+    prefill: _PrefillPart | None = None
+    hinges: list[_HingePart] = []
+    kv: _KvPart
+    engine: _EnginePart = _EnginePart()
+    residuals: _ResidualsPart
+    source: _SourcePart
+    context_limit_tokens: Count = 0
+    fitted: _FittedPart | None = None
+
+
+def parse_profile(text: str, where: str) -> Profile:
+    """The profile in YAML `text`; `where` names it in errors."""
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise BadInput(f"{where}: not YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"{where}: not a profile: expected `schema: {SCHEMA}` and its fields")
+    try:
+        part = _ProfileFile.model_validate(content)
+    except ValidationError as error:
+        raise BadInput(fault_line(where, error)) from error
+    try:
+        return _noun(part)
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from error
+
+
+def _hinges(parts: Iterable[_HingePart]) -> tuple[Hinge, ...]:
+    return tuple(Hinge(p.of, p.start, p.per_unit_s) for p in parts)
+
+
+def _noun(part: _ProfileFile) -> Profile:
+    prefill = None
+    if part.prefill is not None:
+        plain = part.prefill.model_dump(exclude={"hinges"})
+        prefill = PrefillModel(**plain, hinges=_hinges(part.prefill.hinges))
+    return Profile(
+        model=part.model,
+        gpu=part.gpu,
+        tp_degree=part.tp_degree,
+        step=StepModel(**part.step.model_dump(), hinges=_hinges(part.hinges)),
+        kv=KvModel(**part.kv.model_dump()),
+        engine=EngineLimits(**part.engine.model_dump()),
+        residuals=Residuals(**part.residuals.model_dump()),
+        source=Source(**part.source.model_dump()),
+        prefill=prefill,
+        context_limit_tokens=part.context_limit_tokens,
+        fitted=FittedRange(**part.fitted.model_dump()) if part.fitted else None,
+    )
+
+
+def profile_text(profile: Profile) -> str:
+    """The YAML of a profile; `parse_profile` gives the same profile back."""
+    step = _numbers(profile.step, "base_s per_prefill_token_s per_sequence_s per_context_token_s")
+    if profile.step.per_prefill_sum_sq_s:
+        step["per_prefill_sum_sq_s"] = profile.step.per_prefill_sum_sq_s
+    if profile.step.per_prefill_step_s:
+        step["per_prefill_step_s"] = profile.step.per_prefill_step_s
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": profile.model,
+        "gpu": profile.gpu,
+        "tp_degree": profile.tp_degree,
+        "step": step,
+    }
+    if profile.prefill is not None:
+        prefill: dict[str, Any] = _numbers(profile.prefill, "base_s per_token_s")
+        if profile.prefill.per_sum_sq_s:
+            prefill["per_sum_sq_s"] = profile.prefill.per_sum_sq_s
+        if profile.prefill.hinges:
+            prefill["hinges"] = _hinge_rows(profile.prefill.hinges)
+        content["prefill"] = prefill
+    content["hinges"] = _hinge_rows(profile.step.hinges)
+    content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")
+    content["context_limit_tokens"] = profile.context_limit_tokens
+    engine = profile.engine
+    content["engine"] = {
+        "name": engine.name,
+        "version": engine.version,
+        "mode": str(engine.mode),
+        "max_batched_tokens": engine.max_batched_tokens,
+        "max_seqs": engine.max_seqs,
+    }
+    residuals = _numbers(profile.residuals, "mean_relative p95_relative max_relative samples")
+    for name in ("held_out_mean", "held_out_max", "unseen_relative"):
+        value = getattr(profile.residuals, name)
+        if value is not None:
+            residuals[name] = value
+    content["residuals"] = residuals
+    if profile.fitted is not None:
+        content["fitted"] = _numbers(profile.fitted, "prefill_tokens sequences context_tokens")
+    source = _numbers(profile.source, "kind what licence date")
+    if profile.source.host_s:
+        source["host_s"] = profile.source.host_s
+    content["source"] = source
+    return yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)
+
+
+def _numbers(noun: object, names: str) -> dict[str, Any]:
+    return {name: getattr(noun, name) for name in names.split()}
+
+
+def _hinge_rows(hinges: Iterable[Hinge]) -> list[dict[str, Any]]:
+    return [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in hinges]

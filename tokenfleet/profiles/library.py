@@ -1,0 +1,178 @@
+"""Profile files on disk, and the library of them that ships with the package.
+
+`find_profiles` looks on three shelves, in this order: the library proper (one folder per GPU), what was
+measured in 2023, and the two profiles that reproduce Aladdin's tables. A later shelf answers only for a
+GPU that no earlier one has, so an old measurement is never taken for a current one by accident.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from datetime import date
+from functools import lru_cache
+from pathlib import Path
+
+from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.profile import Profile
+from tokenfleet.files import write_files
+from tokenfleet.profiles.form import parse_profile, profile_text
+
+MAX_FILE_BYTES = 1_000_000
+STALE_AFTER_DAYS = 180
+
+_SHELVES = ("current", "measured-2023", "aladdin")
+_GPU_ALIASES = {
+    # Newest stack first; the 80gb names are the 2023 machines and answer to `a100`, `h100` last.
+    "a100": ("a100-sxm", "a100-80gb"),
+    "h100": ("h100-sxm", "h100-80gb"),
+    "h200": ("h200-sxm",),
+    "rtx-pro-6000": ("rtx-pro-6000",),
+}
+
+
+def read_profile(path: Path | str) -> Profile:
+    """The profile in a YAML file. Raises BadInput naming the file, the field and the value."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise BadInput(f"{path}: {size} bytes, a profile has at most {MAX_FILE_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not a text file in UTF-8") from error
+    return parse_profile(text, str(path))
+
+
+def write_profile(profile: Profile, path: Path | str) -> None:
+    """Write a profile whole or not at all. Raises BadInput when the place cannot be written."""
+    write_files({Path(path): profile_text(profile)})
+
+
+def library_folder() -> Path:
+    """Where the shipped profiles lie: in the wheel, or in the repository beside the package."""
+    package = Path(__file__).resolve().parents[1]
+    packed = package / "_profiles"
+    return packed if packed.is_dir() else package.parent / "profiles"
+
+
+@lru_cache(maxsize=1)
+def _shelves() -> tuple[tuple[str, Profile], ...]:
+    folder = library_folder()
+    rows = []
+    for path in sorted(folder.glob("*/*.yaml")):
+        shelf = path.parent.name if path.parent.name in _SHELVES else "current"
+        rows.append((shelf, read_profile(path)))
+    return tuple(sorted(rows, key=lambda row: _SHELVES.index(row[0])))
+
+
+def library() -> list[Profile]:
+    """Every shipped profile: current ones first, then those of 2023, then Aladdin's two."""
+    return [profile for _, profile in _shelves()]
+
+
+def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ()) -> list[Profile]:
+    """Shipped profiles of a model, at most one per (GPU, TP degree), in order of GPU and degree.
+
+    Names are taken as people write them (`meta-llama/Llama-3.1-8B-Instruct`, `H100-SXM-80GB`, `a100`).
+    Raises ProfileMissing naming what was not found and what is nearest.
+    """
+    shelves = _shelves()
+    models = sorted({p.model for _, p in shelves})
+    wanted = canonical_model(model, models)
+    of_model = [(shelf, p) for shelf, p in shelves if p.model == wanted]
+    if not of_model:
+        raise ProfileMissing(f"model {model!r}: no profile ships; {_nearest(wanted, models)}")
+    found: list[Profile] = []
+    if gpus:
+        for gpu in gpus:
+            found += _of_gpu(gpu, [p for _, p in of_model], sorted({p.gpu for _, p in shelves}))
+    else:
+        first = of_model[0][0]
+        found = [p for shelf, p in of_model if shelf == first]
+    if tps:
+        have = sorted({p.tp_degree for p in found})
+        found = [p for p in found if p.tp_degree in tps]
+        if not found:
+            asked = ", ".join(str(n) for n in tps)
+            raise ProfileMissing(f"{wanted}: no profile at TP {asked}; there is TP {_listed(have)}")
+    single: dict[tuple[str, int], Profile] = {}
+    for profile in found:
+        # First wins: an earlier shelf, and there a measured before a composed one.
+        single.setdefault((profile.gpu, profile.tp_degree), profile)
+    return [single[key] for key in sorted(single)]
+
+
+def _of_gpu(gpu: str, profiles: Iterable[Profile], known: Sequence[str]) -> list[Profile]:
+    profiles = list(profiles)
+    names = canonical_gpus(gpu)
+    if not set(names) & set(known):
+        raise ProfileMissing(f"gpu {gpu!r}: no profile ships; {_nearest(names[0], [*_GPU_ALIASES, *known])}")
+    for name in names:
+        matching = [p for p in profiles if p.gpu == name]
+        if matching:
+            return matching
+    have = sorted({p.gpu for p in profiles})
+    raise ProfileMissing(f"{profiles[0].model}: no profile on {gpu!r}; there is one on {_listed(have)}")
+
+
+def canonical_gpus(name: str) -> tuple[str, ...]:
+    """The library's names a GPU name may mean, best first; an unknown name comes back as it is.
+
+    `h100`, `H100_SXM`, `NVIDIA H100 80GB HBM3` mean `h100-sxm`; `a100-80gb` and `h100-80gb` are names of
+    their own (the machines measured in 2023); a PCIe card is not an SXM one.
+    """
+    plain = re.sub(r"[\s_/]+", "-", name.strip().lower()).removeprefix("nvidia-")
+    if plain in ("a100-80gb", "h100-80gb"):
+        return (plain,)
+    if re.fullmatch(r"(a100|h100|h200)(-sxm\d?)?(-(80|141)-?gb)?(-hbm\w+)?", plain):
+        family = _GPU_ALIASES[plain[:4]]
+        return family if "sxm" not in plain else family[:1]
+    if re.fullmatch(r"rtx-?pro-?6000(-blackwell.*)?", plain):
+        return _GPU_ALIASES["rtx-pro-6000"]
+    return (plain,)
+
+
+def canonical_model(name: str, known: Iterable[str] = ()) -> str:
+    """The library's name of a model: lower case, without the owner and the marks of fine-tuning.
+
+    `meta-llama/Llama-3.1-8B-Instruct` -> `llama-3.1-8b`, `Llama-2-13b-chat-hf` -> `llama-2-13b`,
+    `bigscience/bloom` -> `bloom-176b`. Marks that change speed or memory (`-fp8`, `-awq`) stay, so
+    that a quantised model is not taken for the plain one.
+    """
+    plain = name.strip().lower().rstrip("/").rsplit("/", 1)[-1].replace("_", "-")
+    plain = re.sub(r"(-(instruct|chat|hf|it|bf16))+$", "", plain)
+    plain = re.sub(r"^(meta-)?llama-?(?=[23])", "llama-", plain)
+    if plain == "bloom":
+        return "bloom-176b"
+    return plain
+
+
+def age_warning(profile: Profile, today: date) -> str | None:
+    """A plain sentence when the measurement is old; None while it is recent."""
+    try:
+        measured = date.fromisoformat(profile.source.date)
+    except ValueError:
+        return f"{profile.label}: its measurement has no readable date ({profile.source.date!r})"
+    days = (today - measured).days
+    if days <= STALE_AFTER_DAYS:
+        return None
+    age = f"{days} days" if days < 730 else f"{days / 365.25:.0f} years"
+    return (
+        f"{profile.label}: its figures are of {measured.isoformat()}, {age} old; engines get faster and"
+        " slower between releases, so fit your own with `tokenfleet fit`"
+    )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
+    if close:
+        return f"nearest: {', '.join(close)}"
+    return f"known: {_listed(sorted(set(known)))}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(str(v) for v in values) or "none"

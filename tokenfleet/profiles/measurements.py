@@ -1,0 +1,228 @@
+"""Read what an engine was measured to do: a table of steps (CSV) or a request log (JSONL).
+
+A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
+`prefill_sum_sq`, `prefill_sequences`, the labels `point` and `repeat` (of `tokenfleet profile`) or `worker`
+(of a running fleet's `steps.csv`), and `at_s`, Unix time: when that visit began, or the step was over.
+A log has one request a line with its arrival, first-token and last-token times and its token counts, under
+our names or those of common vLLM benchmarks.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.samples import StepSamples
+from controlplane.workload import Workload
+from tokenfleet.profiles.host_speed import HostSpeed, host_speed
+
+NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
+OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point", "at_s")
+LABELS = ("repeat", "worker", "point")  # not numbers to fit
+LOG_FIELDS = {
+    "arrival_s": ("queued_ts", "arrival_s", "arrival_time", "arrival_ts"),
+    "first_token_s": ("first_token_ts", "first_token_s", "first_token_time"),
+    "last_token_s": ("last_token_ts", "last_token_s", "finish_s", "finished_ts"),
+    "prompt_tokens": ("input_toks", "prompt_tokens", "input_tokens", "num_prefill_tokens"),
+    "output_tokens": ("output_toks", "output_tokens", "num_decode_tokens"),
+}
+
+
+@dataclass(frozen=True)
+class RequestLog:
+    """What a real engine did with requests; times in seconds since the first arrival."""
+
+    workload: Workload
+    first_token_s: NDArray[np.float64]
+    last_token_s: NDArray[np.float64]
+
+    @property
+    def ttft_s(self) -> NDArray[np.float64]:
+        return self.first_token_s - self.workload.arrival_s
+
+    @property
+    def e2e_s(self) -> NDArray[np.float64]:
+        return self.last_token_s - self.workload.arrival_s
+
+    @property
+    def tpot_s(self) -> NDArray[np.float64]:
+        """NaN for an output of one token."""
+        gaps = self.workload.output_tokens - 1
+        return np.where(gaps > 0, (self.last_token_s - self.first_token_s) / np.maximum(gaps, 1), np.nan)
+
+    @property
+    def peak_tokens(self) -> int:
+        """Prompt and output tokens of the requests that decoded at once, at the fullest moment."""
+        tokens = self.workload.prompt_tokens + self.workload.output_tokens
+        when = np.concatenate([self.first_token_s, self.last_token_s])
+        change = np.concatenate([tokens, -tokens])
+        order = np.lexsort((-change, when))  # at one instant those that begin come before those that end
+        return int(np.cumsum(change[order]).max())
+
+
+def is_request_log(path: Path) -> bool:
+    """Whether a file holds JSON lines rather than a table: found by content."""
+    return _text(path).lstrip()[:1] == "{"
+
+
+def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = None) -> StepSamples:
+    """A table of steps. Raises BadInput naming the file, the line and the column.
+
+    A designed grid's steps are one a batch (`by_point`). With `tell` they are as at the machine's mean speed
+    where the table says when they ran, and it is told of that speed; without, they are as measured.
+    """
+    names, rows = read_table(path, NEEDED)
+    unknown = [name for name in names if name not in (*NEEDED, *OPTIONAL)]
+    if unknown or len(set(names)) < len(names):
+        odd = unknown[0] if unknown else "twice the same"
+        raise BadInput(f"{path}: column {odd!r}: expected {', '.join((*NEEDED, *OPTIONAL))}")
+    if not rows:
+        raise BadInput(f"{path}: no rows below the header")
+    column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
+    sum_sq = column.get("prefill_sum_sq")
+    if sum_sq is None and "prefill_sequences" in column:
+        # Prompts of one length are assumed where only their number is known.
+        sum_sq = column["prefill_tokens"] ** 2 / np.maximum(column["prefill_sequences"], 1)
+    try:
+        samples = StepSamples(**{name: column[name] for name in NEEDED}, prefill_sum_sq=sum_sq)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+    if "point" in names and "repeat" in names:
+        points, repeats = [row["point"] for row in rows], [row["repeat"] for row in rows]
+        if tell is not None and "at_s" in column:
+            speed = speed_of(samples, points, repeats, column["at_s"])
+            samples = replace(samples, step_s=samples.step_s / speed.slowness)
+            tell(speed)
+        return by_point(samples, points, repeats)
+    return samples
+
+
+def read_table(path: Path, needed: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+    """A CSV table's columns and rows, all still text. Raises BadInput where a needed column is missing."""
+    lines = _text(path).splitlines()
+    if not any(line.strip() for line in lines):
+        raise BadInput(f"{path}: empty; expected columns {', '.join(needed)}")
+    try:
+        reader = csv.DictReader(lines, skipinitialspace=True, strict=True)
+        names = [name.strip() for name in reader.fieldnames or []]
+        reader.fieldnames = names
+        rows = list(reader)
+    except csv.Error as error:
+        raise BadInput(f"{path}: not a CSV table: {error}") from error
+    missing = [name for name in needed if name not in names]
+    if missing:
+        raise BadInput(f"{path}: column {missing[0]} is missing; there are {', '.join(names) or 'none'}")
+    return names, rows
+
+
+def speed_of(
+    samples: StepSamples, points: Sequence[str], repeats: Sequence[str], at_s: NDArray[np.float64]
+) -> HostSpeed:
+    """How fast the machine was at each step of a designed grid; `at_s` is when the step's visit began."""
+    batch = np.unique(_work(samples, points), axis=0, return_inverse=True)[1].reshape(-1)
+    labels = np.column_stack([np.unique(x, return_inverse=True)[1] for x in (points, repeats)])
+    visit = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    # Steps of a visit follow each other: the middle of each is after all before it.
+    order = np.argsort(visit, kind="stable")
+    ended = np.cumsum(samples.step_s[order])
+    first = np.searchsorted(visit[order], visit[order])
+    middle = np.empty(len(samples))
+    middle[order] = ended - samples.step_s[order] / 2 - (ended - samples.step_s[order])[first]
+    return host_speed(batch, visit, at_s + middle, samples.step_s)
+
+
+def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]) -> StepSamples:
+    """A designed grid's steps, those of one point that carry the same work as one: the median of their times.
+
+    Decode steps of a point count as the same work, at their mean context. Without this a point that decodes
+    would weigh as many times as it has steps. Steps that less than half of a point's repeats have met (a
+    prompt that arrived a moment late) are left out.
+    """
+    work = _work(samples, points)
+    name = work[:, 0].astype(np.int64)
+    _, first, group = np.unique(work, axis=0, return_index=True, return_inverse=True)
+    group, repeat = group.reshape(-1), np.asarray(repeats)
+    of_point = [len(np.unique(repeat[name == n])) for n in range(name.max() + 1)]
+    kept = [
+        g for g in range(len(first)) if 2 * len(np.unique(repeat[group == g])) >= of_point[name[first[g]]]
+    ]
+    once = samples.take(first[kept])
+    return replace(
+        once,
+        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in kept]),
+        step_s=np.array([np.median(samples.step_s[group == g]) for g in kept]),
+    )
+
+
+def _work(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:
+    """What tells the batches of a grid apart, shape [samples, 4]; the number of the point first."""
+    name = np.unique(np.asarray(points), return_inverse=True)[1]
+    sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
+    return np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
+
+
+def numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.float64]:
+    """A column of a table. Raises BadInput naming the row."""
+    values = np.full(len(rows), np.nan)
+    for i, row in enumerate(rows):
+        with suppress(TypeError, ValueError):
+            values[i] = float(row[name])
+        if not math.isfinite(values[i]):
+            raise BadInput(f"{path}: row {i + 1}: {name}: must be a number, got {row[name]!r:.60}")
+    return values
+
+
+def read_request_log(path: Path) -> RequestLog:
+    """A request log, in order of arrival. Raises BadInput naming the file, the line and the field."""
+    rows = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path}: line {number}: not JSON: {error}") from error
+        if not isinstance(entry, dict):
+            raise BadInput(f"{path}: line {number}: expected an object, got {str(entry)[:40]!r}")
+        rows.append([_field(path, number, entry, name) for name in LOG_FIELDS])
+    if not rows:
+        raise BadInput(f"{path}: no requests in it")
+    table = np.array(sorted(rows), float)
+    arrival, first, last = (table[:, k] - table[0, 0] for k in range(3))
+    if (first < arrival).any() or (last < first).any():
+        raise BadInput(f"{path}: a request's first token is before its arrival, or its last before its first")
+    try:
+        workload = Workload(arrival, table[:, 3].astype(np.int64), table[:, 4].astype(np.int64))
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+    return RequestLog(workload, first, last)
+
+
+def _field(path: Path, number: int, entry: dict[str, Any], name: str) -> float:
+    for known in LOG_FIELDS[name]:
+        if known in entry:
+            value = entry[known]
+            good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+            if not good or math.isnan(value):
+                raise BadInput(f"{path}: line {number}: {known}: must be a number, got {value!r:.60}")
+            return float(value)
+    raise BadInput(f"{path}: line {number}: no {' or '.join(LOG_FIELDS[name])} in it")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not a text file in UTF-8") from error

@@ -1,0 +1,245 @@
+"""A profile without a GPU: composed from aiconfigurator-core's measured operation tables.
+
+The package (optional: `pip install 'tokenfleet[predict]'`) adds up the kernels of a model's layers on a GPU
+from tables of single operations. Its step times are fitted like any measurement; what tables cannot show is
+added and said: the host's time a step (`Source.host_s`, which a running fleet's refit corrects), and an error
+of UNSEEN beside the fit's own, joined with how far its mixed steps are from the fitted ones.
+
+It predicts whatever it is asked, far beyond its tables as well. So only batches are asked for that the
+model's context and the worker's KV allow, and a model or GPU it has no tables for is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.fit import fit_prefill, fit_step
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source
+from controlplane.perfmodel.samples import StepSamples
+from controlplane.types import EngineMode
+from tokenfleet.field_errors import nearest
+from tokenfleet.profiles.library import canonical_gpus, canonical_model
+
+VERSION = "0.12.0"
+INSTALL = "pip install 'tokenfleet[predict]'"
+UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, what a host adds
+UTILIZATION = 0.9  # vLLM's default share of GPU memory
+BLOCK_TOKENS = 16
+MAX_SEQS = 256
+SMALLEST_KV = 8192  # a worker with less KV than this serves nobody
+# What the driver reports of a card; the tables count whole GiB, which no driver gives.
+VISIBLE_GIB = {"a100_sxm": 79.15, "h100_sxm": 79.10, "h200_sxm": 139.8}
+# vLLM's default step budget of its server: 8192 on cards of 70 GiB and more except the A100.
+SMALL_BUDGET = frozenset({"a100_sxm", "a100_pcie", "a30", "l4", "l40s"})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to predict. `model` is a bundled name or a folder with a config.json, `gpu` any alias."""
+
+    model: str
+    gpu: str
+    tp_degree: int
+    host_s: float
+    max_batched_tokens: int | None = None
+    max_seqs: int = MAX_SEQS
+
+
+def predicted_profile(asked: Asked, today: date) -> Profile:
+    """The composed profile. Raises BadInput or ProfileMissing saying what there are no tables for."""
+    if importlib.util.find_spec("aiconfigurator_core") is None:
+        raise BadInput(f"--predict: aiconfigurator-core is not installed; {INSTALL}")
+    system, model = system_of(asked.gpu), model_of(asked.model)
+    budget = asked.max_batched_tokens or (2048 if system in SMALL_BUDGET else 8192)
+    longest = context_limit(model)
+    with _quiet():
+        engine, engine_version = _engine(model, system, asked.tp_degree)
+        capacity, bytes_per_token = _kv(model, system, asked.tp_degree, budget, asked.max_seqs)
+        samples = grid_samples(engine, budget, asked.max_seqs, longest, capacity, asked.host_s)
+        step, prefill = fit_step(samples), fit_prefill(samples)
+        mixed = mixed_error(engine, step.model, budget, asked.max_seqs, longest, capacity, asked.host_s)
+    return Profile(
+        model=canonical_model(Path(model).name if Path(model).is_dir() else model),
+        gpu=canonical_gpus(system)[0],
+        tp_degree=asked.tp_degree,
+        step=step.model,
+        kv=KvModel(capacity, BLOCK_TOKENS, bytes_per_token),
+        engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, asked.max_seqs),
+        residuals=replace(step.residuals, unseen_relative=float(np.hypot(UNSEEN, mixed))),
+        source=Source(
+            "composed",
+            f"aiconfigurator-core {VERSION}, operation tables of vLLM {engine_version} on {system}: kernel"
+            f" time only, {asked.host_s * 1e3:g} ms a step stated for the host; mixed steps of the tables"
+            f" differ by {mixed:.0%} from one base + their parts",
+            "Apache-2.0",
+            today.isoformat(),
+            asked.host_s,
+        ),
+        prefill=prefill.model,
+        context_limit_tokens=longest,
+        fitted=step.fitted,
+    )
+
+
+def system_of(gpu: str) -> str:
+    """The tables' name of a GPU: `h100`, `H100-SXM-80GB` and `h100_sxm` mean the same."""
+    known = sorted(path.stem for path in (_package() / "systems").glob("*.yaml"))
+    for name in canonical_gpus(gpu):
+        for plain in (name.replace("-", "_"), name.replace("-", "_") + "_sxm"):
+            if plain in known:
+                return plain
+    raise ProfileMissing(f"--gpu: {gpu}: there are no tables of it{nearest(gpu, known)}")
+
+
+def model_of(name: str) -> str:
+    """A folder with a config.json, or the bundled name that is meant; nothing is ever downloaded."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise BadInput(f"--model: {name}: there is no config.json in this folder")
+        return str(folder.resolve())
+    bundled = [
+        path.name.removesuffix("_config.json").replace("--", "/")
+        for path in sorted((_package() / "model_configs").glob("*_config.json"))
+        if not path.name.endswith("_quant_config.json")
+    ]
+    if name in bundled:
+        return name
+    meant = [b for b in bundled if canonical_model(b) == canonical_model(name)]
+    if len(meant) != 1:
+        raise ProfileMissing(
+            f"--model: {name}: not bundled with aiconfigurator-core{nearest(name, bundled)};"
+            " give a folder with its config.json"
+        )
+    return meant[0]
+
+
+def context_limit(model: str) -> int:
+    """The model's longest prompt and output, from its configuration."""
+    import json
+
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        path = _package() / "model_configs" / f"{model.replace('/', '--')}_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: max_position_embeddings: cannot be read: {error!r}") from None
+
+
+def grid_samples(
+    engine: Any, budget: int, max_seqs: int, longest: int, capacity: int, host_s: float
+) -> StepSamples:
+    """Prefill alone up to a step's budget, decode alone up to the KV's size; seconds, host time added."""
+    rows = []
+    for length in _up_to(min(budget, longest), start=16):
+        for n in (1, 2, 4, 8, 16):
+            if n * length <= budget:
+                step_s = engine.predict_prefill_latency(n, length, 0) / 1e3
+                rows.append((n * length, 0, 0, step_s, n * length**2))
+    for batch in _up_to(max_seqs, start=1):
+        for context in _up_to(min(longest - 2, 32768), start=128):
+            if batch * context <= capacity:
+                step_s = engine.predict_decode_latency(batch, context, 2) / 1e3
+                rows.append((0, batch, batch * context, step_s, 0))
+    table = np.array(rows, float)
+    return StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] + host_s, table[:, 4])
+
+
+def mixed_error(
+    engine: Any, step: Any, budget: int, max_seqs: int, longest: int, capacity: int, host_s: float
+) -> float:
+    """Mean relative distance of the tables' mixed steps from the fitted model's."""
+    errors = []
+    length = min(512, longest // 4)
+    context = 2 * length  # the tables take decoding requests at half their output: length + 2·length / 2
+    for prompts in _up_to(max(budget // length // 2, 1), start=1):
+        for batch in _up_to(min(max_seqs, 128), start=8):
+            prefill = prompts * length
+            if batch * context + prefill <= capacity:
+                seen_s = engine.mixed_step_latency(prefill, batch, length, 2 * length) / 1e3 + host_s
+                fitted_s = float(step.step_s(prefill, batch, batch * context, prompts * length**2))
+                errors.append(abs(fitted_s / seen_s - 1))
+    return float(np.mean(errors)) if errors else UNSEEN
+
+
+def _engine(model: str, system: str, tp_degree: int) -> tuple[Any, str]:
+    import yaml
+    from aiconfigurator_core.sdk.engine import EngineHandle
+
+    try:
+        engine = EngineHandle.compile(model, system, "vllm", backend_version="current", tp_size=tp_degree)
+        engine.predict_decode_latency(1, 128, 2)
+    except AssertionError as error:
+        raise BadInput(f"--tp: {tp_degree}: {error}") from None
+    except Exception as error:  # the package raises many kinds, some of them private
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
+        raise ProfileMissing(f"{model} on {system} TP {tp_degree}: no tables: {first}") from None
+    versions = yaml.safe_load((_package() / "systems" / "query_versions.yaml").read_text())
+    own = versions.get("overrides", {}).get(system, {}).get("vllm") or versions["defaults"]["vllm"]
+    return engine, str(own["current"])
+
+
+def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> tuple[int, int]:
+    """KV tokens of a worker, and bytes of one."""
+    from aiconfigurator_core.sdk.memory import estimate_kv_cache
+
+    visible = VISIBLE_GIB.get(system)
+    try:
+        found = estimate_kv_cache(
+            model,
+            system,
+            "vllm",
+            "current",
+            tp_size=tp_degree,
+            max_num_tokens=budget,
+            max_batch_size=max_seqs,
+            memory_fraction_kind="of_total",
+            memory_fraction_value=UTILIZATION,
+            gpu_memory_capacity_bytes_override=None if visible is None else int(visible * 1024**3),
+        )
+    except Exception as error:
+        raise BadInput(f"{model} on {system} TP {tp_degree}: KV: {str(error)[:200]}") from None
+    tokens = int(found["total_kv_size_tokens"])
+    if tokens < SMALLEST_KV:
+        raise ProfileMissing(
+            f"{model} on {system} TP {tp_degree}: its weights leave room for {max(tokens, 0)} KV tokens"
+        )
+    return tokens, int(found["kv_size_per_token_bytes"]) * tp_degree
+
+
+def _up_to(most: int, start: int) -> Iterator[int]:
+    value = start
+    while value < most:
+        yield value
+        value *= 2
+    yield most
+
+
+def _package() -> Path:
+    found = importlib.util.find_spec("aiconfigurator_core")
+    if found is None or found.origin is None:
+        raise BadInput(f"--predict: aiconfigurator-core is not installed; {INSTALL}")
+    return Path(found.origin).parent
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The package warns of every table it reads, also of those that are not asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,120 @@
+"""What a GPU costs an hour: a dated list that ships, or the user's own. Nothing is guessed.
+
+schema: tokenfleet.prices/1
+prices:
+- {gpu: h100-sxm, on_demand: 2.69, spot: 1.52, date: 2026-05-22, source: "where from"}
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from controlplane.errors import BadInput
+from tokenfleet.field_errors import fault_line
+from tokenfleet.profiles.library import canonical_gpus, library_folder
+
+SCHEMA = "tokenfleet.prices/1"
+STALE_AFTER_DAYS = 180
+MAX_FILE_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """US dollars for one GPU for one hour, when and where that was the price."""
+
+    usd: float
+    date: datetime.date
+    source: str
+
+    def age_warning(self, today: datetime.date) -> str | None:
+        """A plain sentence when the price is old; None while it is recent."""
+        days = (today - self.date).days
+        if days <= STALE_AFTER_DAYS:
+            return None
+        return f"the price of ${self.usd:.2f} is {days} days old ({self.date}); give today's with --prices"
+
+
+@dataclass(frozen=True)
+class PriceList:
+    """Prices by canonical GPU name and kind (on demand or spot)."""
+
+    prices: Mapping[tuple[str, bool], Price]
+    where: str
+
+    def usd_per_gpu_h(self, gpu: str, spot: bool = False) -> Price | None:
+        """The price of a GPU by any name people write; None when the list has none of that kind."""
+        for name in canonical_gpus(gpu):
+            price = self.prices.get((name, spot))
+            if price is not None:
+                return price
+        return None
+
+    @property
+    def gpus(self) -> list[str]:
+        return sorted({gpu for gpu, _ in self.prices})
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected")
+    return value
+
+
+_Usd = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=10_000, allow_inf_nan=False)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    gpu: Annotated[str, Field(min_length=1, max_length=100)]
+    on_demand: _Usd | None = None
+    spot: _Usd | None = None
+    date: datetime.date
+    source: Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class _PriceFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    form: Literal["tokenfleet.prices/1"] = Field(alias="schema")
+    prices: Annotated[list[_Row], Field(max_length=10_000)]
+
+
+def read_prices(path: Path | str | None = None) -> PriceList:
+    """The prices in a file, or those that ship. Raises BadInput naming the file, the entry and the value.
+
+    A file of the user's stands alone: it is not filled up from the shipped list, since prices of two
+    makers do not compare.
+    """
+    path = library_folder() / "prices.yaml" if path is None else Path(path)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, no price list")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise BadInput(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: not a price list: expected `schema: {SCHEMA}` and `prices`")
+    try:
+        file = _PriceFile.model_validate(content)
+    except ValidationError as error:
+        raise BadInput(fault_line(str(path), error)) from error
+    prices: dict[tuple[str, bool], Price] = {}
+    for row in file.prices:
+        gpu = canonical_gpus(row.gpu)[0]
+        for spot, usd in ((False, row.on_demand), (True, row.spot)):
+            if usd is None:
+                continue
+            if (gpu, spot) in prices:
+                raise BadInput(f"{path}: {row.gpu}: {'spot' if spot else 'on_demand'}: given twice")
+            prices[gpu, spot] = Price(usd, row.date, row.source)
+    return PriceList(prices, str(path))

@@ -1,0 +1,1 @@
+"""A plan as tables and as one self-contained HTML page."""

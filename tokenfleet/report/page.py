@@ -1,0 +1,156 @@
+"""A plan as one HTML file that needs nothing else: words, tables, plots, and Plotly inside.
+
+Readable on a phone, in light and dark, and without scripts: every plot's numbers stand in a table too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from tokenfleet import __version__
+from tokenfleet.durations import duration_text
+from tokenfleet.planning.result import Plan
+from tokenfleet.report.figures import Figure, figures
+from tokenfleet.report.tables import facts, gpus_text, headline, share_text, usd_text
+
+PAGE = Path(__file__).with_name("report_page.html")
+
+
+def plan_report(plan: Plan) -> str:
+    """The report's HTML text."""
+    slo = plan.question.slo
+    return page(
+        f"Tokenfleet plan: {plan.inputs.trace}",
+        headline(plan),
+        f"{share_text(plan.question.attainment)} of {plan.inputs.requests:,} requests within"
+        f" TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}.",
+        f"{_tiles(plan)}\n{_facts(plan)}",
+        list(figures(plan)),
+        _tables(plan),
+        f"Made by tokenfleet {__version__}, seed {plan.question.seed}. Latencies come from simulation"
+        " with the profiles named above, not from a running fleet.",
+    )
+
+
+def page(
+    title: str,
+    says: str,
+    subline: str,
+    opening: str,
+    drawn: Sequence[Figure],
+    tables: Iterable[str],
+    footer: str,
+) -> str:
+    """A whole page; `opening` and `tables` are HTML, the rest is plain text."""
+    from plotly.offline import get_plotlyjs
+
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        headline=escape(says),
+        subline=escape(subline),
+        opening=opening,
+        figures="\n".join(_figure(figure) for figure in drawn),
+        tables="\n".join(tables),
+        footer=escape(footer),
+        plotly=get_plotlyjs(),
+        # A "</script>" in a trace's name must not end the script it stands in.
+        specs=json.dumps({f.id: f.spec for f in drawn}).replace("<", "\\u003c"),
+    )
+
+
+def _tiles(plan: Plan) -> str:
+    best = plan.best
+    if best is None:
+        return ""
+    sure = best.estimate
+    tiles = [
+        ("workers", str(best.fleet.workers)),
+        ("GPUs", str(best.fleet.gpus)),
+        ("cost", usd_text(best.fleet.usd_per_hour)),
+        ("expected attainment", share_text(sure.expected if sure else best.on_trace)),
+        (f"at least, at confidence {plan.question.confidence:g}", share_text(sure.low) if sure else "-"),
+    ]
+    items = "".join(
+        f"<li><b>{escape(value)}</b> <span class=soft>{escape(name)}</span></li>" for name, value in tiles
+    )
+    return f'<ul class="tiles">{items}</ul>'
+
+
+def _facts(plan: Plan) -> str:
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(says)}</dd>" for name, says in facts(plan))
+    tone = "good" if plan.feasible else "bad"
+    says = "Why this fleet" if plan.feasible else "Why no fleet"
+    return f'<section><h2 class="{tone}">{says}</h2><dl>{rows}</dl></section>'
+
+
+def _figure(figure: Figure) -> str:
+    wide = ' class="wide"' if figure.wide else ""
+    table = ""
+    if figure.rows:
+        table = f"<details><summary>Numbers</summary>{_table(figure.columns, figure.rows)}</details>"
+    says = escape(f"{figure.title}: {figure.caption}")
+    return (
+        f"<figure{wide}><h2>{escape(figure.title)}</h2>"
+        f'<div class="plot" id="{figure.id}" role="img" aria-label="{says}"></div>'
+        f"<figcaption>{escape(figure.caption)}{table}</figcaption></figure>"
+    )
+
+
+def _tables(plan: Plan) -> Iterable[str]:
+    if plan.alternatives:
+        rows = [
+            (
+                c.fleet.label,
+                gpus_text(c.fleet.gpus),
+                usd_text(c.fleet.usd_per_hour),
+                share_text(c.estimate.expected if c.estimate else c.on_trace),
+                share_text(c.estimate.low) if c.estimate else "-",
+                c.note,
+            )
+            for c in plan.alternatives
+        ]
+        yield section("Alternatives", ("fleet", "GPUs", "cost", "expected", "at least", ""), rows)
+    if plan.baselines and plan.best:
+        enough = [n for n, share in plan.on_trace.items() if share >= plan.question.attainment]
+        policies = [(plan.question.policy, str(min(enough)))]
+        policies += [
+            (b.policy, str(b.fleet.workers) if b.fleet else f"more than {b.tried}") for b in plan.baselines
+        ]
+        yield section("Policies on the trace as it is", ("policy", "workers"), policies)
+    if plan.passed_over:
+        yield section("Passed over", ("worker", "why"), [(p.offer.name, p.reason) for p in plan.passed_over])
+    yield section(
+        "What this rests on",
+        ("worker", "profile", "of", "mean error", "price of a GPU-hour"),
+        [
+            (
+                offer.name,
+                f"{offer.profile.source.kind}: {offer.profile.source.what}",
+                str(offer.profile.source.date),
+                f"{offer.profile.residuals.mean_relative:.1%}",
+                "not known"
+                if offer.usd_per_gpu_h is None
+                else f"${offer.usd_per_gpu_h:.2f} ({offer.priced})",
+            )
+            for offer in plan.offers
+        ],
+    )
+    if plan.inputs.warnings:
+        lines = "".join(f"<li>{escape(w)}</li>" for w in plan.inputs.warnings)
+        yield f"<section><h2>Warnings</h2><ul>{lines}</ul></section>"
+
+
+def section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table under a title, as HTML."""
+    return f"<section><h2>{escape(title)}</h2>{_table(columns, rows)}</section>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{table}</div>'

@@ -1,0 +1,219 @@
+"""Plans and simulations as Rich tables: the answer first, then why, then what else was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tokenfleet.durations import duration_text
+from tokenfleet.planning.fleet import apportioned
+from tokenfleet.planning.nearest import Nearest
+from tokenfleet.planning.result import Candidate, Plan
+
+_BINDS = {
+    "ttft": "the TTFT target",
+    "tpot": "the TPOT target",
+    "kv": "KV memory",
+    "prefill": "prefill compute",
+}
+
+
+def plan_tables(plan: Plan) -> Iterator[RenderableType]:
+    """What a person reads on the terminal."""
+    yield _headline(plan)
+    yield _facts(plan)
+    if plan.alternatives:
+        yield _alternatives(plan)
+    if plan.passed_over:
+        yield _passed_over(plan)
+    if plan.schedule and len(plan.schedule.stretches) > 1:
+        yield _schedule(plan)
+
+
+def headline(plan: Plan) -> str:
+    """The plan in one sentence."""
+    if plan.best is None:
+        return f"No fleet meets the target. {plan.reason}."
+    fleet = plan.best.fleet
+    return f"{fleet.label}: {gpus_text(fleet.gpus)}, {usd_text(fleet.usd_per_hour)}"
+
+
+def usd_text(usd: float | None) -> str:
+    """Dollars an hour, or that no price is known."""
+    return "no price known" if usd is None else f"${usd:,.2f}/h"
+
+
+def gpus_text(count: int) -> str:
+    return f"{count} GPU" + ("" if count == 1 else "s")
+
+
+def workers_text(count: int) -> str:
+    return f"{count} worker" + ("" if count == 1 else "s")
+
+
+def share_text(share: float) -> str:
+    """A share as a percentage with the digits that its distance from 100 % needs."""
+    if share in (0.0, 1.0):
+        return f"{share:.0%}".replace("%", " %")
+    return f"{share * 100:.2f} %" if share < 0.9995 else f"{share * 100:.3f} %"
+
+
+def _headline(plan: Plan) -> Text:
+    return Text(headline(plan), style="bold green" if plan.feasible else "bold red")
+
+
+def _facts(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, says in facts(plan):
+        table.add_row(name, says)
+    return table
+
+
+def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(what, how much) lines, for the terminal and for the report."""
+    question, inputs = plan.question, plan.inputs
+    yield (
+        "load",
+        f"{inputs.trace}: {inputs.requests:,} requests in {duration_text(inputs.duration_s)},"
+        f" {inputs.rate_rps:.3g} a second",
+    )
+    yield (
+        "target",
+        f"{share_text(question.attainment)} within TTFT {duration_text(question.slo.ttft_s)}"
+        f" and TPOT {duration_text(question.slo.tpot_s)}, at confidence {question.confidence:g}",
+    )
+    if plan.best is not None:
+        yield from _best_facts(plan, plan.best)
+    if plan.nearest is not None:
+        yield "nearest target", nearest_text(plan.nearest)
+    if plan.nearest_attainment is not None:
+        yield "nearest target", f"this trace can show at most {share_text(plan.nearest_attainment)}"
+    kinds = sorted({offer.profile.source.kind for offer in plan.offers})
+    count = len(plan.offers)
+    yield (
+        "profiles",
+        f"{count} kind{'' if count == 1 else 's'} of worker, {' and '.join(kinds)}; policy {question.policy}",
+    )
+
+
+def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
+    sure = best.estimate
+    if sure is not None:
+        yield (
+            "attainment",
+            f"{share_text(sure.expected)} expected, at least {share_text(sure.low)} ({sure.worlds} worlds);"
+            f" {share_text(best.on_trace)} on the trace as it is",
+        )
+    yield "TTFT", _quantiles(best, "ttft")
+    yield "TPOT", _quantiles(best, "tpot")
+    fewer = plan.one_fewer
+    if fewer is not None:
+        expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
+        words = f"{workers_text(fewer.workers)}: {share_text(expected)} expected; {fewer.fails}"
+        yield "one fewer", words if fewer.workers else fewer.fails
+    bind = plan.binding
+    if bind is not None:
+        start_s, end_s = bind.window_s
+        helps = ", ".join(f"{name} {gain * 100:+.2f} points" for name, gain in bind.relief.items())
+        faster = "" if bind.rate_scale == 1.0 else f" at {bind.rate_scale:.3g} times the rate"
+        yield (
+            "what binds",
+            f"{_BINDS[bind.constraint]}, worst at {start_s:.0f}-{end_s:.0f} s with"
+            f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps})",
+        )
+    if plan.doubt is not None:
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in plan.doubt.shares.items())
+        yield "doubt comes from", shares or "nothing that these worlds show"
+    line = plan.line
+    if line is not None:
+        yield (
+            "worker line",
+            f"{line.workers_per_rps:.3g} x rate {line.intercept:+.2g}, rounded up (R² {line.r2:.4f})",
+        )
+    if plan.schedule is not None and plan.schedule.saved_share > 0:
+        yield (
+            "schedule",
+            f"saves {share_text(plan.schedule.saved_share)} of the worker-hours,"
+            f" attainment {share_text(plan.schedule.attainment)}",
+        )
+    if plan.spares is not None:
+        yield (
+            "spares",
+            f"{plan.spares.workers} of the {workers_text(best.fleet.workers)}, for spot workers reclaimed"
+            f" {plan.spares.reclaims_per_h:g} times an hour; enough stand"
+            f" {share_text(plan.spares.availability)} of the time",
+        )
+    if plan.paid is not None:
+        usd = plan.paid.usd_per_hour(best.fleet)
+        yield (
+            "cold start",
+            f"{duration_text(plan.paid.cold_start_s)}: followed in time, the schedule takes"
+            f" {plan.paid.worker_hours:.4g} worker-hours, on average {usd_text(usd)}",
+        )
+    if plan.baselines:
+        yield (
+            "other policies",
+            ", ".join(
+                f"{b.policy} {b.fleet.workers if b.fleet else f'more than {b.tried}'}" for b in plan.baselines
+            )
+            + " workers on the trace",
+        )
+
+
+def nearest_text(near: Nearest) -> str:
+    """The nearest feasible target and its fleet, in words."""
+    return (
+        f"TTFT {duration_text(near.slo.ttft_s)}, TPOT {duration_text(near.slo.tpot_s)}"
+        f" with {near.fleet.label} ({gpus_text(near.fleet.gpus)}, {usd_text(near.fleet.usd_per_hour)})"
+    )
+
+
+def _quantiles(best: Candidate, which: str) -> str:
+    latency = best.ttft if which == "ttft" else best.tpot
+    return ", ".join(f"p{q * 100:.0f} {duration_text(latency.at(q))}" for q in (0.5, 0.9, 0.99))
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = Table(title="Alternatives", title_justify="left", title_style="bold")
+    for name in ("fleet", "GPUs", "USD/h", "expected", "at least", "TTFT p99", "TPOT p99", ""):
+        table.add_column(name, justify="left" if name in ("fleet", "") else "right")
+    for c in plan.alternatives:
+        usd = c.fleet.usd_per_hour
+        table.add_row(
+            c.fleet.label,
+            str(c.fleet.gpus),
+            "?" if usd is None else f"{usd:,.2f}",
+            share_text(c.estimate.expected if c.estimate else c.on_trace),
+            share_text(c.estimate.low) if c.estimate else "-",
+            duration_text(c.ttft.at(0.99)),
+            duration_text(c.tpot.at(0.99)),
+            c.note,
+        )
+    return table
+
+
+def _passed_over(plan: Plan) -> Table:
+    table = Table(title="Passed over", title_justify="left", title_style="bold")
+    table.add_column("worker")
+    table.add_column("why")
+    for passed in plan.passed_over:
+        table.add_row(passed.offer.name, passed.reason)
+    return table
+
+
+def _schedule(plan: Plan) -> Table:
+    table = Table(title="Schedule", title_justify="left", title_style="bold")
+    for name in ("from", "to", "workers"):
+        table.add_column(name, justify="right")
+    table.add_column("fleet")
+    assert plan.schedule is not None
+    assert plan.best is not None
+    for stretch in plan.schedule.stretches:
+        fleet = apportioned(plan.best.fleet, stretch.workers)
+        table.add_row(f"{stretch.start_s:.0f} s", f"{stretch.end_s:.0f} s", str(stretch.workers), fleet.label)
+    return table

@@ -1,0 +1,113 @@
+"""A fork of history: what a fleet has served of late, written as a trace of its own that stays as it is.
+
+`--since 1h` means another hour each minute; the file that is written means the same one for ever, so that
+a plan made from it can be made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import polars as pl
+
+from controlplane.errors import BadInput
+from dataplane.history.files import read_history
+from tokenfleet.durations import duration_text, parse_duration_s
+from tokenfleet.service.data_folder import default_data_folder
+
+FEWEST_REQUESTS = 100
+SHORTEST_S = 60.0
+KEPT_FORKS = 50
+COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant")
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Requests of the last `since` of a fleet: a trace file, its name for people, what to know of it."""
+
+    path: Path
+    name: str
+    warnings: tuple[str, ...]
+
+
+def asked_traces(
+    traces: Sequence[Path] | None, since: str | None, data: Path | None, bias_from: str | None = None
+) -> tuple[list[Path], tuple[str, ...]]:
+    """The trace files that `--trace` names or `--since` makes, and what to warn of.
+
+    Raises BadInput unless exactly one of the two was given, or where history is too short.
+    """
+    if since is None:
+        if not traces:
+            raise BadInput("--trace: missing; name a trace, or --since 1h for what this fleet has served")
+        if data is not None and bias_from is None:
+            raise BadInput("--data: says where --since finds history; without it there is no use for it")
+        return list(traces), ()
+    if traces:
+        raise BadInput("--since: contradicts --trace; give one of them")
+    folder = data or default_data_folder()
+    forked = fork(folder, since, time.time(), folder / "forks")
+    _let_go(folder / "forks")
+    return [forked.path], forked.warnings
+
+
+def fork(data: Path, since: str, now_s: float, into: Path) -> Fork:
+    """Write the requests of the last `since` before `now_s` (Unix time) to a Parquet trace in `into`.
+
+    A request that was turned away or failed before its first token has no length and is not in it; how
+    many there were is a warning. Raises BadInput where too little is left to plan from.
+    """
+    asked_s = parse_duration_s(since, "--since")
+    rows = recent(data, since, asked_s, now_s)
+    served = rows.filter(pl.col("output_tokens") > 0, pl.col("prompt_tokens") > 0)
+    span_s = float(served["arrival_s"][-1] - served["arrival_s"][0]) if len(served) else 0.0
+    if len(served) < FEWEST_REQUESTS or span_s < SHORTEST_S:
+        raise BadInput(
+            f"--since {since}: {data} has {len(served)} requests over {duration_text(span_s)} of that time;"
+            f" a plan needs at least {FEWEST_REQUESTS} over {duration_text(SHORTEST_S)}"
+        )
+    warnings = []
+    unserved = len(rows) - len(served)
+    if unserved:
+        warnings.append(
+            f"history: {unserved} of {len(rows)} requests got no token (turned away, failed or left) and have"
+            " no length; they are not in the trace, so demand was higher"
+        )
+    first_s = float(rows["arrival_s"][0])
+    if now_s - first_s < 0.9 * asked_s:
+        began = duration_text(now_s - first_s)
+        warnings.append(f"history: asked for the last {duration_text(asked_s)}, it begins {began} ago")
+    until = datetime.fromtimestamp(now_s, UTC)
+    into.mkdir(parents=True, exist_ok=True)
+    path = into / f"last-{since.strip().replace(' ', '')}-until-{until:%Y%m%dT%H%M%S}Z.parquet"
+    served.select(COLUMNS).write_parquet(path)
+    return Fork(path, f"the last {since} until {until:%Y-%m-%d %H:%M} UTC", tuple(warnings))
+
+
+def recent(data: Path, since: str, asked_s: float, now_s: float) -> pl.DataFrame:
+    """The rows of history of one model (history_files.SCHEMA). Raises BadInput, also for none at all."""
+    folder = data / "history"
+    if not folder.is_dir():
+        raise BadInput(
+            f"--since {since}: {data} has no history; `tokenfleet serve --data {data}` records one"
+        )
+    if not asked_s > 0:
+        raise BadInput(f"--since: must be positive, got {since}")
+    rows = read_history(folder, now_s - asked_s, now_s)
+    models = rows["model"].unique().sort().to_list()
+    if len(models) > 1:
+        raise BadInput(
+            f"--since {since}: {data} has history of {', '.join(models)}; a plan is for one model, so give"
+            " each fleet a --data folder of its own"
+        )
+    return rows
+
+
+def _let_go(folder: Path) -> None:
+    """Keep the newest forks only."""
+    for path in sorted(folder.glob("last-*.parquet"), key=lambda path: path.stat().st_mtime)[:-KEPT_FORKS]:
+        path.unlink(missing_ok=True)

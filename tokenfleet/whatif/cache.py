@@ -1,0 +1,106 @@
+"""Planned scenarios on disk, one file each, by a digest of everything that has a say in them.
+
+That is the requests, the workers and prices on offer, the question with its seed, and the planner's own
+source. A file is there whole or not at all, so a grid that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from tokenfleet.files import write_files
+from tokenfleet.whatif.scenario import Task
+from tokenfleet.whatif.solve import Result, workload_digest
+
+SCHEMA = "tokenfleet.scenario/1"
+MOST_FILES = 4000  # some 20 kB each
+_PACKAGES = Path(__file__).resolve().parents[2]
+# What a plan's numbers come from. The command line, the reports and the live plane have no say in them.
+_SOURCES = (
+    "controlplane/**/*.py",
+    "dataplane/simulated/*.py",
+    "tokenfleet/planning/*.py",
+    "tokenfleet/plan.py",
+    "tokenfleet/plan_json.py",
+    "tokenfleet/whatifs/remembered.py",
+    "tokenfleet/whatifs/solve.py",
+)
+
+
+def default_folder() -> Path:
+    """`whatif` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tokenfleet" / "whatif"
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """A digest of the planner's source: another planner's answers are not taken for this one's."""
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGES.glob(pattern)):
+            digest.update(path.relative_to(_PACKAGES).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def key_of(task: Task) -> str:
+    """The digest of all that decides a task's result; warnings are only shown, so they have no part in it."""
+    inputs = task.inputs
+    parts = (
+        code_digest(),
+        workload_digest(task.workload),
+        repr(task.offers),
+        repr(task.question),
+        repr(replace(inputs, warnings=())),
+        repr(task.scheduled),
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class Cache:
+    """Results in a folder; without one it knows nothing and keeps nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def get(self, task: Task) -> Result | None:
+        """The result of a task planned before; None where there is none, or what is there cannot be read."""
+        if self._folder is None:
+            return None
+        key = key_of(task)
+        try:
+            kept = json.loads(self._path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(kept, dict) or kept.get("schema") != SCHEMA or kept.get("key") != key:
+            return None
+        result: Result = {"plan": kept.get("plan"), "error": kept.get("error", "")}
+        if result["plan"] is not None:
+            # Of today, not of then: a price list or a profile may have grown old since.
+            result["plan"]["inputs"]["warnings"] = list(task.inputs.warnings)
+        return result
+
+    def put(self, task: Task, result: Result) -> None:
+        """Keep a result. Raises BadInput where the folder cannot be written."""
+        if self._folder is None:
+            return
+        key = key_of(task)
+        write_files({self._path(key): json.dumps({"schema": SCHEMA, "key": key, **result})})
+
+    def tidy(self) -> None:
+        """Drop the oldest files beyond `MOST_FILES`."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        files = sorted(self._folder.glob("*/*.json"), key=lambda path: path.stat().st_mtime)
+        for path in files[: max(len(files) - MOST_FILES, 0)]:
+            path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        assert self._folder is not None
+        return self._folder / key[:2] / f"{key[2:]}.json"

@@ -1,0 +1,166 @@
+"""What a step along an axis costs, the other changes held: in numbers, and in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+from tokenfleet.durations import duration_text
+from tokenfleet.whatif.axes import AXES, checked, is_numeric
+from tokenfleet.whatif.scenario import Scenario
+
+# Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
+_BY_SCHEDULE = ("cold-start",)
+_SAME = 0.005  # dollars an hour below which two prices are the same
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When the trace's zero was, to say times of day; None where the trace does not tell."""
+
+    zero_unix_s: float | None = None
+
+    def at(self, second: float) -> str:
+        """A moment of the trace in words: 17:20 UTC, or the minute it is."""
+        if self.zero_unix_s is None:
+            return f"minute {second / 60:.0f}"
+        return datetime.fromtimestamp(self.zero_unix_s + second, UTC).strftime("%H:%M")
+
+
+NO_CLOCK = Clock()
+
+
+def marginal(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
+    """For each numeric axis: its steps between neighbouring values.
+
+    `usd_per_hour` and `gpus` are what going from `from` to `to` adds (`cold-start`: to the schedule's price);
+    `per_unit` is USD an hour (GPUs where a price is unknown) per unit of the axis, seconds for durations.
+    """
+    result: dict[str, list[dict[str, Any]]] = {}
+    for key in found[0].changes if found else ():
+        if not is_numeric(key):
+            continue
+        groups: dict[tuple[tuple[str, str], ...], list[tuple[float, Scenario]]] = {}
+        for one in found:
+            if one.feasible:
+                others = tuple((k, v) for k, v in one.changes.items() if k != key)
+                groups.setdefault(others, []).append((float(checked(key, one.changes[key])), one))
+        rows = []
+        for others, points in groups.items():
+            points.sort(key=lambda point: point[0])
+            for (x0, first), (x1, second) in pairwise(points):
+                rows.append({"held": dict(others), **_step(key, x0, first, x1, second, clock)})
+        if rows:
+            result[key] = rows
+    return result
+
+
+def _step(key: str, x0: float, first: Scenario, x1: float, second: Scenario, clock: Clock) -> dict[str, Any]:
+    assert first.plan is not None
+    assert second.plan is not None
+    gpus = second.plan["gpus"] - first.plan["gpus"]
+    before, after = (_usd(key, plan) for plan in (first.plan, second.plan))
+    usd = None if before is None or after is None else round(after - before, 4)
+    rise = gpus if usd is None else usd
+    return {
+        "from": x0,
+        "to": x1,
+        "usd_per_hour": usd,
+        "gpus": gpus,
+        "per_unit": float(f"{rise / (x1 - x0):.6g}"),
+        "says": _says(key, x0, first, x1, second, usd, gpus, clock),
+    }
+
+
+def _usd(key: str, plan: dict[str, Any]) -> float | None:
+    if key in _BY_SCHEDULE:
+        paid = (plan["schedule_detail"] or {}).get("paid")
+        return paid["usd_per_hour"] if paid else None
+    usd: float | None = plan["usd_per_hour"]
+    return usd
+
+
+def _says(
+    key: str,
+    x0: float,
+    first: Scenario,
+    x1: float,
+    second: Scenario,
+    usd: float | None,
+    gpus: int,
+    clock: Clock,
+) -> str:
+    """The step as people think of it: a tighter target, more traffic, dearer prices."""
+    what = AXES[key].says
+    if key in ("slo.ttft", "slo.tpot"):
+        # Towards the tighter target, since that is what is bought.
+        gain = f"{duration_text(x1 - x0)} of {what} ({duration_text(x1)} to {duration_text(x0)})"
+        return f"{gain} {_costs(None if usd is None else -usd, -gpus)}"
+    if key in ("attainment", "confidence"):
+        gain = f"{(x1 - x0) * 100:.3g} points of {what} ({x0 * 100:g} % to {x1 * 100:g} %)"
+        return f"{gain} {_costs(usd, gpus)}"
+    if key == "cold-start":
+        gain = f"{duration_text(x1 - x0)} more of {what} ({_zero_or(x0)} to {duration_text(x1)})"
+        return f"{gain} {_costs(usd, gpus)}, averaged over the schedule"
+    if key in ("tp", "reclaims"):
+        return f"{what} {x0:g} to {x1:g} {_costs(usd, gpus)}"
+    says = f"{(x1 / x0 - 1) * 100:+.3g} % on {what} ({x0:g} to {x1:g}) {_costs(usd, gpus)}"
+    when = _when(first, x0, second, x1, clock) if key == "rate" else ""
+    return f"{says}; {when}" if when else says
+
+
+def _zero_or(seconds: float) -> str:
+    return "none" if seconds == 0 else duration_text(seconds)
+
+
+def _costs(usd: float | None, gpus: int) -> str:
+    """The price of a step; GPUs where dollars are not known."""
+    if usd is None:
+        if gpus == 0:
+            return "costs no GPU"
+        return f"{'costs' if gpus > 0 else 'saves'} {abs(gpus)} GPU{'' if abs(gpus) == 1 else 's'}"
+    if abs(usd) < _SAME:
+        return "costs nothing"
+    return f"{'costs' if usd > 0 else 'saves'} ${abs(usd):,.2f}/h"
+
+
+def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock) -> str:
+    """When the busier traffic needs more workers, in the original trace's time: `one worker at 17:20`.
+
+    Empty where the schedules are of different kinds of workers, or do not differ.
+    """
+    assert first.plan is not None
+    assert second.plan is not None
+    if _kinds(first.plan) != _kinds(second.plan):
+        return ""
+    # Traffic x times as fast passes in 1/x of the time.
+    before = [(s["start_s"] * x0, s["end_s"] * x0, s["workers"]) for s in first.plan["schedule"]]
+    after = [(s["start_s"] * x1, s["end_s"] * x1, s["workers"]) for s in second.plan["schedule"]]
+    end_s = min((stretches[-1][1] for stretches in (before, after) if stretches), default=0.0)
+    edges = sorted({t for s, e, _ in before + after for t in (s, e) if t <= end_s} | {end_s})
+    more: list[tuple[float, float, int]] = []
+    for a, b in pairwise(edges):
+        extra = _at(after, a) - _at(before, a)
+        if extra <= 0 or b - a < 1.0:
+            continue
+        if more and more[-1][2] == extra and a - more[-1][1] < 1.0:
+            more[-1] = (more[-1][0], b, extra)
+        else:
+            more.append((a, b, extra))
+    if not more:
+        return ""
+    start_s, stop_s, extra = max(more, key=lambda span: (span[2], span[1] - span[0]))
+    rest = f" and at {len(more) - 1} other times" if len(more) > 1 else ""
+    many = "one worker" if extra == 1 else f"{extra} workers"
+    return f"{many} more from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
+
+
+def _kinds(plan: dict[str, Any]) -> set[tuple[str, int]]:
+    return {(group["gpu"], group["tp_degree"]) for group in plan["fleet"]}
+
+
+def _at(stretches: Sequence[tuple[float, float, int]], second: float) -> int:
+    return next((n for start_s, end_s, n in stretches if start_s <= second < end_s), 0)

@@ -1,0 +1,190 @@
+"""Plan a family of scenarios: the one function that every process, here or elsewhere, runs.
+
+A *family* are scenarios of the same requests, targets, policy, engine mode and seed. They differ in what
+needs no simulation of its own, so they are planned by one process, which remembers its replays.
+
+Replays remembered across scenarios: other prices, kinds on offer or attainments need no new simulation.
+
+A replay is a function of requests, workers, targets, policy, seed and world; prices, confidence and what else
+is on offer are none of its arguments. So scenarios that differ only there share their replays, and their
+plans are the very ones they would have had alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from controlplane.errors import ControlPlaneError
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import Outcome
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.plan_file import plan_json
+from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.scenarios import AS_IT_IS, EVERYTHING, Doubted, Worlds
+from tokenfleet.planning.threads import threads
+from tokenfleet.whatif.scenario import Task
+
+Result = dict[str, Any]  # {"plan": tokenfleet.plan/1 or None, "error": str}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Tasks that share their replays, and the threads they may simulate on."""
+
+    tasks: tuple[Task, ...]
+    threads: int = 1
+
+
+def families(tasks: Sequence[Task]) -> list[Family]:
+    """Tasks by what their replays depend on; those that simulate longest first, so that none is left last."""
+    found: dict[object, list[Task]] = {}
+    for task in tasks:
+        asked = task.question
+        modes = tuple(sorted({str(offer.profile.engine.mode) for offer in task.offers}))
+        key = (workload_digest(task.workload), asked.slo, asked.policy, asked.seed, modes)
+        found.setdefault(key, []).append(task)
+    # Workers, and with them events, grow with the rate.
+    ranked = sorted(found.values(), key=lambda of: (-of[0].workload.rate_rps * len(of), of[0].number))
+    return [Family(_sharing(of)) for of in ranked]
+
+
+def _sharing(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """The tasks with one workload among them all, which is then sent to a process only once."""
+    return tuple(replace(task, workload=tasks[0].workload) for task in tasks)
+
+
+def solve(family: Family) -> Iterator[tuple[int, Result]]:
+    """The number and the result of each task, as soon as it is there. What has no plan has its reason."""
+    memory = Memory()
+    with threads(family.threads) as pool:
+        for task in family.tasks:
+            try:
+                plan = make_plan(
+                    task.workload,
+                    task.offers,
+                    task.question,
+                    task.inputs,
+                    pool,
+                    explained=False,
+                    scheduled=task.scheduled,
+                    worlds_of=memory.worlds,
+                )
+            except ControlPlaneError as refusal:
+                yield task.number, {"plan": None, "error": str(refusal)}
+            else:
+                yield task.number, {"plan": plan_json(plan), "error": ""}
+
+
+MOST_BYTES = 300_000_000  # of outcomes kept by one process; the least recently used go first
+
+
+def workload_digest(workload: Workload) -> str:
+    """What tells one workload from another, whatever it is called."""
+    digest = hashlib.sha256(repr(workload.slo_classes).encode())
+    for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class"):
+        digest.update(getattr(workload, name).tobytes())
+    return digest.hexdigest()
+
+
+class Memory:
+    """Outcomes by what they are a function of. Used from several threads."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], Outcome] = OrderedDict()
+        self._most, self._bytes = most_bytes, 0
+        self._lock = Lock()
+        self.simulated = 0
+        self.recalled = 0
+
+    def worlds(
+        self,
+        workload: Workload,
+        slo: Slo,
+        policy: str,
+        seed: int,
+        predictor: LengthTable,
+        told: Callable[[], None],
+    ) -> Worlds:
+        """Worlds, as `Worlds` makes them, that look here before they simulate."""
+        return _Remembering(workload, slo, policy, seed, predictor, told, memory=self)
+
+    def get(self, key: tuple[Any, ...], most_misses: int | None, simulate: Callable[[], Outcome]) -> Outcome:
+        """The outcome of `key` when stopped past `most_misses`; `simulate` makes it where it is not known.
+
+        A run that went to its end answers every question that it would not have been stopped by.
+        """
+        whole = (*key, None)
+        with self._lock:
+            found = self._kept.get((*key, most_misses))
+            if found is None and (ended := self._kept.get(whole)) is not None:
+                found = ended if most_misses is None or ended.misses <= most_misses else None
+            if found is not None:
+                self.recalled += 1
+                self._kept.move_to_end(whole if found.complete else (*key, most_misses))
+                return found
+        outcome = simulate()
+        with self._lock:
+            self.simulated += 1
+            self._keep(whole if outcome.complete else (*key, most_misses), outcome)
+        return outcome
+
+    def _keep(self, key: tuple[Any, ...], outcome: Outcome) -> None:
+        if key in self._kept:
+            return
+        self._kept[key] = outcome
+        self._bytes += size_of(outcome)
+        while self._bytes > self._most and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= size_of(oldest)
+
+
+def size_of(outcome: Outcome) -> int:
+    """Bytes of its columns, its workload's included."""
+    columns = [v for of in (vars(outcome), vars(outcome.workload)) for v in of.values()]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+@dataclass(frozen=True)
+class _Remembering(Worlds):
+    """Worlds whose replays are looked up first."""
+
+    memory: Memory = field(default_factory=Memory)
+
+    @cached_property
+    def _digest(self) -> str:
+        return workload_digest(self.workload)
+
+    def replay(
+        self,
+        fleet: Fleet,
+        world: int = AS_IT_IS,
+        *,
+        workload: Workload | None = None,
+        max_misses: int | None = None,
+        doubted: frozenset[Doubted] = EVERYTHING,
+    ) -> Outcome:
+        groups = tuple((repr(g.offer.profile), g.role, g.workers) for g in fleet.groups)
+        of = "" if workload is None else workload_digest(workload)
+        drawn = (frozenset(), False) if world == AS_IT_IS else (doubted, self.drifts)
+        key = (self._digest, of, self.slo, self.policy, self.seed, groups, world, *drawn)
+
+        def simulate() -> Outcome:
+            return super(_Remembering, self).replay(
+                fleet,
+                world,
+                workload=workload,
+                max_misses=max_misses,
+                doubted=doubted,
+            )
+
+        return self.memory.get(key, max_misses, simulate)

@@ -1,0 +1,161 @@
+"""What-ifs for programs and people: JSON, a table for the terminal, and a page with the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tokenfleet import __version__
+from tokenfleet.report.page import page, section
+from tokenfleet.report.tables import share_text, usd_text
+from tokenfleet.whatif.axes import checked
+from tokenfleet.whatif.marginal import NO_CLOCK, Clock, marginal
+from tokenfleet.whatif.pareto import cost_figure, fleet_text, unbeaten
+from tokenfleet.whatif.scenario import Scenario
+
+SCHEMA = "tokenfleet.whatif/1"
+_COLUMNS = ("fleet", "GPUs", "cost", "expected", "at least")
+_SENTENCES = 12
+
+
+def whatif_json(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, Any]:
+    """The JSON of `tokenfleet.whatif/1`."""
+    best = unbeaten(found)
+    return {
+        "schema": SCHEMA,
+        "scenarios": [
+            {
+                "changes": {key: checked(key, value) for key, value in one.changes.items()},
+                "plan": one.plan,
+                "error": one.error or None,
+                "unbeaten": is_best,
+                "command": one.command,
+            }
+            for one, is_best in zip(found, best, strict=True)
+        ],
+        "marginal": marginal(found, clock),
+    }
+
+
+def whatif_tables(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> Iterable[RenderableType]:
+    """One row a scenario, and what the steps between them cost, the dearest first."""
+    table = Table()
+    for key in found[0].changes:
+        table.add_column(key)
+    for name in columns(found):
+        table.add_column(name, justify="left" if name == "fleet" else "right")
+    table.add_column("")
+    for one, is_best in zip(found, unbeaten(found), strict=True):
+        table.add_row(*one.changes.values(), *cells(one, found), "*" if is_best else "")
+    yield table
+    yield Text("* nothing in the same circumstances promises as much for less", style="dim")
+    for sentence in sentences(found, clock):
+        yield Text(f"  {sentence}")
+
+
+def sentences(found: Sequence[Scenario], clock: Clock) -> list[str]:
+    """Marginal prices in words: of each axis in turn the dearest step first, a dozen in all.
+
+    Steps that cost nothing are left out, but for one of an axis that has no others.
+    """
+    ranked = []
+    for rows in marginal(found, clock).values():
+        rows = sorted(rows, key=lambda row: -abs(_rise(row)))
+        telling = [row for row in rows if _rise(row)] or rows[:1]
+        ranked.append([_held(row) for row in telling])
+    mixed = [steps[i] for i in range(max(map(len, ranked), default=0)) for steps in ranked if i < len(steps)]
+    return mixed[:_SENTENCES]
+
+
+def _rise(row: dict[str, Any]) -> float:
+    usd: float | None = row["usd_per_hour"]
+    return float(row["gpus"]) if usd is None else usd
+
+
+def _held(row: dict[str, Any]) -> str:
+    held = ", ".join(f"{key} {value}" for key, value in row["held"].items())
+    return f"{row['says']}" + (f" (at {held})" if held else "")
+
+
+def columns(found: Sequence[Scenario]) -> tuple[str, ...]:
+    """Columns of a scenario's row; the schedule's price where one was asked for."""
+    return (*_COLUMNS, "schedule") if any(_paid(one) for one in found) else _COLUMNS
+
+
+def cells(one: Scenario, found: Sequence[Scenario]) -> tuple[str, ...]:
+    """A scenario's cells under `columns`."""
+    width = len(columns(found))
+    plan = one.plan
+    if plan is None or not plan["feasible"]:
+        why = one.error or (plan["reason"] if plan else "")
+        return (f"none: {why}", *["-"] * (width - 1))
+    attained = plan["attainment"]
+    row = (
+        fleet_text(plan) + _of_which_spare(plan),
+        str(plan["gpus"]),
+        usd_text(plan["usd_per_hour"]),
+        share_text(attained["on_trace"] if attained["expected"] is None else attained["expected"]),
+        "-" if attained["low"] is None else share_text(attained["low"]),
+    )
+    paid = _paid(one)
+    return row if width == len(row) else (*row, usd_text(paid["usd_per_hour"]) if paid else "-")
+
+
+def _of_which_spare(plan: dict[str, Any]) -> str:
+    spares = plan["spares"]
+    return f", {spares['workers']} of them spare" if spares and spares["workers"] else ""
+
+
+def _paid(one: Scenario) -> dict[str, Any] | None:
+    detail = one.plan["schedule_detail"] if one.plan else None
+    paid: dict[str, Any] | None = detail["paid"] if detail else None
+    return paid
+
+
+def whatif_report(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str:
+    """The page: what each scenario costs, what a step along each axis costs, and the command of each row."""
+    keys = tuple(found[0].changes)
+    best = unbeaten(found)
+    rows = [
+        (*one.changes.values(), *cells(one, found), "yes" if is_best else "")
+        for one, is_best in zip(found, best, strict=True)
+    ]
+    says = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found, clock))
+    prices = f"<section><h2>What steps cost</h2><ul>{says}</ul></section>" if says else ""
+    return page(
+        "Tokenfleet what-if",
+        f"{len(found)} scenarios over {', '.join(keys)}",
+        "Each is a plan of its own, in the same worlds.",
+        prices,
+        [cost_figure(found)],
+        [
+            section("Scenarios", (*keys, *columns(found), "unbeaten"), rows),
+            *_steps(found, clock),
+            section(
+                "The plan of each scenario, whole",
+                (*keys, "command"),
+                [(*one.changes.values(), one.command) for one in found],
+            ),
+        ],
+        f"Made by tokenfleet {__version__}. Latencies come from simulation, not from a running fleet.",
+    )
+
+
+def _steps(found: Sequence[Scenario], clock: Clock) -> Iterable[str]:
+    for key, steps in marginal(found, clock).items():
+        rows = [
+            (
+                f"{step['from']:g} to {step['to']:g}",
+                ", ".join(f"{k} {v}" for k, v in step["held"].items()) or "-",
+                f"{step['gpus']:+d}",
+                "-" if step["usd_per_hour"] is None else f"{step['usd_per_hour']:+,.2f}",
+                step["says"],
+            )
+            for step in steps
+        ]
+        yield section(f"What a step in {key} costs", ("step", "held", "GPUs", "USD/h", ""), rows)
