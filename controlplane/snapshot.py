@@ -13,8 +13,7 @@ from typing import Literal
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
-from controlplane.scaler.traffic import ClassArrivals
-from controlplane.types import RequestId, WorkerId
+from controlplane.types import ClassArrivals, RequestId, WorkerId
 
 SERVING, DRAINING, STARTING = "serving", "draining", "starting"
 

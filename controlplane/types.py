@@ -33,6 +33,28 @@ class Slo:
                 raise BadInput(f"slo: {name}: must be a positive duration, got {value:g} s")
 
 
+@dataclass(frozen=True, slots=True)
+class ClassArrivals:
+    """Requests of one SLO class, and their tokens summed; of outputs, what is expected of them."""
+
+    slo: Slo
+    requests: float
+    prompt_tokens: float
+    output_tokens: float
+
+    def __post_init__(self) -> None:
+        if min(self.requests, self.prompt_tokens, self.output_tokens) < 0:
+            raise BadInput(f"arrivals: requests and tokens must not be negative, got {self}")
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return self.prompt_tokens / self.requests if self.requests else 0.0
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return self.output_tokens / self.requests if self.requests else 0.0
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Variant:
     """What one worker runs on: a GPU type and how many of them (the TP degree)."""

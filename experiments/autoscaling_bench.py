@@ -23,7 +23,8 @@ from controlplane.scaler.line import Speed
 from controlplane.scaler.regimes import Regimes, follow
 from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import ClassArrivals, Demand
+from controlplane.scaler.traffic import Demand
+from controlplane.types import ClassArrivals
 from controlplane.workload import Workload
 from dataplane.simulated.elastic import Decide, FleetRecord
 from dataplane.simulated.simulate import (

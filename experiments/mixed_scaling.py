@@ -42,9 +42,9 @@ from controlplane.scaler.forecast import NEAR
 from controlplane.scaler.line import Speed, line_of
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import ClassArrivals, Mix
+from controlplane.scaler.traffic import Mix
 from controlplane.scaler.worker_types import PARTS, KindSettings, MixingSettings, weigh
-from controlplane.types import EngineMode, Slo
+from controlplane.types import ClassArrivals, EngineMode, Slo
 from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.prices import read_prices

@@ -24,7 +24,8 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.scaler.traffic import ClassArrivals, Mix
+from controlplane.scaler.traffic import Mix
+from controlplane.types import ClassArrivals
 
 HEADROOM = 1.2  # traffic is not even: the planner's own first guess is as much above the noiseless fleet
 SPARE = 0.5

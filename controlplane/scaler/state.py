@@ -19,8 +19,9 @@ from controlplane.scaler.line import Speed
 from controlplane.scaler.mixed import Mixed
 from controlplane.scaler.regimes import Regimes
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings
-from controlplane.scaler.traffic import ClassArrivals, Demand, Mix
+from controlplane.scaler.traffic import Demand, Mix
 from controlplane.scaler.worker_types import KindSettings, MixingSettings, Weights, check_kinds
+from controlplane.types import ClassArrivals
 
 
 @dataclass(frozen=True, slots=True)

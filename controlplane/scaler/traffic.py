@@ -16,32 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
-from controlplane.types import Slo
+from controlplane.types import ClassArrivals
 
 HALF_LIFE_S = 120.0
 MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not remembered
-
-
-@dataclass(frozen=True, slots=True)
-class ClassArrivals:
-    """Requests of one SLO class, and their tokens summed; of outputs, what is expected of them."""
-
-    slo: Slo
-    requests: float
-    prompt_tokens: float
-    output_tokens: float
-
-    def __post_init__(self) -> None:
-        if min(self.requests, self.prompt_tokens, self.output_tokens) < 0:
-            raise BadInput(f"arrivals: requests and tokens must not be negative, got {self}")
-
-    @property
-    def mean_prompt_tokens(self) -> float:
-        return self.prompt_tokens / self.requests if self.requests else 0.0
-
-    @property
-    def mean_output_tokens(self) -> float:
-        return self.output_tokens / self.requests if self.requests else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.migration.cost import Price
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import EXACT
-from controlplane.scaler.traffic import ClassArrivals
 from controlplane.snapshot import Snapshot
+from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.elastic import Decide, Elastic
 from dataplane.simulated.heartbeat import HEARTBEAT_S, place_held

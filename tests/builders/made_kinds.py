@@ -3,9 +3,9 @@
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.counts import Asked
 from controlplane.scaler.line import Speed
-from controlplane.scaler.traffic import ClassArrivals, Mix
+from controlplane.scaler.traffic import Mix
 from controlplane.scaler.worker_types import PARTS, KindSettings, MixingSettings, Weights
-from controlplane.types import Slo
+from controlplane.types import ClassArrivals, Slo
 
 SLO = Slo(1.0, 0.1)
 SMALL = Speed(StepModel(0.02, 2e-4, 2e-3, 1e-6), 20_000, 64)

@@ -17,9 +17,8 @@ from controlplane.placement.policies import JSQ, SPREAD
 from controlplane.scaler.line import Speed
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import ClassArrivals
 from controlplane.snapshot import STARTING
-from controlplane.types import RequestId, Slo, WorkerId
+from controlplane.types import ClassArrivals, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import (

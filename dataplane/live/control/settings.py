@@ -17,9 +17,8 @@ from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import ClassArrivals
 from controlplane.scaler.worker_types import KindSettings
-from controlplane.types import Slo
+from controlplane.types import ClassArrivals, Slo
 from dataplane.live.control.snapshot_builder import Speeds
 
 # The fleet empties its draining workers itself. Shedding is off until a worker's speed is known.

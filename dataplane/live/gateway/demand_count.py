@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from controlplane.scaler.traffic import ClassArrivals
-from controlplane.types import Slo
+from controlplane.types import ClassArrivals, Slo
 from dataplane.live.gateway.request import Tracked
 
 MOST_CLASSES = 64  # clients name targets as they like; past so many they count for the first

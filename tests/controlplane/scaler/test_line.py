@@ -20,8 +20,8 @@ from controlplane.scaler.line import (
     line_of,
     speed_seen,
 )
-from controlplane.scaler.traffic import MOST_CLASSES, ClassArrivals, Mix, blend
-from controlplane.types import Slo
+from controlplane.scaler.traffic import MOST_CLASSES, Mix, blend
+from controlplane.types import ClassArrivals, Slo
 
 SLO = Slo(1.0, 0.05)
 STEP = StepModel(0.02, 1e-4, 1e-3, 0.0)

@@ -14,10 +14,9 @@ from controlplane.scaler.counts import choose
 from controlplane.scaler.line import line_of
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import ClassArrivals
 from controlplane.scaler.worker_types import PARTS, MixingSettings
 from controlplane.snapshot import Snapshot, WorkerLoad
-from controlplane.types import WorkerId
+from controlplane.types import ClassArrivals, WorkerId
 
 TWO = kind("big", 2.0, BIG, high=2), kind("small", 1.0)
 

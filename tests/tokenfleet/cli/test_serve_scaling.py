@@ -9,8 +9,8 @@ import pytest
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.line import Speed, at_lengths
-from controlplane.scaler.traffic import ClassArrivals, Mix
-from controlplane.types import Slo
+from controlplane.scaler.traffic import Mix
+from controlplane.types import ClassArrivals, Slo
 from tokenfleet.cli.serve_plan import autoscale_of, read_plan
 
 LINE = {"workers_per_rps": 0.5, "intercept": 0.4, "r2": 0.99}

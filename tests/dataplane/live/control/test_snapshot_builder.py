@@ -10,9 +10,8 @@ from controlplane.migration.cost import Price
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.line import Speed
-from controlplane.scaler.traffic import ClassArrivals
 from controlplane.snapshot import Reassign, Scale, Snapshot
-from controlplane.types import Slo
+from controlplane.types import ClassArrivals, Slo
 from dataplane.live.control.controller import ControlPort
 from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.snapshot_builder import Seeing
