@@ -1,1 +1,1 @@
-"""Where requests run: simulated engines or real ones, behind one port."""
+"""The simulated and the live data plane, and the HTTP rules and request history beside them."""

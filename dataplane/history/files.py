@@ -1,8 +1,9 @@
-"""Request history on disk: segments of JSON lines while they are written, Parquet once they are full.
+"""Request history on disk: segments of JSON lines while they are written, Parquet files once they are full.
 
-`requests-<Unix ns>-<pid>.jsonl` belongs to the process that holds its lock; one that nobody holds was left by
-a killed one and is packed by the next. A row is an ended request, arrival (Unix seconds) to outcome; texts
-are never written. Every file reads as a trace (`tokenfleet plan --trace`).
+`requests-<Unix ns>-<pid>.jsonl` belongs to the process that holds its file lock. A segment without a lock
+holder was left by a process that was killed, and the next process packs it. A row is a request that has
+ended, from its arrival (Unix seconds) to its outcome; texts are never written. Every file reads as a trace
+(`tokenfleet plan --trace`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""HTTP rules shared by every API of ours: keys, body limits, errors, ports. Needs no fleet."""
+"""HTTP rules that every API of Tokenfleet shares (keys, body limits, errors, ports); needs no fleet."""

@@ -1,4 +1,4 @@
-"""Who may call, and within which bounds: API keys, their SLO bounds, priority and rate limit."""
+"""API keys: the callers that are let in, with each one's SLO bounds, highest priority and rate limit."""
 
 from __future__ import annotations
 

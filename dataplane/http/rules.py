@@ -1,7 +1,8 @@
-"""What each of our HTTP APIs keeps to: who may call, how large and slow a body may be, how errors look.
+"""Rules of every HTTP API of Tokenfleet: authentication, body limits, and the form of errors.
 
-Errors have OpenAI's shape, as the gateway's do. Without a key only requests that name a loopback host and
-come from no foreign web page are answered, so that no site a person visits can steer their fleet.
+Errors have OpenAI's shape, as the gateway's do. Without a key only requests are answered that name a loopback
+host and do not come from a foreign web page, so that no web site can steer the fleet of a person who visits
+it.
 """
 
 from __future__ import annotations

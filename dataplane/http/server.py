@@ -1,6 +1,7 @@
-"""Ports of our servers: taken before anything is started, and waited for until they answer.
+"""Server ports, bound before anything starts and awaited until they answer, and API extensions.
 
-What else a live fleet's control API offers, handed in by who starts the fleet (plan jobs, the console).
+An extension (plan jobs, the console) adds routes to a control API; the program that starts the fleet hands it
+in.
 """
 
 from __future__ import annotations

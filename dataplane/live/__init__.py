@@ -1,28 +1,25 @@
 """The live data plane: vLLM engines in Ray actors behind one OpenAI endpoint, with live migration.
 
-Who talks to whom
------------------
-`FleetCore` (fleet_core.py) stands below vLLM's own `AsyncLLM` front end and above the engines. It reaches
-an engine only through an `EngineLink` (link.py), and two things are one:
+Parts ----- `FleetCore` (gateway/fleet_core.py) stands below vLLM's own `AsyncLLM` front end and above the
+engines. It reaches an engine only through an `EngineLink` (engine_api/link.py), which has two
+implementations:
 
-- `WorkerLink` (worker_link.py): a ZMQ DEALER to the ROUTER of a `Worker` (worker.py), the Ray actor that
-  holds a vLLM EngineCore. Frames are in wire.py. Several gateways may link to one worker.
-- `EmulatedEngine` (dataplane/emulated/engine.py): the same semantics in process, step times from a Profile.
+- `WorkerLink` (worker/link.py): a ZMQ DEALER to the ROUTER of a `Worker` (worker/actor.py), the Ray actor
+  that holds a vLLM EngineCore. Frames are in engine_api/wire.py. Several gateways may link to one worker.
+- `EmulatedEngine` (emulated/engine.py): the same semantics in process, step times from a Profile.
 
-Words of this package
----------------------
-A *segment* is a request's stay on one worker. Its id is the `request_id` the engine sees and is unique in
-the fleet's life: `rid` for the first stay, `rid#1`, `rid#2` … for later ones. Outputs carry segment ids;
-FleetCore maps them back, and drops outputs of segments it no longer listens to. Ids that begin with
-`LOADER_PREFIX` belong to moves: FleetCore hands their outputs to `Migrations.claim`.
+Segments -------- A *segment* is a request's stay on one worker. Its id is the `request_id` that the engine
+sees and is unique in the fleet's life: `rid` for the first stay, `rid#1`, `rid#2` … for later ones. Outputs
+carry segment ids; FleetCore maps them back, and drops outputs of segments it no longer listens to. Ids that
+begin with `LOADER_PREFIX` belong to moves: FleetCore hands their outputs to `Migrations.claim`.
 
 Every segment is built by `segment.segment_request(request, output_token_ids, segment_id, transfer)`: the
 first stay (no outputs yet), a continuation after a move (with a `Transfer`), and a replay after a worker
 died.
 
-What FleetCore does for a move (`Fleet` in migration.py)
---------------------------------------------------------
-`running(request)` shows a request's present segment, worker and live token list, or None once it is over.
+FleetCore's duties in a move (`Fleet` in migration/coordinator.py)
+------------------------------------------------------------------
+`running(request)` gives a request's present segment, worker and live token list, or None once it is over.
 `cut_over(request, target, transfer)` switches the client's stream: stop listening to the old segment, send
 the continuation to the target, then abort the old segment at the source. It does not wait for the source:
 late tokens are dropped, and a hold keeps the old KV. It returns a future: True at the first token of the
@@ -32,8 +29,8 @@ can be replayed). A request that ends before its first token (client gone) also 
 
 A request waits, runs, or has ended; `Migrations.migrate` moves waiting ones without KV.
 
-What FleetCore calls of the move's side
----------------------------------------
+FleetCore's calls of the coordinator
+------------------------------------
 `Migrations(fleet, budget)` is made by FleetCore as its `migrations`; `claim(output: EngineCoreOutput)` takes
 every output whose id begins with `LOADER_PREFIX`. `segment.obstacle_to_replay(request, output_token_ids)`
 names what could not continue exactly on another worker by recomputing (a grammar that would restart in

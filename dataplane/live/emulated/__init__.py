@@ -1,5 +1,6 @@
-"""Emulated engines: an engine's protocol and timing without a model. Its text means nothing.
+"""Emulated engines: the protocol and timing of an engine without a model.
 
-To try operations without vLLM's engine, and to test what stands above it: requests, aborts, outputs, KV
-holds, loads and their failures behave as a worker's do, steps last what a profile says they last.
+They serve for trying operations without vLLM's engine and for testing the layers above it. Requests, aborts,
+outputs, KV holds, loads and their failures behave as a worker's do; steps last as long as a profile says. The
+text means nothing.
 """

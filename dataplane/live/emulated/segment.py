@@ -1,7 +1,7 @@
-"""A request inside an emulated engine, and the tokens it makes.
+"""A segment inside an emulated engine, and the token ids it produces.
 
 The next token is a hash of all tokens before it. So a stream is repeatable, differs between prompts, and
-goes on unchanged on another engine, as greedy decoding does: a lost, repeated or swapped token changes
+continues unchanged on another engine, as greedy decoding does: a lost, repeated or swapped token changes
 everything after it.
 """
 

@@ -1,1 +1,1 @@
-"""What a gateway and a worker both know: vLLM's private surface, the engine link and its wire format."""
+"""The interface shared by gateway and worker: vLLM's private surface, the engine link, its wire format."""

@@ -1,17 +1,17 @@
-"""What a request tells the migration connector, carried in vLLM's public `kv_transfer_params`.
+"""Messages to the migration connector, carried in vLLM's public `kv_transfer_params`.
 
-A move needs four messages of an engine:
+A move needs four messages to an engine:
 
-- *begin* at the source: an abort of this segment shall keep its KV blocks (a *hold*) until released.
+- *begin* at the source: an abort of this segment keeps its KV blocks (a *hold*) until they are released.
 - *load* at the target: take the KV of positions [0, tokens) of the source's segment instead of computing it.
 - *hold* on a loader: keep its blocks when it finishes, until a later request *drops* it.
-- *release* at the source: free what is held.
+- *release* at the source: free the blocks that are held.
 
-Begin and release ride on a request that is aborted on arrival (`EngineCoreRequest.abort_immediately`), the
-only frontend → scheduler-connector message vLLM has. A begin is answered: an output for its own segment id,
-finished by ABORT if the lease is taken and by ERROR if there is no such segment. Nobody may end the source's
-segment before, since an engine takes aborts ahead of other messages. A held loader is answered likewise, by
-STOP, once its KV is there; it is never computed.
+Begin and release travel on a request that is aborted on arrival (`EngineCoreRequest.abort_immediately`), the
+only message from vLLM's front end to its scheduler's connector. A begin is answered by an output for its own
+segment id, finished by ABORT if the lease is taken and by ERROR if there is no such segment. The source's
+segment must not be ended before that answer, since an engine takes aborts ahead of other messages. A held
+loader is answered by STOP once its KV has arrived; it is not computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a gateway sees of an engine, real or emulated: send requests, abort them, receive events."""
+"""The engine link: a gateway's interface to one engine, real or emulated, to send, abort and receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them, and the shared memory they would leave."""
+"""Child processes that end with their parent, and removal of the shared memory they would leave."""
 
 from __future__ import annotations
 

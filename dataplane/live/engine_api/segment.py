@@ -1,7 +1,8 @@
-"""Requests as an engine gets them: a first stay, a continuation, a loader, a control message.
+"""Segments as requests to an engine: a first stay, a continuation, a loader, or a control message.
 
-A continuation's prompt is the client's prompt and the tokens it was sent, so what the engine does must not
-depend on which is which. `OBSTACLES` lists what does; `segment_request` mends what can be mended:
+A continuation's prompt is the client's prompt followed by the tokens already sent, so the engine's result
+must not depend on where one ends and the other begins. `OBSTACLES` lists the request options for which it
+does; `segment_request` adjusts those that can be adjusted:
 
 - max_tokens and min_tokens count what is left;
 - presence and frequency penalties count the earlier tokens through `penalties.CarriedPenalties`;

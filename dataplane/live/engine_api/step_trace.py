@@ -1,10 +1,9 @@
-"""A worker's steps as they were executed: the newest ones as its telemetry, the last many for refitting.
+"""A worker's executed steps: the newest ones travel as telemetry, the last many are kept for refitting.
 
 Rows are those of `tokenfleet fit` (prefill_tokens, sequences, context_tokens, step_s, prefill_sum_sq,
-prefill_sequences).
-A step's time is from the end of the step before to its own end, when work was left in between; so it has
-everything that makes a client wait: scheduling, the model, sampling, the way out. A step after a pause has
-no such beginning and takes the engine's own figure.
+prefill_sequences). A step's time runs from the end of the previous step to its own end if work was left in
+between, so it holds everything that a client waits for: scheduling, the model, sampling and output. The first
+step after a pause has no such beginning and takes the time that the engine reports.
 """
 
 from __future__ import annotations

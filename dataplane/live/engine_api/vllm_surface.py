@@ -1,4 +1,4 @@
-"""Every name of vLLM's private surface that Tokenfleet touches, in one place, for one version.
+"""The private surface of vLLM: every name that Tokenfleet touches, in one place, for one version.
 
 vLLM's engine messages, their codec, the engine client and the connector base class may change with any
 release. The rest of the package imports them from here only, so that a new version is one file to read

@@ -1,4 +1,4 @@
-"""Frames between gateways and a worker: ZMQ multipart messages, the first frame naming the kind.
+"""The wire format between gateways and a worker: ZMQ multipart messages, the first frame naming the kind.
 
 A worker binds a ROUTER, each gateway connects a DEALER. Requests and outputs travel in vLLM's own msgpack
 encoding, so nothing is lost or copied by field; everything else is msgpack of plain values.
@@ -14,8 +14,8 @@ encoding, so nothing is lost or copied by field; everything else is msgpack of p
                        refused [segment, reason]
                        lost    reason
 
-Both sides bound what they queue. A worker that cannot get rid of a gateway's outputs drops that gateway:
-its segments are aborted and it is told `lost`. A gateway whose worker's queue is full waits in `add`.
+Both sides bound their queues. A worker that cannot deliver a gateway's outputs disconnects that gateway: its
+segments are aborted and it is told `lost`. A gateway whose worker's queue is full waits in `add`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests on their way to a worker: placed at once where there is room, in line where there is none."""
+"""Admission: place each request at once where a worker has room, and queue it where none has."""
 
 from __future__ import annotations
 

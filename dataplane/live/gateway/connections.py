@@ -1,8 +1,7 @@
-"""The workers that a gateway is connected to, each in one of vLLM's slots.
+"""The gateway's connections and tables: attached workers, tracked requests, and outputs not yet read.
 
-The requests a gateway tracks, by id and by the segment each of them listens to.
-
-Outputs on their way to vLLM's front end: in order, and bounded by making their senders wait.
+A worker is attached in one of vLLM's engine slots. Requests are found by id and by the one segment that each
+listens to. Outputs on their way to vLLM's front end keep their order and are bounded by making senders wait.
 """
 
 from __future__ import annotations

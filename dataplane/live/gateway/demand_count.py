@@ -1,7 +1,7 @@
-"""What has arrived since the gateway began, by SLO class: counters that only grow.
+"""Demand counters: arrivals since the gateway began, by SLO class; they only grow.
 
-Whoever looks (the controller) takes the difference between two looks. One that begins anew has no first look
-to compare with, and so knows that it knows nothing, instead of taking silence for it.
+The controller takes the difference between two readings. A controller that has just started has no first
+reading and reports the rate as unknown instead of zero.
 """
 
 from __future__ import annotations

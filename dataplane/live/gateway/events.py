@@ -1,4 +1,4 @@
-"""What the fleet decided and why: a bounded log that people and programs can follow."""
+"""The event log: a bounded record of the fleet's decisions and their reasons, for people and programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""FleetCore: what vLLM's front end believes to be its engine, and is a fleet.
+"""FleetCore: the fleet in the place where vLLM's front end expects an engine.
 
-It stands where AsyncLLM expects an EngineCoreClient. A request is assigned on arrival, tracked by its
-token list, and its outputs come back under its own id whatever worker made them. Invariants:
+It takes the place of AsyncLLM's EngineCoreClient. A request is assigned on arrival, tracked by its token
+list, and its outputs come back under its own id whatever worker made them. Invariants:
 
 - a request listens to at most one segment; outputs of any other segment id are dropped;
 - tokens enter `Tracked.output_token_ids` and the front end's queue in the same instant and order, so each

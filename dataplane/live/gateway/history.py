@@ -1,9 +1,9 @@
-"""What the fleet has served and how long its steps took: for predicting lengths, and for refitting.
+"""The record of served requests and step times, for length prediction and for refitting.
 
-In the data folder, where one was given: `history/` has a row for each ended request (history_files.py;
-`tokenfleet plan --since 1h` reads it), and `steps.csv` a line for each engine step, which reads as
-measurements (`tokenfleet fit --measurements`); beyond STEP_FILE_BYTES the older half of those is let go.
-Every step: a sample taken now and then would have more of the long ones.
+Where a data folder is given, `history/` gets a row for each request that ended (`tokenfleet plan --since 1h`
+reads it), and `steps.csv` a line for each engine step, which reads as measurements (`tokenfleet fit
+--measurements`). Beyond STEP_FILE_BYTES the older half of the steps is deleted. Every step is written: a
+sample taken at intervals would hold too many of the long ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The core's `assign` on live requests: the ledger kept from the tokens that pass through the gateway.
+"""Placement by the control plane's `decide`, on a ledger kept from the tokens that pass through the gateway.
 
 The ledger counts a worker's decode steps; here a step is a batch of outputs in which decoding requests got
-a token. A request that got none (preempted, or its chunk fell out of the step) is set back by one, so
-generated = key + step stays exact. What decides is `decide`, as in the simulated plane.
+a token. A request that got none (preempted, or its chunk was left out of the step) is set back by one, so
+generated = key + step stays exact. The simulated plane calls the same `decide`.
 """
 
 from __future__ import annotations

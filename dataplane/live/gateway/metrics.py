@@ -1,8 +1,8 @@
 """Prometheus metrics of the fleet: `tokenfleet_` prefix, base units, no label per request.
 
 SLO hits are counted per request, not read from histogram buckets: a p99 against a 300 ms target cannot be
-had from buckets at 250 and 500 ms. vLLM's own `vllm:` families pass through with a `worker` label in place
-of its `engine` index.
+derived from buckets at 250 and 500 ms. vLLM's own `vllm:` families pass through with a `worker` label in
+place of its `engine` index.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The outermost layer of the gateway: keys, rate limits, SLO headers, and honest refusals.
+"""The gateway's ASGI middleware: keys, rate limits, SLO headers, and refusals with a true status.
 
-An ASGI middleware around vLLM's server, named to it by its own `--middleware` flag. It holds back the
-start of a response until the first piece of the body. By then the request has been placed or turned away,
-so a refusal can still be a 429 with `Retry-After` although vLLM has begun to stream, and the header
-`x-tokenfleet-worker` can be told. After a failure in mid-stream, vLLM writes an error event and then
-`[DONE]`; the latter is dropped, so that no broken stream looks complete.
+It is named to vLLM's server by that server's own `--middleware` flag and delays the start of a response until
+the first piece of the body. By then the request has been placed or turned away, so a refusal can still be a
+429 with `Retry-After` although vLLM has begun to stream, and the header `x-tokenfleet-worker` is known. After
+a failure in mid-stream vLLM writes an error event and then `[DONE]`; the latter is dropped, so that no broken
+stream looks complete.
 """
 
 from __future__ import annotations

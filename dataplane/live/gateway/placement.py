@@ -1,8 +1,8 @@
-"""Which worker takes a request, as the gateway sees the fleet: its own live count, not old telemetry.
+"""Placement as the gateway calls it: choose a worker by the gateway's own live counts.
 
-Every change passes through here (put on a worker, tokens, over), so ten requests that arrive between two
-telemetry messages are spread and not piled on the one that looked idle. `LeastLoaded` needs no profile;
-`LedgerPlacement` (ledger_placement.py) asks the core's `assign`.
+Every change is counted here (a request put on a worker, its tokens, its end), so ten requests that arrive
+between two telemetry messages are spread over the workers. `LeastLoaded` needs no profile; `LedgerPlacement`
+(ledger_placement.py) asks the control plane.
 """
 
 from __future__ import annotations

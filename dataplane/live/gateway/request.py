@@ -1,12 +1,8 @@
-"""A request as the gateway holds it: its token list is the truth, the engine's copy is replaceable.
+"""A request in the gateway, from the HTTP ticket through its arrival to the tracked token list.
 
-What the front door learns of an HTTP request, and what the fleet tells it back.
-
-vLLM's server stands between the front door (ASGI) and FleetCore, and passes neither our headers down nor
-our refusals up. A ticket in a context variable does: the handler of a request runs in the context its
-middleware set.
-
-A request as it arrives from vLLM's front end, made into one the gateway tracks.
+The gateway's token list is the truth and the engine's copy is replaceable. vLLM's server stands between the
+ASGI middleware and FleetCore, and passes neither Tokenfleet's headers down nor its refusals up. A `Ticket` in
+a context variable does: the handler of a request runs in the context that its middleware set.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The gateway: vLLM's OpenAI server on one port, FleetCore beneath it, our front door before it.
+"""The gateway's HTTP server: vLLM's OpenAI server, with FleetCore beneath it and the middleware before it.
 
-The server's half of vLLM's private surface: its front end over our FleetCore, and its launch functions.
-
-Kept apart from vllm_surface.py since importing it loads vLLM's whole HTTP stack, which a worker has no use
-for. The same version check and the same contract tests cover both.
+It holds the server's half of vLLM's private surface (front end and launch functions), apart from
+vllm_surface.py since importing it loads vLLM's whole HTTP stack, which a worker does not need. The same
+version check and the same contract tests cover both.
 """
 
 from __future__ import annotations

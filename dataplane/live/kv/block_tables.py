@@ -1,9 +1,9 @@
-"""Which KV blocks a segment owns right now, shared between the engine's thread and the transfer threads.
+"""The block tables of running segments, shared between the engine's thread and the transfer threads.
 
 The engine's thread learns the tables at the start of each step, before anything is written in it. A reader
-takes a `Grant`, reads the blocks, and asks whether the grant still holds. A grant ends when the segment is
-preempted or freed; since that is learnt before the step which could hand its blocks to another request
-writes, a grant that still holds after the read means that the bytes are the segment's own.
+takes a `Grant`, reads the blocks, and then asks whether the grant still holds. A grant ends when the segment
+is preempted or freed. That is learnt before the step that could hand its blocks to another request writes, so
+a grant that still holds after the read means that the bytes are the segment's own.
 """
 
 from __future__ import annotations

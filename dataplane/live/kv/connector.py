@@ -1,15 +1,13 @@
-"""The KV connector that vLLM loads: its hooks, turned into the calls of `Holds` and `Loads`.
+"""The KV connector that vLLM loads: turns its hooks into calls of `Holds` and `Loads`, and counts step loads.
 
-Loaded through vLLM's public out-of-tree hook (`kv_connector_module_path`), once in the scheduler's process
-and once in each rank's. Only what NIXL's and LMCache's connectors use is used.
+It is loaded through vLLM's public out-of-tree hook (`kv_connector_module_path`), once in the scheduler's
+process and once in each rank's. Only what NIXL's and LMCache's connectors use is used.
 
 An engine that uses it needs prefix caching on, `kv_load_failure_policy="fail"`, and one KV cache group.
 
-What a scheduled step carries, seen from inside the scheduler: the exact regressors of the step model.
-
-vLLM's own iteration details count requests and tokens but not the context they hold, and context is what a
-decode step's time grows with. The connector sees every scheduled step, and its stats travel with the step's
-outputs; so they carry this.
+vLLM's own iteration details count requests and tokens but not the context they hold, and a decode step's time
+grows with context. The connector sees every scheduled step, and its stats travel with the step's outputs; so
+they carry the exact regressors of the step model.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""KV bytes between two processes of one machine, with one copy: out of the memory of the other.
+"""One-copy transport of KV bytes between two processes of one machine, by reading the other's memory.
 
-`process_vm_readv` (Linux) needs nothing of the process that is read, whose core may be busy computing, and is
-half the work of a socket. The kernel allows it between processes of one user, unless a policy forbids it
-(Yama's ptrace_scope, a container's seccomp profile); then the socket carries the bytes.
+`process_vm_readv` (Linux) needs nothing of the process that is read, whose core may be busy computing, and
+takes half the work of a socket. The kernel allows it between processes of one user, unless a policy forbids
+it (Yama's ptrace_scope, a container's seccomp profile); then the socket carries the bytes.
 
-Which process to read the kernel itself says, from the socket (`peer`): a number that was sent could mean
+The kernel itself says from the socket which process to read (`peer`): a number that was sent could mean
 another process, in another container.
 """
 

@@ -1,13 +1,14 @@
-"""The scheduler's side of moves: which segments may be read, and whose blocks outlive them.
+"""The scheduler's side of moves: the segments that may be read, and the blocks that outlive their segments.
 
-A *lease* begins when a move does: the segment's block table is offered to readers, and when it ends, for
-whatever reason but an error, its blocks stay. A *hold* is that stay. Both end by `release`, or by themselves
-at a deadline, so that a gateway which dies in mid-move costs memory for seconds and not for ever. A loader
-asks for a hold on itself; it ends when a later request drops it. Where the engine can leave a loaded request
-as it is (`arrived`), the loader is never computed: one token of it takes as long as one of the request that
-moves, and everyone on the target would wait for it.
+A *lease* begins when a move does: the segment's block table is offered to readers, and when the segment ends,
+for any reason but an error, its blocks stay. A *hold* is that stay. Both end by `release`, or by themselves
+at a deadline, so that a gateway that dies in mid-move costs memory for seconds only. A loader asks for a hold
+on itself, which ends when a later request drops it. Where the engine can leave a loaded request as it is
+(`arrived`), the loader is not computed: one token of it takes as long as one of the moved request, and every
+request on the target would wait for it.
 
-Knows no vLLM: the connector (kv_connector.py) tells it what the scheduler did, and passes on what it answers.
+This module does not know vLLM: the connector (connector.py) reports what the scheduler did and passes on the
+answers.
 """
 
 from __future__ import annotations

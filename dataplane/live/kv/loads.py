@@ -1,8 +1,8 @@
-"""A rank's side of moves: serve the blocks that are offered, fetch those it was ordered to load.
+"""A rank's side of moves: serve the blocks that are offered, and fetch those it was ordered to load.
 
-A load between steps runs on a small pool of threads, and the request waits; one inside a step (short tails)
-runs on the engine's thread, which waits for it. A load that fails is reported and never retried: the
-scheduler fails the request, and whoever moved it decides what next.
+A load between steps runs on a small pool of threads, and the request waits; a load inside a step (short
+tails) runs on the engine's thread, which waits for it. A load that fails is reported and not retried: the
+scheduler fails the request, and the coordinator of the move decides what follows.
 """
 
 from __future__ import annotations

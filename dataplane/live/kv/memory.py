@@ -1,8 +1,8 @@
 """A rank's KV cache as blocks of opaque bytes.
 
-A layer's cache is a tensor whose first dimension counts blocks. What is inside a block (heads, positions,
-how keys are packed for the CPU's tiles) is the kernel's business: a block is moved as the bytes it is, so
-both ends must run the same model, dtype, block size and instruction set. No value is ever converted.
+A layer's cache is a tensor whose first dimension counts blocks. The inside of a block (heads, positions, how
+keys are packed for the CPU's tiles) belongs to the kernel: a block is moved as the bytes it is, so both ends
+must run the same model, dtype, block size and instruction set. No value is ever converted.
 
 `DirectMemory` sends from and receives into the cache itself; it needs host tensors whose blocks lie in one
 piece. `StagedMemory` gathers and scatters through host buffers and takes any device and layout; on CUDA it

@@ -1,9 +1,9 @@
-"""How much of a machine a copy takes: its bytes per second, and its share of the time of a core.
+"""The rate limit of a copy: its bytes per second, and its share of one core's time.
 
-On a host whose cores are the accelerator a copy is paid for in somebody's step: it takes its processor time
-from whatever computes there. Bytes per second say little of that, since how long a byte takes depends on the
-machine; so a copy counts the processor time it used, and rests until that is a small share of the time that
-has passed.
+On a host whose cores are the accelerator a copy lengthens steps: it takes its processor time from the engines
+that compute there. Bytes per second say little of that, since the time a byte takes depends on the machine;
+so a copy counts the processor time it used, and pauses until that is a small share of the time that has
+passed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How KV bytes travel from the rank that holds them to the rank that wants them.
+"""The KV transport: copies KV bytes from the rank that holds them to the rank that loads them.
 
-`KvTransport` is the seam: who serves blocks, and who fetches them. `SocketTransport` is for hosts: TCP
-between machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A
-GPU transport (NIXL, NCCL) takes its place by implementing the same two functions.
+`KvTransport` is the seam: serving blocks and fetching them. `SocketTransport` is for hosts: TCP between
+machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A GPU
+transport (NIXL, NCCL) would implement the same two functions.
 
 One exchange on a connection, all integers big-endian:
 
@@ -10,11 +10,11 @@ One exchange on a connection, all integers big-endian:
     answer  u32 length, msgpack [ok, reason, payload bytes, places]
     then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
 
-A reader on the same machine asks for `direct`. If the answer has `places` in memory (kv_direct.py), no
-payload follows: the reader takes it itself and sends a byte, 1 if it could; after a 0 it comes all the same.
+A reader on the same machine asks for `direct`. If the answer has `places` in memory (direct.py), no payload
+follows: the reader takes it itself and sends a byte, 1 if it could; after a 0 the payload comes all the same.
 
-The reader pulls. A connection carries one fetch at a time, and concurrent fetches take one each: two fetches
-in one byte stream would wait for each other.
+The reader pulls. A connection carries one fetch at a time and concurrent fetches take one connection each:
+two fetches in one byte stream would wait for each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A fleet without a gateway: the duties of `Fleet` towards moves, and streams of token ids.
+"""A fleet without a gateway, for measurements and tests: the duties of `Fleet` in a move, and token streams.
 
-For measurements and tests. There is no placement, no HTTP, no replay: a request is started on the worker that
-the caller names. What a client would see is `Stream.tokens`, with the time of each.
+There is no placement, no HTTP and no replay: a request is started on the worker that the caller names.
+`Stream.tokens` is what a client would see, with the time of each token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moving one request while it runs: the coordinator that walks `controlplane.migration.protocol`.
+"""The migration coordinator: walks the move of a running request through `controlplane.migration.protocol`.
 
 The truth is the client's token list, F tokens long with the prompt. The KV of positions 0 … F-2 is complete
 at the source, for the step that made the last token has ended. So, while the source decodes on:

@@ -1,4 +1,4 @@
-"""A move of one request from worker to worker: what is moved, how much moving is allowed, how it went."""
+"""A move of one request from worker to worker: its stage, its budget, and its outcome."""
 
 from __future__ import annotations
 

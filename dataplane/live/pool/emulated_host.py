@@ -1,4 +1,4 @@
-"""Emulated workers: engines in this process; steps take a profile's time, and the text means nothing."""
+"""The emulated host: workers that are emulated engines in this process, timed by a profile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The workers of a fleet and their lives: launch, warm, watch, drain, stop, and launch again when lost.
+"""The worker pool: launch, warm, watch, drain and stop workers, and relaunch those that are lost.
 
-A worker is `starting`, `serving`, `draining`, or gone. The steps to a wanted number are scaler.drain's, as in
-the simulated plane. The number is kept: a lost worker is replaced, with growing pauses when its replacements
-die young, so that a model that cannot run does not spin; a start that takes too long is given up.
+A worker is `starting`, `serving`, `draining`, or gone. The steps to the wanted number are those of
+scaler.reconcile, as in the simulated plane. The number is kept: a lost worker is replaced, with growing
+pauses when its replacements fail early, so that a model that cannot run does not relaunch without end; a
+start that takes too long is given up.
 """
 
 from __future__ import annotations

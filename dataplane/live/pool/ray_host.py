@@ -1,4 +1,4 @@
-"""Workers on Ray: a local Ray made for this fleet, or the cluster that RAY_ADDRESS names."""
+"""Workers on Ray: a local Ray started for this fleet, or the cluster that RAY_ADDRESS names."""
 
 from __future__ import annotations
 

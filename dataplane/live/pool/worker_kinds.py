@@ -1,6 +1,7 @@
-"""What the workers of a fleet are made of: of one kind, or of several at a time, as a plan may have it.
+"""The kinds of worker that a fleet is made of: one kind, or a mix as a plan may have it.
 
-Requests go to workers of any kind; KV moves between those of one kind, since another lays it out differently.
+Requests go to workers of any kind; KV moves between workers of one kind only, since another kind lays it out
+differently.
 """
 
 from __future__ import annotations

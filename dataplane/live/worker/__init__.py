@@ -1,1 +1,1 @@
-"""The worker process: a Ray actor around one vLLM engine, and the link that gateways reach it by."""
+"""The worker process: a Ray actor around one vLLM engine, and the link through which gateways reach it."""

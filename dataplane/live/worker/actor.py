@@ -1,7 +1,7 @@
-"""A worker: the Ray actor around one vLLM engine, and the door through which gateways reach it.
+"""The worker: a Ray actor around one vLLM engine, with the socket through which gateways reach it.
 
-Ray starts it, asks after its health and stops it. Requests and tokens do not pass through Ray: a call per
-token halves throughput. They come and go on a ZMQ socket in vLLM's own encoding (wire.py).
+Ray starts it, checks its health and stops it. Requests and tokens do not pass through Ray: a call per token
+halves throughput. They travel on a ZMQ socket in vLLM's own encoding (wire.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The vLLM engine inside a worker: its settings, its start, and a warm-up that leaves nothing for a client.
+"""The vLLM engine inside a worker: its settings, its start, and its warm-up.
 
-Only the EngineCore of vLLM runs here. Tokenizing, detokenizing, stop strings and metrics are done once, above
-the fleet, so that a move does not cut through them.
+Only vLLM's EngineCore runs here. Tokenizing, detokenizing, stop strings and metrics are done once, above the
+fleet, so that a move does not cut through them. The warm-up leaves nothing that a client could see.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The gateways connected to a worker: whose segment is whose, and what waits to be sent to each.
+"""The gateways connected to a worker: the segments of each, and the outputs queued for it.
 
-A guest's queue is bounded. A full one means a gateway that cannot keep up or is dead, and an engine cannot
-be told to wait for one of its clients; so the guest is dropped: told `lost`, and its segments aborted.
+A gateway's queue is bounded. A full queue means a gateway that is too slow or dead, and an engine cannot be
+told to wait for one of its clients; so the gateway is disconnected: told `lost`, and its segments aborted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start a worker as a Ray actor, with its devices reserved and its cores pinned, and end it for good."""
+"""Launch of a worker as a Ray actor, with devices reserved and cores pinned, and its final termination."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""One vLLM engine under measurement: bursts of designed batches in, the steps it executed out.
+"""Measurement of one vLLM engine: bursts of designed batches in, the steps it executed out.
 
-The engine is a worker's, connector included, so its steps carry the exact regressors (step_load.py). Two
+The engine is a worker's, connector included, so its steps carry the exact regressors (kv/connector.py). Two
 clocks:
 
-  wall   from the end of the step before to its own end, as telemetry has it: what a client waits for
-  cpu    processor time that the engine's processes spent meanwhile: about what the step takes with a core to
-         itself, for CPU hosts that are busy with other things too
+  wall   from the end of the previous step to its own end, as telemetry has it: what a client waits for
+  cpu    processor time that the engine's processes used meanwhile: about what the step takes with a core to
+         itself, for CPU hosts that are busy with other work too
 """
 
 from __future__ import annotations
