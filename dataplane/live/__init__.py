@@ -1,17 +1,20 @@
 """The live data plane: vLLM engines in Ray actors behind one OpenAI endpoint, with live migration.
 
-Parts ----- `FleetCore` (gateway/fleet_core.py) stands below vLLM's own `AsyncLLM` front end and above the
-engines. It reaches an engine only through an `EngineLink` (engine_api/link.py), which has two
-implementations:
+Parts
+-----
+`FleetCore` (gateway/fleet_core.py) stands below vLLM's own `AsyncLLM` front end and above the engines. It
+reaches an engine only through an `EngineLink` (engine_api/link.py), which has two implementations:
 
 - `WorkerLink` (worker/link.py): a ZMQ DEALER to the ROUTER of a `Worker` (worker/actor.py), the Ray actor
   that holds a vLLM EngineCore. Frames are in engine_api/wire.py. Several gateways may link to one worker.
 - `EmulatedEngine` (emulated/engine.py): the same semantics in process, step times from a Profile.
 
-Segments -------- A *segment* is a request's stay on one worker. Its id is the `request_id` that the engine
-sees and is unique in the fleet's life: `rid` for the first stay, `rid#1`, `rid#2` … for later ones. Outputs
-carry segment ids; FleetCore maps them back, and drops outputs of segments it no longer listens to. Ids that
-begin with `LOADER_PREFIX` belong to moves: FleetCore hands their outputs to `Migrations.claim`.
+Segments
+--------
+A *segment* is a request's stay on one worker. Its id is the `request_id` that the engine sees and is unique in
+the fleet's life: `rid` for the first stay, `rid#1`, `rid#2` … for later ones. Outputs carry segment ids;
+FleetCore maps them back, and drops outputs of segments it no longer listens to. Ids that begin with
+`LOADER_PREFIX` belong to moves: FleetCore hands their outputs to `Migrations.claim`.
 
 Every segment is built by `segment.segment_request(request, output_token_ids, segment_id, transfer)`: the
 first stay (no outputs yet), a continuation after a move (with a `Transfer`), and a replay after a worker
