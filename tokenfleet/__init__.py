@@ -1,3 +1,3 @@
-"""The faces of Tokenfleet: command line, files, reports, services."""
+"""The faces of Tokenfleet: command line, plans, profiles, traces, reports and services."""
 
 __version__ = "0.1.0"

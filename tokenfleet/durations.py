@@ -1,4 +1,4 @@
-"""Durations and latency targets as people write them: `1.6s`, `75ms`, `ttft=1.6s,tpot=75ms`, `10m..20m`."""
+"""Durations and latency targets in text form: `1.6s`, `75ms`, `ttft=1.6s,tpot=75ms`, `10m..20m`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What pydantic found wrong first, in our words: one field, what was expected, what was there.
-
-What someone may have meant: the nearest known names to an unknown one.
-"""
+"""One-line messages for faulty input: the first pydantic fault, and names near to an unknown one."""
 
 from __future__ import annotations
 

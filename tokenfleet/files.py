@@ -1,6 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, synced, then renamed into it.
-
-Write a file whole or not at all.
+"""Atomic file writes: a file appears whole or not at all.
 
 The bytes go to a temporary file beside the target, are forced to disk and renamed over it; whatever ends
 the writing early (a full disk, Ctrl-C) leaves the target as it was and no temporary file.

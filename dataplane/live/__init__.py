@@ -11,7 +11,7 @@ reaches an engine only through an `EngineLink` (engine_api/link.py), which has t
 
 Segments
 --------
-A *segment* is a request's stay on one worker. Its id is the `request_id` that the engine sees and is unique in
+A *segment* is a request's stay on one worker. Its id is the `request_id` the engine sees and is unique in
 the fleet's life: `rid` for the first stay, `rid#1`, `rid#2` … for later ones. Outputs carry segment ids;
 FleetCore maps them back, and drops outputs of segments it no longer listens to. Ids that begin with
 `LOADER_PREFIX` belong to moves: FleetCore hands their outputs to `Migrations.claim`.

@@ -1,4 +1,4 @@
-"""`tokenfleet api`: the plan service and the console alone, for planning without a fleet."""
+"""`tokenfleet api`: serves plan jobs and the console over HTTP, for planning without a fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenfleet compare`: replay a trace on a running fleet, simulate the same, say how far apart they are."""
+"""`tokenfleet compare`: replays a trace on a running fleet, simulates it, and reports the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenfleet export`: a saved plan as what others run."""
+"""`tokenfleet export`: writes a saved plan as files for other systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenfleet fit`: measurements of a real engine in, a profile with its errors and intervals out."""
+"""`tokenfleet fit`: fits a profile, with its errors and intervals, to measurements of a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenfleet fleet`: operate a running fleet through its control API."""
+"""`tokenfleet fleet`: operates a running fleet through its control API."""
 
 from __future__ import annotations
 

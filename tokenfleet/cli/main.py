@@ -1,4 +1,4 @@
-"""`tokenfleet`: one table of verbs, the exit codes, and what every verb shares (`--config`, `--no-color`).
+"""`tokenfleet`: the table of verbs, the exit codes, and the options of every verb (`--config`, `--no-color`).
 
 A verb's module is imported only when the verb is used, so `tokenfleet --help` answers at once.
 

@@ -1,4 +1,4 @@
-"""`tokenfleet plan`: a trace and targets in, the cheapest fleet that holds them out, with its reasons."""
+"""`tokenfleet plan`: finds the cheapest fleet that holds the targets on a trace, and gives its reasons."""
 
 from __future__ import annotations
 

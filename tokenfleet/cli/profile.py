@@ -1,4 +1,4 @@
-"""`tokenfleet profile`: run a real engine over a grid of batches, and write how long its steps took."""
+"""`tokenfleet profile`: runs a real engine over a grid of batches and writes how long its steps took."""
 
 from __future__ import annotations
 

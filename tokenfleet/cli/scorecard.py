@@ -1,4 +1,4 @@
-"""`tokenfleet scorecard`: what a kept plan predicted beside what the fleet that ran under it did."""
+"""`tokenfleet scorecard`: shows a kept plan's predictions beside what its fleet did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`tokenfleet serve`: the live data plane. vLLM and Ray are imported only once the flags are sound."""
+"""`tokenfleet serve`: runs the live data plane.
+
+vLLM and Ray are imported only once the flags have been checked.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which kinds of worker `tokenfleet serve` starts: a plan's, those of --kind, or --workers of one.
-
-What `tokenfleet serve` takes from a plan and from --autoscale.
-"""
+"""The workers and bounds of `tokenfleet serve`, read from a plan, `--kind`, `--workers` and `--autoscale`."""
 
 from __future__ import annotations
 

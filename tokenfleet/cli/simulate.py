@@ -1,4 +1,7 @@
-"""`tokenfleet simulate`: one fleet, one trace, one policy; latencies, attainment and utilisation."""
+"""`tokenfleet simulate`: simulates one fleet on one trace under one policy.
+
+It reports latencies, attainment and utilisation.
+"""
 
 from __future__ import annotations
 

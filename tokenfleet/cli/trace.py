@@ -1,4 +1,4 @@
-"""`tokenfleet trace check | synth | convert`."""
+"""`tokenfleet trace check | synth | convert`: inspects, generates and converts traces."""
 
 from __future__ import annotations
 

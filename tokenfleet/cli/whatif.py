@@ -1,4 +1,4 @@
-"""`tokenfleet whatif`: the plan over a grid of changes, as a table, JSON, and a page with the plot."""
+"""`tokenfleet whatif`: plans every scenario of a grid and writes a table, JSON, and a page with the plot."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the way to an engine and back adds to a first token, learned while the fleet was at work.
+"""HTTP overhead: the time that the way to an engine and back adds to a first token, learned under load.
 
 A lone request on an idle fleet finds a gateway that shares its processor with no engine, and takes less. So
-of requests that were replayed, those are looked at whose worker was idle when they came: they waited for no
-step but their own, and what their first token took besides it was the way. Their step is found by its time
-and by the tokens that it prefilled; the clocks of client and engines have to agree to 20 ms.
+the overhead is learned from replayed requests whose worker was idle when they arrived: they waited for no
+step but their own, and the rest of their time to first token is the overhead. A request's own step is found
+by its time and by the tokens that it prefilled; the clocks of client and engines have to agree to 20 ms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Replay a workload on a running OpenAI endpoint: each request at its time, tokens as a client sees them.
+"""Replay of a workload on a running OpenAI endpoint: each request at its time, tokens as a client sees them.
 
 Prompts are random token ids of the trace's lengths, so no prefix is cached and nothing is tokenized; outputs
-are made to have the trace's lengths (`ignore_eos`, vLLM's). What is compared later begins when a request was
-really sent, so that a busy client is not taken for a slow server.
+are made to have the trace's lengths (`ignore_eos`, vLLM's). Latencies count from the instant at which a
+request was really sent, so that a busy client is not taken for a slow server.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The console: two pages, one to plan and one to watch a fleet, served by the control API (pages.py)."""
+"""The console: one page for planning and one for watching a fleet, served by the control API."""

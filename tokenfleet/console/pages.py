@@ -1,7 +1,7 @@
-"""The console's pages and their files as routes, each with the headers that keep a page to itself.
+"""The console's routes: its pages and files, each with headers that forbid everything from other origins.
 
 Pages hold no data: they ask the API as any client does, with the key that a person types into them. So they
-may be open to everyone, and a key never stands in an address.
+may be open to every caller, and a key never stands in an address.
 """
 
 from __future__ import annotations

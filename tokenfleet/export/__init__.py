@@ -1,1 +1,1 @@
-"""A plan as what others run: Kubernetes objects, Helm values, rules, a dashboard, a systemd unit."""
+"""Exports of a plan: Kubernetes objects, Helm values, rules, a dashboard, a systemd unit."""

@@ -1,4 +1,4 @@
-"""What a plan says to whoever runs it: groups of workers, engine limits, targets, and how many when."""
+"""A plan as a deployment: worker groups, engine limits, targets, and worker counts over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of export writes: file names and their texts."""
+"""The files of each kind of export: their names and texts."""
 
 from __future__ import annotations
 

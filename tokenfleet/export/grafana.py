@@ -1,4 +1,4 @@
-"""The Grafana dashboard for a target: its thresholds are the target's, and it shows the budget burn."""
+"""The Grafana dashboard for a target: its thresholds are the target's, and it shows the budget's burn."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The plan's schedule as KEDA cron floors: at least so many replicas, in whole minutes of a named time zone.
+"""The plan's schedule as KEDA cron floors: minimum replica counts in whole minutes of a named time zone.
 
 A floor begins a cold start early. A trace of a day or less repeats daily; of a longer one each minute of the
-day takes the most that any of its days wanted. Of the hours that the trace does not cover nothing is known,
-so they get the whole fleet. Floors only: what reacts to load (another trigger) may add to them.
+day takes the highest count of its days. Hours that the trace does not cover get the whole fleet. These are
+floors only: a trigger that reacts to load may add replicas.
 """
 
 from __future__ import annotations

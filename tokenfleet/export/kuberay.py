@@ -1,7 +1,8 @@
 """A fleet on KubeRay: one Ray cluster with as many GPUs as the plan has, and `tokenfleet serve` on its head.
 
-The head holds the first worker's GPUs too, since the gateway's vLLM looks for a GPU where it starts. Requests
-reach it through a Service of our own: KubeRay's is named after a cluster whose name it makes up.
+The head holds the first worker's GPUs too, since the gateway's vLLM looks for a GPU on the host where it
+starts. Requests reach it through a Service of the export's own: KubeRay derives the name of its Service from
+a cluster name that it generates.
 """
 
 from __future__ import annotations

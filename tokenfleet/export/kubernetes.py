@@ -1,12 +1,8 @@
-"""The Kubernetes objects we write, field by field: what is not named here is a mistake of ours.
+"""The Kubernetes objects that exports write, as strict models, and the check of every object.
 
-Pinned to apps/v1 and v1; custom_objects.py has the kinds of others. Only the fields that are used stand here,
-each as strict as its API.
-
-The custom Kubernetes objects we write, field by field, and the check of every object before it is written.
-
-Pinned to ray.io/v1 (KubeRay 1.4), keda.sh/v1alpha1 (KEDA 2.17) and monitoring.coreos.com/v1; only the fields
-that are used stand here, each as strict as its API.
+Pinned to apps/v1 and v1, and for custom objects to ray.io/v1 (KubeRay 1.4), keda.sh/v1alpha1 (KEDA 2.17) and
+monitoring.coreos.com/v1. Only the fields that are used stand here, each as strict as its API; any other field
+is an error.
 """
 
 from __future__ import annotations

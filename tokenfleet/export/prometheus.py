@@ -1,9 +1,9 @@
-"""Prometheus rules for the promise: how fast the error budget burns, over several windows, and what to do.
+"""Prometheus rules for the latency objective: the burn rates of its error budget, and alerts.
 
-A request is an *error* when it finished outside its targets, failed, or was turned away for want of room;
-what the client gave up or its rate limit refused is none. Counted per request by the gateway, so no
-histogram bucket has to lie near a target. The windows and factors are the usual ones for a budget of 30
-days: 2 % of it in an hour or 5 % in six wake somebody, 10 % in a day or all of it in 30 make a ticket.
+A request is an *error* when it finished outside its targets, failed, or was turned away for want of room; a
+request that its client gave up or that a rate limit refused is not. Errors are counted per request by the
+gateway, so no histogram bucket has to lie near a target. The windows and factors are the usual ones for a
+budget of 30 days: 2 % of it in an hour or 5 % in six page, 10 % in a day or all of it in 30 make a ticket.
 """
 
 from __future__ import annotations

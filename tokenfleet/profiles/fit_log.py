@@ -1,4 +1,4 @@
-"""Fit a step model to a request log, where no step was recorded: simulate it, compare, adjust.
+"""The fit of a step model to a request log that records no steps: simulate the log, compare, adjust.
 
 One worker serves the log's requests in the simulator; the four coefficients are those for which
 

@@ -1,6 +1,6 @@
-"""The form of a profile file: `tokenfleet.profile/1` in YAML, and the noun it stands for.
+"""The form of a profile file: `tokenfleet.profile/1` in YAML, read into and written from a `Profile`.
 
-Reading refuses what it does not know: an unknown key is more likely a typing error than a wish.
+Reading refuses unknown keys: they are most likely typing errors.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How fast the machine was, and when, while a grid was measured on it.
+"""The speed of the host over time, estimated from the visits to a measurement grid.
 
-A shared host is faster or slower for seconds or minutes at a time, and everything that is measured then is
-off by about the same factor. Grid points are visited again and again in random order, so that factor can be
-told from the points' own times:
+A shared host is faster or slower for seconds or minutes at a time, and everything that is measured meanwhile
+is off by about the same factor. Grid points are visited again and again in random order, so that factor can
+be estimated from the points' own times:
 
     log t = batch + slowness(visit) + noise
 
 A batch's term is its median over visits. The slowness of a visit is read off the *other* visits near it in
 time, each by what its steps took beyond their batches' terms: their mean with weights exp(-gap / window_s),
-drawn towards 0 by PRIOR visits' worth. Never off the visit itself, so that a step which was slow alone stays
-slow and only what neighbours share is taken out. The window is the one that foretells visits best; where none
-foretells them better than "always the same speed" by LEAST_GAIN, nothing is taken out.
+shrunk towards 0 by the weight of PRIOR visits. The visit itself does not count, so that a step which was slow
+alone stays slow and only what neighbours share is taken out. The window is the one that predicts visits best;
+where none predicts them better than a constant speed by LEAST_GAIN, nothing is taken out.
 """
 
 from __future__ import annotations

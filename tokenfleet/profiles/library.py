@@ -1,4 +1,4 @@
-"""Profile files on disk, and the library of them that ships with the package.
+"""The profile library: profile files on disk, found by model, GPU and tensor-parallel degree.
 
 `find_profiles` looks on three shelves, in this order: the library proper (one folder per GPU), what was
 measured in 2023, and the two profiles that reproduce Aladdin's tables. A later shelf answers only for a

@@ -1,4 +1,4 @@
-"""Where the plain linear step model goes wrong: batches that it misses by more than its own scatter.
+"""Detection of batches that the linear step model misses by more than its own scatter.
 
 Samples are sorted into cells, by phase (prefill alone, decode alone, both) and by size in powers of two
 (prefill tokens, else sequences). A cell breaks when the median of predicted / measured - 1 in it is beyond

@@ -1,8 +1,8 @@
-"""Measurements that grow: a CSV of steps, and beside it what they were measured on and how far they go.
+"""A measurement file that grows: a CSV of steps, and beside it the environment and the progress as JSON.
 
 `M.csv` is only ever appended to, one visit to a grid point at a time. `M.csv.json` has the environment, how
-often each point was visited and the CSV's length after the last visit; whatever is longer was being written
-when the process ended, and is cut off before the measurement goes on.
+often each point was visited and the CSV's length after the last visit; anything beyond that length was being
+written when the process ended, and is cut off before the measurement continues.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Read what an engine was measured to do: a table of steps (CSV) or a request log (JSONL).
+"""Readers of engine measurements: a table of steps (CSV) or a request log (JSONL).
 
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
 `prefill_sum_sq`, `prefill_sequences`, the labels `point` and `repeat` (of `tokenfleet profile`) or `worker`
 (of a running fleet's `steps.csv`), and `at_s`, Unix time: when that visit began, or the step was over.
 A log has one request a line with its arrival, first-token and last-token times and its token counts, under
-our names or those of common vLLM benchmarks.
+Tokenfleet's names or those of common vLLM benchmarks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A profile without a GPU: composed from aiconfigurator-core's measured operation tables.
+"""A profile composed without a GPU, from aiconfigurator-core's measured operation tables.
 
 The package (optional: `pip install 'tokenfleet[predict]'`) adds up the kernels of a model's layers on a GPU
-from tables of single operations. Its step times are fitted like any measurement; what tables cannot show is
-added and said: the host's time a step (`Source.host_s`, which a running fleet's refit corrects), and an error
-of UNSEEN beside the fit's own, joined with how far its mixed steps are from the fitted ones.
+from tables of single operations. Its step times are fitted like any measurement. Two things that tables
+cannot show are added and stated: the host's time a step (`Source.host_s`, which a running fleet's refit
+corrects), and an error of UNSEEN beside the fit's own, joined with how far its mixed steps are from the
+fitted ones.
 
-It predicts whatever it is asked, far beyond its tables as well. So only batches are asked for that the
-model's context and the worker's KV allow, and a model or GPU it has no tables for is refused.
+The package predicts any batch, also far beyond its tables. So it is asked only for batches that the model's
+context and the worker's KV allow, and a model or GPU without tables is refused.
 """
 
 from __future__ import annotations

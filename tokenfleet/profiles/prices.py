@@ -1,4 +1,4 @@
-"""What a GPU costs an hour: a dated list that ships, or the user's own. Nothing is guessed.
+"""GPU prices an hour, from the dated list that ships or from the user's own file; none is guessed.
 
 schema: tokenfleet.prices/1
 prices:

@@ -1,4 +1,4 @@
-"""The report's plots as Plotly specifications (plain dictionaries), each with its words and its table.
+"""The report's plots as Plotly specifications (plain dictionaries), each with its caption and its table.
 
 A colour that begins with `--` is one of the page's own, looked up when the plot is drawn; so one
 specification serves light and dark.

@@ -1,6 +1,6 @@
-"""A plan as one HTML file that needs nothing else: words, tables, plots, and Plotly inside.
+"""A plan as one self-contained HTML file: text, tables, plots, and Plotly inside.
 
-Readable on a phone, in light and dark, and without scripts: every plot's numbers stand in a table too.
+It is readable on a phone, in light and dark, and without scripts: every plot's numbers stand in a table too.
 """
 
 from __future__ import annotations

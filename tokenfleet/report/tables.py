@@ -1,4 +1,4 @@
-"""Plans and simulations as Rich tables: the answer first, then why, then what else was looked at."""
+"""Plans and simulations as Rich tables: the answer first, then its reasons, then the alternatives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The plan service as an application of its own: `tokenfleet api`, planning without a fleet.
-
-The plan service beside a live fleet, in its control API: one folder, and which plan the fleet is under.
-"""
+"""The plan service as an application (`tokenfleet api`) and as an extension of a fleet's control API."""
 
 from __future__ import annotations
 

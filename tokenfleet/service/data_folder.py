@@ -1,4 +1,4 @@
-"""The folder a service keeps its things in: jobs and plans, uploads, the history of a fleet.
+"""The data folder of a service: its jobs and plans, uploads, and a fleet's history.
 
 DIR/tokenfleet.db   jobs, plans, what was served (SQLite)      DIR/uploads/   traces by content
 DIR/history/        finished requests (Parquet)                DIR/runner.lock

@@ -1,6 +1,6 @@
-"""A fork of history: what a fleet has served of late, written as a trace of its own that stays as it is.
+"""A fork of history: the requests that a fleet served lately, written as a trace that no longer changes.
 
-`--since 1h` means another hour each minute; the file that is written means the same one for ever, so that
+`--since 1h` means another hour each minute; the file that is written always means the same one, so that
 a plan made from it can be made again.
 """
 

@@ -1,4 +1,4 @@
-"""What comes and goes over HTTP, field by field. Seconds, tokens, US dollars."""
+"""The forms of the HTTP API: every field of a request or reply, in seconds, tokens and US dollars."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One plan job in a process of its own: a question on stdin, progress and the answer on stdout.
 
 The question is one line of JSON; each line written is `{"says", "progress", "simulations"}`, the last one
-`{"plan": …}` or `{"error": …}`. Stdin stays open as long as whoever asked lives: when it closes, this process
-ends at once, so that a killed service leaves no planner behind.
+`{"plan": …}` or `{"error": …}`. Stdin stays open as long as the asking process lives: when it closes, this
+process ends at once, so that a killed service leaves no planner behind.
 """
 
 from __future__ import annotations

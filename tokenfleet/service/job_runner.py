@@ -1,7 +1,7 @@
-"""Runs the queued jobs of a data folder, a few at a time, each in a process that can be killed cleanly.
+"""The job runner: runs the queued jobs of a data folder, a few at a time, each in a killable process.
 
 Of several services on one folder, the one that holds its lock runs the jobs; the others only take orders,
-and one of them goes on when it ends.
+and one of them takes over when it ends.
 """
 
 from __future__ import annotations

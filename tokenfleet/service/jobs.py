@@ -1,10 +1,10 @@
-"""Plan jobs as they are kept: queued, claimed, ended; each change is one transaction.
+"""Plan jobs and kept plans in the database: each change of a job (queued, claimed, ended) is one transaction.
 
 A job is begun by `claim`, which no two callers can win, and ended by `finish`, which writes the plan and the
 state together and only while the attempt it belongs to is still the job's present one. So whatever is
-killed in between, a job has at most one result, and one that has none is queued again by `requeue`.
+killed in between, a job has at most one result, and a job without one is queued again by `requeue`.
 
-The plans that are kept: those of jobs, and those a fleet was served under.
+Kept plans are those of jobs and those that a fleet was served under.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For a process that works for another and must not outlive it: ends when its stdin is closed."""
+"""The parent watch: ends a helper process when its stdin is closed, so that none outlives its parent."""
 
 from __future__ import annotations
 

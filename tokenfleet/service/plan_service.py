@@ -1,6 +1,7 @@
-"""The plan service: orders checked and queued, jobs shown and cancelled. HTTP is routes.py's.
+"""The plan service without HTTP: checks and queues orders, shows and cancels jobs.
 
-What a plan can be asked for here: models, kinds of worker, prices, policies, and this fleet's history.
+It also lists what can be planned: models, kinds of worker, prices, policies and this fleet's history. HTTP is
+in routes.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A plan's fleet replayed on the requests it really got: what the plan would have predicted for them.
+"""A plan's fleet replayed on the requests it really got: the plan's prediction for that traffic.
 
-The traffic a plan was made for is never quite the traffic that comes. Only beside a replay of what came does
-a difference in latency say something about the profile, and by how much its step times are wrong.
+The traffic a plan was made for is never quite the traffic that comes. Only beside a replay of the real
+traffic does a difference in latency show the profile's own error, and by how much its step times are wrong.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The plan service over HTTP.
+"""The HTTP routes of the plan service, and its metrics.
 
 `POST /v1/traces` takes a trace, `POST /v1/plans` makes a job of a trace and targets, and the other routes
-follow, show, list and cancel jobs. Handlers are plain functions, so that FastAPI runs them beside the loop.
-
-Plan jobs as Prometheus metrics, counted in the database when asked.
+follow, show, list and cancel jobs. Handlers are plain functions, so that FastAPI runs them in threads beside
+the event loop. Jobs are counted in the database when Prometheus asks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A scorecard in a process of its own: its replays take processor time that a gateway must not lose.
+"""A scorecard in a process of its own, since its replays take processor time that a gateway must not lose.
 
-Folder and plan as arguments; stdout has one line, the scorecard or `{"error", "unknown"}`.
+Folder and plan are arguments; stdout has one line, the scorecard or `{"error", "unknown"}`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan's scorecard: what it predicted, what the fleet that ran under it did, and its profile's bias."""
+"""A plan's scorecard: its predictions, its fleet's measurements, and the bias of its profile."""
 
 from __future__ import annotations
 

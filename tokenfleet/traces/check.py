@@ -1,9 +1,7 @@
-"""The trace doctor: is this trace fit to size a fleet from?
+"""The trace doctor: findings about a trace that could mislead a plan, as a table and as JSON.
 
 Each finding states its own rule. A warning is something to know before trusting a plan made from the
 trace; none stops it from being used.
-
-A trace's checkup as a table for people and as JSON for programs.
 """
 
 from __future__ import annotations

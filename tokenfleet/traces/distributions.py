@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: the published power laws, measured percentiles, and plain shapes.
+"""Distributions of request lengths and arrival times: published laws, measured percentiles, plain shapes.
 
 A mix has a prompt side and an output side, drawn independently, prompts first. Independence is close to
 the truth in the two measured mixes: rank correlation of prompt and output 0.07 (azure-conv), 0.05 (sharegpt).
@@ -6,11 +6,10 @@ the truth in the two measured mixes: rank correlation of prompt and output 0.07 
 `S`, `M`, `L` are the generated workloads of Llumnix (OSDI '24, Table 1), to the token: over a legacy
 RandomState seeded with 0xCADE, 10,000 prompts and then 10,000 outputs are the paper's S-S, M-M and L-L.
 
-Arrival times: Poisson, Gamma renewals with a chosen burstiness, and a daily swing.
-
-The first request arrives at 0 and each next one a gap later. `rng` is a numpy Generator, or the legacy
-RandomState whose stream is frozen for good; drawn from the latter, the gaps are those of the published
-Llumnix workloads (one `exponential(1/rate)` or `gamma(1/cv², cv²/rate)` a request).
+Arrivals are Poisson, Gamma renewals with a chosen burstiness, or a daily swing. The first request arrives at
+0 and each next one a gap later. `rng` is a numpy Generator, or the legacy RandomState, whose stream never
+changes; drawn from the latter, the gaps are those of the published Llumnix workloads (one
+`exponential(1/rate)` or `gamma(1/cv², cv²/rate)` a request).
 """
 
 from __future__ import annotations

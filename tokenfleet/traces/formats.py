@@ -1,12 +1,9 @@
-"""The trace formats, told apart by the columns they carry.
+"""The trace formats, identified by their columns, in CSV, JSON lines or Parquet files, identified by content.
 
-A format is independent of the file that holds it: each may come as CSV, JSON lines or Parquet. Column
-names are compared without case, spaces or punctuation, so `Context Tokens` is `ContextTokens`.
+Column names are compared without case, spaces or punctuation, so `Context Tokens` is `ContextTokens`.
 
-The files a trace comes in: CSV, JSON lines, Parquet, told apart by their first bytes.
-
-Each is opened as a polars lazy frame, so that only the few columns wanted are ever held. A text file's
-columns arrive as text and are made numbers by the reader, which can then quote a bad value as it stands.
+A file is opened as a polars lazy frame, so that only the few columns wanted are ever held. A text file's
+columns arrive as text and are converted by the reader, which can then quote a bad value as it is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read a trace: any known format in any known file, checked and put in order.
+"""The trace reader: any known format in any known file, checked and put in order.
 
 Strict where the data would be meaningless (a missing column, a value that is no number, NaN, a negative
 time or token count, an empty prompt): BadInput names file, row, column, value and what was expected.
@@ -6,9 +6,9 @@ Lenient, with a warning, where a real log is merely untidy: rows out of order ar
 returned nothing are dropped, blank rows and unknown further columns are passed over. Equal arrival times
 are fine.
 
-Times become seconds. Dates and other clocks count from the first arrival; `arrival_s` of the plain format
-and of our own request history is kept as written, as its zero is the start of the recording, unless the
-first arrival comes later than the whole recording lasts, which no recording's start does.
+Times become seconds. Dates and other clocks count from the first arrival; `arrival_s` of the plain format and
+of Tokenfleet's request history is kept as written, as its zero is the start of the recording, unless the
+first arrival comes later than the whole recording lasts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trace looks like in figures: rate, burstiness, tails, drift, and what it can prove.
+"""The shape of a trace in figures: rate, burstiness, tails, drift, and the attainment that it can resolve.
 
 - CV of gaps: standard deviation over mean of inter-arrival times; 1 for Poisson.
 - Fano index at a window w: variance over mean of the counts in windows of w seconds; 1 for Poisson at

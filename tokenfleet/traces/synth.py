@@ -1,4 +1,4 @@
-"""Made-up traces from a few words: `poisson:5`, `azure-conv`.
+"""Synthetic traces from a short description: `poisson:5`, `azure-conv`.
 
     arrivals   poisson:RATE · gamma:RATE:CV · diurnal:LOW:HIGH:PERIOD_S[:CV]        (rates per second)
     lengths    a name (S, M, L, azure-conv, sharegpt), or one for prompts and one for outputs: S-L

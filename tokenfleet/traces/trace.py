@@ -1,4 +1,4 @@
-"""A trace: a workload together with where it came from and what had to be put right in it."""
+"""A trace: a workload with its source and the corrections that reading it took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a trace: plain (CSV, JSON lines, Parquet), Mooncake JSON lines, Azure CSV.
+"""The trace writers: plain (CSV, JSON lines, Parquet), Mooncake JSON lines, Azure CSV.
 
 Plain keeps everything a trace holds. Mooncake and Azure carry arrival and lengths only: Mooncake counts
 whole milliseconds, Azure writes dates (from the trace's own clock, or from 1970-01-01 where it has none).
