@@ -1,1 +1,1 @@
-"""Decisions: numbers in, decisions out. No clock, no I/O, no globals."""
+"""The decisions, as functions of numbers: no clock, no I/O, no globals."""

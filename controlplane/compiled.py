@@ -1,8 +1,8 @@
-"""Compile the hot kernels with Numba, and never run a stale one.
+"""Compilation of the hot kernels with Numba, with a cache that never holds a stale one.
 
-Numba's own on-disk cache notices a change of the file a kernel stands in, not of a kernel that it calls
-from another file. So the cache folder's name carries a digest of every source file that holds kernels.
-The compiled functions release the GIL: threads run simulations side by side.
+Numba's own on-disk cache notices a change of the file a kernel stands in, not of a kernel that it calls from
+another file. So the cache folder's name carries a digest of every source file that holds kernels. The
+compiled functions release the GIL: threads run simulations side by side.
 """
 
 from __future__ import annotations

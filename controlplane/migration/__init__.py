@@ -1,1 +1,1 @@
-"""What should move, and the steps of one move."""
+"""Migration decisions: which requests should move, and the steps of one move."""

@@ -1,1 +1,1 @@
-"""How fast is a worker?"""
+"""The performance model of a worker: step times, KV memory, capacity, fits and their uncertainty."""

@@ -1,6 +1,6 @@
-"""The fewest workers that could carry a load at all: a bound that no policy can go below.
+"""Capacity bounds: the fewest workers that could carry a load, and the best tensor-parallel degree.
 
-Over a long time a worker of rate λ spends, each second,
+**Fluid bound.** No policy can use fewer workers. Over a long time a worker of rate λ spends, each second,
 
     λ·(Q + X) + s·c3 <= 1          s = steps a second
 
@@ -20,18 +20,20 @@ z gives s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) wh
 TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each
 only adds workers. Up to a share 1 - attainment of the requests may miss; the heaviest are left out.
 
-What splitting a model over N GPUs does to a worker, and which N serves most per GPU.
+**Tensor parallelism.** A model split over N GPUs takes
 
     Eq 5   t(N) = a/N + comm·(N - 1)/N + c
 
-Since (N - 1)/N = 1 - 1/N this is a'/N + c' with a' = a - comm and c' = c + comm: **only two parameters can be
-told from t(N)**, and only those are fitted. All-reduce follows no smooth law in N either (a machine with
-NVLink between pairs is 9 times slower at N = 4 than at N = 2), so it is a table learned per topology and N.
+a step. Since (N - 1)/N = 1 - 1/N this is a'/N + c' with a' = a - comm and c' = c + comm: **only two
+parameters can be told from t(N)**, and only those are fitted. All-reduce follows no smooth law in N either (a
+machine with NVLink between pairs is 9 times slower at N = 4 than at N = 2), so it is a table learned per
+topology and N.
 
     Eq 6   T_N = b/(N·t(b))       tokens per second and GPU, at the largest batch that KV and TPOT allow
 
 b_kv = KV capacity / mean KV of a request; where t(b_kv) > TPOT the batch is the one with t(b) = TPOT. Prefill
-is left out, as in the paper: it ranks degrees and sizes nothing (`fluid.py` bounds, the simulator sizes).
+is left out, as in the paper: Eq 6 ranks degrees and sizes nothing (the fluid bound bounds, the simulator
+sizes).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A profile as one row of numbers, for compiled code; and the step times computed from it.
+"""A profile as one row of numbers for compiled code, and the step times computed from that row.
 
 The row is laid out once, here. Models outside the layout (more hinges than it has places for) are refused.
 """

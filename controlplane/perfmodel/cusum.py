@@ -1,4 +1,4 @@
-"""Has something changed? A two-sided CUSUM on relative residuals; its threshold follows from its promise.
+"""Change detection: a two-sided CUSUM on relative residuals, its threshold derived from its false-alarm rate.
 
 Residuals e are clipped to ±c and averaged over blocks of BLOCK steps, since a busy host slows neighbouring
 steps together. With u a block's mean, v its variance and k half the shift to be noticed,
@@ -14,8 +14,8 @@ so exp(θ Σ(u - k)) from any block on is a supermartingale, passes exp(θh) wit
 
     h = ln(2m / p) / θ      for at most probability p of a false alarm in m blocks
 
-The promise takes blocks as independent; v is measured on them, so what correlation there is within a block
-is in it.
+The derivation takes blocks as independent; v is measured on blocks, so it includes the correlation within
+one.
 """
 
 from __future__ import annotations

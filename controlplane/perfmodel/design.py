@@ -1,4 +1,4 @@
-"""Which batches to run on an engine so that a step model can be fitted: a grid over what its terms depend on.
+"""The design of a measurement: a grid of batches over the quantities that the step model depends on.
 
 A `Burst` is one visit to the grid. `decoding` requests of `context_tokens` each are prefilled and decode;
 once all of them do, `prefills` prompts of `prefill_tokens` each join, whole or in chunks as the budget of a

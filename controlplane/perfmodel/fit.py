@@ -1,4 +1,4 @@
-"""Fit the step model to samples, and choose its terms.
+"""The fit of the step model to samples, and the choice of its terms by cross-validation.
 
 Coefficients are those of `least_squares.py`. Beyond the four terms of the step model a Σ length² term, a
 constant of the steps that prefill and two hinges of each kind may join, each only when it lowers the

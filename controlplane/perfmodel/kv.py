@@ -1,9 +1,9 @@
-"""How much KV memory a request takes and a worker has.
+"""KV memory: the need of a request and the capacity of a worker.
 
     Eq 1   kv(t) = h·(prompt_tokens + generated_tokens) + j       tokens of KV memory
     §4.2   M_N   = N·m_gpu - m_model                              bytes for KV on a worker of N GPUs
 
-In a paged engine h = 1 and j is what the last, half-filled block wastes: (block_tokens - 1) / 2 on average.
+In a paged engine h = 1 and j is the waste of the last, half-filled block: (block_tokens - 1) / 2 on average.
 M_N here also takes off what vLLM keeps for activations, CUDA graphs and communication on each GPU.
 """
 

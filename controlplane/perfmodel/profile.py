@@ -1,4 +1,4 @@
-"""A profile: what one worker of a variant was measured, or composed, to do with one model."""
+"""A profile: the measured or composed step times, KV capacity and limits of a worker with one model."""
 
 from __future__ import annotations
 

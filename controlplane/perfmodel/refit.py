@@ -1,4 +1,4 @@
-"""Refit a variant's step model while it serves: recursive least squares on relative error.
+"""The online refit of a variant's step model: recursive least squares on relative error.
 
 With p_j what term j of the profile adds to a step (base, prefill, sequences, context, …), t its measured time
 and t̂ what the present model predicts, the factors a_j on the profile's coefficients minimise
@@ -10,10 +10,10 @@ kept as the two sums of its normal equations, one step at a time. ψ clips at CL
 alike cannot tell the terms apart, and what they cannot tell follows s in the profile's own proportions. That
 also is why forgetting does not wind up.
 
-λ follows slow change, and remembers long enough to have seen the worker both busy and idle. A sudden change
-is `drift.py`'s to find. At its alarm the model goes back to what it was when the change seems to have begun,
-is scaled by the median of t/t̂ since then, and learns those steps anew. What was known of the scale is
-forgotten then; the proportions stay, since an alarm says nothing against them.
+λ follows slow change, and remembers long enough to have seen the worker both busy and idle. Sudden changes
+are detected by `cusum.py`. At an alarm the model goes back to what it was when the change seems to have
+begun, is scaled by the median of t/t̂ since then, and learns those steps anew. The scale's history is dropped
+then; the proportions stay, since an alarm says nothing against them.
 
 A term the profile has at 0 stays at 0.
 """

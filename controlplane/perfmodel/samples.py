@@ -1,4 +1,4 @@
-"""Samples of engine steps: what was in each, and how long it took. Columns, like a workload."""
+"""Samples of engine steps as columns: the composition of each step and its duration."""
 
 from __future__ import annotations
 

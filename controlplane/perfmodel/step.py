@@ -1,4 +1,4 @@
-"""How long one engine step takes: one linear model for every engine mode.
+"""The step-time model: one linear model of an engine step for every engine mode.
 
     t = c3 + k1·P + c2·b + k2·C + k4·S + k5·[P > 0] + Σ hinges
 

@@ -1,4 +1,4 @@
-"""How far a predicted time may be from the truth, and profiles as they might really be.
+"""Prediction intervals of step times, and draws of profiles within them.
 
 A fit keeps its absolute relative errors e = |predicted / measured - 1| at their mean, 95th percentile and
 maximum. A prediction t̂ of relative error at most q has its truth in

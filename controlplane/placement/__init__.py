@@ -1,1 +1,1 @@
-"""What runs where?"""
+"""Placement decisions: which worker runs which request."""

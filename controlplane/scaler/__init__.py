@@ -1,1 +1,1 @@
-"""How much, and when? The cheapest mix of workers, and when to change it."""
+"""Scaling decisions: how many workers of each kind, and when to change their number."""
