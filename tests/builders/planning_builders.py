@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Resid
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
+from tokenfleet.cli.main import main
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.question import Offer, Question
@@ -75,3 +77,13 @@ def planned(
             pool,
             explained=explained,
         )
+
+
+def save(workload: Workload, path: Path) -> None:
+    columns = np.column_stack((workload.arrival_s, workload.prompt_tokens, workload.output_tokens))
+    np.savetxt(path, columns, "%.6f,%d,%d", header="arrival_s,prompt_tokens,output_tokens", comments="")
+
+
+def plan(folder: Path, *more: str, slo: str = "ttft=500ms,tpot=30ms") -> int:
+    words = ["plan", "--trace", f"{folder}/trace.csv", "--slo", slo, "--attainment", "0.95"]
+    return main([*words, "--profile", f"{folder}/worker.yaml", *more])

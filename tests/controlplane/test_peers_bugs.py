@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from test_simulated_moves import profile
+from made_moves import profile
 
 from controlplane.control import RunningRequest, Scale, Settings, Snapshot, State, WorkerLoad, tick
 from controlplane.migration.balance import MoveSettings

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import polars as pl
 import pytest
+from made_plans import plan_json
 from served_api import SMALL
 from served_fleet import serve
-from test_scorecard import plan_json
 
 from dataplane.history.files import read_history
 from tokenfleet.cli.main import main

@@ -11,6 +11,9 @@ from controlplane.types import WorkerId
 if TYPE_CHECKING:
     from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, EngineCoreRequest
 
+# In SamplingParams.extra_args: output tokens that an earlier segment of the request made.
+PRIOR_TOKENS = "tokenfleet_prior_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:

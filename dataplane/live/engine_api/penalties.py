@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
+from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.vllm_surface import AdapterLogitsProcessor, SamplingParams
-
-PRIOR_TOKENS = "tokenfleet_prior_tokens"  # in SamplingParams.extra_args
 
 
 class PriorPenalty:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 
 from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, Load, Transfer, params_from
-from dataplane.live.engine_api.penalties import PRIOR_TOKENS
+from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
 
 

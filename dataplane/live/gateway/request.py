@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from controlplane.types import RequestId, Slo, WorkerId
-from dataplane.live.engine_api.penalties import PRIOR_TOKENS
-from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+from dataplane.live.engine_api.link import PRIOR_TOKENS
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.vllm_surface import EngineCoreRequest

@@ -11,37 +11,10 @@ import pytest
 from checkout import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_history import NOON_S, row, written
 
 from dataplane.history.files import SCHEMA, HistoryLimits, HistoryWriter, let_go, pack, read_history
 from tokenfleet.traces import read_trace
-
-NOON_S = 1_780_000_000.0
-
-
-def row(i, **changes):
-    return {
-        "arrival_s": NOON_S + i,
-        "prompt_tokens": 10 + i,
-        "output_tokens": 5,
-        "priority": "normal",
-        "tenant": "key-0",
-        "outcome": "finished",
-        "ttft_s": 0.1,
-        "tpot_s": 0.02,
-        "ttft_target_s": 1.0,
-        "tpot_target_s": 0.1,
-        "worker": "w0",
-        "moves": 0,
-        "replays": 0,
-        "model": "m",
-    } | changes
-
-
-def written(folder, rows, limits=None):
-    writer = HistoryWriter(folder, limits or HistoryLimits())
-    for one in rows:
-        writer.add(one)
-    writer.close()
 
 
 def prompts(folder, start_s=0.0, end_s=float("inf")):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_simulated_moves import check, profile
+from made_moves import check, profile
 
 from controlplane.control import Scale, Settings, State
 from controlplane.errors import BadInput

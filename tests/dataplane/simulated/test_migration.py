@@ -4,23 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_moves import check, profile
 
 from controlplane.control import Settings
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings, Order
 from controlplane.migration.overload import ShedSettings, peak_tokens
 from controlplane.migration.protocol import Stage
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
-from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import (
     DECODING,
-    DONE,
-    HELD,
-    NONE,
-    PREFILLING,
     QUEUED,
-    SERVING,
-    generated,
 )
 from controlplane.placement.policies import PlacementSettings
 from controlplane.snapshot import Migrate, Reassign
@@ -29,27 +22,11 @@ from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.next_step import blocks_of
 from dataplane.simulated.observe import observe
-from dataplane.simulated.records import IDLE
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 
 SLO = Slo(1.0, 0.1)
 EAGER = ControlSettings(Settings(MoveSettings(out_below=30, in_above=40, rest_s=0.5)), beat_s=0.1)
-
-
-def profile(mode=EngineMode.PREFILL_FIRST, capacity=1024, seqs=16, kv_bytes=1_000_000):
-    return Profile(
-        "made",
-        "made",
-        1,
-        step=StepModel(0.02, 1e-4, 1e-3, 1e-5),
-        prefill=PrefillModel(0.01, 2e-4),
-        kv=KvModel(capacity, 16, kv_bytes),
-        engine=EngineLimits(mode=mode, max_batched_tokens=512, max_seqs=seqs),
-        residuals=Residuals(0.0, 0.0, 0.0, 0),
-        source=Source("composed", "made up", "none", "2026-01-01"),
-    )
 
 
 def begun(workload, workers, policy="round-robin+migrate", **more):
@@ -64,44 +41,6 @@ def bursty(rng, n=60, high=0.2):
         rng.integers(1, 120, n),
         priority=(rng.random(n) < high).astype(np.int64),
     )
-
-
-def check(run, moves):
-    """Every request in one place, and every count that of the lists."""
-    led, eng, clu = run.ledger, run.engines, run.cluster
-    phase, worker = led.requests["phase"], led.requests["worker"]
-    arrived = int(clu.clock["arrived"][0])
-    promised = {w: [m.tokens for m in moves.open if m.target == w] for w in range(len(led.workers))}
-    for w in range(len(led.workers)):
-        row, there = led.workers[w], eng.workers[w]
-        running = [int(r) for r in led.running[w, : row["running_n"]]]
-        assert len(set(running)) == len(running)
-        assert all(worker[r] == w and phase[r] in (DECODING, PREFILLING) for r in running)
-        queue = []
-        for p in (1, 0):
-            r = int(led.queue_head[p, w])
-            while r != NONE:
-                assert worker[r] == w
-                assert phase[r] == QUEUED
-                queue.append(r)
-                r = int(led.requests["next"][r])
-        decoding = [r for r in running if phase[r] == DECODING]
-        prefilling = [r for r in running if phase[r] == PREFILLING]
-        length = led.requests["prompt"] + led.requests["key"]
-        assert row["decoding"] == len(decoding)
-        assert row["context"] == sum(int(led.requests["prompt"][r]) + generated(led, r) for r in decoding)
-        assert row["queued"] == len(queue) + len(prefilling) + len(promised[w])
-        assert row["queued_context"] == sum(length[queue + prefilling]) + sum(promised[w])
-        assert there["reserved_seats"] == len(promised[w])
-        assert there["reserved_blocks"] == sum(blocks_of(t + 1, 16) for t in promised[w])
-        assert len(running) + there["reserved_seats"] <= led.coefficients[row["variant"]][23]
-        if row["status"] == SERVING and there["activity"] == IDLE:
-            assert not running
-            assert not queue or promised[w]
-    held = int(clu.clock["held_n"][0])
-    travelling = sum(m.stage is Stage.CUTTING_OVER for m in moves.open)
-    assert int((phase[:arrived] == HELD).sum()) == held + travelling
-    assert np.isnan(eng.requests["finish_s"][phase != DONE]).all()
 
 
 @pytest.mark.parametrize("mode", [EngineMode.PREFILL_FIRST, EngineMode.CHUNKED])

@@ -5,12 +5,10 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from planning_builders import poisson, worker
+from planning_builders import plan, poisson, save, worker
 
 from controlplane.types import EngineMode
-from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import write_profile
 
@@ -21,16 +19,6 @@ def folder(tmp_path: Path) -> Path:
     save(poisson(requests=400), tmp_path / "trace.csv")
     write_profile(worker(), tmp_path / "worker.yaml")
     return tmp_path
-
-
-def save(workload: Workload, path: Path) -> None:
-    columns = np.column_stack((workload.arrival_s, workload.prompt_tokens, workload.output_tokens))
-    np.savetxt(path, columns, "%.6f,%d,%d", header="arrival_s,prompt_tokens,output_tokens", comments="")
-
-
-def plan(folder: Path, *more: str, slo: str = "ttft=500ms,tpot=30ms") -> int:
-    words = ["plan", "--trace", f"{folder}/trace.csv", "--slo", slo, "--attainment", "0.95"]
-    return main([*words, "--profile", f"{folder}/worker.yaml", *more])
 
 
 def test_the_json_is_the_contract_s(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

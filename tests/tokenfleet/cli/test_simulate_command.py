@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from planning_builders import poisson, worker
-from test_plan_command import save
+from planning_builders import poisson, save, worker
 
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import write_profile

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_builders import offer, planned, poisson, worker
-from test_plan_command import plan, save
+from planning_builders import offer, plan, planned, poisson, save, worker
 
 from controlplane.errors import BadInput
 from controlplane.scaler.worker_types import enough_stand, missing_share

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from test_history_files import row, written
+from made_history import row, written
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main

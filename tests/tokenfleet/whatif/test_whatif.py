@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_builders import SLO, offer, planned, poisson, worker
-from test_plan_command import save
+from planning_builders import SLO, offer, planned, poisson, save, worker
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main

@@ -12,7 +12,7 @@ from queue import Queue
 
 import pytest
 from checkout import ROOT
-from test_seeing import SPEED, counted, fleet, worker
+from made_replies import SPEED, counted, fleet, worker
 
 from controlplane.errors import BadInput
 from controlplane.scaler.autoscale import scale
