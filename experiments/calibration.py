@@ -42,12 +42,13 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.uncertainty import draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.estimate import worlds_for
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads, threads
@@ -98,10 +99,12 @@ def perfect(spread: float) -> dict[str, Any]:
     return row
 
 
-def judged(pair: Pair, offer: Offer, slo: Slo, drifts: bool, seed: int, pool: Threads) -> dict[str, Any]:
+def judged(
+    pair: Pair, worker_type: WorkerType, slo: Slo, drifts: bool, seed: int, pool: Threads
+) -> dict[str, Any]:
     """One case: planned workers and whether they held, by confidence; the fewest with hindsight."""
     known, later = pair
-    truth = draw_profile(offer.profile, np.random.default_rng([seed, 77]))
+    truth = draw_profile(worker_type.profile, np.random.default_rng([seed, 77]))
     predictor = LengthTable.from_history(known.prompt_tokens, known.output_tokens)
     seen: dict[int, float] = {}
 
@@ -116,7 +119,9 @@ def judged(pair: Pair, offer: Offer, slo: Slo, drifts: bool, seed: int, pool: Th
     for confidence in CONFIDENCES:
         question = Question(slo, TARGET, confidence, seed=seed, drifts=drifts)
         inputs = described("window", known, ())
-        plan = make_plan(known, [offer], question, inputs, pool, explained=False, worlds_of=memory.worlds)
+        plan = make_plan(
+            known, [worker_type], question, inputs, pool, explained=False, worlds_of=memory.worlds
+        )
         workers = guess = plan.best.fleet.workers if plan.best is not None else 0
         row[f"workers {confidence:g}"] = workers
         row[f"held {confidence:g}"] = workers > 0 and share(workers) >= TARGET
@@ -148,7 +153,7 @@ def main() -> int:
     model, gpu, tp, slo, rate = PROFILES[asked.profile]
     asked.rate = asked.rate or rate
     profile = find_profiles(model, [gpu], [tp])[0]
-    offer = Offer(replace(profile, context_limit_tokens=0), 2.0, "made")
+    worker_type = WorkerType.of(replace(profile, context_limit_tokens=0), 2.0, "made")
     if unknown := set(asked.source or ()) - set(MINUTES):
         parser.error(f"--source: {sorted(unknown)[0]}: expected {', '.join(MINUTES)}")
     names = [name for name in MINUTES if name in (asked.source or MINUTES)]
@@ -164,7 +169,8 @@ def main() -> int:
                 if time.monotonic() > until_s:
                     break
                 cases.append(
-                    {"source": name} | judged(pair, offer, slo, asked.drift, asked.seed * 1000 + i, pool)
+                    {"source": name}
+                    | judged(pair, worker_type, slo, asked.drift, asked.seed * 1000 + i, pool)
                 )
                 if asked.kept is not None:
                     with asked.kept.open("a") as file:

@@ -25,10 +25,11 @@ from typing import Any
 from results import bar, flags, show
 
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.traces import read_trace
@@ -71,7 +72,7 @@ def planned(case: Case, hour: Workload, seed: int, pool: Threads) -> dict[str, A
     (profile,) = find_profiles(case.model, [case.gpu], [case.tp])
     plan = make_plan(
         hour,
-        [Offer(profile)],
+        [WorkerType.of(profile)],
         Question(case.slo, attainment=TARGET, seed=seed),
         described("azure conv 2023", hour, ()),
         pool,

@@ -10,11 +10,12 @@ import numpy as np
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
 
@@ -54,13 +55,17 @@ def worker(
     )
 
 
-def offer(profile: Profile | None = None, usd: float | None = 2.0) -> Offer:
-    return Offer(profile or worker(), usd, "made" if usd is not None else "no price known")
+def worker_type(profile: Profile | None = None, usd: float | None = 2.0) -> WorkerType:
+    """A type of worker; `usd` of one of its GPUs."""
+    profile = profile or worker()
+    if usd is None:
+        return WorkerType.of(profile)
+    return WorkerType.of(profile, usd * profile.tp_degree, "made")
 
 
 def planned(
     workload: Workload | None = None,
-    offers: list[Offer] | None = None,
+    worker_types: list[WorkerType] | None = None,
     *,
     explained: bool = False,
     **asked: object,
@@ -71,7 +76,7 @@ def planned(
     with threads(2) as pool:
         return make_plan(
             workload,
-            offers or [offer()],
+            worker_types or [worker_type()],
             question,
             described("made", workload, ()),
             pool,

@@ -131,7 +131,7 @@ def plan_command(
         )
     warn([*said, *gathered.inputs.warnings])
     with threads(jobs or os.cpu_count() or 1) as pool, progress_bar("planning") as bar:
-        plan = make_plan(gathered.workload, gathered.offers, question, gathered.inputs, pool, bar)
+        plan = make_plan(gathered.workload, gathered.worker_types, question, gathered.inputs, pool, bar)
     answer = plan_json(plan)
     if output_dir is not None:
         from tokenfleet.report.page import plan_report

@@ -56,7 +56,7 @@ def cost_by_slo(worlds: Worlds, question: Question, sizing: Sizing, pool: Thread
         slo = Slo(worlds.slo.ttft_s * scale, worlds.slo.tpot_s * scale)
         if scale == 1.0:
             return Costed(scale, slo, sizing.fleet(found))
-        if ceiling(sizing.offer.profile, worlds.workload, slo) < question.attainment:
+        if ceiling(sizing.worker_type.profile, worlds.workload, slo) < question.attainment:
             return Costed(scale, slo, None)
         return Costed(scale, slo, _fewest(replace(worlds, slo=slo), question, sizing, 4 * found + 4))
 
@@ -66,7 +66,7 @@ def cost_by_slo(worlds: Worlds, question: Question, sizing: Sizing, pool: Thread
 def _fewest(worlds: Worlds, question: Question, sizing: Sizing, cap: int) -> Fleet | None:
     """The smallest fleet of the sizing's kind on the trace, searched outwards from the answer's count."""
     assert sizing.workers is not None
-    fresh = Sizing(sizing.offer, prefill_share=sizing.prefill_share, mix=sizing.mix)
+    fresh = Sizing(sizing.worker_type, prefill_share=sizing.prefill_share, mix=sizing.mix)
     found = smallest(
         lambda n: passes_on_trace(worlds, question, fresh, n), sizing.fewest, sizing.workers, cap
     )

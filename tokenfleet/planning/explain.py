@@ -95,7 +95,7 @@ def _relieved(worlds: Worlds, fleet: Fleet, constraint: str) -> tuple[Worlds, Fl
         return replace(worlds, slo=Slo(slo.ttft_s, slo.tpot_s * RELIEF)), fleet
     ease = more_kv if constraint == "kv" else cheaper_prefill
     groups = tuple(
-        replace(group, offer=replace(group.offer, profile=ease(group.offer.profile)))
+        replace(group, worker_type=replace(group.worker_type, known_profile=ease(group.worker_type.profile)))
         for group in fleet.groups
     )
     return worlds, Fleet(groups)

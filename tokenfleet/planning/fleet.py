@@ -14,32 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.worker_types import enough_stand, missing_share
+from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.simulated.simulate import WorkerSpec
-from tokenfleet.planning.question import Offer
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Equal workers of one role."""
-
-    offer: Offer
-    workers: int
-    role: Literal["any", "prefill", "decode"] = "any"
-
-    @property
-    def gpus(self) -> int:
-        return self.workers * self.offer.gpus
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Groups of workers that serve one stream of requests together."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[WorkerGroup, ...]
 
     @property
     def workers(self) -> int:
@@ -54,9 +40,9 @@ class Fleet:
         """Price of the fleet; None when any price in it is unknown."""
         total = 0.0
         for group in self.groups:
-            if group.offer.usd_per_worker_h is None:
+            if group.worker_type.usd_per_h is None:
                 return None
-            total += group.workers * group.offer.usd_per_worker_h
+            total += group.workers * group.worker_type.usd_per_h
         return total
 
     @property
@@ -68,15 +54,16 @@ class Fleet:
     @property
     def label(self) -> str:
         return " + ".join(
-            f"{g.workers} x {g.offer.name}" + (f" ({g.role})" if g.role != "any" else "") for g in self.groups
+            f"{g.workers} x {g.worker_type.name}" + (f" ({g.role})" if g.role != "any" else "")
+            for g in self.groups
         )
 
     def specs(self, as_really: Callable[[Profile], Profile] | None = None) -> list[WorkerSpec]:
         """The workers for the simulator, each profile as `as_really` turns it out to be."""
         return [
-            WorkerSpec(as_really(group.offer.profile) if as_really else group.offer.profile, role=group.role)
-            for group in self.groups
-            for _ in range(group.workers)
+            WorkerSpec(as_really(g.worker_type.profile) if as_really else g.worker_type.profile, role=g.role)
+            for g in self.groups
+            for _ in range(g.workers)
         ]
 
 
@@ -86,7 +73,7 @@ def apportioned(mix: Fleet, workers: int) -> Fleet:
     counts = [int(share) for share in exact]
     # Of equal remainders the larger worker stays: half of "one small and one large" is the large one.
     by_rest = sorted(
-        range(len(exact)), key=lambda i: (round(counts[i] - exact[i], 9), -mix.groups[i].offer.gpus, i)
+        range(len(exact)), key=lambda i: (round(counts[i] - exact[i], 9), -mix.groups[i].worker_type.gpus, i)
     )
     for i in by_rest[: workers - sum(counts)]:
         counts[i] += 1
@@ -94,12 +81,14 @@ def apportioned(mix: Fleet, workers: int) -> Fleet:
     return Fleet(tuple(group for group in groups if group.workers))
 
 
-def of_one_kind(offer: Offer, workers: int, prefill_share: float = 0.0, shift: int = 0) -> Fleet:
+def of_one_kind(worker_type: WorkerType, workers: int, prefill_share: float = 0.0, shift: int = 0) -> Fleet:
     """`workers` of one kind. In split mode `prefill_share` of them prefill, `shift` more or fewer."""
-    if not offer.is_split:
-        return Fleet((Group(offer, workers),))
+    if not worker_type.is_split:
+        return Fleet((WorkerGroup(worker_type, workers),))
     prefill = min(max(round(workers * prefill_share) + shift, 1), workers - 1)
-    return Fleet((Group(offer, prefill, "prefill"), Group(offer, workers - prefill, "decode")))
+    return Fleet(
+        (WorkerGroup(worker_type, prefill, "prefill"), WorkerGroup(worker_type, workers - prefill, "decode"))
+    )
 
 
 MOST_SPARES = 64
@@ -163,7 +152,7 @@ def spares_for(
 
         def gain(i: int, before: float = before) -> float:
             more = [k + (i == j) for j, k in enumerate(extra)]
-            price = serving.groups[i].offer.usd_per_worker_h or float(serving.groups[i].offer.gpus)
+            price = serving.groups[i].worker_type.usd_per_h or float(serving.groups[i].worker_type.gpus)
             return (standing(more) - before) / price
 
         best = max(range(len(extra)), key=lambda i: (gain(i), -i))

@@ -1,4 +1,4 @@
-"""From files and flags to what the planner takes: one workload and the kinds of workers on offer."""
+"""From files and flags to what the planner takes: one workload and the types of worker on offer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.uncertainty import with_times
 from controlplane.placement.policies import read_policy
 from controlplane.types import EngineMode
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s
-from tokenfleet.planning.question import Offer
 from tokenfleet.planning.result import Inputs
 from tokenfleet.profiles.library import age_warning, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import PriceList, read_prices
@@ -30,10 +30,10 @@ MANY_REQUESTS = 200_000
 
 @dataclass(frozen=True)
 class Gathered:
-    """The workload as it will be planned for, the offers, and the record of both."""
+    """The workload as it will be planned for, the types of worker, and the record of both."""
 
     workload: Workload
-    offers: tuple[Offer, ...]
+    worker_types: tuple[WorkerType, ...]
     inputs: Inputs
 
 
@@ -89,12 +89,12 @@ def gather(
     found = chosen_profiles(model, gpus, tps, profiles, engine)
     if bias is not None:
         found = [with_times(profile, bias.decode, bias.prefill) for profile in found]
-    offers, price_warnings = priced(found, read_prices(prices), spot, today)
+    worker_types, price_warnings = priced(found, read_prices(prices), spot, today)
     if not 0.0 < price_scale < math.inf:
         raise BadInput(f"--price-scale: must be positive, got {price_scale:g}")
     if price_scale != 1.0:
-        offers = [_dearer(offer, price_scale) for offer in offers]
-    unpriced = sorted({o.profile.gpu for o in offers if o.usd_per_gpu_h is None})
+        worker_types = [_dearer(t, price_scale) for t in worker_types]
+    unpriced = sorted({t.profile.gpu for t in worker_types if t.usd_per_h is None})
     if budgeted and unpriced:
         raise BadInput(
             f"--budget-usd-per-h: no price known for {', '.join(unpriced)}; give one with --prices"
@@ -102,7 +102,7 @@ def gather(
     workload = trimmed(trace.workload, window, rate_scale, trace.name)
     workload = longer(workload, prompt_scale, output_scale)
     workload, length_warnings = within_context(workload, found, drop_too_long, trace.name)
-    usable, kv_warnings = within_kv(workload, offers, trace.name)
+    usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []
     if len(workload) > MANY_REQUESTS:
         slow = [
@@ -155,21 +155,22 @@ def known_policy(name: str) -> str:
 
 def priced(
     profiles: Sequence[Profile], prices: PriceList, spot: bool, today: date | None
-) -> tuple[list[Offer], list[str]]:
+) -> tuple[list[WorkerType], list[str]]:
     """Offers with their prices; a missing or old price is said, never guessed."""
-    offers, warnings = [], []
+    worker_types, warnings = [], []
     for profile in profiles:
         price = prices.usd_per_gpu_h(profile.gpu, spot=spot)
         if price is None:
             warnings.append(f"{profile.gpu}: no price known; fleets with it are ranked by GPUs")
-            offers.append(Offer(profile))
+            worker_types.append(WorkerType.of(profile))
             continue
         old = price.age_warning(today) if today else None
         if old:
             warnings.append(f"{profile.gpu}: {old}")
         kind = "spot" if spot else "on demand"
-        offers.append(Offer(profile, price.usd, f"{kind}, {price.date}, {price.source}"))
-    return offers, sorted(set(warnings))
+        source = f"{kind}, {price.date}, {price.source}"
+        worker_types.append(WorkerType.of(profile, price.usd * profile.tp_degree, source))
+    return worker_types, sorted(set(warnings))
 
 
 def old_profiles(profiles: Sequence[Profile], today: date) -> list[str]:
@@ -233,20 +234,22 @@ def within_context(
     return _rows(workload, ~long), [f"{says}; left out"]
 
 
-def within_kv(workload: Workload, offers: Sequence[Offer], name: str) -> tuple[tuple[Offer, ...], list[str]]:
-    """The offers whose KV memory holds the longest request. Raises BadInput when none does."""
+def within_kv(
+    workload: Workload, worker_types: Sequence[WorkerType], name: str
+) -> tuple[tuple[WorkerType, ...], list[str]]:
+    """The types whose KV memory holds the longest request. Raises BadInput when none does."""
     longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
-    usable = tuple(o for o in offers if o.profile.kv.capacity_tokens >= longest)
+    usable = tuple(t for t in worker_types if t.profile.kv.capacity_tokens >= longest)
     if not usable:
-        most = max(o.profile.kv.capacity_tokens for o in offers)
+        most = max(t.profile.kv.capacity_tokens for t in worker_types)
         raise BadInput(
             f"{name}: the longest request has {longest} tokens, the largest KV capacity on offer is {most}"
         )
     return usable, [
-        f"{o.name}: its KV holds {o.profile.kv.capacity_tokens} tokens, the longest request has {longest};"
+        f"{t.name}: its KV holds {t.profile.kv.capacity_tokens} tokens, the longest request has {longest};"
         " left out"
-        for o in offers
-        if o not in usable
+        for t in worker_types
+        if t not in usable
     ]
 
 
@@ -260,11 +263,11 @@ def described(name: str, workload: Workload, warnings: Sequence[str]) -> Inputs:
     return Inputs(name, len(workload), workload.rate_rps, workload.duration_s, tuple(warnings), curve)
 
 
-def _dearer(offer: Offer, scale: float) -> Offer:
-    if offer.usd_per_gpu_h is None:
-        return offer
+def _dearer(worker_type: WorkerType, scale: float) -> WorkerType:
+    if worker_type.usd_per_h is None:
+        return worker_type
     return replace(
-        offer, usd_per_gpu_h=offer.usd_per_gpu_h * scale, priced=f"{offer.priced}, times {scale:g}"
+        worker_type, usd_per_h=worker_type.usd_per_h * scale, priced=f"{worker_type.priced}, times {scale:g}"
     )
 
 

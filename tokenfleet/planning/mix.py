@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from controlplane.errors import Infeasible
 from controlplane.scaler.mix import MixOffer, cheapest_mix
+from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.fleet import Fleet, Group
+from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.sizing import Sizing, holds
@@ -37,12 +38,12 @@ def cheaper_mix(
     worlds: Worlds, question: Question, sizings: Sequence[Sizing], best: Fleet, pool: Threads
 ) -> Mixed | None:
     """A verified mix cheaper than `best`, or None. Split fleets are not mixed."""
-    usable = [s for s in sizings if s.workers is not None and not s.offer.is_split]
+    usable = [s for s in sizings if s.workers is not None and not s.worker_type.is_split]
     if len(usable) < 2:
         return None
-    by_variant = {s.offer.profile.variant: s.offer for s in usable}
+    by_variant = {s.worker_type.profile.variant: s.worker_type for s in usable}
     kinds = [
-        MixOffer(s.offer.profile.variant, 1.0 / fraction_needed(s, question), s.offer.usd_per_worker_h)
+        MixOffer(s.worker_type.profile.variant, 1.0 / fraction_needed(s, question), s.worker_type.usd_per_h)
         for s in usable
     ]
     priced = all(kind.usd_per_hour is not None for kind in kinds)
@@ -57,7 +58,7 @@ def cheaper_mix(
             )
         except Infeasible:
             return None
-        mix = Fleet(tuple(Group(by_variant[v], n) for v, n in sorted(counts.items())))
+        mix = Fleet(tuple(WorkerGroup(by_variant[v], n) for v, n in sorted(counts.items())))
         if not mix.cost < best.cost:
             return None
         if len(counts) > 1:

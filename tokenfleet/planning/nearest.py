@@ -45,17 +45,17 @@ def nearest_of_kind(worlds: Worlds, question: Question, sizing: Sizing, pool: Th
 
     First only what a lone request breaks is loosened; where that is not enough, both targets are.
     """
-    asked, profile = worlds.slo, sizing.offer.profile
+    asked, profile = worlds.slo, sizing.worker_type.profile
     base = nearest_possible(profile, worlds.workload, asked, question.attainment)
     broken = (base.ttft_s > asked.ttft_s, base.tpot_s > asked.tpot_s)
-    limit = question.most_workers(sizing.offer)
-    fewest = 2 if sizing.offer.is_split else 1
+    limit = question.most_workers(sizing.worker_type)
+    fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
         return None
     bound = fluid_workers_of(worlds.workload, profile, base, question.attainment)
     plenty = max(_PLENTY * bound, 2 * fewest)
     fleet = of_one_kind(
-        sizing.offer, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5
+        sizing.worker_type, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5
     )
     for which in dict.fromkeys((broken, (True, True))):
         first = _first_step(worlds, question, fleet, base, which) if any(which) else None
@@ -65,7 +65,7 @@ def nearest_of_kind(worlds: Worlds, question: Question, sizing: Sizing, pool: Th
         for step in range(first, min(first + MORE_STEPS, len(LOOSER))):
             slo = _target(base, which, step)
             eased = replace(worlds, slo=slo)
-            sized = size_on_trace(eased, question, sizing.offer)
+            sized = size_on_trace(eased, question, sizing.worker_type)
             if sized.workers is None:
                 continue
             confirm(eased, question, sized, pool)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.question import Offer
 from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
 
 SCHEMA = "tokenfleet.plan/1"
@@ -20,7 +20,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan's JSON object. Shares and seconds are rounded to what they can carry."""
     best = plan.best
     question = plan.question
-    engine = plan.offers[0].profile.engine.mode if plan.offers else None
+    engine = plan.worker_types[0].profile.engine.mode if plan.worker_types else None
     return {
         "schema": SCHEMA,
         "feasible": plan.feasible,
@@ -47,7 +47,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "spares": _spares(plan),
         "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
         "passed_over": [
-            {"gpu": p.offer.profile.gpu, "tp_degree": p.offer.gpus, "reason": p.reason}
+            {"gpu": p.worker_type.profile.gpu, "tp_degree": p.worker_type.gpus, "reason": p.reason}
             for p in plan.passed_over
         ],
         "baselines": _baselines(plan),
@@ -61,13 +61,13 @@ def fleet_json(fleet: Fleet) -> dict[str, Any]:
     return {
         "fleet": [
             {
-                "gpu": group.offer.profile.gpu,
-                "tp_degree": group.offer.profile.tp_degree,
+                "gpu": group.worker_type.profile.gpu,
+                "tp_degree": group.worker_type.profile.tp_degree,
                 "workers": group.workers,
                 "gpus": group.gpus,
                 "usd_per_hour": _usd(Fleet((group,))),
                 "role": group.role,
-                "profile_kind": group.offer.profile.source.kind,
+                "profile_kind": group.worker_type.profile.source.kind,
             }
             for group in fleet.groups
         ],
@@ -304,7 +304,7 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "duration_s": round(inputs.duration_s, 3),
         "clock_start_unix_s": inputs.clock_start_s,
         "rate_scale": inputs.rate_scale,
-        "profiles": [_offer(offer) for offer in plan.offers],
+        "profiles": [_type_json(t) for t in plan.worker_types],
         "warnings": list(inputs.warnings),
         "max_gpus": plan.question.max_gpus,
         "budget_usd_per_h": plan.question.budget_usd_per_h,
@@ -312,8 +312,8 @@ def _inputs(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _offer(offer: Offer) -> dict[str, Any]:
-    profile = offer.profile
+def _type_json(worker_type: WorkerType) -> dict[str, Any]:
+    profile = worker_type.profile
     return {
         "model": profile.model,
         "gpu": profile.gpu,
@@ -329,8 +329,8 @@ def _offer(offer: Offer) -> dict[str, Any]:
             "max_seqs": profile.engine.max_seqs,
         },
         "context_limit_tokens": profile.context_limit_tokens,
-        "usd_per_gpu_h": offer.usd_per_gpu_h,
-        "price": offer.priced,
+        "usd_per_gpu_h": worker_type.usd_per_gpu_h,
+        "price": worker_type.priced,
     }
 
 

@@ -14,6 +14,7 @@ from statistics import stdev
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.comparisons import baselines, cost_by_slo, counts_around
@@ -23,7 +24,7 @@ from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.line import demand_line
 from tokenfleet.planning.mix import Mixed, cheaper_mix
 from tokenfleet.planning.nearest import nearest_feasible
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.scenarios import Doubted, Worlds
 from tokenfleet.planning.schedule import make_schedule, paid
@@ -39,7 +40,7 @@ STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say wha
 
 def make_plan(
     workload: Workload,
-    offers: Sequence[Offer],
+    worker_types: Sequence[WorkerType],
     question: Question,
     inputs: Inputs,
     pool: Threads,
@@ -53,11 +54,11 @@ def make_plan(
 
     The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
     schedule even so. `worlds_of` makes the worlds; what-ifs remember their replays there. An infeasible
-    question is a plan with a reason. Raises BadInput on an empty workload or no offers.
+    question is a plan with a reason. Raises BadInput on an empty workload or no type of worker.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
-    if not offers:
+    if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
 
@@ -71,7 +72,9 @@ def make_plan(
             watch.simulated,
         )
         worlds = replace(worlds, drifts=asked.drifts)
-        return _serving(Plan(asked, inputs, tuple(offers), None), worlds, pool, watch, explained, scheduled)
+        return _serving(
+            Plan(asked, inputs, tuple(worker_types), None), worlds, pool, watch, explained, scheduled
+        )
 
     plan = serving(question)
     if question.reclaims_per_h is not None and plan.best is not None:
@@ -89,13 +92,13 @@ def _serving(
     blank: Plan, worlds: Worlds, pool: Threads, watch: Watch, explained: bool, scheduled: bool
 ) -> Plan:
     """The plan of the fleet that serves; what spot workers need beyond it comes later."""
-    question, offers, workload = blank.question, blank.offers, worlds.workload
+    question, worker_types, workload = blank.question, blank.worker_types, worlds.workload
     watch.stage("sizing each kind of worker on the trace", 0.0)
-    sizings = size_all(worlds, question, offers, pool)
+    sizings = size_all(worlds, question, worker_types, pool)
     possible = sorted(
         (s for s in sizings if s.workers is not None), key=lambda s: s.fleet(s.workers or 0).cost
     )
-    passed_over = tuple(PassedOver(s.offer, s.reason) for s in sizings if s.workers is None)
+    passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
     if not possible:
         return _infeasible(blank, worlds, sizings, pool, watch)
@@ -105,7 +108,7 @@ def _serving(
     _confirm_cheapest(worlds, question, possible, pool, CONFIRMED_KINDS if explained else 1)
     sure = sorted((s for s in possible if s.confirmed), key=lambda s: s.fleet(s.confirmed or 0).cost)
     if not sure:
-        reasons = "; ".join(f"{s.offer.name}: {s.reason}" for s in possible if s.reason)
+        reasons = "; ".join(f"{s.worker_type.name}: {s.reason}" for s in possible if s.reason)
         blank = replace(blank, reason=reasons, alternatives=_others(worlds, possible, None, pool))
         return _infeasible(blank, worlds, sizings, pool, watch)
     winner = sure[0]
@@ -201,7 +204,7 @@ def _explained(
 def _as_sizing(worlds: Worlds, question: Question, mixed: Mixed, single: Sizing) -> Sizing:
     """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
     count = mixed.fleet.workers
-    sizing = Sizing(single.offer, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
+    sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
     sizing.workers = smallest(lambda n: passes_on_trace(worlds, question, sizing, n), 1, count, count)
     sizing.sure[count] = mixed.estimate
     return sizing
@@ -293,7 +296,7 @@ def _infeasible(plan: Plan, worlds: Worlds, sizings: Sequence[Sizing], pool: Thr
     watch.stage("looking for the nearest feasible target", 0.5)
     near = nearest_feasible(worlds, plan.question, sizings, pool)
     best = max(sizings, key=lambda s: (s.ceiling, max(s.on_trace.values(), default=0.0)))
-    reason = plan.reason or f"{best.offer.name}: {best.reason}"
+    reason = plan.reason or f"{best.worker_type.name}: {best.reason}"
     watch.stage("done", 1.0)
     return replace(plan, reason=reason, nearest=near)
 

@@ -1,4 +1,4 @@
-"""What a plan is asked: the target, what may be bought and at what price, and the limits."""
+"""The question a plan answers: the target, its confidence, and the limits of the fleet."""
 
 from __future__ import annotations
 
@@ -6,34 +6,8 @@ import math
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile
-from controlplane.types import EngineMode, Slo
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A kind of worker that can be had: its profile and its price, None where no price is known."""
-
-    profile: Profile
-    usd_per_gpu_h: float | None = None
-    priced: str = "no price known"  # date and source of the price, for people
-
-    @property
-    def name(self) -> str:
-        return str(self.profile.variant)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of one worker."""
-        return self.profile.tp_degree
-
-    @property
-    def usd_per_worker_h(self) -> float | None:
-        return None if self.usd_per_gpu_h is None else self.usd_per_gpu_h * self.gpus
-
-    @property
-    def is_split(self) -> bool:
-        return self.profile.engine.mode == EngineMode.SPLIT
+from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +45,12 @@ class Question:
         if self.seed < 0:
             raise BadInput(f"--seed: must not be negative, got {self.seed}")
 
-    def most_workers(self, offer: Offer) -> int | None:
-        """The most workers of one kind that the limits allow; None without a limit."""
+    def most_workers(self, worker_type: WorkerType) -> int | None:
+        """The most workers of one type that the limits allow; None without a limit."""
         caps = []
         if self.max_gpus is not None:
-            caps.append(self.max_gpus // offer.gpus)
-        if self.budget_usd_per_h is not None and offer.usd_per_worker_h:
+            caps.append(self.max_gpus // worker_type.gpus)
+        if self.budget_usd_per_h is not None and worker_type.usd_per_h:
             # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
-            caps.append(int(self.budget_usd_per_h / offer.usd_per_worker_h + 1e-9))
+            caps.append(int(self.budget_usd_per_h / worker_type.usd_per_h + 1e-9))
         return min(caps, default=None)

@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from tokenfleet.planning.comparisons import Baseline, Costed
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding
 from tokenfleet.planning.fleet import Fleet, Spares
 from tokenfleet.planning.line import DemandLine
 from tokenfleet.planning.nearest import Nearest
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.schedule import Paid, Schedule
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -94,7 +95,7 @@ class Doubt:
 class PassedOver:
     """A kind of worker that is no alternative, and why."""
 
-    offer: Offer
+    worker_type: WorkerType
     reason: str
 
 
@@ -118,7 +119,7 @@ class Plan:
 
     question: Question
     inputs: Inputs
-    offers: tuple[Offer, ...]
+    worker_types: tuple[WorkerType, ...]
     best: Candidate | None
     reason: str = ""
     alternatives: tuple[Candidate, ...] = ()

@@ -16,11 +16,12 @@ from controlplane.errors import Infeasible
 from controlplane.perfmodel.capacity import decode_throughput, fluid_workers_of
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import Estimate, estimate, rank, worlds_for
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.scenarios import Worlds, missed
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads
@@ -43,7 +44,7 @@ class Sizing:
     so at the asked confidence. None: there is none, and `reason` says why.
     """
 
-    offer: Offer
+    worker_type: WorkerType
     fluid: int = 1
     ceiling: float = 1.0
     prefill_share: float = 0.0
@@ -59,12 +60,12 @@ class Sizing:
         """The fleet of that many workers, in split mode with the roles found best so far."""
         if self.mix is not None:
             return apportioned(self.mix, workers)
-        return self.fleets.get(workers) or of_one_kind(self.offer, workers, self.prefill_share)
+        return self.fleets.get(workers) or of_one_kind(self.worker_type, workers, self.prefill_share)
 
     @property
     def fewest(self) -> int:
         """The smallest fleet there is."""
-        return 2 if self.offer.is_split else 1
+        return 2 if self.worker_type.is_split else 1
 
     @property
     def answer(self) -> Fleet | None:
@@ -73,13 +74,15 @@ class Sizing:
         return None if count is None else self.fleet(count)
 
 
-def size_on_trace(worlds: Worlds, question: Question, offer: Offer, guess: int | None = None) -> Sizing:
+def size_on_trace(
+    worlds: Worlds, question: Question, worker_type: WorkerType, guess: int | None = None
+) -> Sizing:
     """The smallest count that meets the target on the trace as it is, or the reason why there is none.
 
     `guess`: where to begin, when a similar question has been answered.
     """
-    workload, profile = worlds.workload, offer.profile
-    sizing = Sizing(offer, ceiling=ceiling(profile, workload, worlds.slo))
+    workload, profile = worlds.workload, worker_type.profile
+    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, worlds.slo))
     if sizing.ceiling < question.attainment:
         sizing.reason = (
             f"alone on a worker, {1 - sizing.ceiling:.2%} of the requests already break the target:"
@@ -88,13 +91,13 @@ def size_on_trace(worlds: Worlds, question: Question, offer: Offer, guess: int |
         return sizing
     sizing.fluid = fluid_workers_of(workload, profile, worlds.slo, question.attainment)
     fewest = sizing.fewest
-    if offer.is_split:
-        sizing.prefill_share = prefill_share(offer, worlds)
-    limit = question.most_workers(offer)
+    if worker_type.is_split:
+        sizing.prefill_share = prefill_share(worker_type, worlds)
+    limit = question.most_workers(worker_type)
     far = max(FAR * sizing.fluid, 64)
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
-    guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(worlds, offer)))
+    guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(worlds, worker_type)))
     found = smallest(lambda n: passes_on_trace(worlds, question, sizing, n), low, guess, cap)
     sizing.workers = found
     if found is None:
@@ -110,33 +113,35 @@ def size_on_trace(worlds: Worlds, question: Question, offer: Offer, guess: int |
     return sizing
 
 
-def size_all(worlds: Worlds, question: Question, offers: Sequence[Offer], pool: Threads) -> list[Sizing]:
+def size_all(
+    worlds: Worlds, question: Question, worker_types: Sequence[WorkerType], pool: Threads
+) -> list[Sizing]:
     """Every kind sized on the trace, but for those whose load alone costs far more than the cheapest found.
 
     The kinds with the lowest floor (the fluid bound, in dollars or GPUs) come first.
     """
-    floors = pool.map(lambda offer: floor(worlds, question, offer), offers)
-    ranked = sorted(range(len(offers)), key=lambda i: (floors[i].cost, i))
+    floors = pool.map(lambda worker_type: floor(worlds, question, worker_type), worker_types)
+    ranked = sorted(range(len(worker_types)), key=lambda i: (floors[i].cost, i))
     first, rest = ranked[:FIRST_KINDS], ranked[FIRST_KINDS:]
-    sizings = pool.map(lambda i: size_on_trace(worlds, question, offers[i]), first)
+    sizings = pool.map(lambda i: size_on_trace(worlds, question, worker_types[i]), first)
     costs = [s.fleet(s.workers).cost for s in sizings if s.workers is not None]
     cheapest = min(costs, default=None)
     near = [i for i in rest if cheapest is None or not _far_above(floors[i], cheapest)]
-    sizings += pool.map(lambda i: size_on_trace(worlds, question, offers[i]), near)
+    sizings += pool.map(lambda i: size_on_trace(worlds, question, worker_types[i]), near)
     for i in rest:
         if i not in near:
             reason = f"the load alone needs {floors[i].label}, over {PAST_HOPE:g} times the cheapest found"
-            sizings.append(Sizing(offers[i], reason=reason))
+            sizings.append(Sizing(worker_types[i], reason=reason))
     return sizings
 
 
-def floor(worlds: Worlds, question: Question, offer: Offer) -> Fleet:
+def floor(worlds: Worlds, question: Question, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
-    fewest = 2 if offer.is_split else 1
-    if ceiling(offer.profile, worlds.workload, worlds.slo) < question.attainment:
-        return of_one_kind(offer, fewest, 0.5)
-    bound = fluid_workers_of(worlds.workload, offer.profile, worlds.slo, question.attainment)
-    return of_one_kind(offer, max(bound, fewest), 0.5)
+    fewest = 2 if worker_type.is_split else 1
+    if ceiling(worker_type.profile, worlds.workload, worlds.slo) < question.attainment:
+        return of_one_kind(worker_type, fewest, 0.5)
+    bound = fluid_workers_of(worlds.workload, worker_type.profile, worlds.slo, question.attainment)
+    return of_one_kind(worker_type, max(bound, fewest), 0.5)
 
 
 def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
@@ -152,8 +157,10 @@ def passes_on_trace(worlds: Worlds, question: Question, sizing: Sizing, workers:
     if workers < sizing.fewest:
         return False
     fleets = [sizing.fleet(workers)]
-    if sizing.offer.is_split:
-        fleets = [of_one_kind(sizing.offer, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)]
+    if sizing.worker_type.is_split:
+        fleets = [
+            of_one_kind(sizing.worker_type, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)
+        ]
     for fleet in fleets:
         outcome = worlds.replay(fleet, max_misses=max(int(_STOP_AT * allowed), 1))
         if outcome.complete:
@@ -173,7 +180,7 @@ def confirm(
     `most`, past which the kind would be no bargain.
     """
     assert sizing.workers is not None
-    limit = question.most_workers(sizing.offer)
+    limit = question.most_workers(sizing.worker_type)
     # Past twice the count the doubt is not about capacity any more, and more workers do not end it.
     cap = 2 * sizing.workers + 2 if limit is None else min(limit, 2 * sizing.workers + 2)
     cap = cap if most is None else min(cap, most)
@@ -231,21 +238,21 @@ def look(
     return pool.map(one, numbers)
 
 
-def by_decode(worlds: Worlds, offer: Offer) -> float:
+def by_decode(worlds: Worlds, worker_type: WorkerType) -> float:
     """Workers by Eq 6, which looks at decode alone: a first guess, no bound."""
     workload = worlds.workload
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     try:
-        per_gpu = decode_throughput(offer.profile, worlds.slo.tpot_s, context).tokens_per_s_per_gpu
+        per_gpu = decode_throughput(worker_type.profile, worlds.slo.tpot_s, context).tokens_per_s_per_gpu
     except Infeasible:
         return 1.0
     seconds = max(workload.duration_s, 1.0)
-    return float(workload.output_tokens.sum()) / seconds / (per_gpu * offer.gpus)
+    return float(workload.output_tokens.sum()) / seconds / (per_gpu * worker_type.gpus)
 
 
-def prefill_share(offer: Offer, worlds: Worlds) -> float:
+def prefill_share(worker_type: WorkerType, worlds: Worlds) -> float:
     """Share of the workers that should prefill, by the work each phase brings (split mode)."""
-    profile, workload = offer.profile, worlds.workload
+    profile, workload = worker_type.profile, worlds.workload
     assert profile.prefill is not None
     prefill_s = float(profile.prefill.prefill_s(workload.prompt_tokens).sum())
     context = workload.prompt_tokens + workload.output_tokens / 2.0

@@ -122,21 +122,23 @@ def _tables(plan: Plan) -> Iterable[str]:
         ]
         yield section("Policies on the trace as it is", ("policy", "workers"), policies)
     if plan.passed_over:
-        yield section("Passed over", ("worker", "why"), [(p.offer.name, p.reason) for p in plan.passed_over])
+        yield section(
+            "Passed over", ("worker", "why"), [(p.worker_type.name, p.reason) for p in plan.passed_over]
+        )
     yield section(
         "What this rests on",
         ("worker", "profile", "of", "mean error", "price of a GPU-hour"),
         [
             (
-                offer.name,
-                f"{offer.profile.source.kind}: {offer.profile.source.what}",
-                str(offer.profile.source.date),
-                f"{offer.profile.residuals.mean_relative:.1%}",
+                worker_type.name,
+                f"{worker_type.profile.source.kind}: {worker_type.profile.source.what}",
+                str(worker_type.profile.source.date),
+                f"{worker_type.profile.residuals.mean_relative:.1%}",
                 "not known"
-                if offer.usd_per_gpu_h is None
-                else f"${offer.usd_per_gpu_h:.2f} ({offer.priced})",
+                if worker_type.usd_per_gpu_h is None
+                else f"${worker_type.usd_per_gpu_h:.2f} ({worker_type.priced})",
             )
-            for offer in plan.offers
+            for worker_type in plan.worker_types
         ],
     )
     if plan.inputs.warnings:

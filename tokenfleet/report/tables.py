@@ -93,8 +93,8 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "nearest target", nearest_text(plan.nearest)
     if plan.nearest_attainment is not None:
         yield "nearest target", f"this trace can show at most {share_text(plan.nearest_attainment)}"
-    kinds = sorted({offer.profile.source.kind for offer in plan.offers})
-    count = len(plan.offers)
+    kinds = sorted({t.profile.source.kind for t in plan.worker_types})
+    count = len(plan.worker_types)
     yield (
         "profiles",
         f"{count} kind{'' if count == 1 else 's'} of worker, {' and '.join(kinds)}; policy {question.policy}",
@@ -202,7 +202,7 @@ def _passed_over(plan: Plan) -> Table:
     table.add_column("worker")
     table.add_column("why")
     for passed in plan.passed_over:
-        table.add_row(passed.offer.name, passed.reason)
+        table.add_row(passed.worker_type.name, passed.reason)
     return table
 
 

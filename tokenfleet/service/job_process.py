@@ -108,7 +108,7 @@ def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
         )
     with threads(asked["threads"]) as pool:
         return plan_json(
-            make_plan(gathered.workload, gathered.offers, question, gathered.inputs, pool, watch)
+            make_plan(gathered.workload, gathered.worker_types, question, gathered.inputs, pool, watch)
         )
 
 

@@ -55,7 +55,7 @@ def key_of(task: Task) -> str:
     parts = (
         code_digest(),
         workload_digest(task.workload),
-        repr(task.offers),
+        repr(task.worker_types),
         repr(task.question),
         repr(replace(inputs, warnings=())),
         repr(task.scheduled),

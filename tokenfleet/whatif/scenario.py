@@ -11,9 +11,10 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.inputs import gather, known_policy
-from tokenfleet.planning.question import Offer, Question
+from tokenfleet.planning.question import Question
 from tokenfleet.planning.result import Inputs
 from tokenfleet.traces import Trace
 from tokenfleet.whatif.axes import Changes, checked
@@ -54,7 +55,7 @@ class Task:
 
     number: int
     workload: Workload
-    offers: tuple[Offer, ...]
+    worker_types: tuple[WorkerType, ...]
     question: Question
     inputs: Inputs
     scheduled: bool
@@ -154,7 +155,7 @@ def prepared(number: int, trace: Trace, asked: Asked, scheduled: bool, today: da
         output_scale=asked.output_scale,
         today=today,
     )
-    return Task(number, gathered.workload, gathered.offers, question, gathered.inputs, scheduled)
+    return Task(number, gathered.workload, gathered.worker_types, question, gathered.inputs, scheduled)
 
 
 def plan_command_line(asked: Asked) -> str:

@@ -50,7 +50,7 @@ def families(tasks: Sequence[Task]) -> list[Family]:
     found: dict[object, list[Task]] = {}
     for task in tasks:
         asked = task.question
-        modes = tuple(sorted({str(offer.profile.engine.mode) for offer in task.offers}))
+        modes = tuple(sorted({str(t.profile.engine.mode) for t in task.worker_types}))
         key = (workload_digest(task.workload), asked.slo, asked.policy, asked.seed, modes)
         found.setdefault(key, []).append(task)
     # Workers, and with them events, grow with the rate.
@@ -71,7 +71,7 @@ def solve(family: Family) -> Iterator[tuple[int, Result]]:
             try:
                 plan = make_plan(
                     task.workload,
-                    task.offers,
+                    task.worker_types,
                     task.question,
                     task.inputs,
                     pool,
@@ -173,7 +173,7 @@ class _Remembering(Worlds):
         max_misses: int | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
-        groups = tuple((repr(g.offer.profile), g.role, g.workers) for g in fleet.groups)
+        groups = tuple((repr(g.worker_type.profile), g.role, g.workers) for g in fleet.groups)
         of = "" if workload is None else workload_digest(workload)
         drawn = (frozenset(), False) if world == AS_IT_IS else (doubted, self.drifts)
         key = (self._digest, of, self.slo, self.policy, self.seed, groups, world, *drawn)

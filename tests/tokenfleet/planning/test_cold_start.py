@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_builders import offer, plan, planned, poisson, save, worker
+from planning_builders import plan, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.scaler.worker_types import enough_stand, missing_share
-from tokenfleet.planning.fleet import Fleet, Group, spares_for
+from controlplane.worker_type import WorkerGroup
+from tokenfleet.planning.fleet import Fleet, spares_for
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.profiles.library import write_profile
@@ -81,7 +82,7 @@ def test_enough_stand_is_the_sum_over_every_case(needed: int, spares: int, missi
 def test_the_spares_hold_the_target_and_one_fewer_of_any_group_does_not(
     counts: list[int], reclaims: float, cold_s: float, low: float
 ) -> None:
-    fleet = Fleet(tuple(Group(offer(worker(gpu=f"gpu{i}")), n) for i, n in enumerate(counts)))
+    fleet = Fleet(tuple(WorkerGroup(worker_type(worker(gpu=f"gpu{i}")), n) for i, n in enumerate(counts)))
     found = spares_for(fleet, low, 0.99, reclaims, cold_s, request_s=5.0)
     if found is None:
         return
@@ -106,7 +107,7 @@ def test_the_spares_hold_the_target_and_one_fewer_of_any_group_does_not(
 
 
 def test_reclaims_that_hit_too_many_running_requests_are_past_mending() -> None:
-    fleet = Fleet((Group(offer(), 3),))
+    fleet = Fleet((WorkerGroup(worker_type(), 3),))
     assert spares_for(fleet, 0.9901, 0.99, reclaims_per_h=60.0, cold_start_s=60.0, request_s=60.0) is None
 
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_builders import SLO, offer, planned, poisson, worker
+from planning_builders import SLO, planned, poisson, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
-from tokenfleet.planning.fleet import Fleet, Group, apportioned
+from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.result import Plan
 
@@ -51,7 +52,7 @@ def test_a_higher_rate_never_needs_fewer_workers() -> None:
 
 
 def test_more_confidence_never_needs_fewer_workers() -> None:
-    made = offer(worker(doubt=0.08))
+    made = worker_type(worker(doubt=0.08))
     workload = poisson(rate_rps=20.0, requests=1200)
     counts = [workers(planned(workload, [made], confidence=c)) for c in (0.5, 0.9, 0.99)]
     assert counts == sorted(counts)
@@ -66,37 +67,40 @@ def test_the_same_seed_gives_the_same_plan_and_threads_do_not_matter(busy: Plan)
 
 
 def test_the_cheaper_kind_wins_and_the_other_is_an_alternative() -> None:
-    cheap, dear = offer(worker("cheap"), usd=1.0), offer(worker("dear"), usd=3.0)
-    plan = planned(offers=[dear, cheap])
+    cheap, dear = worker_type(worker("cheap"), usd=1.0), worker_type(worker("dear"), usd=3.0)
+    plan = planned(worker_types=[dear, cheap])
     assert plan.best is not None
-    assert [g.offer.profile.gpu for g in plan.best.fleet.groups] == ["cheap"]
-    assert [c.fleet.groups[0].offer.profile.gpu for c in plan.alternatives] == ["dear"]
+    assert [g.worker_type.profile.gpu for g in plan.best.fleet.groups] == ["cheap"]
+    assert [c.fleet.groups[0].worker_type.profile.gpu for c in plan.alternatives] == ["dear"]
 
 
 @pytest.mark.parametrize("dearer", [1.0, 1.2, 1.5, 2.5])
 def test_leaving_out_reasons_leaves_the_fleet_as_it_was(dearer: float) -> None:
     """Whether the faster kind is cheaper, close or hopeless: what-ifs pick the fleet that a plan picks."""
-    offers = [offer(worker("slow", doubt=0.1), usd=2.0), offer(worker("fast", slower=0.7), usd=2.0 * dearer)]
-    whole, bare = (planned(poisson(14.0, 700), offers, explained=told) for told in (True, False))
+    worker_types = [
+        worker_type(worker("slow", doubt=0.1), usd=2.0),
+        worker_type(worker("fast", slower=0.7), usd=2.0 * dearer),
+    ]
+    whole, bare = (planned(poisson(14.0, 700), worker_types, explained=told) for told in (True, False))
     assert whole.best is not None
     assert bare.best is not None
     assert (bare.best.fleet, bare.best.estimate) == (whole.best.fleet, whole.best.estimate)
-    assert [c.fleet.groups[0].offer for c in bare.alternatives] == [
-        c.fleet.groups[0].offer for c in whole.alternatives
+    assert [c.fleet.groups[0].worker_type for c in bare.alternatives] == [
+        c.fleet.groups[0].worker_type for c in whole.alternatives
     ]
 
 
 def test_without_prices_the_fewest_gpus_win() -> None:
-    wide, narrow = offer(worker("wide", tp=4), usd=None), offer(worker("narrow"), usd=None)
-    plan = planned(offers=[wide, narrow])
+    wide, narrow = worker_type(worker("wide", tp=4), usd=None), worker_type(worker("narrow"), usd=None)
+    plan = planned(worker_types=[wide, narrow])
     assert plan.best is not None
-    assert plan.best.fleet.groups[0].offer.profile.gpu == "narrow"
+    assert plan.best.fleet.groups[0].worker_type.profile.gpu == "narrow"
     assert plan.best.fleet.usd_per_hour is None
 
 
 def test_a_mix_is_taken_where_it_is_cheaper_and_holds() -> None:
-    big = offer(worker("big", slower=0.5), usd=10.0)
-    small = offer(worker("small"), usd=4.6)
+    big = worker_type(worker("big", slower=0.5), usd=10.0)
+    small = worker_type(worker("small"), usd=4.6)
     plan = planned(poisson(rate_rps=30.0, requests=1500), [big, small], explained=True)
     assert plan.best is not None
     assert plan.best.estimate is not None
@@ -113,14 +117,14 @@ def test_a_mix_is_taken_where_it_is_cheaper_and_holds() -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 60))
 def test_a_mix_apportioned_keeps_its_proportions(counts: list[int], workers: int) -> None:
-    mix = Fleet(tuple(Group(offer(worker(f"g{i}")), n) for i, n in enumerate(counts)))
+    mix = Fleet(tuple(WorkerGroup(worker_type(worker(f"g{i}")), n) for i, n in enumerate(counts)))
     assert apportioned(mix, mix.workers) == mix
     part = apportioned(mix, workers)
     assert part.workers == workers
-    of = {g.offer.profile.gpu: g.workers for g in part.groups}
+    of = {g.worker_type.profile.gpu: g.workers for g in part.groups}
     for group in mix.groups:
         share = group.workers * workers / mix.workers
-        assert abs(of.get(group.offer.profile.gpu, 0) - share) < 1.0
+        assert abs(of.get(group.worker_type.profile.gpu, 0) - share) < 1.0
 
 
 def test_a_ttft_that_one_request_alone_breaks_is_not_mended_by_workers() -> None:
@@ -169,7 +173,7 @@ def test_a_trace_too_short_says_how_long_it_must_be() -> None:
 def test_kv_binds_where_memory_is_short_and_prefill_where_prompts_are_long() -> None:
     tight = planned(
         poisson(rate_rps=3.0, requests=250, prompt=400, output=400),
-        [offer(worker(kv=4_000))],
+        [worker_type(worker(kv=4_000))],
         explained=True,
         slo=Slo(1.5, 0.06),
     )
@@ -227,7 +231,7 @@ def test_baselines_and_other_targets_are_sized_too(busy: Plan) -> None:
 
 
 def test_split_mode_plans_both_pools() -> None:
-    plan = planned(offers=[offer(worker(mode=EngineMode.SPLIT))], explained=True)
+    plan = planned(worker_types=[worker_type(worker(mode=EngineMode.SPLIT))], explained=True)
     assert plan.best is not None
     assert {g.role for g in plan.best.fleet.groups} == {"prefill", "decode"}
 

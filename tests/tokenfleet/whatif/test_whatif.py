@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning_builders import SLO, offer, planned, poisson, save, worker
+from planning_builders import SLO, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main
@@ -171,19 +171,19 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
     from tokenfleet.planning.threads import threads
 
     workload, memory = poisson(), Memory()
-    offers = [offer(), offer(worker(gpu="slow-gpu", slower=1.4), 1.0)]
+    worker_types = [worker_type(), worker_type(worker(gpu="slow-gpu", slower=1.4), 1.0)]
     with threads(2) as pool:
         for changes in ({}, again):
             question = replace(Question(SLO, attainment=0.95, confidence=0.9), **changes)  # type: ignore[arg-type]
             found = make_plan(
                 workload,
-                offers,
+                worker_types,
                 question,
                 described("made", workload, ()),
                 pool,
                 worlds_of=memory.worlds,
             )
-    assert plan_json(found) == plan_json(planned(workload, offers, explained=True, **again))
+    assert plan_json(found) == plan_json(planned(workload, worker_types, explained=True, **again))
     assert memory.recalled
 
 
@@ -198,7 +198,7 @@ def test_other_prices_need_no_new_simulation(folder: Path) -> None:
         for task in tasks:
             make_plan(
                 task.workload,
-                task.offers,
+                task.worker_types,
                 task.question,
                 task.inputs,
                 pool,
@@ -220,7 +220,7 @@ def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
     with threads(1) as pool:
         found = make_plan(
             poisson(),
-            [offer()],
+            [worker_type()],
             plain.question,
             plain.inputs,
             pool,

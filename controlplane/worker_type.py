@@ -1,0 +1,90 @@
+"""A type of worker: what it runs on, what it can do, its price and limits, from plan to scaler and export."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import EngineMode
+
+Role = Literal["any", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerType:
+    """One engine over `tp_degree` GPUs of the type `gpu`; None where any GPU will do.
+
+    `known_profile`: its step times, KV memory and engine; None where nothing is known of them.
+    `usd_per_h`: the price of a worker, None where it is not known; `priced`: the price's date and source, for
+    people. `low`: so many are always kept. `limit`: so many can be had at most, None = no limit.
+    `reclaims_per_h` above 0: spot workers, each taken away so often.
+    """
+
+    gpu: str | None
+    tp_degree: int = 1
+    known_profile: Profile | None = None
+    usd_per_h: float | None = None
+    priced: str = "no price known"
+    low: int = 0
+    limit: int | None = None
+    reclaims_per_h: float = 0.0
+
+    def __post_init__(self) -> None:
+        where = f"worker type {self.name}"
+        if self.tp_degree < 1:
+            raise BadInput(f"{where}: TP degree: must be at least 1, got {self.tp_degree}")
+        if self.usd_per_h is not None and not 0.0 <= self.usd_per_h < math.inf:
+            raise BadInput(f"{where}: usd_per_h: must not be negative, got {self.usd_per_h:g}")
+        if self.low < 0 or (self.limit is not None and self.limit < self.low):
+            raise BadInput(f"{where}: need 0 <= low <= limit, got {self.low} and {self.limit}")
+        if not 0.0 <= self.reclaims_per_h < math.inf:
+            raise BadInput(f"{where}: reclaims_per_h: must not be negative, got {self.reclaims_per_h:g}")
+
+    @classmethod
+    def of(
+        cls, profile: Profile, usd_per_h: float | None = None, priced: str = "no price known"
+    ) -> WorkerType:
+        """The type that a profile is of."""
+        return cls(profile.gpu, profile.tp_degree, profile, usd_per_h, priced)
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other types of a fleet, as plans print it."""
+        return f"{self.gpu} TP{self.tp_degree}" if self.gpu else f"TP{self.tp_degree}"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one worker."""
+        return self.tp_degree
+
+    @property
+    def usd_per_gpu_h(self) -> float | None:
+        """The price of one GPU of a worker."""
+        return None if self.usd_per_h is None else self.usd_per_h / self.gpus
+
+    @property
+    def profile(self) -> Profile:
+        """The profile, where nothing can be said without one. Raises BadInput."""
+        if self.known_profile is None:
+            raise BadInput(f"worker type {self.name}: no profile says what a worker can do")
+        return self.known_profile
+
+    @property
+    def is_split(self) -> bool:
+        return self.profile.engine.mode == EngineMode.SPLIT
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """So many workers of one type and one role."""
+
+    worker_type: WorkerType
+    workers: int
+    role: Role = "any"
+
+    @property
+    def gpus(self) -> int:
+        return self.workers * self.worker_type.gpus
