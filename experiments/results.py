@@ -13,11 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dataplane.kernel_cache import use_kernel_cache
+
 SHARED_DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 
 
 def flags(says: str) -> argparse.ArgumentParser:
-    """The flags of every experiment; a script may add its own."""
+    """The flags of every experiment, whose kernels stay on disk; a script may add its own."""
+    use_kernel_cache()
     parser = argparse.ArgumentParser(description=says)
     parser.add_argument("--quick", action="store_true", help="less of it, in seconds")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,6 +6,10 @@ import pytest
 from checkout import BENCH_DATA
 from hypothesis import settings
 
+from dataplane.kernel_cache import use_kernel_cache
+
+use_kernel_cache()
+
 # Hypothesis' deadline reads the wall clock and fails correct tests on a busy machine.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import typer
 
 from controlplane.errors import ControlPlaneError, Infeasible
+from dataplane.kernel_cache import use_kernel_cache
 from tokenfleet.cli.config import take_option, with_config
 from tokenfleet.field_errors import nearest
 
@@ -97,6 +98,7 @@ def _run(arguments: list[str]) -> int:
     name, rest = arguments[0], arguments[1:]
     if name not in VERBS:
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
+    use_kernel_cache()
     command = _command(VERBS[name])
     config, rest = take_option(rest, "--config")
     if config is not None:

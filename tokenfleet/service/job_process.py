@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from controlplane.errors import ControlPlaneError
 from controlplane.types import Slo
+from dataplane.kernel_cache import use_kernel_cache
 from tokenfleet.planning.inputs import gather, known_policy
 from tokenfleet.planning.plan_file import plan_json
 from tokenfleet.planning.planner import make_plan
@@ -129,6 +130,7 @@ def main() -> int:
     if not line:
         return 3
     end_with_asker()
+    use_kernel_cache()
     try:
         say(out, plan=answer(json.loads(line), Teller(out)))
     except (ControlPlaneError, OSError) as error:

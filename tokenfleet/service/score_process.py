@@ -15,6 +15,7 @@ from typing import Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.rules import UnknownName
+from dataplane.kernel_cache import use_kernel_cache
 from tokenfleet.service.parent_watch import end_with_asker
 
 TIMEOUT_S = 300.0
@@ -49,6 +50,7 @@ def main() -> int:
     """Print the scorecard."""
     os.nice(NICENESS)
     end_with_asker()
+    use_kernel_cache()
     from tokenfleet.service.scorecard import scorecard_of
 
     try:

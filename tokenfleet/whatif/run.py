@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
+from dataplane.kernel_cache import use_kernel_cache
 from tokenfleet.traces import Trace
 from tokenfleet.whatif.axes import Changes
 from tokenfleet.whatif.cache import Cache
@@ -176,6 +177,7 @@ def _heard(pipe: Connection, worker: ForkServerProcess) -> tuple[int, Result] | 
 def _work(pipe: Connection) -> None:
     """Solve families until there is none; Ctrl-C is the parent's to hear."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    use_kernel_cache()
     with suppress(EOFError, BrokenPipeError, OSError):  # the parent is gone: so is the work
         while (family := pipe.recv()) is not None:
             try:
@@ -221,6 +223,7 @@ def solved_by_ray(found: Sequence[Family], address: str) -> Iterator[tuple[int, 
 
 
 def _solve_there(family: Family) -> Iterator[tuple[int, Result]]:
+    use_kernel_cache()
     yield from solve(family)
 
 

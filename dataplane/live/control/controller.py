@@ -21,6 +21,7 @@ from typing import Any
 
 from controlplane.control import Action, Scale, State, tick
 from controlplane.snapshot import Snapshot
+from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.control.demand_store import DemandFile
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.live.control.snapshot_builder import Seeing
@@ -87,6 +88,7 @@ def run(settings: ControllerSettings) -> None:
 def main() -> None:
     """Read the settings from stdin and run."""
     os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
+    use_kernel_cache()
     run(ControllerSettings.from_json(json.load(sys.stdin)))
 
 
