@@ -38,7 +38,7 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.compare import Figure, compared, first_tokens_s
-from tokenfleet.compare.http_overhead import hops_s, read_steps
+from tokenfleet.compare.http_overhead import learned_overheads_s, read_steps
 from tokenfleet.durations import parse_slo
 from tokenfleet.profiles.library import read_profile
 from tokenfleet.profiles.measurements import read_measurements
@@ -128,7 +128,7 @@ def judged(
         profile = fitted(path, path.with_suffix(".yaml"), emulated)
         seen = live.filter(pl.Series(of_request == learns))
         sent, prompt, ttft = (seen[name].to_numpy() for name in ("sent_unix_s", "prompt_tokens", "ttft_s"))
-        extra_s = hops_s(sent, prompt, ttft, read_steps(folder / "steps.csv"))
+        extra_s = learned_overheads_s(sent, prompt, ttft, read_steps(folder / "steps.csv"))
         other = simulated(live, profile, emulated, extra_s).to_numpy()
         theirs[of_request != learns] = other[of_request != learns]
         ratios.append(_ratio(read_measurements(path), folder / "learned0.yaml"))

@@ -34,19 +34,19 @@ def parse_duration_s(text: str, where: str = "duration", *, unit_needed: bool = 
 
 def parse_slo(text: str) -> Slo:
     """The targets in `ttft=1.6s,tpot=75ms`; both are needed, in any order. Raises BadInput."""
-    given: dict[str, float] = {}
+    targets: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         key = _SLO_NAMES.get(name.strip().lower())
         if not equals or key is None:
             raise BadInput(f"--slo: expected ttft=…,tpot=… such as ttft=1.6s,tpot=75ms, got {text!r}")
-        if key in given:
+        if key in targets:
             raise BadInput(f"--slo: {key} is given twice in {text!r}")
-        given[key] = parse_duration_s(value, f"--slo: {key}")
+        targets[key] = parse_duration_s(value, f"--slo: {key}")
     for key in ("ttft", "tpot"):
-        if key not in given:
+        if key not in targets:
             raise BadInput(f"--slo: {key} is missing in {text!r}; both ttft and tpot are needed")
-    return Slo(ttft_s=given["ttft"], tpot_s=given["tpot"])
+    return Slo(ttft_s=targets["ttft"], tpot_s=targets["tpot"])
 
 
 def parse_window_s(text: str) -> tuple[float, float]:

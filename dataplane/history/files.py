@@ -156,13 +156,13 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
     parts = [pl.DataFrame(schema=SCHEMA)]
     # Open segments first: one that is packed meanwhile is then read twice rather than not at all, and the
     # copy under the same name is passed over.
-    seen = set()
+    ids = set()
     for path in sorted(folder.glob("requests-*.jsonl")):
         with suppress(FileNotFoundError):
             parts.append(_rows_of(path.read_bytes()).filter(within))
-            seen.add(path.stem)
+            ids.add(path.stem)
     for path in sorted(folder.glob("requests-*.parquet")):
-        if path.stem in seen:
+        if path.stem in ids:
             continue
         try:
             parts.append(pl.scan_parquet(path, glob=False).select(*SCHEMA).filter(within).collect())
@@ -182,13 +182,13 @@ def history_span(folder: Path) -> tuple[int, float | None, float | None]:
     if not arrivals and not packed:
         return 0, None, None
     column = pl.col("arrival_s")
-    found = (
+    span = (
         pl.concat([*arrivals, *packed])
         .select(n=pl.len(), first=column.min(), last=column.max())
         .collect()
         .row(0)
     )
-    return int(found[0]), found[1], found[2]
+    return int(span[0]), span[1], span[2]
 
 
 def _rows_of(text: bytes) -> pl.DataFrame:

@@ -58,19 +58,19 @@ class RateLimit:
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self._rate_rps = key.requests_per_minute / 60.0
         self._burst = float(key.burst or max(1.0, key.requests_per_minute / 6.0))
-        self._left = self._burst
+        self._tokens = self._burst
         self._at_s = now_s
 
     def take(self, now_s: float) -> float:
         """Take one request's share: 0 when there was one, else the seconds until there is."""
         if self._rate_rps == 0:
             return 0.0
-        self._left = min(self._burst, self._left + (now_s - self._at_s) * self._rate_rps)
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_rps)
         self._at_s = now_s
-        if self._left >= 1.0:
-            self._left -= 1.0
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
             return 0.0
-        return (1.0 - self._left) / self._rate_rps
+        return (1.0 - self._tokens) / self._rate_rps
 
 
 class KeyRing:
@@ -92,11 +92,11 @@ class KeyRing:
         scheme, _, secret = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
-        found = None
+        match = None
         for key in self.keys:  # no early exit: the time taken says nothing about the keys
             if hmac.compare_digest(secret.strip().encode(), key.secret.encode()):
-                found = key
-        return found
+                match = key
+        return match
 
     def seconds_until_allowed(self, key: ApiKey, now_s: float) -> float:
         """0 when the key may send a request now (and it is counted), else how long to wait."""

@@ -64,8 +64,8 @@ class TooBusy(BadInput):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply, "description": says}
-    for status, says in {
+    status: {"model": ErrorReply, "description": phrase}
+    for status, phrase in {
         400: "What was asked for cannot be done; the message says why",
         401: "The key is missing or wrong",
         403: "Without a key, only this machine's own pages and programs may call",
@@ -137,7 +137,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
         read += len(message.get("body", b""))
         whole = not message.get("more_body", False)
         if read > most:
-            raise HTTPException(413, _too_large_says(most))
+            raise HTTPException(413, _too_large_message(most))
         return message
 
     return bounded
@@ -171,12 +171,12 @@ def _refusal(request: Request, key: str | None) -> JSONResponse | None:
     return None
 
 
-def _too_large_says(most: int) -> str:
+def _too_large_message(most: int) -> str:
     return f"the body must be at most {most} bytes"
 
 
 def _too_large(most: int) -> JSONResponse:
-    return error_reply(413, _too_large_says(most), connection="close")
+    return error_reply(413, _too_large_message(most), connection="close")
 
 
 async def _bad_input(request: Request, error: Exception) -> Response:
@@ -208,8 +208,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> set[str]:
     """What the path can be asked for with."""
-    found: set[str] = set()
+    methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
-            found |= getattr(route, "methods", None) or set()
-    return found
+            methods |= getattr(route, "methods", None) or set()
+    return methods

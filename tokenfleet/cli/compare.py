@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SCHEMA = "tokenfleet.comparison/1"
 COUNTERS = ("preemptions", "migrations")
 LONE_TOKENS = 8  # the prompt of replay.overheads_s
-FEWEST_HOPS = 10
+FEWEST_OVERHEADS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +102,16 @@ def compare_command(
     if not len(workload):
         raise BadInput(f"{read.name}: no requests to replay")
     warn(read.warnings)
-    told = asyncio.run(_replayed(workload, endpoint, api_key, control, worker, fixed_s, seed))
-    count = workers or told["workers"]
+    run = asyncio.run(_replayed(workload, endpoint, api_key, control, worker, fixed_s, seed))
+    count = workers or run["workers"]
     from dataplane.simulated.simulate import WorkerSpec, simulate
 
-    replayed: Replayed = told["replayed"]
+    replayed: Replayed = run["replayed"]
     if not replayed.finished.any():
         raise BadInput(f"--endpoint: no request finished; the first error: {replayed.errors[0]}")
     if replayed.errors:
         warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
-    overheads_s = told["overheads_s"]
+    overheads_s = run["overheads_s"]
     if steps is not None:
         overheads_s = _learned_s(replayed, steps, overheads_s)
     outcome = simulate(replayed.workload, [WorkerSpec(worker)] * count, targets, policy, seed=seed)
@@ -121,10 +121,16 @@ def compare_command(
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
     }
-    figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, told["counters"])
+    figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, run["counters"])
     if per_request is not None:
         _write_requests(per_request, replayed, simulated)
-    _say(figures, told | {"overheads_s": overheads_s}, count, int(replayed.finished.sum()), output_format)
+    _say(
+        figures,
+        run | {"overheads_s": overheads_s},
+        count,
+        int(replayed.finished.sum()),
+        output_format,
+    )
     return 0
 
 
@@ -170,15 +176,17 @@ def first_tokens_s(
 
 def _learned_s(replayed: Replayed, steps: Path, lone_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """The way there and back as this replay took it, or as lone requests did where too little shows it."""
-    from tokenfleet.compare.http_overhead import hops_s, read_steps
+    from tokenfleet.compare.http_overhead import learned_overheads_s, read_steps
 
-    found = hops_s(replayed.sent_unix_s, replayed.workload.prompt_tokens, replayed.ttft_s, read_steps(steps))
-    if len(found) >= FEWEST_HOPS:
-        return found
+    overheads_s = learned_overheads_s(
+        replayed.sent_unix_s, replayed.workload.prompt_tokens, replayed.ttft_s, read_steps(steps)
+    )
+    if len(overheads_s) >= FEWEST_OVERHEADS:
+        return overheads_s
     warn(
         [
-            f"--steps: {steps}: {len(found)} requests of this replay are known there to have found their "
-            f"worker idle, {FEWEST_HOPS} are needed: HTTP's share is that of lone requests"
+            f"--steps: {steps}: {len(overheads_s)} requests of this replay are known there to have found "
+            f"their worker idle, {FEWEST_OVERHEADS} are needed: HTTP's share is that of lone requests"
         ]
     )
     return lone_s
@@ -259,9 +267,7 @@ async def _counters(control: str | None) -> dict[str, int]:
     return {"workers": len(serving), "preemptions": preemptions, "migrations": int(moved)}
 
 
-def _say(
-    figures: list[Figure], told: dict[str, Any], workers: int, requests: int, output_format: str
-) -> None:
+def _say(figures: list[Figure], run: dict[str, Any], workers: int, requests: int, output_format: str) -> None:
     if output_format == "json":
         rows = [
             {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
@@ -269,10 +275,10 @@ def _say(
         ]
         answer = {"schema": SCHEMA, "requests": requests, "workers": workers, "figures": rows}
         answer |= {
-            "failed": len(told["replayed"].errors),
-            "overhead_s": float(np.median(told["overheads_s"])),
+            "failed": len(run["replayed"].errors),
+            "overhead_s": float(np.median(run["overheads_s"])),
         }
-        answer["overheads_s"] = told["overheads_s"].tolist()
+        answer["overheads_s"] = run["overheads_s"].tolist()
         print(json.dumps(answer, indent=1))
         return
     table = Table(title=f"{requests:,} requests on {workers} workers")
@@ -289,7 +295,7 @@ def _say(
         else:
             table.add_row(f.name, f"{f.live:.0f}", f"{f.simulated:.0f}", f"{f.simulated - f.live:+.0f}")
     show([table])
-    extra = duration_text(float(np.median(told["overheads_s"])))
+    extra = duration_text(float(np.median(run["overheads_s"])))
     print(
         f"simulated TTFTs have {extra} for HTTP and the way to the engine,"
         " and scatter as the profile's residuals do"

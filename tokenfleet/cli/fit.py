@@ -122,8 +122,8 @@ def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | Request
     try:
         shipped = find_profiles(model, [gpu], [tp_degree])[0]
     except ProfileMissing:
-        held = read.peak_tokens if isinstance(read, RequestLog) else int(read.context_tokens.max())
-        return max(held, 1), f"{held} tokens, the most these measurements held, are taken as the capacity"
+        peak = read.peak_tokens if isinstance(read, RequestLog) else int(read.context_tokens.max())
+        return max(peak, 1), f"{peak} tokens, the most these measurements held, are taken as the capacity"
     tokens = shipped.kv.capacity_tokens
     return tokens, f"{tokens} tokens are taken from the shipped profile of {shipped.label}"
 
@@ -139,7 +139,7 @@ def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Resid
     return replace(shape, step=step.model, prefill=prefill, residuals=residuals, fitted=step.fitted)
 
 
-def speed_says(speed: HostSpeed) -> str:
+def speed_text(speed: HostSpeed) -> str:
     """A sentence on the machine's speed."""
     if speed.window_s is None:
         return (
@@ -199,7 +199,7 @@ def _say(
     Console().print(table)
     print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
     for speed in speeds:
-        print(speed_says(speed))
+        print(speed_text(speed))
     for cell in breaks:
         print(f"the linear form breaks: {cell.says}")
     Console(stderr=True).print(f"wrote {out}", soft_wrap=True)

@@ -88,10 +88,10 @@ def profile_command(
         raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
     _prepare_process(cores)
     name = str(folder.resolve()) if folder.is_dir() else model
-    told = asyncio.run(
+    summary = asyncio.run(
         _measure(name, engine_flags or [], out, budget_s, repeats, points, max_context, clock, seed)
     )
-    _say(told, out, output_format)
+    _say(summary, out, output_format)
 
 
 def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_format: str) -> None:
@@ -107,7 +107,7 @@ def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_
         profile = predicted_profile(Asked(model, gpu, tp, host_s), date.today())
     write_profile(profile, out)
     residuals = profile.residuals
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "schema": "tokenfleet.predicted/1",
         "profile": str(out),
         "label": profile.label,
@@ -118,7 +118,7 @@ def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_
         "says": profile.source.what,
     }
     if output_format == "json":
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return
     print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {out}")
     print(
@@ -143,14 +143,14 @@ async def _measure(
 
     from controlplane.perfmodel.design import grid
     from dataplane.live.gateway.server import parse_flags
-    from dataplane.live.pool.ray_host import asked_engine_args
+    from dataplane.live.pool.ray_host import engine_settings_of
     from dataplane.live.worker.profiling import ProfiledEngine
     from tokenfleet.profiles.measurement_file import MeasurementFile
 
-    asked = asked_engine_args(parse_flags(["--model", model, *flags]))
+    engine_settings = engine_settings_of(parse_flags(["--model", model, *flags]))
     began_s = time.monotonic()
     with console(stderr=True).status("starting the engine"):
-        engine = await ProfiledEngine.start(asked, clock)
+        engine = await ProfiledEngine.start(engine_settings, clock)
     try:
         file = MeasurementFile(out, engine.environment())
         room = engine.room
@@ -256,8 +256,8 @@ def _prepare_process(cores: str) -> None:
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
 
 
-def _say(told: dict[str, Any], out: Path, output_format: str) -> None:
-    environment = told["environment"]
+def _say(summary: dict[str, Any], out: Path, output_format: str) -> None:
+    environment = summary["environment"]
     fit = (
         f"tokenfleet fit --measurements {out} --robust --model {environment['model']} --gpu GPU"
         f" --tp {environment['tp_degree']} --kv-tokens {environment['kv_tokens']}"
@@ -266,10 +266,10 @@ def _say(told: dict[str, Any], out: Path, output_format: str) -> None:
         " --out PROFILE.yaml"
     )
     if output_format == "json":
-        print(json.dumps({"schema": SCHEMA, "measurements": str(out), **told, "fit": fit}))
+        print(json.dumps({"schema": SCHEMA, "measurements": str(out), **summary, "fit": fit}))
         return
-    rest = told["points"] - told["done"]
-    print(f"{told['begun']} of {told['points']} grid points in {out}, after {told['seconds']:.0f} s")
+    rest = summary["points"] - summary["done"]
+    print(f"{summary['begun']} of {summary['points']} grid points in {out}, after {summary['seconds']:.0f} s")
     if rest:
         print(f"the time is over with visits to {rest} points to go; the same command goes on from here")
     print(fit)

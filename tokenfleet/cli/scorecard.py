@@ -56,8 +56,8 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
         rates, most = card["rate_rps"], card["capacity"]
         table.add_row("requests/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–")
         parts.append(table)
-        held, failed = (_or_dash(most[k], "{:.3g}/s".format) for k in ("carried_rps", "failed_rps"))
-        parts.append(f"busiest minute within the target {held}; least busy one outside it {failed}")
+        carried, failed = (_or_dash(most[k], "{:.3g}/s".format) for k in ("carried_rps", "failed_rps"))
+        parts.append(f"busiest minute within the target {carried}; least busy one outside it {failed}")
     return [*parts, *card["says"]]
 
 

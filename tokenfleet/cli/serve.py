@@ -115,12 +115,12 @@ def serve_command(
     """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
     if engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {engine!r}")
-    found = None if plan is None else (plan, read_plan(plan))
-    if found is not None:
-        slo = slo or slo_of(found[1])
+    saved = None if plan is None else (plan, read_plan(plan))
+    if saved is not None:
+        slo = slo or slo_of(saved[1])
     if kind and (workers, tp) != (WORKERS, 1):
         raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
-    kinds = kinds_of(workers, tp, kind or (), found, profile or (), engine == "emulated")
+    kinds = kinds_of(workers, tp, kind or (), saved, profile or (), engine == "emulated")
     workers = sum(kinds.workers.values())
     bounds = None if autoscale is None else bounds_of(autoscale)
     most = max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
@@ -161,7 +161,7 @@ def serve_command(
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
     with folder_of_fleet(data, history) as folder:
-        planning = () if folder is None else (fleet_extension(folder, None if found is None else found[1]),)
+        planning = () if folder is None else (fleet_extension(folder, None if saved is None else saved[1]),)
         settings = FleetSettings(
             gateway=GatewaySettings(
                 model=str(Path(model).expanduser().resolve()) if looks_like_path else model,
@@ -179,7 +179,7 @@ def serve_command(
             keys=tuple(keys),
             slo=targets,
             waiting=WaitingSettings(queue, queue_wait_s),
-            autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, found),
+            autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, saved),
             advisory=advisory,
             policy=placement,
             data=None if history is False else folder,

@@ -27,7 +27,7 @@ KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and wo
 def kinds_of(
     workers: int,
     tp: int,
-    given: Sequence[str],
+    flags: Sequence[str],
     plan: tuple[Path, dict[str, Any]] | None,
     profiles: Sequence[Path],
     is_emulated: bool,
@@ -41,19 +41,21 @@ def kinds_of(
 
     model = EMULATED[0]
     if plan is not None:
-        if given:
+        if flags:
             raise BadInput("--kind: the plan says which kinds there are; give either")
         kinds = _planned(*plan)
         model = _model_of(plan[1]) or model
-    elif given:
-        kinds = [_kind(text) for text in given]
+    elif flags:
+        kinds = [_kind(text) for text in flags]
     else:
         kinds = [WorkerKind(workers, tp)]
-    found = Kinds(kinds)
-    if sum(found.workers.values()) == 0:
+    made_kinds = Kinds(kinds)
+    if sum(made_kinds.workers.values()) == 0:
         raise BadInput("--kind: workers: a fleet starts with at least one")
     read = [read_profile(path) for path in profiles]
-    return Kinds([_with_profile(kind, len(found), read, model if is_emulated else None) for kind in found])
+    return Kinds(
+        [_with_profile(kind, len(made_kinds), read, model if is_emulated else None) for kind in made_kinds]
+    )
 
 
 def _planned(path: Path, plan: dict[str, Any]) -> list[WorkerKind]:
@@ -165,10 +167,10 @@ def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None)
     hold_s = parse_duration_s(hold, "--scale-in-after")
     if plan is None:
         return Autoscale(low, high, hold_s=hold_s)
-    path, found = plan
+    path, content = plan
     # A mix's line counts workers of no one kind: what each kind can do says how many of which.
-    line = found.get("demand_line") if len(found["fleet"]) == 1 else None
-    usd = found.get("usd_per_hour")
+    line = content.get("demand_line") if len(content["fleet"]) == 1 else None
+    usd = content.get("usd_per_hour")
     slope_and_intercept = learned_at = None
     if line is not None:
         try:
@@ -180,7 +182,7 @@ def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None)
         if not all(map(math.isfinite, slope_and_intercept)) or slope_and_intercept[0] < 0:
             raise BadInput(f"{path}: demand_line: expected a slope of at least 0, got {line!r}")
         learned_at = _lengths_of(path, line)
-    each = float(usd) / int(found["workers"]) if usd is not None and int(found["workers"]) else None
+    each = float(usd) / int(content["workers"]) if usd is not None and int(content["workers"]) else None
     return Autoscale(low, high, slope_and_intercept, hold_s, each, learned_at)
 
 

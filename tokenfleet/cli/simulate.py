@@ -65,19 +65,19 @@ def simulate_command(
 
     if profile is not None and (gpu or tp):
         raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
-    found = chosen_profiles(
+    profiles = chosen_profiles(
         model, [gpu] if gpu else [], [tp] if tp else [], [profile] if profile else [], engine
     )
-    if len(found) > 1:
-        names = ", ".join(str(p.variant) for p in found)
+    if len(profiles) > 1:
+        names = ", ".join(str(p.variant) for p in profiles)
         raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
-    worker = found[0].with_engine(max_batched_tokens=max_batched_tokens, max_seqs=max_seqs)
+    worker = profiles[0].with_engine(max_batched_tokens=max_batched_tokens, max_seqs=max_seqs)
     specs = _specs(worker, workers, prefill_workers)
     known_policy(policy)
     with console(stderr=True).status("reading"):
         read = read_traces([str(path) for path in trace])
         workload = trimmed(read.workload, window, rate_scale, read.name)
-        workload, warnings = within_context(workload, found, drop_too_long, read.name)
+        workload, warnings = within_context(workload, profiles, drop_too_long, read.name)
     warn([*read.warnings, *warnings])
     longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
     if longest > worker.kv.capacity_tokens:

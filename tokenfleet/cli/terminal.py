@@ -50,8 +50,8 @@ class Bar(Watch):
         self._lock = Lock()
         self._count = 0
 
-    def stage(self, says: str, share: float) -> None:
-        self._progress.update(self._task, description=says, completed=share)
+    def stage(self, text: str, share: float) -> None:
+        self._progress.update(self._task, description=text, completed=share)
 
     def simulated(self) -> None:
         with self._lock:
@@ -60,7 +60,7 @@ class Bar(Watch):
 
 
 @contextmanager
-def progress_bar(says: str) -> Iterator[Watch]:
+def progress_bar(text: str) -> Iterator[Watch]:
     """A bar on stderr while it is watched by a person; a silent one otherwise."""
     to = console(stderr=True)
     columns = (
@@ -70,16 +70,16 @@ def progress_bar(says: str) -> Iterator[Watch]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
-        yield Bar(progress, progress.add_task(says, total=1.0, simulations=0))
+        yield Bar(progress, progress.add_task(text, total=1.0, simulations=0))
 
 
 @contextmanager
-def counted_bar(says: str, total: int) -> Iterator[Callable[[], None]]:
+def counted_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
     """The same for `total` equal things: what it gives is called after each."""
     to = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
     with Progress(
         *columns, TimeElapsedColumn(), console=to, transient=True, disable=not to.is_terminal
     ) as progress:
-        task = progress.add_task(says, total=total)
+        task = progress.add_task(text, total=total)
         yield lambda: progress.advance(task)

@@ -42,12 +42,14 @@ def read_steps(path: Path) -> Steps:
     return Steps(end_s[order], step_s[order], tokens[order], worker[order])
 
 
-def hops_s(sent_unix_s: Columns, prompt_tokens: NDArray[np.int64], ttft_s: Columns, steps: Steps) -> Columns:
+def learned_overheads_s(
+    sent_unix_s: Columns, prompt_tokens: NDArray[np.int64], ttft_s: Columns, steps: Steps
+) -> Columns:
     """TTFT without the step, of the requests that found their worker idle; shape [found], seconds.
 
     Only of requests whose step is told from all others by the tokens it prefilled.
     """
-    found = []
+    overheads = []
     first = np.searchsorted(steps.end_s, sent_unix_s - CLOCKS_S, side="right")
     last = np.searchsorted(steps.end_s, sent_unix_s + ttft_s + CLOCKS_S, side="left")
     for i in range(len(sent_unix_s)):
@@ -59,5 +61,5 @@ def hops_s(sent_unix_s: Columns, prompt_tokens: NDArray[np.int64], ttft_s: Colum
         begun_s = end_s[own[0]] - lasted_s[own[0]]
         beside = (steps.worker[near] == steps.worker[near][own[0]]) & (end_s > sent_unix_s[i])
         if not (beside & (end_s - lasted_s < begun_s - ORDER_S)).any():
-            found.append(ttft_s[i] - lasted_s[own[0]])
-    return np.maximum(np.array(found, np.float64), 0.0)
+            overheads.append(ttft_s[i] - lasted_s[own[0]])
+    return np.maximum(np.array(overheads, np.float64), 0.0)

@@ -105,9 +105,9 @@ async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generat
     things still to be loaded. One zero where none was answered.
     """
     one = Workload(np.zeros(1), np.array([8]), np.array([1]))
-    seen = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES + 1)][1:]
-    known = np.concatenate(seen)
-    return np.maximum(known - alone_s, 0.0) if len(known) else np.zeros(1)
+    rounds = [(await replay(one, endpoint, rng)).ttft_s for _ in range(PROBES + 1)][1:]
+    ttfts_s = np.concatenate(rounds)
+    return np.maximum(ttfts_s - alone_s, 0.0) if len(ttfts_s) else np.zeros(1)
 
 
 async def replay(
@@ -119,7 +119,7 @@ async def replay(
     """Send every request at its time and wait for all of them. `tell(done)` is called as they end."""
     n = len(workload)
     sent, first, last = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
-    made = np.zeros(n, np.int64)
+    received = np.zeros(n, np.int64)
     errors: list[str] = []
     done = 0
     connector = aiohttp.TCPConnector(limit=0)
@@ -152,18 +152,18 @@ async def replay(
                     if reply.status != 200:
                         raise BadInput(f"HTTP {reply.status}: {(await reply.text())[:200]}")
                     async for line in reply.content:
-                        _take(line, i, time.perf_counter() - began, first, last, made)
+                        _take(line, i, time.perf_counter() - began, first, last, received)
             except (aiohttp.ClientError, OSError, TimeoutError, BadInput) as error:
                 errors.append(str(error) or repr(error))
                 last[i] = np.nan
-            if made[i] == 0:
+            if received[i] == 0:
                 last[i] = np.nan
             done += 1
             tell(done)
 
         await asyncio.gather(*(one(i) for i in range(n)))
     began_unix_s = time.time() - (time.perf_counter() - began)
-    return Replayed(sent, first, last, workload.prompt_tokens, made, tuple(errors), began_unix_s)
+    return Replayed(sent, first, last, workload.prompt_tokens, received, tuple(errors), began_unix_s)
 
 
 def _take(
@@ -172,7 +172,7 @@ def _take(
     now_s: float,
     first: NDArray[np.float64],
     last: NDArray[np.float64],
-    made: NDArray[np.int64],
+    received: NDArray[np.int64],
 ) -> None:
     """One line of a stream. Raises BadInput for an error in it."""
     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -188,4 +188,4 @@ def _take(
             first[i] = now_s
         last[i] = now_s
     if chunk.get("usage"):
-        made[i] = int(chunk["usage"]["completion_tokens"])
+        received[i] = int(chunk["usage"]["completion_tokens"])

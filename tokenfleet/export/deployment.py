@@ -95,10 +95,10 @@ def deployment(plan: dict[str, Any], where: str, weights: str | None = None) -> 
     profile = {(p.gpu, p.tp_degree): p for p in form.inputs.profiles}
     groups = []
     for i, part in enumerate(form.fleet):
-        known = profile.get((part.gpu, part.tp_degree))
-        if known is None:
+        profile_of_group = profile.get((part.gpu, part.tp_degree))
+        if profile_of_group is None:
             raise BadInput(f"{where}: fleet.{i}: inputs.profiles has no {part.gpu} TP{part.tp_degree}")
-        limits = known.engine_limits
+        limits = profile_of_group.engine_limits
         groups.append(
             WorkerGroup(
                 part.gpu,

@@ -31,32 +31,32 @@ class ExportSettings:
 
 
 def _kuberay(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    says = (
-        f"{_says(fleet)}\n# Before: kubectl create secret generic {KEYS}"
+    heading = (
+        f"{_heading(fleet)}\n# Before: kubectl create secret generic {KEYS}"
         " --from-literal=api-key=... --from-literal=control-key=... [--from-literal=hf-token=...]"
     )
-    return {"kuberay.yaml": _documents(says, kuberay(fleet, settings.name, settings.image))}
+    return {"kuberay.yaml": _documents(heading, kuberay(fleet, settings.name, settings.image))}
 
 
 def _production_stack(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    says = f"{_says(fleet)}\n# helm install {settings.name} vllm/vllm-stack -f values.yaml"
-    return {"values.yaml": _documents(says, [production_stack(fleet)])}
+    heading = f"{_heading(fleet)}\n# helm install {settings.name} vllm/vllm-stack -f values.yaml"
+    return {"values.yaml": _documents(heading, [production_stack(fleet)])}
 
 
 def _keda(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    says = (
-        f"{_says(fleet)}\n# Floors for the Deployments of production-stack release {settings.name}, in"
+    heading = (
+        f"{_heading(fleet)}\n# Floors for the Deployments of production-stack release {settings.name}, in"
         f" {settings.timezone}. Hours that the trace does not cover get the whole fleet."
     )
     objects = keda(fleet, settings.name, settings.timezone, settings.day_begins)
-    return {"keda.yaml": _documents(says, objects)}
+    return {"keda.yaml": _documents(heading, objects)}
 
 
 def _prometheus(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
     rule = prometheus_rule_object(fleet.slo, fleet.attainment, f"{settings.name}-slo")
     return {
         "tokenfleet.rules.yaml": prometheus_rules(fleet.slo, fleet.attainment),
-        "prometheusrule.yaml": _documents(_says(fleet), [rule]),
+        "prometheusrule.yaml": _documents(_heading(fleet), [rule]),
     }
 
 
@@ -97,11 +97,11 @@ def export_files(
     }
 
 
-def _says(fleet: Deployment) -> str:
+def _heading(fleet: Deployment) -> str:
     """The first line of every file: what the plan was."""
     groups = " + ".join(f"{g.workers} x {g.gpu} TP{g.gpus}" for g in fleet.groups)
     return f"# Made by tokenfleet from a plan: {groups}, {fleet.attainment:g} within {fleet.slo_text}."
 
 
-def _documents(says: str, objects: Sequence[dict[str, Any]]) -> str:
-    return says + "\n" + yaml.safe_dump_all(objects, sort_keys=False, width=110, allow_unicode=True)
+def _documents(heading: str, objects: Sequence[dict[str, Any]]) -> str:
+    return heading + "\n" + yaml.safe_dump_all(objects, sort_keys=False, width=110, allow_unicode=True)

@@ -64,7 +64,7 @@ def _budget(attainment: float, number: int) -> list[dict[str, Any]]:
     }
     worst = max(threshold(one.factor, budget) for one in BURNS) / budget
     _line(burn, round(worst, 4))
-    left = {
+    remaining = {
         "id": number + 2,
         "type": "stat",
         "title": "Error budget left",
@@ -75,8 +75,8 @@ def _budget(attainment: float, number: int) -> list[dict[str, Any]]:
         "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value"},
         "targets": [_target(f"1 - ({error_ratio('3d')}) / {budget:.6g}", "", "A")],
     }
-    _steps(left, [("red", None), ("orange", 0.0), ("green", 0.5)])
-    return [burn, left]
+    _steps(remaining, [("red", None), ("orange", 0.0), ("green", 0.5)])
+    return [burn, remaining]
 
 
 def _target(expression: str, legend: str, ref: str) -> dict[str, Any]:

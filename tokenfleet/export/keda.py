@@ -44,8 +44,8 @@ def floors(fleet: Deployment, timezone: str, begins: str | None = None) -> list[
         start = math.floor((span.start_s - fleet.cold_start_s) / 60.0 + first)
         end = math.ceil(span.end_s / 60.0 + first)
         for minute in range(start, min(end, start + DAY)):
-            held = wanted[minute % DAY]
-            wanted[minute % DAY] = span.workers if held is None else max(held, span.workers)
+            count = wanted[minute % DAY]
+            wanted[minute % DAY] = span.workers if count is None else max(count, span.workers)
     return [fleet.workers if n is None else max(n, 1) for n in wanted]
 
 
@@ -75,12 +75,12 @@ def windows(by_minute: list[int]) -> list[tuple[int, int, int]]:
     # Begin where the count changes, so that no stretch is cut in two by midnight.
     turn = next(m for m in range(DAY) if by_minute[m] != by_minute[m - 1])
     minutes = [(turn + i) % DAY for i in range(DAY)]
-    found = []
+    spans = []
     for workers, group in groupby(minutes, key=lambda m: by_minute[m]):
         run = list(group)
         if workers > least:
-            found.append((run[0], (run[-1] + 1) % DAY, workers))
-    return sorted(found)
+            spans.append((run[0], (run[-1] + 1) % DAY, workers))
+    return sorted(spans)
 
 
 def keda(fleet: Deployment, release: str, timezone: str, begins: str | None = None) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def fit_log(
 
     rng = np.random.default_rng(seed)
     first = _first_guess(log)
-    found = []
+    fits = []
     for k in range(STARTS):
         x = first + (rng.normal(0, 0.5, 4) if k else 0.0)
         for step in STEPS:
@@ -115,8 +115,8 @@ def fit_log(
                 f_scale=OUTLIER,
                 max_nfev=40,
             ).x
-        found.append((cost(x), k, x))
-    best = min(found, key=lambda row: row[:2])[2]
+        fits.append((cost(x), k, x))
+    best = min(fits, key=lambda row: row[:2])[2]
     for size in SIMPLEX:
         best = minimize(
             cost,
@@ -159,15 +159,15 @@ def _judged(log: RequestLog, profile: Profile, rows: NDArray[np.bool_]) -> Profi
     """The profile with the errors of its requests' TPOT: a log has no steps to judge singly."""
     outcome = replay(log, profile)
     error = np.abs(outcome.tpot_s / log.tpot_s - 1)
-    known = ~np.isnan(error)
-    seen, held = error[known & rows], error[known & ~rows]
+    finite = ~np.isnan(error)
+    in_sample, held_out = error[finite & rows], error[finite & ~rows]
     residuals = Residuals(
-        mean_relative=float(seen.mean()),
-        p95_relative=float(np.quantile(seen, 0.95)),
-        max_relative=float(seen.max()),
-        samples=len(seen),
-        held_out_mean=float(held.mean()) if len(held) else None,
-        held_out_max=float(held.max()) if len(held) else None,
+        mean_relative=float(in_sample.mean()),
+        p95_relative=float(np.quantile(in_sample, 0.95)),
+        max_relative=float(in_sample.max()),
+        samples=len(in_sample),
+        held_out_mean=float(held_out.mean()) if len(held_out) else None,
+        held_out_max=float(held_out.max()) if len(held_out) else None,
         unseen_relative=profile.residuals.unseen_relative,
     )
     longest = float((log.workload.prompt_tokens + log.workload.output_tokens).max())

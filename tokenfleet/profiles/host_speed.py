@@ -65,47 +65,47 @@ def host_speed(batch: Labels, visit: Labels, at_s: Columns, step_s: Columns) -> 
     log_s = np.log(step_s)
     pairs = np.unique(np.column_stack([batch, visit]), axis=0)
     visits_of = np.bincount(pairs[:, 0], minlength=int(batch.max()) + 1)
-    known = visits_of[batch] >= FEWEST_VISITS
+    repeated = visits_of[batch] >= FEWEST_VISITS
     same = HostSpeed(np.ones(len(step_s)), None, 0.0, 0.0)
-    if len(np.unique(visit[known])) < FEWEST_VISITS:
+    if len(np.unique(visit[repeated])) < FEWEST_VISITS:
         return same
     gaps = _gaps_s(visit, at_s)
     none = np.zeros(len(gaps))
-    off = float(np.abs(_residual(batch, visit, log_s, known, none)[1]).mean())
+    off = float(np.abs(_residual(batch, visit, log_s, repeated, none)[1]).mean())
     tried = []
     for window_s in WINDOWS_S:
-        slow, left = _slowness(batch, visit, log_s, known, np.exp(-gaps / window_s))
-        tried.append((left, window_s, slow))
-    left, window_s, slow = min(tried, key=lambda t: t[0])
-    if left > off * (1.0 - LEAST_GAIN):
+        slow, error = _slowness(batch, visit, log_s, repeated, np.exp(-gaps / window_s))
+        tried.append((error, window_s, slow))
+    error, window_s, slow = min(tried, key=lambda t: t[0])
+    if error > off * (1.0 - LEAST_GAIN):
         return HostSpeed(same.slowness, None, off, off)
-    return HostSpeed(np.exp((slow - slow.mean())[visit]), window_s, off, left)
+    return HostSpeed(np.exp((slow - slow.mean())[visit]), window_s, off, error)
 
 
 def _slowness(
-    batch: Labels, visit: Labels, log_s: Columns, known: NDArray[np.bool_], weight: Columns
+    batch: Labels, visit: Labels, log_s: Columns, repeated: NDArray[np.bool_], weight: Columns
 ) -> tuple[Columns, float]:
     """Each visit's slowness on the logarithm, shape [visits], and what visits are off by beside it."""
     np.fill_diagonal(weight, 0.0)
     slow: Columns = np.zeros(len(weight))
-    left = np.inf
+    error = np.inf
     for _ in range(ROUNDS):
-        rows, off = _residual(batch, visit, log_s, known, slow)
+        rows, off = _residual(batch, visit, log_s, repeated, slow)
         # Off its batches' terms all in all: what it is beside the slowness, and the slowness itself.
         whole = np.clip(off + slow[rows], -MOST, MOST)
         slow = weight[:, rows] @ whole / (weight[:, rows].sum(axis=1) + PRIOR)
-        left = float(np.abs(whole - slow[rows]).mean())
-    return slow, left
+        error = float(np.abs(whole - slow[rows]).mean())
+    return slow, error
 
 
 def _residual(
-    batch: Labels, visit: Labels, log_s: Columns, known: NDArray[np.bool_], slow: Columns
+    batch: Labels, visit: Labels, log_s: Columns, repeated: NDArray[np.bool_], slow: Columns
 ) -> tuple[Labels, Columns]:
     """Visits that say something, and how far each is off: the median over its steps, slowness taken out."""
     steady = log_s - slow[visit]
     term = medians(batch, steady)
-    off = medians(visit[known], (steady - term[batch])[known], len(slow))
-    rows = np.unique(visit[known])
+    off = medians(visit[repeated], (steady - term[batch])[repeated], len(slow))
+    rows = np.unique(visit[repeated])
     return rows, off[rows]
 
 

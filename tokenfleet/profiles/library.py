@@ -86,31 +86,31 @@ def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ())
     of_model = [(shelf, p) for shelf, p in shelves if p.model == wanted]
     if not of_model:
         raise ProfileMissing(f"model {model!r}: no profile ships; {_nearest(wanted, models)}")
-    found: list[Profile] = []
+    matches: list[Profile] = []
     if gpus:
         for gpu in gpus:
-            found += _of_gpu(gpu, [p for _, p in of_model], sorted({p.gpu for _, p in shelves}))
+            matches += _of_gpu(gpu, [p for _, p in of_model], sorted({p.gpu for _, p in shelves}))
     else:
         first = of_model[0][0]
-        found = [p for shelf, p in of_model if shelf == first]
+        matches = [p for shelf, p in of_model if shelf == first]
     if tps:
-        have = sorted({p.tp_degree for p in found})
-        found = [p for p in found if p.tp_degree in tps]
-        if not found:
-            asked = ", ".join(str(n) for n in tps)
-            raise ProfileMissing(f"{wanted}: no profile at TP {asked}; there is TP {_listed(have)}")
+        have = sorted({p.tp_degree for p in matches})
+        matches = [p for p in matches if p.tp_degree in tps]
+        if not matches:
+            degrees = ", ".join(str(n) for n in tps)
+            raise ProfileMissing(f"{wanted}: no profile at TP {degrees}; there is TP {_listed(have)}")
     single: dict[tuple[str, int], Profile] = {}
-    for profile in found:
+    for profile in matches:
         # First wins: an earlier shelf, and there a measured before a composed one.
         single.setdefault((profile.gpu, profile.tp_degree), profile)
     return [single[key] for key in sorted(single)]
 
 
-def _of_gpu(gpu: str, profiles: Iterable[Profile], known: Sequence[str]) -> list[Profile]:
+def _of_gpu(gpu: str, profiles: Iterable[Profile], gpus: Sequence[str]) -> list[Profile]:
     profiles = list(profiles)
     names = canonical_gpus(gpu)
-    if not set(names) & set(known):
-        raise ProfileMissing(f"gpu {gpu!r}: no profile ships; {_nearest(names[0], [*_GPU_ALIASES, *known])}")
+    if not set(names) & set(gpus):
+        raise ProfileMissing(f"gpu {gpu!r}: no profile ships; {_nearest(names[0], [*_GPU_ALIASES, *gpus])}")
     for name in names:
         matching = [p for p in profiles if p.gpu == name]
         if matching:
@@ -136,7 +136,7 @@ def canonical_gpus(name: str) -> tuple[str, ...]:
     return (plain,)
 
 
-def canonical_model(name: str, known: Iterable[str] = ()) -> str:
+def canonical_model(name: str, names: Iterable[str] = ()) -> str:
     """The library's name of a model: lower case, without the owner and the marks of fine-tuning.
 
     `meta-llama/Llama-3.1-8B-Instruct` -> `llama-3.1-8b`, `Llama-2-13b-chat-hf` -> `llama-2-13b`,
@@ -167,11 +167,11 @@ def age_warning(profile: Profile, today: date) -> str | None:
     )
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5)
     if close:
         return f"nearest: {', '.join(close)}"
-    return f"known: {_listed(sorted(set(known)))}"
+    return f"known: {_listed(sorted(set(names)))}"
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -51,7 +51,7 @@ def linear_breaks(samples: StepSamples, robust: bool) -> list[Break]:
         "decode": (~prefills & decodes, samples.sequences),
         "mixed": (prefills & decodes, samples.prefill_tokens),
     }
-    found = []
+    breaks = []
     for phase, (rows, size) in phases.items():
         power = np.floor(np.log2(np.maximum(size, 1)))
         for cell in np.unique(power[rows]):
@@ -59,8 +59,8 @@ def linear_breaks(samples: StepSamples, robust: bool) -> list[Break]:
             middle = float(np.median(error[here]))
             if here.sum() >= FEWEST and abs(middle) > limit:
                 low, high = int(size[here].min()), int(size[here].max())
-                found.append(Break(phase, low, high, int(here.sum()), middle))
-    return sorted(found, key=lambda b: -abs(b.error))
+                breaks.append(Break(phase, low, high, int(here.sum()), middle))
+    return sorted(breaks, key=lambda b: -abs(b.error))
 
 
 def form_of(model: StepModel) -> list[str]:

@@ -153,14 +153,14 @@ def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]
     _, first, group = np.unique(work, axis=0, return_index=True, return_inverse=True)
     group, repeat = group.reshape(-1), np.asarray(repeats)
     of_point = [len(np.unique(repeat[name == n])) for n in range(name.max() + 1)]
-    kept = [
+    merged = [
         g for g in range(len(first)) if 2 * len(np.unique(repeat[group == g])) >= of_point[name[first[g]]]
     ]
-    once = samples.take(first[kept])
+    once = samples.take(first[merged])
     return replace(
         once,
-        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in kept]),
-        step_s=np.array([np.median(samples.step_s[group == g]) for g in kept]),
+        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in merged]),
+        step_s=np.array([np.median(samples.step_s[group == g]) for g in merged]),
     )
 
 
@@ -209,12 +209,12 @@ def read_request_log(path: Path) -> RequestLog:
 
 
 def _field(path: Path, number: int, entry: dict[str, Any], name: str) -> float:
-    for known in LOG_FIELDS[name]:
-        if known in entry:
-            value = entry[known]
+    for spelling in LOG_FIELDS[name]:
+        if spelling in entry:
+            value = entry[spelling]
             good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
             if not good or math.isnan(value):
-                raise BadInput(f"{path}: line {number}: {known}: must be a number, got {value!r:.60}")
+                raise BadInput(f"{path}: line {number}: {spelling}: must be a number, got {value!r:.60}")
             return float(value)
     raise BadInput(f"{path}: line {number}: no {' or '.join(LOG_FIELDS[name])} in it")
 

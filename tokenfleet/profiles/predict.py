@@ -94,12 +94,12 @@ def predicted_profile(asked: Asked, today: date) -> Profile:
 
 def system_of(gpu: str) -> str:
     """The tables' name of a GPU: `h100`, `H100-SXM-80GB` and `h100_sxm` mean the same."""
-    known = sorted(path.stem for path in (_package() / "systems").glob("*.yaml"))
+    systems = sorted(path.stem for path in (_package() / "systems").glob("*.yaml"))
     for name in canonical_gpus(gpu):
         for plain in (name.replace("-", "_"), name.replace("-", "_") + "_sxm"):
-            if plain in known:
+            if plain in systems:
                 return plain
-    raise ProfileMissing(f"--gpu: {gpu}: there are no tables of it{nearest(gpu, known)}")
+    raise ProfileMissing(f"--gpu: {gpu}: there are no tables of it{nearest(gpu, systems)}")
 
 
 def model_of(name: str) -> str:
@@ -198,7 +198,7 @@ def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> 
 
     visible = VISIBLE_GIB.get(system)
     try:
-        found = estimate_kv_cache(
+        estimate = estimate_kv_cache(
             model,
             system,
             "vllm",
@@ -212,12 +212,12 @@ def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> 
         )
     except Exception as error:
         raise BadInput(f"{model} on {system} TP {tp_degree}: KV: {str(error)[:200]}") from None
-    tokens = int(found["total_kv_size_tokens"])
+    tokens = int(estimate["total_kv_size_tokens"])
     if tokens < SMALLEST_KV:
         raise ProfileMissing(
             f"{model} on {system} TP {tp_degree}: its weights leave room for {max(tokens, 0)} KV tokens"
         )
-    return tokens, int(found["kv_size_per_token_bytes"]) * tp_degree
+    return tokens, int(estimate["kv_size_per_token_bytes"]) * tp_degree
 
 
 def _up_to(most: int, start: int) -> Iterator[int]:
@@ -229,10 +229,10 @@ def _up_to(most: int, start: int) -> Iterator[int]:
 
 
 def _package() -> Path:
-    found = importlib.util.find_spec("aiconfigurator_core")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("aiconfigurator_core")
+    if spec is None or spec.origin is None:
         raise BadInput(f"--predict: aiconfigurator-core is not installed; {INSTALL}")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def plan_report(plan: Plan) -> str:
 
 def page(
     title: str,
-    says: str,
+    subtitle: str,
     subline: str,
     opening: str,
     drawn: Sequence[Figure],
@@ -50,7 +50,7 @@ def page(
 
     return Template(PAGE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
-        headline=escape(says),
+        headline=escape(subtitle),
         subline=escape(subline),
         opening=opening,
         figures="\n".join(_figure(figure) for figure in drawn),
@@ -81,10 +81,10 @@ def _tiles(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> str:
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(says)}</dd>" for name, says in facts(plan))
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts(plan))
     tone = "good" if plan.feasible else "bad"
-    says = "Why this fleet" if plan.feasible else "Why no fleet"
-    return f'<section><h2 class="{tone}">{says}</h2><dl>{rows}</dl></section>'
+    text = "Why this fleet" if plan.feasible else "Why no fleet"
+    return f'<section><h2 class="{tone}">{text}</h2><dl>{rows}</dl></section>'
 
 
 def _figure(figure: Figure) -> str:
@@ -92,10 +92,10 @@ def _figure(figure: Figure) -> str:
     table = ""
     if figure.rows:
         table = f"<details><summary>Numbers</summary>{_table(figure.columns, figure.rows)}</details>"
-    says = escape(f"{figure.title}: {figure.caption}")
+    text = escape(f"{figure.title}: {figure.caption}")
     return (
         f"<figure{wide}><h2>{escape(figure.title)}</h2>"
-        f'<div class="plot" id="{figure.id}" role="img" aria-label="{says}"></div>'
+        f'<div class="plot" id="{figure.id}" role="img" aria-label="{text}"></div>'
         f"<figcaption>{escape(figure.caption)}{table}</figcaption></figure>"
     )
 

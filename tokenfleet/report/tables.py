@@ -69,8 +69,8 @@ def _facts(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for name, says in facts(plan):
-        table.add_row(name, says)
+    for name, text in facts(plan):
+        table.add_row(name, text)
     return table
 
 

@@ -78,15 +78,15 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def folder_of_fleet(asked: Path | None, keeps: bool | None) -> Iterator[Path | None]:
+def folder_of_fleet(option: Path | None, keeps: bool | None) -> Iterator[Path | None]:
     """Where a fleet keeps its things: the folder named by flag or environment, else one that goes with it.
 
     `keeps` true asks for the user's data folder where none is named. A fleet leaves nothing behind that
     nobody asked for, and must serve on a host that it cannot write on, too: None there. Raises BadInput for a
     folder that was asked for and cannot be written.
     """
-    if asked is not None or keeps or os.environ.get(VARIABLE):
-        yield made_folder(asked or default_data_folder())
+    if option is not None or keeps or os.environ.get(VARIABLE):
+        yield made_folder(option or default_data_folder())
         return
     try:
         passing = TemporaryDirectory(prefix="tokenfleet-", ignore_cleanup_errors=True)
@@ -101,11 +101,11 @@ def folder_of_fleet(asked: Path | None, keeps: bool | None) -> Iterator[Path | N
 def fleet_extension(folder: Path, plan: Mapping[str, Any] | None) -> Extension:
     """The plan service over a fleet's folder; under `plan`, where one is given, the fleet is served."""
     service = PlanService(folder, ServiceLimits())
-    kept = None if plan is None else service.plans.keep(dict(plan), "served")
+    name = None if plan is None else service.plans.keep(dict(plan), "served")
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
-        number = None if kept is None else service.plans.begin_serving(kept)
+        number = None if name is None else service.plans.begin_serving(name)
         try:
             async with service.running():
                 yield

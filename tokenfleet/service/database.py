@@ -78,17 +78,17 @@ class Database:
 
     def _upgrade(self) -> None:
         with self.transaction() as cursor:
-            found = int(cursor.execute("PRAGMA user_version").fetchone()[0])
-            if found > len(VERSIONS):
+            version = int(cursor.execute("PRAGMA user_version").fetchone()[0])
+            if version > len(VERSIONS):
                 raise BadInput(
-                    f"{self.path}: schema {found}, this version knows {len(VERSIONS)};"
+                    f"{self.path}: schema {version}, this version knows {len(VERSIONS)};"
                     " use a newer tokenfleet, or another --data"
                 )
-            for script in VERSIONS[found:]:
+            for script in VERSIONS[version:]:
                 # Not executescript, which would commit what came before it.
                 for statement in script.split(";"):
                     cursor.execute(statement)
-            if found < len(VERSIONS):
+            if version < len(VERSIONS):
                 cursor.execute(f"PRAGMA user_version = {len(VERSIONS)}")
 
     @contextmanager

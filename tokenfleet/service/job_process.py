@@ -44,9 +44,9 @@ class Teller(Watch):
         self._says, self._share, self._simulations = "starting", 0.0, 0
         self._told_s = 0.0
 
-    def stage(self, says: str, share: float) -> None:
+    def stage(self, text: str, share: float) -> None:
         with self._lock:
-            self._says, self._share = says, share
+            self._says, self._share = text, share
             self._tell()
 
     def simulated(self) -> None:

@@ -96,22 +96,22 @@ class JobRunner:
 
     async def _attempt(self, job: Claimed) -> None:
         plan, error = None, None
-        state, says = "failed", "failed"
+        state, text = "failed", "failed"
         try:
             async with asyncio.timeout(job.timeout_s):
                 plan, error = await self._answer(job)
             if plan is not None:
-                state, says = "done", "done"
+                state, text = "done", "done"
         except TimeoutError:
             error = f"it took longer than {job.timeout_s:g} s"
         except asyncio.CancelledError:
             if self._running[job.id].ending != "cancelled":
                 await asyncio.to_thread(self._jobs.release, job)
                 return
-            state, says = "cancelled", "cancelled"
+            state, text = "cancelled", "cancelled"
         except (ControlPlaneError, OSError, ValueError) as refusal:
             error = " ".join(str(refusal).split())
-        await asyncio.to_thread(self._jobs.finish, job, state, says, plan, error)
+        await asyncio.to_thread(self._jobs.finish, job, state, text, plan, error)
 
     async def _answer(self, job: Claimed) -> tuple[str | None, str | None]:
         """What the job's process says: the plan as JSON text, or the error. It never outlives this call."""
@@ -127,7 +127,7 @@ class JobRunner:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            asked = {
+            question = {
                 "question": job.question,
                 "trace_path": str(self._uploads.path(job.upload)),
                 "trace_name": await asyncio.to_thread(self._trace_name, job.upload),
@@ -135,16 +135,16 @@ class JobRunner:
                 "data": str(self._folder),
             }
             with suppress(ConnectionError):  # it has ended before it was asked; its exit code says how
-                process.stdin.write(json.dumps(asked).encode() + b"\n")
+                process.stdin.write(json.dumps(question).encode() + b"\n")
                 await process.stdin.drain()
             async for line in process.stdout:
-                told: dict[str, Any] = json.loads(line)
-                if "plan" in told:
-                    return json.dumps(told["plan"]), None
-                if "error" in told:
-                    return None, str(told["error"])
+                message: dict[str, Any] = json.loads(line)
+                if "plan" in message:
+                    return json.dumps(message["plan"]), None
+                if "error" in message:
+                    return None, str(message["error"])
                 await asyncio.to_thread(
-                    self._jobs.advance, job, told["progress"], told["says"], told["simulations"]
+                    self._jobs.advance, job, message["progress"], message["says"], message["simulations"]
                 )
             return None, _how_it_ended(await process.wait())
         finally:

@@ -105,17 +105,17 @@ class Jobs:
             question = json.loads(row["question"])
             return Claimed(row["id"], row["attempts"], question, row["upload"], row["timeout_s"])
 
-    def advance(self, job: Claimed, progress: float, says: str, simulations: int) -> None:
+    def advance(self, job: Claimed, progress: float, text: str, simulations: int) -> None:
         """Note how far a running job is."""
         with self._database.transaction() as cursor:
             cursor.execute(
                 "UPDATE jobs SET progress = ?, says = ?, simulations = ?"
                 " WHERE id = ? AND attempts = ? AND state = 'running'",
-                (progress, says, simulations, job.id, job.attempt),
+                (progress, text, simulations, job.id, job.attempt),
             )
 
     def finish(
-        self, job: Claimed, state: str, says: str, plan: str | None = None, error: str | None = None
+        self, job: Claimed, state: str, text: str, plan: str | None = None, error: str | None = None
     ) -> bool:
         """End an attempt, its plan with it; False if it is not the job's present one (nothing is written)."""
         now_s = time.time()
@@ -124,7 +124,7 @@ class Jobs:
                 "UPDATE jobs SET state = ?, says = ?, error = ?, finished_s = ?,"
                 " progress = CASE WHEN ? = 'done' THEN 1.0 ELSE progress END"
                 " WHERE id = ? AND attempts = ? AND state = 'running'",
-                (state, says, error, now_s, state, job.id, job.attempt),
+                (state, text, error, now_s, state, job.id, job.attempt),
             ).rowcount
             if changed and plan is not None:
                 keep_plan(cursor, job.id, "job", plan, now_s)
@@ -166,26 +166,28 @@ class Jobs:
         """
         now_s = time.time()
         with self._database.transaction() as cursor:
-            left = cursor.execute("SELECT id, attempts, cancel FROM jobs WHERE state = 'running'").fetchall()
-            for row in left:
+            unfinished = cursor.execute(
+                "SELECT id, attempts, cancel FROM jobs WHERE state = 'running'"
+            ).fetchall()
+            for row in unfinished:
                 killed = cursor.execute(
                     "SELECT count(*) FROM runs WHERE job = ? AND (outcome IS NULL OR outcome = 'killed')",
                     (row["id"],),
                 ).fetchone()[0]
-                state, says, error = "queued", "its service was killed; waiting to be begun again", None
+                state, text, error = "queued", "its service was killed; waiting to be begun again", None
                 if row["cancel"]:
-                    state, says = "cancelled", "cancelled"
+                    state, text = "cancelled", "cancelled"
                 elif killed >= MOST_ATTEMPTS:
-                    state, says = "failed", "failed"
+                    state, text = "failed", "failed"
                     error = f"the service was killed {killed} times while this job ran"
                 ended_s = None if state == "queued" else now_s
                 cursor.execute(
                     "UPDATE jobs SET state = ?, says = ?, error = ?, finished_s = ?, progress = 0"
                     " WHERE id = ?",
-                    (state, says, error, ended_s, row["id"]),
+                    (state, text, error, ended_s, row["id"]),
                 )
                 _end_run(cursor, row["id"], row["attempts"], "killed", now_s)
-            return len(left)
+            return len(unfinished)
 
     def runs(self, job: str) -> list[tuple[int, str | None]]:
         """Every attempt at a job and how it ended."""
@@ -249,8 +251,8 @@ class Plans:
     def find(self, name: str) -> dict[str, Any] | None:
         """A plan; None if none is kept under that name."""
         text = self.text(name)
-        found: dict[str, Any] | None = None if text is None else json.loads(text)
-        return found
+        plan: dict[str, Any] | None = None if text is None else json.loads(text)
+        return plan
 
     def keep(self, plan: dict[str, Any], source: str) -> str:
         """Keep a plan and return its name: that of the kept plan it equals, else one made of its content."""

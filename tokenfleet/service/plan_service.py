@@ -215,10 +215,10 @@ def known_gpus() -> list[dict[str, Any]]:
     names = sorted({profile.gpu for profile in library()} | set(prices.gpus))
 
     def price(gpu: str, spot: bool) -> dict[str, Any] | None:
-        found = prices.usd_per_gpu_h(gpu, spot=spot)
-        if found is None:
+        usd = prices.usd_per_gpu_h(gpu, spot=spot)
+        if usd is None:
             return None
-        return {"usd_per_gpu_h": found.usd, "date": found.date.isoformat(), "source": found.source}
+        return {"usd_per_gpu_h": usd.usd, "date": usd.date.isoformat(), "source": usd.source}
 
     return [{"name": gpu, "on_demand": price(gpu, False), "spot": price(gpu, True)} for gpu in names]
 

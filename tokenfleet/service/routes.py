@@ -150,10 +150,10 @@ def plan_router(service: PlanService) -> APIRouter:
     @router.get("/plans/{job}", operation_id="get_plan", response_model=Job)
     def plan(job: JobId) -> Response:
         """A job, and its plan once it is done."""
-        found = service.job(job)
+        state = service.job(job)
         text = service.plans.text(job)
         # The plan goes out as it was made; a model in between could change a digit.
-        return JSONResponse(found | {"plan": None if text is None else json.loads(text)})
+        return JSONResponse(state | {"plan": None if text is None else json.loads(text)})
 
     @router.delete("/plans/{job}", operation_id="cancel_plan", status_code=202, responses=_CONFLICT)
     def cancel(job: JobId) -> JobBrief:

@@ -38,8 +38,8 @@ def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
     try:
         plans, jobs = Plans(database), Jobs(database)
         name = plans.last_served() if plan == "last" else plan
-        kept = None if name is None else plans.find(name)
-        if name is None or kept is None:
+        content = None if name is None else plans.find(name)
+        if name is None or content is None:
             raise UnknownName(f"plan {plan}: no such plan is kept")
         job = jobs.find(name)
         servings = plans.servings(name)
@@ -53,7 +53,7 @@ def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
         ]
         or [read_history(data / "history", 0.0, 0.0)]
     )
-    return scorecard(name, kept, servings, rows, own)
+    return scorecard(name, content, servings, rows, own)
 
 
 def scorecard(
@@ -118,7 +118,7 @@ def scorecard(
             "prefill": _figures(replayed.prefill),
             "left": {"tpot": _figures(replayed.left[0]), "ttft": _figures(replayed.left[1])},
         }
-    facts["says"] = _says(facts, replayed, why)
+    facts["says"] = _sentences(facts, replayed, why)
     return facts
 
 
@@ -146,12 +146,12 @@ def _latency(
     planned: Mapping[str, float | None], predicted: NDArray[np.float64] | None, observed: pl.Series
 ) -> dict[str, Any]:
     """Quantiles and mean, three ways and the ratio."""
-    seen = observed.drop_nulls().to_numpy()
-    told = None if predicted is None else predicted[~np.isnan(predicted)]
+    values = observed.drop_nulls().to_numpy()
+    forecast = None if predicted is None else predicted[~np.isnan(predicted)]
     table = {}
     for name in (*QUANTILES, "mean"):
-        now = _at(seen, name)
-        then = None if told is None else _at(told, name)
+        now = _at(values, name)
+        then = None if forecast is None else _at(forecast, name)
         ratio = _figures(now / then) if now is not None and then else None
         table[name] = {"planned": planned[name], "predicted": then, "observed": now, "ratio": ratio}
     return table
@@ -177,34 +177,36 @@ def _capacity(plan: Mapping[str, Any], rows: pl.DataFrame, met: NDArray[np.bool_
         .agg(n=pl.len(), share=pl.col("met").mean())
         .filter(pl.col("n") >= CAPACITY_REQUESTS)
     )
-    held = table.filter(pl.col("share") >= plan["attainment"]["target"])["n"].max()
+    carried = table.filter(pl.col("share") >= plan["attainment"]["target"])["n"].max()
     failed = table.filter(pl.col("share") < plan["attainment"]["target"])["n"].min()
-    rates = [None if n is None else _figures(float(n) / CAPACITY_WINDOW_S) for n in (held, failed)]  # type: ignore[arg-type]
+    rates = [None if n is None else _figures(float(n) / CAPACITY_WINDOW_S) for n in (carried, failed)]  # type: ignore[arg-type]
     return {"planned_rps": plan["inputs"]["rate_rps"], "carried_rps": rates[0], "failed_rps": rates[1]}
 
 
-def _says(facts: Mapping[str, Any], replayed: Replayed | None, why: str) -> list[str]:
-    says = []
+def _sentences(facts: Mapping[str, Any], replayed: Replayed | None, why: str) -> list[str]:
+    sentences = []
     attained = facts["attainment"]
-    held = "held" if attained["observed"] >= attained["target"] else "missed"
-    says.append(f"target {held}: {attained['observed']:.2%} of {attained['target']:.2%}")
+    verdict = "held" if attained["observed"] >= attained["target"] else "missed"
+    sentences.append(f"target {verdict}: {attained['observed']:.2%} of {attained['target']:.2%}")
     if facts["not_served"]:
-        says.append(f"{facts['not_served']} requests were turned away or failed, and count as missed")
+        sentences.append(f"{facts['not_served']} requests were turned away or failed, and count as missed")
     if facts["workers"]["seen"] > facts["workers"]["planned"]:
-        says.append(f"{facts['workers']['seen']} workers served, the plan has {facts['workers']['planned']}")
+        sentences.append(
+            f"{facts['workers']['seen']} workers served, the plan has {facts['workers']['planned']}"
+        )
     if replayed is None:
-        says.append(f"no bias: {why}")
+        sentences.append(f"no bias: {why}")
     else:
-        says.append(
+        sentences.append(
             f"step times of the profile: decode x {replayed.decode:.3g}, prefill x {replayed.prefill:.3g}"
             " fit what was seen"
         )
         if max(abs(ratio - 1.0) for ratio in replayed.left) > 0.1:
-            says.append(
+            sentences.append(
                 f"with them TPOT is still {replayed.left[0]:.3g} and TTFT {replayed.left[1]:.3g} times the"
                 " replay's: other things than step times differ"
             )
-    return says
+    return sentences
 
 
 def _figures(value: float) -> float:

@@ -37,8 +37,8 @@ class Uploads:
             raise UnknownName(f"trace {upload}: is not here (any more); send it with POST /v1/traces")
         with self._database.transaction() as cursor:
             cursor.execute("UPDATE uploads SET used_s = ? WHERE id = ?", (time.time(), upload))
-        found: dict[str, Any] = json.loads(rows[0]["summary"])
-        return found
+        summary: dict[str, Any] = json.loads(rows[0]["summary"])
+        return summary
 
     def draft(self) -> Path:
         """An empty file beside the others, for a body to be written to."""

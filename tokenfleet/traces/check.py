@@ -136,8 +136,8 @@ def _gaps(trace: Trace, shape: Shape) -> Finding:
 
 
 def _bursts(trace: Trace, shape: Shape) -> Finding:
-    told = {window: value for window, value in shape.fano.items() if not math.isnan(value)}
-    fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in told.items()) or "unknown"
+    indices = {window: value for window, value in shape.fano.items() if not math.isnan(value)}
+    fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in indices.items()) or "unknown"
     words = f"gap CV {shape.gap_cv:.2f}, Fano index {fano} (Poisson: 1)"
     if shape.gap_cv > BURSTY_CV or any(value > BURSTY_FANO for value in shape.fano.values()):
         return Finding("bursts", True, f"{words}: a plan from the mean rate alone would be too small")
@@ -157,18 +157,20 @@ def _enough(trace: Trace, shape: Shape) -> Finding:
     minute = shape.fano[60.0]
     crowd = max(1.0, minute) if math.isfinite(minute) else 1.0
     apart, together = shape.half_width * 100, half_width(shape.requests / crowd) * 100
-    known = f"{JUDGED_SHARE:.0%} is judged to ±{apart:.2f} points"
+    statement = f"{JUDGED_SHARE:.0%} is judged to ±{apart:.2f} points"
     if crowd > 1:
-        known += f" (±{together:.2f} if requests of one minute share their fate)"
+        statement += f" (±{together:.2f} if requests of one minute share their fate)"
     if shape.requests < shape.requests_needed:
         rule = f"{shape.requests_needed} are needed for ±{ASKED_HALF_WIDTH * 100:g} points at 95 %"
         return Finding(
-            "enough for p99", True, f"too short to judge a p99: {shape.requests} requests, {rule}; {known}"
+            "enough for p99",
+            True,
+            f"too short to judge a p99: {shape.requests} requests, {rule}; {statement}",
         )
     if shape.duration_s < SHORTEST_S:
         short = f"only {shape.duration_s:.0f} s long: slow swings of load are not in it"
-        return Finding("enough for p99", True, f"{short}; {known}")
-    return Finding("enough for p99", False, known)
+        return Finding("enough for p99", True, f"{short}; {statement}")
+    return Finding("enough for p99", False, statement)
 
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -195,16 +197,16 @@ def as_tables(checkup: Checkup) -> list[RenderableType]:
     for name, tail in (("prompt", shape.prompt), ("output", shape.output)):
         row = (tail.mean, tail.p50, tail.p95, tail.p99, tail.most)
         lengths.add_row(name, *(f"{value:.0f}" for value in row))
-    found = Table()
-    found.add_column("looked at", no_wrap=True)
-    found.add_column("")
-    found.add_column("found", overflow="fold")
+    table = Table()
+    table.add_column("looked at", no_wrap=True)
+    table.add_column("")
+    table.add_column("found", overflow="fold")
     for finding in checkup.findings:
         mark = Text("warning", style="yellow") if finding.warns else Text("ok", style="green")
-        found.add_row(finding.name, mark, Text(finding.words))
+        table.add_row(finding.name, mark, Text(finding.words))
     ignored = [Text(warning, style="yellow") for warning in trace.warnings]
     verdict = f"warnings: {checkup.warnings or 'none'}"
-    return [*parts, lengths, found, *ignored, Text(verdict)]
+    return [*parts, lengths, table, *ignored, Text(verdict)]
 
 
 def as_json(checkup: Checkup) -> dict[str, Any]:

@@ -127,11 +127,11 @@ def _unknown_columns(columns: Sequence[str], spelled: dict[str, str]) -> str:
     shared = {form: sum(plain_name(c) in spelled for c in form.needed) for form in FORMATS}
     most = max(shared.values())
     nearest = [form for form in FORMATS if shared[form] == most]
-    known = "; ".join(f"{form.name}: {', '.join(form.needed)}" for form in nearest)
+    expected = "; ".join(f"{form.name}: {', '.join(form.needed)}" for form in nearest)
     if len(nearest) == 1:
         missing = [c for c in nearest[0].needed if plain_name(c) not in spelled]
         return f"columns found: {shown}; a {nearest[0].name} trace also has {', '.join(missing)}"
-    return f"columns found: {shown}; expected those of one of: {known}"
+    return f"columns found: {shown}; expected those of one of: {expected}"
 
 
 def plain_name(column: str) -> str:

@@ -49,47 +49,47 @@ def read_trace(path: str | Path) -> Trace:
     Raises BadInput, in one line, for anything that cannot be used.
     """
     container = open_container(Path(path))
-    found = match(container.columns, str(path))
-    frame, rules = _numbers(container, found)
+    form = match(container.columns, str(path))
+    frame, rules = _numbers(container, form)
     table = _collect(container, frame)
     faults = table.select(pl.col("^__fault_.*$").any())
     for rule, column in zip(rules, faults.iter_columns(), strict=True):
         if column.item():
             raise _first_fault(container, table, rule, column.name)
-    return _in_order(Path(path), found, table)
+    return _in_order(Path(path), form, table)
 
 
-def _numbers(container: Container, found: Match) -> tuple[pl.LazyFrame, list[Rule]]:
+def _numbers(container: Container, form: Match) -> tuple[pl.LazyFrame, list[Rule]]:
     """The columns as numbers, a fault column for each rule, blank and empty rows still in."""
-    wanted = [found.arrival, found.prompt, found.output, *found.optional.values()]
+    wanted = [form.arrival, form.prompt, form.output, *form.optional.values()]
     raw = container.scan(wanted)
     try:
         types = raw.collect_schema()
     except UNREADABLE as error:
         raise blame(container, error) from error
-    dated = found.format.clock is Clock.DATE or types[found.arrival].is_temporal()
-    arrival = _date_ns(found.arrival, types[found.arrival]) if dated else _number(found.arrival)
+    dated = form.format.clock is Clock.DATE or types[form.arrival].is_temporal()
+    arrival = _date_ns(form.arrival, types[form.arrival]) if dated else _number(form.arrival)
     late = pl.lit(False) if dated else ~pl.col("arrival").is_between(0, LATEST_S)
-    expected = f"a date and time, {DATE_FORM}" if dated else f"{found.format.clock}, not negative"
-    rules = [Rule(found.arrival, pl.col("arrival").is_null() | late, expected)]
+    expected = f"a date and time, {DATE_FORM}" if dated else f"{form.format.clock}, not negative"
+    rules = [Rule(form.arrival, pl.col("arrival").is_null() | late, expected)]
     columns = [arrival.alias("arrival")]
-    for name, column, least in (("prompt", found.prompt, 1), ("output", found.output, 0)):
+    for name, column, least in (("prompt", form.prompt, 1), ("output", form.output, 0)):
         columns.append(_number(column).alias(name))
         value = pl.col(name)
         fault = value.is_null() | ~value.is_between(least, MOST_TOKENS) | (value != value.floor())
         rules.append(Rule(column, fault, f"a whole number of tokens from {least} to {MOST_TOKENS}"))
-    if "priority" in found.optional:
-        word = pl.col(found.optional["priority"]).cast(pl.String).str.strip_chars().str.to_lowercase()
-        known = word.is_in([*HIGH, *NORMAL, ""]) | word.is_null()
-        columns += [word.is_in(HIGH).fill_null(False).alias("priority"), known.alias("known_priority")]
-        rules.append(Rule(found.optional["priority"], ~pl.col("known_priority"), "high or normal (1 or 0)"))
+    if "priority" in form.optional:
+        word = pl.col(form.optional["priority"]).cast(pl.String).str.strip_chars().str.to_lowercase()
+        is_known = word.is_in([*HIGH, *NORMAL, ""]) | word.is_null()
+        columns += [word.is_in(HIGH).fill_null(False).alias("priority"), is_known.alias("known_priority")]
+        rules.append(Rule(form.optional["priority"], ~pl.col("known_priority"), "high or normal (1 or 0)"))
     for name in ("tenant", "slo_class"):
-        if name in found.optional:
-            text = pl.col(found.optional[name]).cast(pl.String).str.strip_chars().replace("", None)
+        if name in form.optional:
+            text = pl.col(form.optional[name]).cast(pl.String).str.strip_chars().replace("", None)
             columns.append(text.fill_null("default").cast(pl.Categorical).alias(name))
     faults = [(rule.fault & ~pl.col("__blank")).alias(f"__fault_{n}") for n, rule in enumerate(rules)]
-    kept = raw.select(ROW, "__blank", *columns).with_columns(*faults)
-    return kept.drop("known_priority", strict=False), rules
+    rows = raw.select(ROW, "__blank", *columns).with_columns(*faults)
+    return rows.drop("known_priority", strict=False), rules
 
 
 def _number(column: str) -> pl.Expr:
@@ -128,14 +128,14 @@ def _first_fault(container: Container, table: pl.DataFrame, rule: Rule, fault: s
     return BadInput(f"{container.path}: row {row + 1}: {rule.column}: {shown}, expected {rule.expected}")
 
 
-def _in_order(path: Path, found: Match, table: pl.DataFrame) -> Trace:
+def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
     blank_rows = int(table["__blank"].sum())
     silent = int((table["output"] == 0).sum())
     table = table.filter(~pl.col("__blank") & (pl.col("output") > 0))
     if not len(table):
         found_rows = f"{silent} requests, all of which returned nothing" if silent else "no requests"
         raise BadInput(f"{path}: {found_rows}; expected at least one with output tokens")
-    arrival_s, clock_start_s, moved = _seconds(found, table["arrival"].to_numpy())
+    arrival_s, clock_start_s, moved = _seconds(form, table["arrival"].to_numpy())
     late = int((np.diff(arrival_s) < 0).sum())
     if late:
         order = np.argsort(arrival_s, kind="stable")
@@ -154,12 +154,12 @@ def _in_order(path: Path, found: Match, table: pl.DataFrame) -> Trace:
         (late, f"rows that arrive before the row above them: {late}; sorted by arrival"),
         (silent, f"requests that returned no tokens: {silent}; dropped"),
         (blank_rows, f"blank rows: {blank_rows}; skipped"),
-        (moved, f"{found.arrival} begins at {moved:.0f} s; counted from the first arrival instead"),
-        (len(found.ignored), f"columns not used: {', '.join(found.ignored[:12])}"),
+        (moved, f"{form.arrival} begins at {moved:.0f} s; counted from the first arrival instead"),
+        (len(form.ignored), f"columns not used: {', '.join(form.ignored[:12])}"),
     ]
     return Trace(
         name=path.name,
-        format=found.name,
+        format=form.name,
         workload=workload,
         warnings=[f"{path}: {remark}" for count, remark in remarks if count],
         clock_start_s=clock_start_s,
@@ -171,17 +171,17 @@ def _in_order(path: Path, found: Match, table: pl.DataFrame) -> Trace:
     )
 
 
-def _seconds(found: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.float64], float | None, float]:
+def _seconds(form: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.float64], float | None, float]:
     """Arrivals in seconds from the workload's zero; that zero's Unix time; a start moved away, if any."""
     first = arrival.min()
     if np.issubdtype(arrival.dtype, np.integer):  # dates: subtract before floats lose the nanoseconds
         return (arrival - first) / NS, float(first) / NS, 0.0
-    unit_s = 1e-3 if found.format.clock is Clock.MILLISECONDS else 1.0
+    unit_s = 1e-3 if form.format.clock is Clock.MILLISECONDS else 1.0
     start_s, span_s = float(first) * unit_s, float(arrival.max() - first) * unit_s
     clock_start_s = start_s if start_s > EPOCH_S else None
-    if found.format.relative and start_s <= span_s:
+    if form.format.relative and start_s <= span_s:
         return arrival.astype(np.float64), None, 0.0
-    moved = found.format.relative and found.name != "history"  # of our own times we know that they are dates
+    moved = form.format.relative and form.name != "history"  # of our own times we know that they are dates
     return (arrival - first) * unit_s, clock_start_s, start_s if moved else 0.0
 
 

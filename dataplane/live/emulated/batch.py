@@ -61,16 +61,16 @@ class Batch:
         self._waiting: list[Segment] = []
         self._running: list[Segment] = []
         self._loading: dict[str, Segment] = {}
-        self._held: dict[str, int] = {}
-        self._known: dict[str, Segment] = {}
+        self._held_blocks: dict[str, int] = {}
+        self._segments: dict[str, Segment] = {}
         self.free_blocks = self.total_blocks
 
     def __len__(self) -> int:
         """Segments that have not ended."""
-        return len(self._known)
+        return len(self._segments)
 
     def __contains__(self, segment: Segment) -> bool:
-        return self._known.get(segment.id) is segment
+        return self._segments.get(segment.id) is segment
 
     @property
     def running(self) -> int:
@@ -84,7 +84,7 @@ class Batch:
     @property
     def held_blocks(self) -> int:
         """Blocks of segments that ended and are kept for a move."""
-        return sum(self._held.values())
+        return sum(self._held_blocks.values())
 
     @property
     def is_idle(self) -> bool:
@@ -92,13 +92,13 @@ class Batch:
         return not self._running and not self._waiting
 
     def segments(self) -> Iterator[Segment]:
-        return iter(tuple(self._known.values()))
+        return iter(tuple(self._segments.values()))
 
     def readable_tokens(self, name: str) -> int:
         """Tokens whose KV another engine may take from this segment now."""
-        if name in self._held:
-            return self._held[name] * self._block_tokens
-        segment = self._known.get(name)
+        if name in self._held_blocks:
+            return self._held_blocks[name] * self._block_tokens
+        segment = self._segments.get(name)
         return segment.computed if segment is not None and self._holds.is_leased(name) else 0
 
     def add(self, request: EngineCoreRequest, now_s: float) -> bool | None:
@@ -106,20 +106,20 @@ class Batch:
         message = message_of(request)
         if isinstance(message, Control):
             if message.verb == "begin":
-                return self._holds.begin(message.segment, message.segment in self._known, now_s)
+                return self._holds.begin(message.segment, message.segment in self._segments, now_s)
             self._holds.release(message.segment)
             self._let_go()
             return None
         prompt = request.prompt_token_ids
         segment = Segment(request, message, state_after(prompt), len(prompt))
         segment.events.append(EngineCoreEvent.new_event(EngineCoreEventType.QUEUED, now_s))
-        self._known[segment.id] = segment
+        self._segments[segment.id] = segment
         bisect.insort(self._waiting, segment, key=lambda s: s.rank)
         return None
 
     def abort(self, name: str, now_s: float) -> None:
         """End a segment without an output; unknown ones are ignored."""
-        segment = self._known.get(name)
+        segment = self._segments.get(name)
         if segment is not None and name not in self._loading:
             self._end(segment, now_s, aborted=True)
         elif segment is not None:
@@ -147,10 +147,10 @@ class Batch:
             load = segment.transfer.load
             cached = max(segment.computed, self._inherited_tokens(segment))
             to_load = self._holds.tokens_to_load(segment.id, segment.transfer, cached)
-            known = min(cached + to_load, segment.tokens - 1)
+            computed = min(cached + to_load, segment.tokens - 1)
             between_steps = bool(to_load and load is not None and not load.inline)
-            chunk = 0 if between_steps else min(segment.tokens - known, budget)
-            if not self._admit(segment, known + chunk, to_load, known):
+            chunk = 0 if between_steps else min(segment.tokens - computed, budget)
+            if not self._admit(segment, computed + chunk, to_load, computed):
                 break
             del self._waiting[0]
             if between_steps:
@@ -166,14 +166,14 @@ class Batch:
 
     def finish(self, step: PlannedStep, now_s: float) -> list[Made]:
         """Advance everyone a step carried; segments aborted meanwhile make nothing."""
-        made = []
+        outputs = []
         for segment, chunk in step.chunks:
             if segment not in self._running:
                 continue
             segment.computed += chunk
             if segment.computed == segment.tokens:
-                made.append(self._produce(segment, now_s))
-        return made
+                outputs.append(self._produce(segment, now_s))
+        return outputs
 
     def loaded(self, name: str, now_s: float) -> bool:
         """A load between steps has arrived: its segment goes to the head of its rank, unless it is a loader,
@@ -191,7 +191,7 @@ class Batch:
 
     def failed(self, name: str, now_s: float) -> Made | None:
         """A load failed: its segment ends in an error, as vLLM's does under `kv_load_failure_policy=fail`."""
-        segment = self._loading.pop(name, None) or self._known.get(name)
+        segment = self._loading.pop(name, None) or self._segments.get(name)
         if segment is None:
             return None
         self._end(segment, now_s, failed=True)
@@ -233,8 +233,8 @@ class Batch:
     def _inherited_blocks(self, segment: Segment) -> int:
         """Blocks of the loaders that this segment takes over from."""
         drop = segment.transfer.drop
-        resting = sum(self._known[loader].blocks for loader in drop if self._holds.rests(loader))
-        return resting + sum(self._held.get(loader, 0) for loader in drop)
+        resting = sum(self._segments[loader].blocks for loader in drop if self._holds.rests(loader))
+        return resting + sum(self._held_blocks.get(loader, 0) for loader in drop)
 
     def _inherited_tokens(self, segment: Segment) -> int:
         """Their tokens that are a prefix of this segment: whole blocks, and at least one token to compute."""
@@ -250,7 +250,7 @@ class Batch:
             segment.blocks += missing
         return True
 
-    def _admit(self, segment: Segment, tokens: int, to_load: int, known: int) -> bool:
+    def _admit(self, segment: Segment, tokens: int, to_load: int, computed: int) -> bool:
         missing = self._blocks(tokens) - segment.blocks
         if missing > self.free_blocks + self._inherited_blocks(segment):
             return False
@@ -258,8 +258,8 @@ class Batch:
         self._holds.admitted(segment.id, segment.transfer, range(self._blocks(tokens)), to_load)
         self._let_go()
         self._grow(segment, tokens)
-        if segment.computed < known:
-            segment.computed = segment.cached = known
+        if segment.computed < computed:
+            segment.computed = segment.cached = computed
         return True
 
     def _start(self, segment: Segment, now_s: float) -> None:
@@ -277,8 +277,8 @@ class Batch:
             if segment in queue:
                 queue.remove(segment)
         self._loading.pop(segment.id, None)
-        del self._known[segment.id]
-        kept = self._holds.ended(
+        del self._segments[segment.id]
+        keeps_blocks = self._holds.ended(
             segment.id,
             segment.transfer,
             range(segment.blocks),
@@ -286,8 +286,8 @@ class Batch:
             failed=failed,
             now_s=now_s,
         )
-        if kept:
-            self._held[segment.id] = segment.blocks
+        if keeps_blocks:
+            self._held_blocks[segment.id] = segment.blocks
         else:
             self.free_blocks += segment.blocks
         segment.blocks = 0
@@ -298,7 +298,7 @@ class Batch:
 
     def _free(self, names: list[str]) -> None:
         for name in names:
-            self.free_blocks += self._held.pop(name, 0)
-            resting = self._known.pop(name, None)
+            self.free_blocks += self._held_blocks.pop(name, 0)
+            resting = self._segments.pop(name, None)
             if resting is not None:
                 self.free_blocks += resting.blocks

@@ -169,7 +169,7 @@ class EmulatedEngine:
             # A loop that is late must not run the next steps faster than life to catch up for ever.
             ends_s = max(ends_s, time.monotonic() - 0.1)
             now_s = time.monotonic()
-            outputs += [self._output(made) for made in self.batch.finish(step, now_s)]
+            outputs += [self._output(output) for output in self.batch.finish(step, now_s)]
             await self._tell(outputs)
             await self._tell_load(now_s, step, lasts_s)
 
@@ -210,8 +210,8 @@ class EmulatedEngine:
         telling.add_done_callback(self._telling.discard)
 
     def _fail(self, job: LoadJob) -> list[EngineCoreOutput]:
-        made = self.batch.failed(job.segment, time.monotonic())
-        return [] if made is None else [self._output(made)]
+        output = self.batch.failed(job.segment, time.monotonic())
+        return [] if output is None else [self._output(output)]
 
     def _output(self, made: Made) -> EngineCoreOutput:
         segment = made.segment

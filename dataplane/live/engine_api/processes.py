@@ -48,12 +48,12 @@ def descendants() -> list[int]:
             # pid (name) state parent …; the name may hold anything, parentheses too.
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
-    found: list[int] = []
+    pids: list[int] = []
     below = [os.getpid()]
     while below:
         below = [child for pid in below for child in children.get(pid, ())]
-        found += below
-    return found
+        pids += below
+    return pids
 
 
 def cpu_s(below: Iterable[int]) -> float:
@@ -68,12 +68,12 @@ def cpu_s(below: Iterable[int]) -> float:
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
     """The named shared memory that these processes have mapped."""
-    found: set[Path] = set()
+    segments: set[Path] = set()
     for pid in pids:
         with suppress(OSError):  # it has ended meanwhile
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {Path(line.split()[-1]) for line in lines if f" {SEGMENTS}" in line}
-    return found
+            segments |= {Path(line.split()[-1]) for line in lines if f" {SEGMENTS}" in line}
+    return segments
 
 
 def unlink(segments: Iterable[Path]) -> None:

@@ -91,12 +91,12 @@ def segment_request(
         if params.presence_penalty or params.frequency_penalty:
             extra[PRIOR_TOKENS] = list(output_token_ids)
     params.extra_args = extra
-    made = copy(request)
-    made.request_id = made.external_req_id = segment
-    made.sampling_params = params
+    continued = copy(request)
+    continued.request_id = continued.external_req_id = segment
+    continued.sampling_params = params
     if sent:
-        made.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids]
-    return made
+        continued.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids]
+    return continued
 
 
 def loader_request(
@@ -111,18 +111,18 @@ def loader_request(
     Its prompt is one token longer than the load, since an engine computes at least one; that token's
     result is thrown away. It shares whatever enters the block hashes (cache salt, LoRA, images).
     """
-    made = copy(request)
-    made.request_id = made.external_req_id = segment
-    made.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids][: load.tokens + 1]
-    made.priority = request.priority - 1  # ahead of its like: the source decodes on meanwhile
+    loader = copy(request)
+    loader.request_id = loader.external_req_id = segment
+    loader.prompt_token_ids = [*request.prompt_token_ids, *output_token_ids][: load.tokens + 1]
+    loader.priority = request.priority - 1  # ahead of its like: the source decodes on meanwhile
     transfer = Transfer(load, hold=True, drop=drop)
-    made.sampling_params = SamplingParams(
+    loader.sampling_params = SamplingParams(
         temperature=0.0,
         max_tokens=1,
         detokenize=False,
         extra_args={VLLM_KEY: params_from(transfer)},
     )
-    return made
+    return loader
 
 
 def control_request(request: EngineCoreRequest, segment: str, control: Control) -> EngineCoreRequest:

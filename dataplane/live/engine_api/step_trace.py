@@ -49,7 +49,7 @@ class StepTrace:
         self._kv_total_blocks = kv_total_blocks
         self._steps: deque[Step] = deque(maxlen=REMEMBERED_STEPS)
         self._ends_s: deque[float] = deque(maxlen=MOST_TOLD)
-        self._told = (0, 0)  # how many steps there were at the last telemetry but one, and at the last
+        self._reported = (0, 0)  # how many steps there were at the last telemetry but one, and at the last
         self._count = 0
         self._preemptions = 0
         self._ended_s: float | None = None  # of the last step, if it left work behind
@@ -89,8 +89,8 @@ class StepTrace:
     def telemetry(self, now_s: float) -> Telemetry:
         """The load after the last step."""
         step = self._steps[-1] if self._steps else Step(0, 0, 0, 0.0, 0, 0)
-        executed = self._executed(self._told[0], now_s)
-        self._told = (self._told[1], self._count)
+        executed = self._executed(self._reported[0], now_s)
+        self._reported = (self._reported[1], self._count)
         return Telemetry(
             worker=self._worker,
             steps=self._count,

@@ -258,7 +258,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     def _deliver(self, at: Attached, batch: EngineCoreOutputs) -> None:
         now_s = time.monotonic()
         shift_s = now_s - batch.timestamp  # the worker's clock is another machine's
-        kept: list[tuple[Tracked, EngineCoreOutput]] = []
+        listened: list[tuple[Tracked, EngineCoreOutput]] = []
         broken: list[Tracked] = []
         for output in batch.outputs:
             tracked = self.requests.listening_to(output.request_id)
@@ -268,14 +268,14 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 broken.append(tracked)
             else:
-                kept.append((tracked, output))
-        got = [(tracked, len(output.new_token_ids)) for tracked, output in kept]
-        self.placement.advance(at.worker, got, now_s)
-        self.metrics.tokens.inc(sum(tokens for _, tokens in got))
-        for tracked, output in kept:
+                listened.append((tracked, output))
+        token_counts = [(tracked, len(output.new_token_ids)) for tracked, output in listened]
+        self.placement.advance(at.worker, token_counts, now_s)
+        self.metrics.tokens.inc(sum(tokens for _, tokens in token_counts))
+        for tracked, output in listened:
             self._accept(tracked, output, now_s, shift_s)
-        if kept or batch.scheduler_stats is not None:
-            batch.outputs = [output for _, output in kept]
+        if listened or batch.scheduler_stats is not None:
+            batch.outputs = [output for _, output in listened]
             batch.engine_index, batch.timestamp = at.slot, now_s
             self._unread.tell(batch)
         for tracked in broken:
@@ -291,8 +291,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             if tracked.cut is not None:
                 tracked.settle_cut(True)
             if self.predict_anew is not None and tracked.has_outlived:
-                made = len(tracked.output_token_ids)
-                tracked.expect(self.predict_anew(tracked.prompt_tokens, made))
+                output_tokens = len(tracked.output_token_ids)
+                tracked.expect(self.predict_anew(tracked.prompt_tokens, output_tokens))
         output.request_id = tracked.id
         output.kv_transfer_params = None  # ours, and no client's business
         if not is_first:

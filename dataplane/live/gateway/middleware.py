@@ -84,8 +84,8 @@ def slo_from_headers(headers: dict[str, str], default: Slo) -> Slo:
     return Slo(target_s(TTFT_HEADERS, default.ttft_s), target_s(TPOT_HEADERS, default.tpot_s))
 
 
-def _bad_header(name: str, expected: str, got: str) -> Refused:
-    return Refused(400, "invalid_request_error", "invalid_header", f"{name}: {expected}, got {got[:40]!r}")
+def _bad_header(name: str, expected: str, value: str) -> Refused:
+    return Refused(400, "invalid_request_error", "invalid_header", f"{name}: {expected}, got {value[:40]!r}")
 
 
 def _too_busy(kind: str, message: str, wait_s: float) -> Refused:
@@ -151,15 +151,15 @@ def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_
             413, "invalid_request_error", "too_large", f"the body must be at most {MAX_BODY_BYTES} bytes"
         )
     slo = key.bounds.bounded(slo_from_headers(headers, policy.default_slo))
-    asked = headers.get(PRIORITY_HEADER, "normal")
-    if asked not in PRIORITIES:
-        raise _bad_header(PRIORITY_HEADER, "must be high or normal", asked)
+    priority = headers.get(PRIORITY_HEADER, "normal")
+    if priority not in PRIORITIES:
+        raise _bad_header(PRIORITY_HEADER, "must be high or normal", priority)
     wait_s = policy.keys.seconds_until_allowed(key, time.monotonic())
     if wait_s > 0:
         raise _too_busy(
             "requests", f"key {key.name} is over its {key.requests_per_minute:g} a minute", wait_s
         )
-    return Ticket(request_id, key.name, slo, min(PRIORITIES[asked], key.max_priority))
+    return Ticket(request_id, key.name, slo, min(PRIORITIES[priority], key.max_priority))
 
 
 class _Body:

@@ -72,8 +72,8 @@ class Tracked:
         """Whether it has made all the tokens that were expected of it, and may make more."""
         params = self.request.sampling_params
         most = None if params is None else params.max_tokens
-        made = len(self.output_token_ids)
-        return made >= self.predicted_tokens and (most is None or made < most)
+        output_tokens = len(self.output_token_ids)
+        return output_tokens >= self.predicted_tokens and (most is None or output_tokens < most)
 
     def expect(self, tokens: int) -> None:
         """Take another prediction; what the client allows is still the most."""
@@ -162,5 +162,7 @@ def _strip_reserved(request: EngineCoreRequest) -> None:
     """Drop what only the fleet may say to an engine; clients reach `extra_args` through `vllm_xargs`."""
     params = request.sampling_params
     if params is not None and params.extra_args:
-        kept = {k: v for k, v in params.extra_args.items() if k not in (PRIOR_TOKENS, "kv_transfer_params")}
-        params.extra_args = kept or None
+        allowed = {
+            k: v for k, v in params.extra_args.items() if k not in (PRIOR_TOKENS, "kv_transfer_params")
+        }
+        params.extra_args = allowed or None

@@ -42,8 +42,8 @@ class BlockTables:
                 self._tables.pop(segment, None)
                 self._ended.append(segment)
             for segment, blocks in offered.items():
-                known = self._tables.get(segment)
-                generation = next(self._generations) if known is None else known[1]
+                current = self._tables.get(segment)
+                generation = next(self._generations) if current is None else current[1]
                 self._tables[segment] = (blocks, generation)
             self._changed.notify_all()
 

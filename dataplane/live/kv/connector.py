@@ -130,7 +130,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._answers[request.request_id] = "leased" if leased else "gone"
             return False, None
         status = request.status.name
-        kept = self._holds.ended(
+        keep_blocks = self._holds.ended(
             request.request_id,
             message,
             block_ids,
@@ -138,7 +138,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             failed=status == "FINISHED_ERROR",
             now_s=now_s,
         )
-        return kept, None
+        return keep_blocks, None
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         self._begun.append((step_load(scheduler_output), time.monotonic()))
@@ -219,13 +219,13 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         answers, self._answers = self._answers, {}
         load, began_s = self._begun.popleft()
-        told: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
-        told["loaders"] = self._holds.loaders
+        stats: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
+        stats["loaders"] = self._holds.loaders
         if self._settings.get("cpu_clock"):
             if self._ranks is None:  # looked for once: it takes longer than a step
                 self._ranks = descendants()
-            told["cpu_s"] = cpu_s(self._ranks)
-        return StepStats(data=told)
+            stats["cpu_s"] = cpu_s(self._ranks)
+        return StepStats(data=stats)
 
     def shutdown(self) -> None:
         if self._role == KVConnectorRole.WORKER and hasattr(self, "_loads"):

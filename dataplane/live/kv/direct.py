@@ -37,8 +37,8 @@ class NotAllowed(OSError):
 
 def places(views: Sequence[memoryview]) -> Places:
     """Where these views, writable ones, lie in this process."""
-    found = [(ctypes.addressof(ctypes.c_char.from_buffer(v)), v.nbytes) for v in views]
-    return np.array(found, np.uint64).reshape(-1, 2)
+    addresses = [(ctypes.addressof(ctypes.c_char.from_buffer(v)), v.nbytes) for v in views]
+    return np.array(addresses, np.uint64).reshape(-1, 2)
 
 
 def peer(connection: socket.socket) -> int:
@@ -63,14 +63,14 @@ def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | No
         pacer.wait(done)
     for first, last in _calls(ours[:, 1]):
         want = int(ours[first:last, 1].sum())
-        got = _readv(pid, ours[first:last], theirs[first:last])
-        if got < 0:
+        received = _readv(pid, ours[first:last], theirs[first:last])
+        if received < 0:
             error = ctypes.get_errno()
             kind = NotAllowed if error in _REFUSALS and done == 0 else OSError
             raise kind(error, os.strerror(error))
-        if got != want:
-            raise OSError(f"{got} of {want} bytes could be read of process {pid}")
-        done += got
+        if received != want:
+            raise OSError(f"{received} of {want} bytes could be read of process {pid}")
+        done += received
         if pacer is not None:
             pacer.wait(done)
 

@@ -48,7 +48,7 @@ class Holds:
         self._lease_s = lease_s
         self._hold_s = hold_s
         self._leases: dict[str, float] = {}
-        self._held: dict[str, float] = {}
+        self._holds_until: dict[str, float] = {}
         self._loaded: set[str] = set()
         self._coming: set[str] = set()  # loaders whose load is under way
         self._resting: set[str] = set()  # loaders that have arrived, held without having ended
@@ -58,7 +58,7 @@ class Holds:
     @property
     def held(self) -> int:
         """How many segments own blocks and will never use them."""
-        return len(self._held)
+        return len(self._holds_until)
 
     @property
     def loaders(self) -> int:
@@ -91,7 +91,7 @@ class Holds:
         """End a lease or a hold; nothing happens for a segment that has neither."""
         if self._leases.pop(segment, None) is not None:
             self._withdraw(segment)
-        if self._held.pop(segment, None) is not None:
+        if self._holds_until.pop(segment, None) is not None:
             self._withdraw(segment)
             where = self._orders.dropped if segment in self._resting else self._orders.freed
             self._resting.discard(segment)
@@ -103,7 +103,7 @@ class Holds:
             return False
         self._coming.discard(segment)
         self._resting.add(segment)
-        self._held[segment] = now_s + self._hold_s
+        self._holds_until[segment] = now_s + self._hold_s
         return True
 
     def tokens_to_load(self, segment: str, transfer: Transfer, cached_tokens: int) -> int:
@@ -146,9 +146,9 @@ class Holds:
             self.release(segment)
             return False
         leased = self._leases.pop(segment, None) is not None
-        asked = transfer.hold and not aborted
-        if (leased or asked) and not failed and blocks:
-            self._held[segment] = now_s + self._hold_s
+        holds_itself = transfer.hold and not aborted
+        if (leased or holds_itself) and not failed and blocks:
+            self._holds_until[segment] = now_s + self._hold_s
             if leased:
                 self._orders.offered[segment] = list(blocks)
             return True
@@ -173,7 +173,7 @@ class Holds:
         for segment in [s for s, deadline in self._leases.items() if deadline < now_s]:
             del self._leases[segment]
             self._withdraw(segment)
-        for segment in [s for s, deadline in self._held.items() if deadline < now_s]:
+        for segment in [s for s, deadline in self._holds_until.items() if deadline < now_s]:
             self.release(segment)
         orders, self._orders = self._orders, StepOrders()
         return orders

@@ -230,18 +230,18 @@ def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[
     if host in ("127.0.0.1", "localhost", "::1"):
         name = f"tokenfleet-kv-{secrets.token_hex(8)}"
         return tuple(f"unix://{name}-{rank}" for rank in range(ranks)), lambda: None
-    kept = []
+    sockets = []
     for _ in range(ranks):
         keeper = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         keeper.bind((host, 0))
-        kept.append(keeper)
+        sockets.append(keeper)
 
     def release() -> None:
-        for keeper in kept:
+        for keeper in sockets:
             keeper.close()
 
-    return tuple(f"tcp://{host}:{keeper.getsockname()[1]}" for keeper in kept), release
+    return tuple(f"tcp://{host}:{keeper.getsockname()[1]}" for keeper in sockets), release
 
 
 def _listen(address: str) -> socket.socket:
@@ -321,16 +321,16 @@ def _receive_views(connection: socket.socket, views: Views, pacer: Pacer | None 
     at, offset, received = 0, 0, 0
     while at < len(views):
         batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
-        got = connection.recvmsg_into(batch)[0]
-        if got == 0:
+        count = connection.recvmsg_into(batch)[0]
+        if count == 0:
             raise ConnectionError("the other side closed the connection")
-        received += got
+        received += count
         if pacer is not None:
             pacer.wait(received)
-        while got:
+        while count:
             rest = views[at].nbytes - offset
-            if got < rest:
-                offset += got
+            if count < rest:
+                offset += count
                 break
-            got -= rest
+            count -= rest
             at, offset = at + 1, 0

@@ -126,8 +126,8 @@ class BareFleet:
         stream.stays += 1
         stream.cut = arrival = asyncio.get_running_loop().create_future()
         self._listening[stream.segment] = stream
-        made = segment_request(stream.request, stream.tokens, stream.segment, transfer)
-        await self.links[target].add(made)
+        continuation = segment_request(stream.request, stream.tokens, stream.segment, transfer)
+        await self.links[target].add(continuation)
         await self.links[source].abort([old])
         return arrival
 

@@ -71,7 +71,7 @@ class Migrations:
         self._worker_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(budget.per_worker)
         )
-        self._asked: dict[str, asyncio.Future[EngineCoreOutput]] = {}
+        self._answers: dict[str, asyncio.Future[EngineCoreOutput]] = {}
         self.open: dict[RequestId, Move] = {}
         self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
 
@@ -102,14 +102,14 @@ class Migrations:
 
     def claim(self, output: EngineCoreOutput) -> None:
         """Take an output whose segment begins with `LOADER_PREFIX`."""
-        arrival = self._asked.get(output.request_id)
+        arrival = self._answers.get(output.request_id)
         if arrival is not None and output.finish_reason is not None and not arrival.done():
             arrival.set_result(output)
 
     def find(self, move: str) -> Move | None:
         """A move by its id, open or closed."""
-        known = [*self.open.values(), *self.closed]
-        return next((m for m in known if m.id == move), None)
+        moves = [*self.open.values(), *self.closed]
+        return next((m for m in moves if m.id == move), None)
 
     def _close(self, move: Move) -> Move:
         self.closed.append(move)
@@ -254,7 +254,7 @@ class Migrations:
         link = self._fleet.link(worker)
         assert link is not None  # just checked
         arrival = asyncio.get_running_loop().create_future()
-        self._asked[name] = arrival
+        self._answers[name] = arrival
         deadline_s = time.monotonic() + self._budget.stage_s
         try:
             await link.add(request)
@@ -266,7 +266,7 @@ class Migrations:
                 if time.monotonic() > deadline_s:
                     raise CopyFailed(f"{worker} had no room, or no time, in {self._budget.stage_s:g} s")
         finally:
-            del self._asked[name]
+            del self._answers[name]
 
     async def _begin(self, move: Move, running: Running) -> None:
         """Lease the source's segment, and return once the source has said so."""

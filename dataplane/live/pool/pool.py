@@ -145,7 +145,7 @@ class Cluster:
 
         Raises BadInput for an unknown worker, one that drains already, or the last one.
         """
-        member = self._known(worker)
+        member = self._member(worker)
         if member.state == "draining":
             raise BadInput(f"worker {worker}: is draining already")
         if member.state == "serving" and self.serving == 1 and len(self.core.requests):
@@ -159,7 +159,7 @@ class Cluster:
 
     def cancel_drain(self, worker: WorkerId, reason: str) -> None:
         """Let a draining worker serve again. Raises BadInput if it is not draining."""
-        member = self._known(worker)
+        member = self._member(worker)
         if member.state != "draining":
             raise BadInput(f"worker {worker}: is not draining")
         if member.is_stopping:
@@ -182,11 +182,11 @@ class Cluster:
     def _want(self, wanted: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the wanted numbers, and leave an event where they change."""
         if wanted != self.wanted_kinds:
-            told: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
+            details: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
             if len(self.kinds) > 1:
-                told["kinds"] = dict(wanted)
-            told |= {str(part): said for part, said in (facts or {}).items()}
-            self._record("scale", reason, **told)
+                details["kinds"] = dict(wanted)
+            details |= {str(part): said for part, said in (facts or {}).items()}
+            self._record("scale", reason, **details)
         self.wanted_kinds = dict(wanted)
 
     # Lives.
@@ -290,8 +290,8 @@ class Cluster:
         member.task = self._spawn(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
-        while left := self.core.requests.on_worker(member.worker):
-            moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in left))
+        while remaining := self.core.requests.on_worker(member.worker):
+            moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in remaining))
             if not any(moved):
                 await asyncio.sleep(0.2)  # no room elsewhere, or nothing that may move: let them run on
         member.is_stopping = True
@@ -355,7 +355,7 @@ class Cluster:
             raise BadInput(f"workers: must be from 0 to {self.max_workers} (--max-workers), got {workers}")
         return {name: kinds[name] for name in self.kinds.names}
 
-    def _known(self, worker: WorkerId) -> Member:
+    def _member(self, worker: WorkerId) -> Member:
         member = self._members.get(worker)
         if member is None:
             names = ", ".join(self._members) or "none"

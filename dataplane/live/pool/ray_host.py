@@ -28,8 +28,8 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, asked: Mapping[str, Any], kinds: Kinds, folder: Path | None) -> None:
-        self._asked = dict(asked)
+    def __init__(self, engine_settings: Mapping[str, Any], kinds: Kinds, folder: Path | None) -> None:
+        self._engine_settings = dict(engine_settings)
         self._kinds = kinds
         self._folder = folder
         self._token = secrets.token_hex(16)
@@ -45,7 +45,7 @@ class RayHost:
         """
         address = os.environ.get("RAY_ADDRESS")
         folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
-        host = cls(asked_engine_args(arguments), kinds, folder)
+        host = cls(engine_settings_of(arguments), kinds, folder)
         try:
             await asyncio.to_thread(_initialise, address, folder)
             if not current_platform.is_cpu():
@@ -57,8 +57,8 @@ class RayHost:
 
     async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
         made_of = self._kinds[kind]
-        asked = self._asked | {"tensor_parallel_size": made_of.tp_degree}
-        started = await launch_worker(worker, asked, self._token, self._place(worker, made_of))
+        engine_settings = self._engine_settings | {"tensor_parallel_size": made_of.tp_degree}
+        started = await launch_worker(worker, engine_settings, self._token, self._place(worker, made_of))
         self._workers[worker] = started
         return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
 
@@ -97,17 +97,17 @@ class RayHost:
         return Place(cores="|".join(",".join(map(str, shares[at])) for at in taken))
 
 
-def asked_engine_args(arguments: Any) -> dict[str, Any]:
+def engine_settings_of(arguments: Any) -> dict[str, Any]:
     """The engine arguments that differ from vLLM's defaults: what the operator has asked for."""
-    given = AsyncEngineArgs.from_cli_args(arguments)
+    args = AsyncEngineArgs.from_cli_args(arguments)
     # vLLM looks a model up as soon as it is named, and its default one is not the operator's.
-    plain = AsyncEngineArgs(model=given.model)
-    asked: dict[str, Any] = {"model": given.model}
+    plain = AsyncEngineArgs(model=args.model)
+    settings: dict[str, Any] = {"model": args.model}
     for field in fields(AsyncEngineArgs):
-        value = getattr(given, field.name)
+        value = getattr(args, field.name)
         if value != getattr(plain, field.name):
-            asked[field.name] = value
-    return asked
+            settings[field.name] = value
+    return settings
 
 
 def _initialise(address: str | None, folder: Path | None) -> None:

@@ -55,18 +55,18 @@ class Worker:
         self._shared: set[Path] = set()
         self._lost = ""
 
-    async def start(self, asked: Mapping[str, Any], host: str) -> WorkerInfo:
+    async def start(self, engine_settings: Mapping[str, Any], host: str) -> WorkerInfo:
         """Start the engine, warm it up, open the door; return what gateways need to know.
 
         `asked` are vLLM engine arguments; `host` is the address that gateways and other workers reach this
         machine by. Raises BadInput for an argument that cannot be, and whatever vLLM raises for a model it
         cannot load.
         """
-        ranks = int(asked.get("tensor_parallel_size") or 1)
+        ranks = int(engine_settings.get("tensor_parallel_size") or 1)
         addresses, release = reserve_addresses(host, ranks)
         door = KvDoor(addresses, self._token)
         # In a thread, so that the actor answers while a large model loads.
-        self._core = await asyncio.to_thread(start_engine, engine_args(asked, door))
+        self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, door))
         release()
         self._shared = shared_memory(descendants())
         await warm_up(self._core)
@@ -187,8 +187,8 @@ class Worker:
             stats = batch.scheduler_stats
             did_something = bool(batch.outputs)
             if stats is not None:
-                told = stats.kv_connector_stats or {}
-                batch.outputs += [_answer(*answer) for answer in told.get("answers", {}).items()]
+                connector_stats = stats.kv_connector_stats or {}
+                batch.outputs += [_answer(*answer) for answer in connector_stats.get("answers", {}).items()]
                 did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
                 stats.kv_connector_stats = None  # ours; read just now
             if did_something:  # an engine that holds KV steps on without work, a thousand times a second
@@ -196,13 +196,13 @@ class Worker:
 
     def _observe(self, stats: Any, ended_s: float) -> bool:
         """Take a step's statistics in; return whether it computed anything."""
-        told = stats.kv_connector_stats or {}
+        connector_stats = stats.kv_connector_stats or {}
         changed = self._trace.add(
-            told.get("load", {}),
-            ended_s - told.get("began_s", ended_s),
+            connector_stats.get("load", {}),
+            ended_s - connector_stats.get("began_s", ended_s),
             ended_s,
             stats.num_running_reqs,
-            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - told.get("loaders", 0),
+            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs - connector_stats.get("loaders", 0),
             stats.kv_cache_usage,
         )
         fell_idle = changed and stats.num_running_reqs == 0

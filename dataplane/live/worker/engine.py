@@ -49,28 +49,30 @@ class KvDoor:
     cpu_clock: bool = False
 
 
-def engine_args(asked: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
+def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
     """vLLM's arguments for a worker: what was asked, this platform's defaults, and what moves need.
 
     Raises BadInput for a setting that the live plane keeps for itself.
     """
     for name in ("kv_transfer_config", "logits_processors"):
-        if asked.get(name):
-            raise BadInput(f"engine argument {name}: the live plane sets it itself, got {asked[name]!r}")
-    if asked.get("enable_prefix_caching") is False:
+        if engine_settings.get(name):
+            raise BadInput(
+                f"engine argument {name}: the live plane sets it itself, got {engine_settings[name]!r}"
+            )
+    if engine_settings.get("enable_prefix_caching") is False:
         raise BadInput("engine argument enable_prefix_caching: live migration needs it")
-    known = {field.name for field in fields(AsyncEngineArgs)}
-    unknown = sorted(set(asked) - known)
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    unknown = sorted(set(engine_settings) - names)
     if unknown:
         raise BadInput(f"engine argument {unknown[0]}: vllm {vllm_version} has none of that name")
     settings: dict[str, Any] = {"scheduling_policy": "priority"}
     if current_platform.is_cpu():
         settings |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
         settings |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
-        if not any((asked.get(degree) or 1) > 1 for degree in DEGREES):
+        if not any((engine_settings.get(degree) or 1) > 1 for degree in DEGREES):
             # A queue between two processes costs more here than the step of a small model.
             settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
-    settings |= {name: value for name, value in asked.items() if value is not None}
+    settings |= {name: value for name, value in engine_settings.items() if value is not None}
     settings |= {
         "enable_prefix_caching": True,
         "disable_log_stats": False,
@@ -156,10 +158,10 @@ async def warm_up(core: Any) -> None:
 
 async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any]) -> None:
     """Run one request per length together, to their ends."""
-    left = set()
+    unfinished = set()
     for at, length in enumerate(lengths):
         segment = f"{name}-{at}"
-        left.add(segment)
+        unfinished.add(segment)
         await core.add_request_async(
             EngineCoreRequest(
                 request_id=segment,
@@ -173,6 +175,6 @@ async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any])
                 data_parallel_rank=None,
             )
         )
-    while left:
+    while unfinished:
         batch = await core.get_output_async()
-        left -= {output.request_id for output in batch.outputs if output.finish_reason is not None}
+        unfinished -= {output.request_id for output in batch.outputs if output.finish_reason is not None}

@@ -91,7 +91,7 @@ def start_ray(**options: Any) -> None:
 
 
 async def launch_worker(
-    worker: WorkerId, asked: Mapping[str, Any], token: str, place: Place = Place()
+    worker: WorkerId, engine_settings: Mapping[str, Any], token: str, place: Place = Place()
 ) -> RayWorker:
     """Start one worker and return when it has warmed up; Ray must be initialised.
 
@@ -110,7 +110,7 @@ async def launch_worker(
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
         actor = ray.remote(Worker).options(**options).remote(worker, token)
-        info = await asyncio.wait_for(actor.start.remote(dict(asked), place.host), START_S)
+        info = await asyncio.wait_for(actor.start.remote(dict(engine_settings), place.host), START_S)
     except BaseException as error:
         _end(actor, group)
         if isinstance(error, ray.exceptions.RayTaskError):

@@ -55,13 +55,15 @@ class ProfiledEngine:
         self._cpu_s = 0.0
 
     @classmethod
-    async def start(cls, asked: Mapping[str, Any], clock: Clock) -> ProfiledEngine:
+    async def start(cls, engine_settings: Mapping[str, Any], clock: Clock) -> ProfiledEngine:
         """Start an engine with these vLLM arguments and warm it up. Raises BadInput if it does not start."""
         if clock == "cpu" and not current_platform.is_cpu():
             raise BadInput("--clock: cpu is for engines that compute on the CPU")
-        addresses, release = reserve_addresses("127.0.0.1", int(asked.get("tensor_parallel_size") or 1))
+        addresses, release = reserve_addresses(
+            "127.0.0.1", int(engine_settings.get("tensor_parallel_size") or 1)
+        )
         door = KvDoor(addresses, "profile", cpu_clock=clock == "cpu")
-        args = engine_args(asked, door)
+        args = engine_args(engine_settings, door)
         try:
             core = await asyncio.to_thread(start_engine, args)
         except (RuntimeError, ValueError, OSError) as error:
@@ -136,12 +138,12 @@ class ProfiledEngine:
         decoding = {
             await self._add(f"d{i}", burst.context_tokens, 1 + lasts, rng) for i in range(burst.decoding)
         }
-        silent, left = set(decoding), set(decoding)
+        silent, unfinished = set(decoding), set(decoding)
         steps: list[Step] = []
-        while left or joins:
+        while unfinished or joins:
             if joins and not silent:
                 joins = False
-                left |= {
+                unfinished |= {
                     await self._add(f"p{i}", burst.prefill_tokens, 1, rng) for i in range(burst.prefills)
                 }
             batch = await self._core.get_output_async()
@@ -152,7 +154,7 @@ class ProfiledEngine:
                 if output.new_token_ids:
                     silent.discard(output.request_id)
                 if output.finish_reason is not None:
-                    left.discard(output.request_id)
+                    unfinished.discard(output.request_id)
         return steps
 
     async def _add(self, name: str, tokens: int, output_tokens: int, rng: np.random.Generator) -> str:
@@ -182,9 +184,9 @@ class ProfiledEngine:
         stats = batch.scheduler_stats
         if stats is None:
             return None
-        told = stats.kv_connector_stats or {}
-        load = told.get("load", {})
-        cpu_s = told.get("cpu_s", self._cpu_s)
+        connector_stats = stats.kv_connector_stats or {}
+        load = connector_stats.get("load", {})
+        cpu_s = connector_stats.get("cpu_s", self._cpu_s)
         spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
         began_s, self._ended_s = self._ended_s, None
@@ -194,7 +196,7 @@ class ProfiledEngine:
             self._ended_s = batch.timestamp
         step_s = spent_s
         if self._clock == "wall":
-            step_s = batch.timestamp - (told.get("began_s", 0.0) if began_s is None else began_s)
+            step_s = batch.timestamp - (connector_stats.get("began_s", 0.0) if began_s is None else began_s)
         if step_s <= 0:
             return None  # the first step of all has no beginning on the CPU's clock
         return Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
-from tokenfleet.compare.http_overhead import Steps, hops_s, read_steps
+from tokenfleet.compare.http_overhead import Steps, learned_overheads_s, read_steps
 
 HEADER = "prefill_tokens,sequences,context_tokens,step_s,prefill_sum_sq,worker,at_s\n"
 
@@ -19,7 +19,7 @@ def steps(*rows: tuple[float, float, int, str]) -> Steps:
 
 def learned(ttft_s: float, fleet: Steps, tokens: int = 100) -> list[float]:
     """The hops of one request sent at 10 s."""
-    found = hops_s(np.array([10.0]), np.array([tokens]), np.array([ttft_s]), fleet)
+    found = learned_overheads_s(np.array([10.0]), np.array([tokens]), np.array([ttft_s]), fleet)
     return [round(float(way_s), 6) for way_s in found]
 
 
@@ -58,7 +58,7 @@ def test_ways_of_lone_requests_are_found_again_whatever_they_are(seed: int) -> N
     prompts = rng.permutation(1000)[:count] + 1
     ends = sent + ways / 2 + lasted
     fleet = steps(*zip(ends, lasted, prompts.tolist(), rng.choice(["w0", "w1"], count), strict=True))
-    assert hops_s(sent, prompts, np.array(ways + lasted), fleet) == pytest.approx(ways)
+    assert learned_overheads_s(sent, prompts, np.array(ways + lasted), fleet) == pytest.approx(ways)
 
 
 def test_a_fleets_file_is_read_in_order_of_time(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_fleets_file_is_read_in_order_of_time(tmp_path: Path) -> None:
     assert read.prefill_tokens.tolist() == [0.0, 5.0]
     assert read.worker.tolist() == ["w0", "w1"]
     path.write_text(HEADER)
-    assert len(hops_s(np.array([1.0]), np.array([5]), np.array([0.1]), read_steps(path))) == 0
+    assert len(learned_overheads_s(np.array([1.0]), np.array([5]), np.array([0.1]), read_steps(path))) == 0
 
 
 @pytest.mark.parametrize(

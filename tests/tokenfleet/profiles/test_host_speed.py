@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api.step_trace import Step
-from tokenfleet.cli.fit import speed_says
+from tokenfleet.cli.fit import speed_text
 from tokenfleet.profiles.host_speed import HostSpeed, host_speed
 from tokenfleet.profiles.measurement_file import MeasurementFile
 from tokenfleet.profiles.measurements import read_measurements
@@ -115,5 +115,5 @@ def test_a_grid_with_its_times_is_read_as_at_the_machine_s_mean_speed(tmp_path: 
     growth = np.log(steady.step_s[order] / true_s(np.arange(BATCHES)))
     as_it_was = np.log(measured.step_s[order] / true_s(np.arange(BATCHES)))
     assert growth.std() <= as_it_was.std()
-    assert "times their usual" in speed_says(told[0])
-    assert "nothing" in speed_says(HostSpeed(np.ones(1), None, 0.1, 0.1))
+    assert "times their usual" in speed_text(told[0])
+    assert "nothing" in speed_text(HostSpeed(np.ones(1), None, 0.1, 0.1))
