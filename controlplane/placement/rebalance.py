@@ -14,23 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import NewRequest
-from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, WorkerId
 
-
-@dataclass(frozen=True, slots=True)
-class Surprises:
-    """What went otherwise than planned on one worker, as far as it still matters.
-
-    `early`: planned ends, in steps, of requests that finished sooner. `outlived`: requests that passed their
-    predictions and still run, with their new ends.
-    """
-
-    early: tuple[int, ...] = ()
-    outlived: tuple[tuple[RequestId, int], ...] = ()
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +48,95 @@ class Reassign:
     target: WorkerId
 
 
-def finished(surprises: Surprises, request: RequestId, step: int, planned_end: int) -> Surprises:
-    """A request finished at `step`, by its first prediction to be expected at `planned_end`."""
-    outlived = tuple(o for o in surprises.outlived if o[0] != request)
-    was_late = len(outlived) < len(surprises.outlived)
-    # The plan never counted what an outlived request did past its first prediction: nothing is missing now.
-    early = surprises.early if was_late or planned_end <= step else (*surprises.early, planned_end)
-    return Surprises(early, outlived)
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The requests that decode at one look, a column each.
+
+    `request`: names or numbers, each once. `worker`: its place among the workers of the look. `generated` and
+    `expected`: its output tokens so far, and in all as now predicted.
+    """
+
+    request: NDArray[Any]
+    worker: Ints
+    generated: Ints
+    expected: Ints
 
 
-def outlived(surprises: Surprises, request: RequestId, new_end: int) -> Surprises:
-    """A request passed its (latest) prediction without finishing; it is now expected at step `new_end`."""
-    others = tuple(o for o in surprises.outlived if o[0] != request)
-    return Surprises(surprises.early, (*others, (request, new_end)))
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What was planned for decoding requests when first seen on their workers; sorted by `request`."""
+
+    request: NDArray[Any]
+    worker: Ints  # by the tracker's own numbers
+    end: Ints  # the worker's step count at which it should end,
+    expected: Ints  # having made so many tokens
+    outlived: Mask
 
 
-def predicted_anew(table: LengthTable, prompt_tokens: int, generated: int) -> int:
-    """Total output tokens expected of a request that has `generated` and goes on; more than `generated`."""
-    return max(round(float(table.predict(prompt_tokens, generated))), generated + 1)
+class DeviationTracker:
+    """The one record of early finishers and outlived predictions, from look to look.
+
+    A request is planned when first seen decoding on a worker; one that moves or is preempted is planned anew
+    where it decodes next, and leaves no error behind.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[WorkerId, int] = {}
+        self._planned: Planned | None = None
+        self._early: dict[WorkerId, list[int]] = {}  # planned ends of requests that finished before them
+
+    def look(
+        self, steps: Mapping[WorkerId, int], now: Decoding, has_ended: Callable[[NDArray[Any]], Mask]
+    ) -> dict[WorkerId, Error]:
+        """The errors of the workers whose step counts are known; empty where nothing is off.
+
+        `has_ended`: which requests, of those that no longer decode where they did, are over.
+        """
+        number = np.array([self._numbers.setdefault(w, len(self._numbers)) for w in steps], np.int64)
+        step = np.full(len(self._numbers), np.iinfo(np.int64).max)  # past every end: a worker that is gone
+        step[number] = list(steps.values())
+        order = np.argsort(now.request)
+        request, worker = now.request[order], number[now.worker[order]]
+        expected = now.expected[order]
+        rest = np.maximum(expected - now.generated[order], 1)
+        planned = Planned(request, worker, step[worker] + rest, expected, np.zeros(len(request), bool))
+        early: dict[WorkerId, list[int]] = {w: [] for w in steps}
+        if self._planned is not None and len(self._planned.request):
+            before = self._planned
+            planned, left = _carried(before, planned)
+            over = left[has_ended(before.request[left])]
+            name = {n: w for w, n in zip(steps, number.tolist(), strict=True)}
+            for w, end in zip(before.worker[over].tolist(), before.end[over].tolist(), strict=True):
+                # The plan never counted what an outlived request did past its end: nothing is missing now.
+                if w in name:
+                    early[name[w]].append(end)
+        self._planned = planned
+        late = planned.outlived
+        tokens = np.bincount(worker[late], rest[late], len(step)).astype(np.int64)
+        sequences = np.bincount(worker[late], minlength=len(step))
+        errors = {}
+        for (w, at), n in zip(steps.items(), number.tolist(), strict=True):
+            ends = [end for end in (*self._early.get(w, ()), *early[w]) if end > at]
+            early[w] = ends
+            errors[w] = Error(int(tokens[n]) - sum(ends) + at * len(ends), int(sequences[n]) - len(ends))
+        self._early = early
+        return errors if any(e.sequences or e.output_tokens for e in errors.values()) else {}
 
 
-def error_at(surprises: Surprises, step: int) -> Error:
-    """l_e and b_e of a worker when it has done `step` decode steps."""
-    missing = [end - step for end in surprises.early if end > step]
-    extra = [end - step for _, end in surprises.outlived if end > step]
-    return Error(sum(extra) - sum(missing), len(extra) - len(missing))
+def _carried(before: Planned, now: Planned) -> tuple[Planned, Ints]:
+    """The plans of `now`, as they were for requests still on their workers; and which of `before` are not.
 
-
-def forget(surprises: Surprises, step: int) -> Surprises:
-    """The same without what no longer matters at `step`."""
-    return Surprises(tuple(end for end in surprises.early if end > step), surprises.outlived)
+    Of these only such as had not outlived their predictions, by their places.
+    """
+    at = np.minimum(np.searchsorted(before.request, now.request), len(before.request) - 1)
+    same = (before.request[at] == now.request) & (before.worker[at] == now.worker)
+    expected = np.where(same, before.expected[at], now.expected)
+    planned = Planned(
+        now.request, now.worker, np.where(same, before.end[at], now.end), expected, now.expected > expected
+    )
+    left = ~before.outlived
+    left[at[same]] = False
+    return planned, np.flatnonzero(left)
 
 
 def rebalance(

@@ -17,15 +17,15 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.migration.cost import Price
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import EXACT
+from controlplane.placement.rebalance import DeviationTracker
 from controlplane.snapshot import Snapshot
 from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.elastic import Decide, Elastic
 from dataplane.simulated.heartbeat import HEARTBEAT_S, place_held
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.observe import observe
+from dataplane.simulated.observe import deviations, observe
 from dataplane.simulated.run import RunState
-from dataplane.simulated.surprises import SurpriseBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Watch:
     """What a heartbeat looks at beside the ledger, and remembers."""
 
     elastic: Elastic | None = None
-    surprises: SurpriseBook | None = None
+    deviations: DeviationTracker | None = None
     arrived: int = 0
 
 
@@ -82,7 +82,7 @@ def drive(
     settings = told.tick
     decide = decide or (lambda state, seen: tick(settings, state, seen))
     acts = settings.moves is not None or settings.shed is not None
-    watch = Watch(elastic, SurpriseBook(led) if told.errors and run.migrates and acts else None)
+    watch = Watch(elastic, DeviationTracker() if told.errors and run.migrates and acts else None)
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
     tick_s = told.beat_s if run.migrates or elastic is not None else inf
     while not _all_done(run) and not _given_up(run):
@@ -128,8 +128,8 @@ def _beat(
     elastic = watch.elastic
     states = None if elastic is None else elastic.states()
     seen = observe(run.ledger, run.profiles, now_s, moving, moves.busy(), told.watermark, states)
-    if watch.surprises is not None:
-        seen = replace(seen, errors=watch.surprises.look())
+    if watch.deviations is not None:
+        seen = replace(seen, errors=deviations(watch.deviations, run.ledger))
     if elastic is not None:
         seen = _with_demand(run, watch, elastic, seen)
     state, actions = decide(state, seen)

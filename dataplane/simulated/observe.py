@@ -13,6 +13,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.placement.constraints import remaining
 from controlplane.placement.ledger import (
     DECODING,
+    DONE,
     DRAINING,
     NONE,
     OFF,
@@ -20,6 +21,7 @@ from controlplane.placement.ledger import (
     generated,
     queue_first,
 )
+from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
@@ -159,6 +161,21 @@ class Listed(Sequence[RunningRequest]):
                 for r, tokens, done, still in table.tolist()
             ]
         return self._rows
+
+
+def deviations(tracker: DeviationTracker, led: Ledger) -> dict[WorkerId, Error]:
+    """Algorithm 2's errors now, the ledger and its predictions being up to date (`observe` renews them)."""
+    running_n, steps = led.workers["running_n"], led.workers["step"]
+    rows = led.running[np.arange(led.running.shape[1]) < running_n[:, None]]
+    worker = np.repeat(np.arange(len(running_n)), running_n)
+    decodes = led.requests["phase"][rows] == DECODING
+    rows, worker = rows[decodes], worker[decodes]
+    made = led.requests["key"][rows] + steps[worker]
+    return tracker.look(
+        {WorkerId(str(w)): step for w, step in enumerate(steps.tolist())},
+        Decoding(rows, worker, made, led.requests["predicted"][rows]),
+        lambda gone: led.requests["phase"][gone] == DONE,
+    )
 
 
 def observe(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from controlplane.perfmodel.samples import StepSamples
-from controlplane.placement.rebalance import Error, Surprises, error_at, finished, forget, outlived
+from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import Speed, speed_seen
 from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
@@ -28,23 +28,13 @@ PRIORITIES = {"normal": 0, "high": 1}
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A decoding request as first seen on its worker: the step it should end at, and its expected length."""
-
-    worker: WorkerId
-    end_step: int
-    expected: int
-
-
 class Seeing:
     """Snapshots from replies. `speeds`: what workers can do, by kind; else it is learned from steps."""
 
     def __init__(self, speeds: Mapping[str, Speed] | None = None) -> None:
         self.speeds = Speeds(speeds or {})
         self._arrivals: list[dict[str, Any]] | None = None
-        self._planned: dict[RequestId, Planned] = {}
-        self._surprises: dict[WorkerId, Surprises] = {}
+        self._deviations = DeviationTracker()
         self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
 
     def snapshot(self, fleet: Row, requests: Sequence[Row], now_s: float) -> Snapshot:
@@ -97,31 +87,16 @@ class Seeing:
     def _errors(self, workers: Sequence[Row], requests: Sequence[Row]) -> dict[WorkerId, Error]:
         """Algorithm 2's errors by worker, brought up to this look."""
         steps = {WorkerId(w["worker"]): int(w["telemetry"]["steps"]) for w in workers if w.get("telemetry")}
-        self._surprises = {w: forget(self._surprises.get(w, Surprises()), at) for w, at in steps.items()}
-        planned: dict[RequestId, Planned] = {}
-        for r in requests:
-            worker, name = r["worker"], RequestId(r["request"])
-            if worker not in steps or r["state"] != "decoding":
-                continue
-            expected, done = int(r["expected_tokens"]), int(r["output_tokens"])
-            end = steps[worker] + max(expected - done, 1)
-            before = self._planned.get(name)
-            if before is None or before.worker != worker:
-                planned[name] = Planned(WorkerId(worker), end, expected)
-                continue
-            planned[name] = before
-            if expected > before.expected:
-                self._surprises[before.worker] = outlived(self._surprises[before.worker], name, end)
-        for name, before in self._planned.items():
-            if before.worker not in steps or planned.get(name) is before:
-                continue
-            moved = name in planned  # then nothing ended early: the plan went along
-            at = steps[before.worker]
-            end_step = at if moved else before.end_step
-            self._surprises[before.worker] = finished(self._surprises[before.worker], name, at, end_step)
-        self._planned = planned
-        errors = {w: error_at(s, steps[w]) for w, s in self._surprises.items()}
-        return errors if any(e.sequences or e.output_tokens for e in errors.values()) else {}
+        place = {w: i for i, w in enumerate(steps)}
+        rows = [r for r in requests if r["worker"] in place and r["state"] == "decoding"]
+        decoding = Decoding(
+            np.array([r["request"] for r in rows], np.str_),
+            np.array([place[r["worker"]] for r in rows], np.int64),
+            np.array([int(r["output_tokens"]) for r in rows], np.int64),
+            np.array([int(r["expected_tokens"]) for r in rows], np.int64),
+        )
+        there = np.array([r["request"] for r in requests], np.str_)
+        return self._deviations.look(steps, decoding, lambda gone: ~np.isin(gone, there))
 
 
 def _tokens(r: Row) -> int:

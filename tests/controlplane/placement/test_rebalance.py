@@ -2,88 +2,100 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.rebalance import (
-    Error,
-    Reassign,
-    Surprises,
-    error_at,
-    finished,
-    forget,
-    outlived,
-    predicted_anew,
-    rebalance,
-)
+from controlplane.placement.rebalance import Decoding, DeviationTracker, Error, Reassign, rebalance
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 0.0, 1e-4, 1e-6)
 TABLE = LengthTable.from_history([10] * 6, [2, 4, 5, 9, 20, 40])
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
-def test_an_early_finish_leaves_the_papers_error():
+class Looks:
+    """A tracker, and what it is told: (request, worker, generated, expected) of those that decode."""
+
+    def __init__(self) -> None:
+        self.tracker = DeviationTracker()
+
+    def __call__(self, steps, *decoding, ended=()):
+        columns = list(zip(*decoding, strict=True)) or [()] * 4
+        workers = list(steps)
+        now = Decoding(
+            np.array(columns[0], np.str_),
+            np.array([workers.index(w) for w in columns[1]], np.int64),
+            np.array(columns[2], np.int64),
+            np.array(columns[3], np.int64),
+        )
+        return self.tracker.look(steps, now, lambda gone: np.isin(gone, ended))
+
+
+def test_an_early_finish_leaves_the_papers_error_until_its_planned_end():
+    look = Looks()
+    assert look({A: 0}, ("r", A, 0, 10)) == {}
     # Predicted 10, finished with 4: l_e = -6, b_e = -1 at that moment.
-    assert error_at(finished(Surprises(), RequestId("a"), 4, 10), 4) == Error(-6, -1)
+    assert look({A: 4}, ended=["r"]) == {A: Error(-6, -1)}
+    assert [look({A: n}) for n in (7, 9, 10)] == [{A: Error(-3, -1)}, {A: Error(-1, -1)}, {}]
 
 
-def test_an_outlived_prediction_leaves_the_papers_error():
-    assert error_at(outlived(Surprises(), RequestId("a"), 25), 10) == Error(15, 1)
-
-
-def test_an_error_is_over_once_its_steps_have_passed():
-    early = finished(Surprises(), RequestId("a"), 4, 10)
-    assert [error_at(early, n).output_tokens for n in (4, 7, 9, 10, 11)] == [-6, -3, -1, 0, 0]
-    assert error_at(early, 10).sequences == 0
-    assert forget(early, 10) == Surprises()
-    assert forget(early, 9) == early
-
-
-def test_an_outlived_request_that_finishes_leaves_nothing_behind():
-    late = outlived(Surprises(), RequestId("a"), 25)
-    assert finished(late, RequestId("a"), 12, 10) == Surprises()
+def test_an_outlived_prediction_leaves_the_papers_error_until_the_request_is_over():
+    look = Looks()
+    look({A: 0}, ("r", A, 0, 10))
+    assert look({A: 10}, ("r", A, 10, 25)) == {A: Error(15, 1)}
+    assert look({A: 12}, ("r", A, 12, 25)) == {A: Error(13, 1)}
+    assert look({A: 13}, ended=["r"]) == {}
 
 
 def test_a_request_outlived_twice_counts_once():
-    twice = outlived(outlived(Surprises(), RequestId("a"), 12), RequestId("a"), 30)
-    assert error_at(twice, 12) == Error(18, 1)
+    look = Looks()
+    look({A: 0}, ("r", A, 0, 10))
+    look({A: 10}, ("r", A, 10, 12))
+    assert look({A: 12}, ("r", A, 12, 30)) == {A: Error(18, 1)}
 
 
-def test_a_renewed_prediction_is_the_mean_of_those_that_went_on():
-    assert predicted_anew(TABLE, 10, 9) == 30
-    assert predicted_anew(TABLE, 10, 1000) == 1001
+def test_a_request_that_moves_or_is_preempted_leaves_no_error_and_is_planned_anew():
+    look = Looks()
+    look({A: 0, B: 500}, ("moves", A, 0, 50), ("preempted", A, 0, 50))
+    assert look({A: 5, B: 505}, ("moves", B, 5, 50)) == {}
+    assert look({A: 9, B: 509}, ("moves", B, 9, 50), ("preempted", A, 9, 50)) == {}
+    assert look({A: 9, B: 515}, ended=["moves", "preempted"]) == {A: Error(-41, -1), B: Error(-35, -1)}
 
 
-@given(st.lists(st.tuples(st.integers(1, 45), st.integers(1, 45)), max_size=8))
-def test_the_error_is_outstanding_work_less_the_plan(lengths):
-    """Requests (predicted, real), all decoding from step 0, followed step by step."""
-    surprises = Surprises()
-    ends = {i: predicted for i, (predicted, _) in enumerate(lengths)}
-    for step in range(1, 60):
-        for i, (predicted, real) in enumerate(lengths):
-            request = RequestId(str(i))
-            if step == real:
-                surprises = finished(surprises, request, step, predicted)
-                ends.pop(i)
-            elif i in ends and step == ends[i]:
-                ends[i] = predicted_anew(TABLE, 10, step)
-                surprises = outlived(surprises, request, ends[i])
+def test_a_worker_that_is_gone_takes_its_errors_with_it():
+    look = Looks()
+    look({A: 0, B: 0}, ("r", A, 0, 10), ("s", B, 0, 10))
+    assert look({A: 4, B: 4}, ("s", B, 4, 10), ended=["r"])[A] == Error(-6, -1)
+    assert look({B: 5}, ("s", B, 5, 10)) == {}
+    assert look({A: 0}, ended=["r", "s"]) == {}
+
+
+@given(st.lists(st.tuples(st.integers(1, 45), st.integers(1, 45)), max_size=8), st.integers(1, 7))
+def test_the_error_is_outstanding_work_less_the_plan(lengths, every):
+    """Requests (predicted, real), all decoding from step 0, looked at now and then."""
+    look = Looks()
+    expected = [predicted for predicted, _ in lengths]
+    for step in range(60):
+        for i, (_, real) in enumerate(lengths):
+            if step < real and step >= expected[i]:
+                expected[i] = max(round(float(TABLE.predict(10, step))), step + 1)
+        if step % every:
+            continue
+        going = [i for i, (_, real) in enumerate(lengths) if step < real]
+        rows = [(str(i), A, step, expected[i]) for i in going]
+        seen = look({A: step}, *rows, ended=[str(i) for i in range(len(lengths))])
         planned = [p - step for p, _ in lengths if p > step]
-        outstanding = [end - step for end in ends.values()]
-        assert error_at(surprises, step) == Error(
-            sum(outstanding) - sum(planned), len(outstanding) - len(planned)
-        )
-        assert error_at(forget(surprises, step), step + 1) == error_at(surprises, step + 1)
+        outstanding = [expected[i] - step for i in going]
+        want = Error(sum(outstanding) - sum(planned), len(outstanding) - len(planned))
+        assert seen.get(A, Error(0, 0)) == want
 
 
 def a_queue(*sizes: int, name: str = "r") -> list[tuple[RequestId, NewRequest]]:
     return [(RequestId(f"{name}{k}"), NewRequest(size, 1)) for k, size in enumerate(sizes)]
-
-
-A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
 def anything(*_: object) -> bool:
