@@ -25,10 +25,8 @@ unit: .venv/all  ## tests that start no engine; the kernels are compiled once, b
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
 	$(BIN)/pytest -n 2 --ignore tests/live
 
-# What fails on a machine that was busy with something else gets a second chance; what fails twice fails.
 live: .venv/all  ## tests on real vLLM engines, Ray and servers
-	timeout -k 30 1200 $(BIN)/pytest tests/live --durations 10 || \
-	  timeout -k 30 600 $(BIN)/pytest tests/live --last-failed --last-failed-no-failures none
+	timeout -k 30 1200 $(BIN)/pytest tests/live --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2

@@ -11,18 +11,11 @@ Wall time is what a caller waits, and counts what else the machine did meanwhile
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
-
-from fewest_workers import Lengths, sharegpt
-from policy_workers import CASES
-from results import bar, flags, show
 
 from controlplane.compiled import compiled
 from controlplane.placement.constraints import Knobs
@@ -30,6 +23,9 @@ from controlplane.placement.ledger import ANY_PHASE, NONE, Floats, Ledger
 from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy, assign
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.simulate import RunState, WorkerSpec, prepare
+from experiments.lib.fewest_workers import CASES, Lengths, sharegpt
+from experiments.lib.public_data import SHAREGPT
+from experiments.lib.results import bar, flags, show
 
 BARS_US = {120: 200.0, 1000: 1000.0}
 LOADS = {"0.83 rps each": 100 / 120, "1.1 rps each": 1.1}
@@ -107,8 +103,7 @@ def _us(ns: float | NDArray[np.float64]) -> float:
 
 
 def main() -> int:
-    parser = flags(__doc__.splitlines()[0])
-    asked = parser.parse_args()
+    asked = flags(__doc__, SHAREGPT).parse_args()
     lengths = sharegpt(asked.data)
     states = 5 if asked.quick else 40
     rows: list[dict[str, Any]] = []

@@ -4,9 +4,9 @@
 
 Aladdin's Llama-2 13B workers on A100s, ShareGPT lengths, Poisson arrivals in proportion to the fleet: 100 a
 second for 120 workers. Requests a second by thread time (what one core does) and by wall time (what one
-waits, whatever else the machine does). The reference is tests/reference_engine.py: one worker, one step
-at a time, plain Python, no placement. `compile`: what the very first call on a machine costs, measured in a
-process of its own with an empty cache.
+waits, whatever else the machine does). The reference is tests/builders/reference_engine.py: one worker, one
+step at a time, plain Python, no placement. `compile`: what the very first call on a machine costs, measured
+in a process of its own with an empty cache.
 """
 
 from __future__ import annotations
@@ -16,30 +16,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from fewest_workers import Lengths, sharegpt
-from policy_workers import CASES
-from reference_engine import simulate_worker
-from results import bar, flags, show
-
 from controlplane.placement.policies import Policy
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.fewest_workers import CASES, Lengths, sharegpt
+from experiments.lib.public_data import ROOT, SHAREGPT
+from experiments.lib.results import bar, flags, show
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "builders"))
+
+from reference_engine import simulate_worker
+
 RPS_PER_WORKER = 100 / 120
 BAR_RPS = 20_000
 FLEETS = (30, 120, 300, 1000)
 POLICIES = (Policy.SPREAD, Policy.SLACK_FIT, Policy.BEST_FIT, Policy.JSQ)
 FIRST_CALL = """
-import resource, sys
-sys.path[:0] = {path!r}
-from policy_workers import CASES
+import resource
+from experiments.lib.fewest_workers import CASES
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from controlplane.workload import Workload
 import numpy as np
@@ -97,16 +93,13 @@ def reference_row(requests: int, lengths: Lengths, seed: int) -> dict[str, Any]:
 def compile_s() -> float:
     """CPU seconds of the first call ever: compiling all kernels, nothing cached."""
     with tempfile.TemporaryDirectory() as home:
-        path = [str(ROOT / "experiments"), str(ROOT)]
-        told = [sys.executable, "-c", FIRST_CALL.format(path=path)]
-        done = subprocess.run(
-            told, env={**os.environ, "HOME": home, "NUMBA_CACHE_DIR": ""}, capture_output=True, check=True
-        )
+        told, fresh = [sys.executable, "-c", FIRST_CALL], {"HOME": home, "NUMBA_CACHE_DIR": ""}
+        done = subprocess.run(told, cwd=ROOT, env={**os.environ, **fresh}, capture_output=True, check=True)
     return float(done.stdout)
 
 
 def main() -> int:
-    parser = flags(__doc__.splitlines()[0])
+    parser = flags(__doc__, SHAREGPT)
     parser.add_argument("--no-compile", action="store_true", help="leave the cold start out")
     asked = parser.parse_args()
     lengths = sharegpt(asked.data)

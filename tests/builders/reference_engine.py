@@ -1,8 +1,8 @@
 """The slow, obvious engine: one worker, one step at a time, plain Python lists.
 
-The judge of the compiled simulator. It is written from the words of interfaces.md ("Engine semantics of the
-simulated plane") alone and shares no code with `dataplane.simulated`; every step is really taken, nothing is
-jumped, nothing is kept between steps that could be computed again.
+The judge of the compiled simulator. It is written from docs/engine.md alone and shares no code with
+`dataplane.simulated`; every step is really taken, nothing is jumped, nothing is kept between steps that could
+be computed again.
 
 Rules that the words leave open, decided here:
 

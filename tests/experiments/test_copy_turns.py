@@ -1,16 +1,19 @@
 """What copies cost others is found from turns with and without: no more, no less, and nothing in a sham."""
 
-import sys
-
 import numpy as np
 import pytest
-from checkout import ROOT
 
 from dataplane.live.kv.rate_limit import is_turn
-
-sys.path.insert(0, str(ROOT / "experiments"))
-
-from copy_turns import extra_s, growth, idle_pair, middle_mean, pairs, slower, steps, working_s
+from experiments.lib.copy_turns import (
+    extra_s,
+    growth,
+    idle_pair,
+    middle_mean,
+    pairs,
+    slower,
+    steps,
+    working_s,
+)
 
 TURN_S = 0.2
 

@@ -28,7 +28,7 @@ That is the law of levels whose changes are of one size at every distance (1/f).
 scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
 grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
 next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21
-(`experiments/drift_settings.py`).
+(`experiments/planning/drift_settings.py`).
 
 A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
 part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. What is left is known from

@@ -1,0 +1,1 @@
+"""What the experiments share: flags, results, resuming, workloads, baselines and served processes."""

@@ -1,0 +1,248 @@
+"""The traffic, the simulated fleet, the clairvoyant and our own scaler of autoscaling.py."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.control import Settings, State
+from controlplane.placement.policies import Policy
+from controlplane.scaler.forecast import NEAR, ForecastSettings
+from controlplane.scaler.line import Speed
+from controlplane.scaler.regimes import Regimes, follow
+from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
+from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.traffic import Demand
+from controlplane.types import ClassArrivals
+from controlplane.workload import Workload
+from dataplane.simulated.elastic import Decide, FleetRecord
+from dataplane.simulated.simulate import (
+    ControlSettings,
+    ElasticSettings,
+    Outcome,
+    WorkerSpec,
+    simulate,
+    simulate_elastic,
+)
+from experiments.lib.fewest_workers import CASES, Lengths, Question
+from experiments.lib.public_data import SERVEGEN, azure_hour
+from experiments.lib.scaling_rules import planned
+
+CASE = CASES[1]
+TARGET = 0.99
+COLD_S = 60.0
+WINDOW_S = 300.0
+LEAD_IN_S = 30.0
+SLOTS = 64
+BEAT_S = 2.0
+Schedule = list[tuple[float, int]]  # from when, how many workers
+AHEAD = ForecastSettings(bin_s=600.0, season=144)  # the rates' own windows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A trace, and the counts of the bins before it (the forecast's history)."""
+
+    name: str
+    workload: Workload
+    past: tuple[int, ...] = ()
+
+
+def servegen(
+    data: Path,
+    name: str,
+    lengths: Lengths,
+    mean_rps: float,
+    hours: float,
+    seed: int,
+    day: int = 14,
+    from_h: float = 6.0,
+) -> Traffic:
+    """`hours` of one of the 14 days (1 to 14) from `from_h` o'clock on, and all before."""
+    with (data / SERVEGEN[name]).open() as file:
+        rows = [(float(r["window_start_s"]), float(r["total_rate_rps"])) for r in csv.DictReader(file)]
+    at, rate = np.array(rows).T
+    rate *= mean_rps / rate.mean()
+    rng = np.random.default_rng([seed, 9])
+    begin_s = ((day - 1) * 24 + from_h) * 3600.0
+    end_s = min(begin_s + hours * 3600.0, at[-1])
+    past = rng.poisson(rate[at < begin_s] * 600.0)
+    # Poisson with a rate of straight lines: thinned.
+    top = float(rate.max())
+    times = np.sort(rng.uniform(begin_s, end_s, rng.poisson(top * (end_s - begin_s))))
+    times = times[rng.random(len(times)) < np.interp(times, at, rate) / top] - begin_s
+    drawn = rng.integers(0, len(lengths.prompt), len(times))
+    return Traffic(
+        f"ServeGen {name}",
+        Workload(times, lengths.prompt[drawn], lengths.output[drawn]),
+        tuple(int(c) for c in past),
+    )
+
+
+def azure(data: Path) -> Traffic:
+    return Traffic("Azure conv", azure_hour(data))
+
+
+@dataclass
+class Bench:
+    """The runs of one traffic: all with the same fleet, predictor and seed."""
+
+    traffic: Traffic
+    lengths: Lengths
+
+    def run(
+        self, start: int, control: ControlSettings, decide: Decide | None = None, state: State | None = None
+    ) -> tuple[Outcome, FleetRecord]:
+        return simulate_elastic(
+            self.traffic.workload,
+            [WorkerSpec(CASE.profile)] * SLOTS,
+            CASE.slo,
+            ElasticSettings(start, COLD_S),
+            control,
+            Policy.SPREAD,
+            decide=decide,
+            state=state,
+            predictor=self.lengths.table(),
+        )
+
+    def window(self, start_s: float) -> tuple[Workload, NDArray[np.bool_]]:
+        lead_s = min(LEAD_IN_S, start_s)
+        part = self.traffic.workload.window(start_s - lead_s, start_s + WINDOW_S)
+        return part, part.arrival_s >= lead_s
+
+    def clairvoyant(self) -> tuple[Schedule, Outcome, FleetRecord]:
+        """The schedule and its run; see autoscaling.py's head."""
+        starts = np.arange(0.0, float(self.traffic.workload.arrival_s[-1]), WINDOW_S).tolist()
+        counts, taken, cheapest = self.window_by_window(starts)
+        best = self.scheduled(starts, counts)
+        while best[1].attainment < TARGET and min(counts) < SLOTS:  # windows hand their load over
+            counts[taken.pop() if taken else self.worst_window(best[1], counts)] += 1
+            best = self.scheduled(starts, counts)
+        for i in cheapest:
+            while (
+                counts[i] > 1
+            ):  # the fewer workers elsewhere, the worse without this one: once round is enough
+                fewer = [n - (i == at) for at, n in enumerate(counts)]
+                found = self.scheduled(starts, fewer)
+                if found[1].attainment < TARGET or found[2].worker_s >= best[2].worker_s:
+                    break
+                counts, best = fewer, found
+        return best
+
+    def worst_window(self, seen: Outcome, counts: list[int]) -> int:
+        """Where a run misses most, of the windows that may have another worker."""
+        at = (self.traffic.workload.arrival_s // WINDOW_S).astype(int)
+        missed = np.bincount(at[~seen.met], minlength=len(counts))
+        return int(np.where(np.array(counts) < SLOTS, missed[: len(counts)], -1).argmax())
+
+    def scheduled(self, starts: list[float], counts: list[int]) -> tuple[Schedule, Outcome, FleetRecord]:
+        """A schedule, run: launched a cold start ahead."""
+        schedule = list(zip(starts, counts, strict=True))
+        still = ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S)
+        return schedule, *self.run(counts[0], still, planned(schedule, COLD_S + BEAT_S))
+
+    def window_by_window(self, starts: list[float]) -> tuple[list[int], list[int], list[int]]:
+        """Workers of each window, the windows that one was then taken from, and those to take from next.
+
+        Each in order.
+        """
+        misses: list[Callable[[int], int]] = []
+        counts: list[int] = []
+        taken: list[int] = []
+        guess = 8
+        for start_s in starts:
+            part, judged = self.window(start_s)
+            missed = self.counted(part, judged)
+            allowed = (1.0 - TARGET) * int(judged.sum())
+            # Where no number of workers helps any more, the fewest of those that do as well.
+            allowed = max(allowed, missed(SLOTS))
+            n = guess
+            while missed(n) > allowed and n < SLOTS:
+                n += 1
+            while n > 1 and missed(n - 1) <= allowed:
+                n -= 1
+            misses.append(missed)
+            counts.append(n)
+            guess = n
+        spare = (1.0 - TARGET) * len(self.traffic.workload)
+        spare -= sum(missed(n) for missed, n in zip(misses, counts, strict=True))
+
+        def price(i: int) -> tuple[int, int]:
+            return misses[i](counts[i] - 1) - misses[i](counts[i]), i
+
+        offers = [price(i) for i in range(len(counts)) if counts[i] > 1]
+        heapify(offers)
+        while offers:  # a worker fewer where it costs least
+            more, i = heappop(offers)
+            if more > spare:
+                continue
+            counts[i], spare = counts[i] - 1, spare - more
+            taken.append(i)
+            if counts[i] > 1:
+                heappush(offers, price(i))
+        return counts, taken, sorted((i for i, n in enumerate(counts) if n > 1), key=price)
+
+    def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
+        """How many of a window's judged requests so many workers miss."""
+
+        @cache
+        def missed(workers: int) -> int:
+            fleet = [WorkerSpec(CASE.profile)] * workers
+            outcome = simulate(part, fleet, CASE.slo, predictor=self.lengths.table())
+            return int((~outcome.met & judged).sum())
+
+        return missed
+
+
+def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: int) -> tuple[float, float]:
+    """Eq 7 by simulation at steady rates, other draws than those judged.
+
+    Workers with a fraction, between the last count that fails and the first that does not, as in
+    tokenfleet.planning.line: whole numbers would be rounded up twice.
+    """
+    counts = []
+    for rate in rates:
+        workloads = [lengths.poisson(rate, round(rate * seconds), seed + 1000 + i) for i in range(2)]
+        question = Question(workloads, CASE.profile, CASE.slo, lengths.table(), Policy.SPREAD)
+        found = question.fewest(TARGET, max(rate, 1.0)) or question.most
+        allowed = (1.0 - TARGET) * question.requests
+        few, many = (math.log(question.misses(n, question.requests) + 0.5) for n in (found - 1, found))
+        share = (few - math.log(allowed + 0.5)) / (few - many) if few > many else 1.0
+        counts.append(found - 1 + min(max(share, 0.0), 1.0))
+    slope, intercept = np.polyfit(rates, counts, 1)
+    return float(slope), float(intercept)
+
+
+def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> ControlSettings:
+    prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
+    engine, profile = CASE.profile.engine, CASE.profile
+    scaling = ScalingSettings(
+        TargetSettings(*line, low=1, high=SLOTS),
+        HoldSettings(),
+        speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
+        ahead=AHEAD if forecasts else None,
+        near=NEAR if forecasts else None,
+        learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),
+    )
+    return ControlSettings(Settings(moves=None, shed=None, scaling=scaling), beat_s=BEAT_S)
+
+
+def remembered(past: tuple[int, ...]) -> State:
+    """A scaler that has watched the days before."""
+    demand = Demand(AHEAD.bin_s, AHEAD.keep)
+    regimes, levels = Regimes(), []
+    for n in range(1, len(past) + 1):
+        seen = replace(demand, first_bin=0, closed=past[:n])
+        regimes = follow(regimes, seen)
+        assert regimes.current is not None
+        levels.append(regimes.current.rate_rps)
+    demand = replace(demand, first_bin=-len(past), closed=past, seen_s=0.0)
+    return State(scaling=Scaling(far=Outlook(demand, tuple(levels))))

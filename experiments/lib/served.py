@@ -1,0 +1,242 @@
+"""What the gateway's experiments share: servers as processes, and streams as an OpenAI client has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from experiments.lib.public_data import ROOT
+
+MODEL = "tiny-llama"
+# The same engine for a plain server and for a worker of the fleet.
+ENGINE_FLAGS = (
+    "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "256",
+    "--kv-cache-memory-bytes", str(256 << 20),
+)  # fmt: skip
+PLAIN_FLAGS = (
+    "--enforce-eager", "--block-size", "32",
+    "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log",
+)  # fmt: skip
+START_S = 300.0
+
+
+@dataclass
+class Server:
+    """A running server, its addresses, and its process."""
+
+    process: subprocess.Popen[str]
+    gateway: str
+    control: str = ""
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The control API's JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.control + path, data, method=method)
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.load(reply)
+
+    def workers(self, state: str = "serving") -> list[dict[str, Any]]:
+        return [w for w in self.ask("GET", "/v1/fleet")["workers"] if w["state"] == state]
+
+
+@dataclass
+class Stream:
+    """What a client got: the text, why it ended, its usage, and when each chunk came (seconds)."""
+
+    text: str = ""
+    finish: str = ""
+    tokens: int = 0
+    is_done: bool = False
+    error: str = ""
+    begun_s: float = 0.0
+    chunks_s: list[float] = field(default_factory=list)
+
+    @property
+    def content(self) -> tuple[str, str, int]:
+        return self.text, self.finish, self.tokens
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunks_s[0] - self.begun_s
+
+    @property
+    def worst_gap_s(self) -> float:
+        return max((b - a for a, b in zip(self.chunks_s, self.chunks_s[1:], strict=False)), default=0.0)
+
+    @property
+    def is_silently_cut(self) -> bool:
+        """Ended as if it were complete, without a finish reason or with fewer tokens than were made."""
+        return self.is_done and not self.error and not self.finish
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def tiny_model() -> Iterator[Path]:
+    """A folder with the tiny Llama, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="tokenfleet-") as folder:
+        model = Path(folder) / MODEL
+        make = [sys.executable, str(ROOT / "examples" / "tiny_llama.py"), str(model)]
+        subprocess.run(make, check=True, capture_output=True)
+        yield model
+
+
+@contextmanager
+def fleet(model: Path, *flags: str, engine_flags: Sequence[str] = ENGINE_FLAGS) -> Iterator[Server]:
+    """A `tokenfleet serve`, ready, and stopped afterwards."""
+    gateway, control = free_port(), free_port()
+    run = [sys.executable, "-m", "tokenfleet"]
+    ports = ["--port", str(gateway), "--control-port", str(control)]
+    command = [*run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
+    process = _spawn(command, TOKENFLEET_DATA=str(model.parent / "data"))
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.startswith("ready "):
+        raise SystemExit(f"tokenfleet serve did not start: {line!r}")
+    _, gateway_url, _, control_url = line.split()
+    try:
+        yield Server(process, gateway_url, control_url)
+    finally:
+        _stop(process)
+
+
+@contextmanager
+def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterator[Server]:
+    """vLLM's own server with the same engine, pinned to a core, ready, and stopped afterwards.
+
+    `is_one_process`: with the rank inside the engine's process, as our workers have it on a CPU too. Not
+    vLLM's default there, and it then leaves the pinning to the kernel.
+    """
+    port = free_port()
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--port", str(port), "--host", "127.0.0.1", "--served-model-name", MODEL, *ENGINE_FLAGS, *PLAIN_FLAGS,
+    ]  # fmt: skip
+    if is_one_process:
+        from dataplane.live.engine_api.vllm_surface import ONE_PROCESS_EXECUTOR  # vLLM is slow to import
+
+        command += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]
+        process = _spawn(command, OMP_NUM_THREADS="1")
+    else:
+        process = _spawn(command, VLLM_CPU_OMP_THREADS_BIND=str(core))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SystemExit("the plain vLLM server did not start")
+            time.sleep(0.2)
+        yield Server(process, url)
+    finally:
+        _stop(process)
+
+
+async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
+    """One streamed completion; what goes wrong is in its `error`."""
+    got = Stream(begun_s=time.perf_counter())
+    settings = {"model": MODEL, "temperature": 0, "ignore_eos": True, "stream": True} | body
+    settings["stream_options"] = {"include_usage": True}
+    try:
+        async with session.post(f"{url}/v1/completions", json=settings) as reply:
+            if reply.status != 200:
+                got.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
+                return got
+            async for line in reply.content:
+                _take(got, line)
+    except (aiohttp.ClientError, ConnectionError) as error:
+        got.error = got.error or repr(error)
+    return got
+
+
+def _take(got: Stream, line: bytes) -> None:
+    if not line.startswith(b"data: "):
+        return
+    if line.startswith(b"data: [DONE]"):
+        got.is_done = True
+        return
+    chunk = json.loads(line[6:])
+    if "error" in chunk:
+        got.error = chunk["error"]["message"]
+    elif chunk["choices"]:
+        got.chunks_s.append(time.perf_counter())
+        got.text += chunk["choices"][0]["text"]
+        got.finish = chunk["choices"][0]["finish_reason"] or got.finish
+    if chunk.get("usage"):
+        got.tokens = chunk["usage"]["completion_tokens"]
+
+
+def session() -> aiohttp.ClientSession:
+    """A client without limits of its own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600)
+    )
+
+
+async def begun(server: Server, streams: int, running: Sequence[asyncio.Task[Any]]) -> None:
+    """Return once this many requests of a fleet decode, or fewer than before do: some have ended already.
+
+    Raises what a stream of `running` failed with.
+    """
+    most = 0
+    while not any(task.done() for task in running):
+        requests = (await asyncio.to_thread(server.ask, "GET", "/v1/requests"))["requests"]
+        decoding = sum(r["output_tokens"] > 0 for r in requests)
+        if decoding >= streams or decoding < most:
+            return
+        most = decoding
+        await asyncio.sleep(0.01)
+    for task in running:
+        if task.done():
+            task.result()
+
+
+def _spawn(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=0,
+        env=os.environ | quiet | environment,
+    )
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,91 @@
+"""What the migration experiments share: a model made here, and two real workers on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane.types import WorkerId
+from experiments.lib.public_data import ROOT
+
+A, B = WorkerId("a"), WorkerId("b")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two started workers and a fleet of links to them; `actors` by name."""
+
+    fleet: Any
+    actors: dict[WorkerId, Any]
+
+    async def budgeted(self, **budget: Any) -> Pair:
+        """The same workers under another budget of moves; this pair must not be used any more."""
+        from dataplane.live.migration.bare_fleet import BareFleet
+        from dataplane.live.migration.move import MoveBudget
+
+        await self.fleet.close()
+        return Pair(BareFleet(list(self.fleet.links.values()), MoveBudget(**budget)), self.actors)
+
+    async def forget(self, worker: WorkerId) -> None:
+        """Empty a worker's prefix cache, once nothing uses it any more."""
+        while not await self.actors[worker].reset_prefix_cache.remote():
+            await asyncio.sleep(0.02)
+
+
+def on_two_workers(
+    story: Callable[[Pair], Awaitable[Any]],
+    *,
+    fat: bool = False,
+    **engine: Any,
+) -> Any:
+    """Make the model, start two workers (each on a core of its own, if there are two), run the story."""
+    # Ray would run its workers at the lowest priority, behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    import ray
+    import zmq.asyncio
+
+    from dataplane.live.migration.bare_fleet import BareFleet
+    from dataplane.live.worker.launch import Place, launch_worker, start_ray
+    from dataplane.live.worker.link import WorkerLink
+
+    async def run(folder: str) -> Any:
+        token = secrets.token_hex(8)
+        asked = {"model": folder, "max_num_seqs": 32, "max_num_batched_tokens": 8192} | engine
+        cores = sorted(os.sched_getaffinity(0))
+        places = {name: Place(cores=str(cores[i % len(cores)])) for i, name in enumerate((A, B))}
+        started = await asyncio.gather(*(launch_worker(n, asked, token, p) for n, p in places.items()))
+        context = zmq.asyncio.Context()
+        links = [await WorkerLink.connect(w.info.endpoint, token, context) for w in started]
+        pair = Pair(BareFleet(links), {w.info.worker: w.actor for w in started})
+        try:
+            return await story(pair)
+        finally:
+            await pair.fleet.close()
+            for link in links:
+                await link.close()
+            context.destroy(linger=0)
+            await asyncio.gather(*(worker.stop() for worker in started))
+
+    with tempfile.TemporaryDirectory(prefix="tokenfleet-") as folder:
+        make = [sys.executable, str(ROOT / "examples" / "tiny_llama.py"), folder]
+        subprocess.run(make + ["--fat"] * fat, check=True, capture_output=True)
+        start_ray(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            logging_level="WARNING",
+        )
+        try:
+            return asyncio.run(run(folder))
+        finally:
+            ray.shutdown()

@@ -1,0 +1,1 @@
+"""What plans, what-if answers and placement policies achieve, and what they rest on."""

@@ -1,0 +1,129 @@
+"""How many workers does each placement policy need at 99 % and 99.9 %? Llama-2 13B and 70B on A100.
+
+    python experiments/planning/policy_workers.py [--quick | --full] [--model M] [--rate R]
+        [--format table|json]
+
+The setting of Aladdin's evaluation: one A100 (13B, 600/30 ms) or two (70B, 1600/75 ms) a worker, engines
+prefill-first with the coefficients of profiles/aladdin (prefill batches of at most the profile's 4096
+tokens), Poisson arrivals, ShareGPT lengths with prompts of at most 2048 tokens. Attainment is pooled over
+the seeds.
+
+  policies   every policy at 5, 10 and 20 requests a second; `exact` solves a program each heartbeat, some
+             200 requests a second, so it is asked at 5 only, over fewer requests, and judged by them
+  ablation   `spread` at 20 requests a second with a constraint off or a knob turned
+
+`bound` is perfmodel.fluid's: no policy can need less. `steady` is a noiseless fleet (fewest_workers.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane.perfmodel.capacity import fluid_workers
+from controlplane.placement.policies import PlacementSettings, Policy
+from experiments.lib.fewest_workers import CASES, TARGETS, Case, Lengths, Question, sharegpt, steady_workers
+from experiments.lib.public_data import SHAREGPT
+from experiments.lib.results import bar, flags, show
+
+RATES = (5.0, 10.0, 20.0)
+POLICIES = tuple(p for p in Policy if p != Policy.EXACT)
+EXACT_RATE = 5.0
+ABLATION = {
+    "without (b)": PlacementSettings(use_b=False),
+    "without (c)": PlacementSettings(use_c=False),
+    "without (d)": PlacementSettings(use_d=False),
+    "without (e)": PlacementSettings(use_e=False),
+    "tolerance 0 (the paper's d)": PlacementSettings(tolerance=0.0),
+    "theta 0": PlacementSettings(theta=0.0),
+    "theta 1": PlacementSettings(theta=1.0),
+    "gamma 1": PlacementSettings(gamma=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is simulated: seconds of arrivals, and how many draws of them."""
+
+    seconds: float
+    seeds: int
+    exact_requests: int
+
+
+QUICK, USUAL, FULL = Size(150, 1, 300), Size(300, 2, 600), Size(1000, 8, 3000)
+
+
+def row(
+    part: str, case: Case, rate: float, what: str, question: Question, lengths: Lengths
+) -> dict[str, Any]:
+    """The question's answer at both targets beside what bounds it."""
+    bound = [
+        fluid_workers(rate, lengths.prompt, lengths.output, case.profile, case.slo, target)
+        for target in TARGETS
+    ]
+    needed = [question.fewest(target, first) for target, first in zip(TARGETS, bound, strict=True)]
+    return {
+        "part": part,
+        "model": case.model,
+        "rps": rate,
+        "policy": what,
+        "99%": needed[0] or f">{question.most}",
+        "bound": round(bound[0], 2),
+        "99.9%": needed[1] or f">{question.most}",
+        "bound ": round(bound[1], 2),
+        "steady": round(steady_workers(rate, lengths, case.profile, case.slo), 2),
+        "requests": f"{len(question.workloads)} × {len(question.workloads[0])}",
+    }
+
+
+def ask(
+    case: Case,
+    lengths: Lengths,
+    rate: float,
+    policy: Policy,
+    size: Size,
+    seed: int,
+    settings: PlacementSettings | None = None,
+) -> Question:
+    """The question of one row; the same seeds give every policy the same arrivals."""
+    requests, seeds = round(rate * size.seconds), size.seeds
+    if policy == Policy.EXACT:
+        requests, seeds = size.exact_requests, 1
+    workloads = [lengths.poisson(rate, requests, seed + i) for i in range(seeds)]
+    table = lengths.table()
+    return Question(workloads, case.profile, case.slo, table, policy, settings or PlacementSettings())
+
+
+def main() -> int:
+    parser = flags(__doc__, SHAREGPT)
+    parser.add_argument("--full", action="store_true", help="more seeds and longer runs")
+    parser.add_argument("--model", choices=[case.model for case in CASES], help="only one of the two")
+    parser.add_argument("--rate", type=float, choices=RATES, help="only one rate; the ablation is of 20")
+    asked = parser.parse_args()
+    rates = RATES if asked.rate is None else (asked.rate,)
+    size = QUICK if asked.quick else FULL if asked.full else USUAL
+    lengths = sharegpt(asked.data)
+    rows, bars = [], {}
+    for case in (case for case in CASES if asked.model in (None, case.model)):
+        best: dict[str, int] = {}
+        for rate in rates:
+            policies = (*POLICIES, Policy.EXACT) if rate == EXACT_RATE else POLICIES
+            for policy in policies:
+                question = ask(case, lengths, rate, policy, size, asked.seed)
+                rows.append(row("policies", case, rate, policy, question, lengths))
+                if rate == RATES[-1] and isinstance(rows[-1]["99.9%"], int):
+                    best[policy] = rows[-1]["99.9%"]
+        if RATES[-1] not in rates:
+            continue
+        for name, settings in ABLATION.items():
+            question = ask(case, lengths, RATES[-1], Policy.SPREAD, size, asked.seed, settings)
+            rows.append(row("ablation", case, RATES[-1], f"spread {name}", question, lengths))
+        least = min(best, key=lambda policy: best[policy])
+        says = f"{case.model}: workers at 20 rps and 99.9 %, best policy ({least}; stretch {case.stretch})"
+        bars[says] = bar(best[least], case.bar)
+    return show("policy_workers", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

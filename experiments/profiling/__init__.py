@@ -1,0 +1,1 @@
+"""How profiles are made, and how far measured and simulated times are apart."""

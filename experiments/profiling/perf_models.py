@@ -1,0 +1,185 @@
+"""How far off are the performance models on points they did not see?
+
+    python experiments/profiling/perf_models.py [--quick] [--format table|json]
+
+Four kinds of real points:
+
+  2023        Splitwise's measured prompt and token times, one set per (model, GPU, TP): each interior point
+              is predicted by a fit without it, the choice of terms included; points alone at the end of the
+              range are always learned from. `sweeps_apart`: how far one of its sweeps was from the others, at
+              the batch they share, before it was put at their level (measured_profiles.py)
+  grid        aiconfigurator's grids over measured operations: every other point is held out
+  log         the real vLLM 0.19 log: fitted on even requests, judged on odd ones
+  all-reduce  Vidur's measured all-reduces: every other size is held out from the table
+
+The bar is on the mean of each measured set (2023 and log); grids are predictions of another model and are
+shown beside. Maxima are stated.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.perfmodel.capacity import all_reduce_table, fit_tp_scaling
+from controlplane.perfmodel.fit import fit_phases, fit_step, pooled
+from experiments.lib.measured_profiles import (
+    SPLITWISE,
+    SPLITWISE_GPUS,
+    rtx_profile,
+    splitwise_rows,
+    splitwise_samples,
+    sweeps_apart,
+)
+from experiments.lib.public_data import REQUEST_LOG, SPLITWISE_TABLE
+from experiments.lib.published_models import (
+    GRID_ENGINE,
+    GRID_NAMES,
+    SMALLEST_KV,
+    TP_DEGREES,
+    capacity_tokens,
+    grid_samples,
+)
+from experiments.lib.results import bar, flags, show
+
+MEAN_BAR = 0.04
+VIDUR = {"a100_dgx": (2, 4, 8), "a100_pairwise_nvlink": (2, 4), "h100_dgx": (2, 4, 8)}
+
+
+def measured_2023(data: Any) -> list[dict[str, Any]]:
+    rows = []
+    for model, (_, degrees) in SPLITWISE.items():
+        for gpu in SPLITWISE_GPUS:
+            for tp_degree in degrees:
+                decode, prefill = fit_phases(splitwise_samples(data, model, gpu, tp_degree))
+                both = pooled(decode.residuals, prefill.residuals)
+                rows.append(
+                    _row("2023", f"{model} {gpu} TP{tp_degree}", both.samples)
+                    | {
+                        "seen_mean": both.mean_relative,
+                        "held_out_mean": both.held_out_mean,
+                        "held_out_max": both.held_out_max,
+                        "decode_mean": decode.residuals.held_out_mean,
+                        "prefill_mean": prefill.residuals.held_out_mean,
+                        "sweeps_apart": sweeps_apart(splitwise_rows(data, model, gpu, tp_degree)),
+                    }
+                )
+    return rows
+
+
+def grids(data: Any, quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    models = ["llama-3.1-8b"] if quick else list(GRID_NAMES)
+    for gpu in GRID_ENGINE:
+        for model in models:
+            for tp_degree in TP_DEGREES:
+                capacity = capacity_tokens(model, gpu, tp_degree)
+                if capacity < SMALLEST_KV:
+                    continue
+                samples = grid_samples(data, model, gpu, tp_degree, capacity)
+                held = np.arange(len(samples)) % 2 == 1
+                fit = fit_step(samples.take(~held))
+                judged = samples.take(held)
+                assert judged.prefill_sum_sq is not None
+                t = fit.model.step_s(
+                    judged.prefill_tokens, judged.sequences, judged.context_tokens, judged.prefill_sum_sq
+                )
+                error = np.abs(t / judged.step_s - 1)
+                decodes = judged.sequences > 0
+                rows.append(
+                    _row("grid", f"{model} {gpu} TP{tp_degree}", int(held.sum()))
+                    | {
+                        "seen_mean": fit.residuals.mean_relative,
+                        "held_out_mean": float(error.mean()),
+                        "held_out_max": float(error.max()),
+                        "decode_mean": float(error[decodes].mean()),
+                        "prefill_mean": float(error[~decodes].mean()),
+                    }
+                )
+    return rows
+
+
+def log(data: Any) -> list[dict[str, Any]]:
+    residuals = rtx_profile(data, learn_even=True).residuals
+    return [
+        _row("log", "llama-3.1-8b rtx-pro-6000 TP1 (TPOT a request)", residuals.samples)
+        | {
+            "seen_mean": residuals.mean_relative,
+            "held_out_mean": residuals.held_out_mean,
+            "held_out_max": residuals.held_out_max,
+        }
+    ]
+
+
+def all_reduce(data: Any) -> list[dict[str, Any]]:
+    rows = []
+    for topology, degrees in VIDUR.items():
+        with (data / "vidur_network" / f"{topology}.csv").open(encoding="utf-8", newline="") as file:
+            # One node only: a collective over several is another topology.
+            kept = [r for r in csv.DictReader(file) if r["num_workers"] == r["devices_per_node"]]
+        n = np.array([int(r["num_workers"]) for r in kept])
+        size = np.array([float(r["size"]) for r in kept])
+        seconds = np.array([float(r["time_stats.all_reduce.median"]) for r in kept]) / 1e3
+        sizes = np.unique(size)
+        held = np.isin(size, sizes[1:-1:2])
+        table = all_reduce_table(topology, n[~held], size[~held], seconds[~held])
+        for degree in degrees:
+            mine = held & (n == degree)
+            error = np.abs(table.time_s(size[mine], degree) / seconds[mine] - 1)
+            rows.append(
+                _row("all-reduce", f"{topology} TP{degree}", int(mine.sum()))
+                | {"held_out_mean": float(error.mean()), "held_out_max": float(error.max())}
+            )
+    return rows
+
+
+def tp_scaling(data: Any) -> list[dict[str, Any]]:
+    """Eq 5 on the grids' decode steps of 32 sequences: fitted on all degrees but the second, judged on it."""
+    rows = []
+    for model in GRID_NAMES:
+        for gpu in GRID_ENGINE:
+            degrees, times = _decode_by_degree(data, model, gpu)
+            keep = degrees != degrees[1]
+            error = np.abs(fit_tp_scaling(degrees[keep], times[keep]).time_s(degrees) / times - 1)
+            rows.append(
+                _row("Eq 5", f"{model} {gpu} decode 32 x 1024", len(degrees))
+                | {"seen_mean": float(error[keep].mean()), "held_out_mean": float(error[1])}
+            )
+    return rows
+
+
+def _decode_by_degree(data: Any, model: str, gpu: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    found = []
+    for tp_degree in TP_DEGREES:
+        samples = grid_samples(data, model, gpu, tp_degree, capacity_tokens=10**9, host_s=0.0)
+        match = (samples.sequences == 32) & (samples.context_tokens == 32 * 1024)
+        if match.any():
+            found.append((float(tp_degree), float(samples.step_s[match][0])))
+    table = np.array(found)
+    return table[:, 0], table[:, 1]
+
+
+def _row(kind: str, what: str, points: int) -> dict[str, Any]:
+    return {"kind": kind, "set": what, "points": points}
+
+
+def main() -> int:
+    asked = flags(__doc__, SPLITWISE_TABLE, "aic_grid", "vidur_network", REQUEST_LOG).parse_args()
+    rows = [
+        *measured_2023(asked.data),
+        *([] if asked.quick else log(asked.data)),
+        *grids(asked.data, asked.quick),
+        *all_reduce(asked.data),
+        *([] if asked.quick else tp_scaling(asked.data)),
+    ]
+    measured = [row for row in rows if row["kind"] in ("2023", "log")]
+    bars = {f"{row['set']}: held-out mean": bar(row["held_out_mean"], MEAN_BAR) for row in measured}
+    return show("perf_models", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What autoscaling achieves on production rates, and beside published systems."""
