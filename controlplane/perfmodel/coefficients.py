@@ -1,6 +1,7 @@
 """A profile as one row of numbers for compiled code, and the step times computed from that row.
 
-The row is laid out once, here. Models outside the layout (more hinges than it has places for) are refused.
+The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine.
+Models outside the layout (more hinges than it has places for) are refused.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from numpy.typing import NDArray
 from controlplane.compiled import compiled
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.step import Hinge
+from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, coefficients
 from controlplane.types import EngineMode
 
-BASE, PER_PREFILL, PER_SEQUENCE, PER_CONTEXT, PER_SUM_SQ = 0, 1, 2, 3, 4
-SEQ_HINGE = 5  # two of (start, per unit)
-PREFILL_HINGE = 9  # two
-PRE_BASE, PRE_TOKEN, PRE_SUM_SQ, PRE_HINGE = 13, 14, 15, 16  # two hinges
-KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = 20, 21, 22, 23, 24
-PREFILL_STEP = 25
-WIDTH = 26
+SEQ_HINGE = len(STEP_TERMS)  # two of (start, per unit)
+BASE, PER_PREFILL, PER_SEQUENCE, PER_CONTEXT, PER_SUM_SQ, PREFILL_STEP = range(SEQ_HINGE)
+PREFILL_HINGE = SEQ_HINGE + 4  # two
+PRE_BASE = PREFILL_HINGE + 4
+PRE_HINGE = PRE_BASE + len(PREFILL_TERMS)  # two
+PRE_TOKEN, PRE_SUM_SQ = range(PRE_BASE + 1, PRE_HINGE)
+KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_HINGE + 9)
+WIDTH = MODE + 1
 
 CHUNKED, PREFILL_FIRST, SPLIT = 0.0, 1.0, 2.0
 _MODES = {
@@ -36,18 +38,11 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     """The profile's numbers as float64[WIDTH]; raises BadInput if it has more hinges than places."""
     row = np.zeros(WIDTH)
     step = profile.step
-    row[BASE] = step.base_s
-    row[PER_PREFILL] = step.per_prefill_token_s
-    row[PER_SEQUENCE] = step.per_sequence_s
-    row[PER_CONTEXT] = step.per_context_token_s
-    row[PER_SUM_SQ] = step.per_prefill_sum_sq_s
-    row[PREFILL_STEP] = step.per_prefill_step_s
+    row[BASE:SEQ_HINGE] = list(coefficients(step).values())
     _place(row, SEQ_HINGE, [h for h in step.hinges if h.of == "sequences"], profile)
     _place(row, PREFILL_HINGE, [h for h in step.hinges if h.of == "prefill_tokens"], profile)
     if profile.prefill is not None:
-        row[PRE_BASE] = profile.prefill.base_s
-        row[PRE_TOKEN] = profile.prefill.per_token_s
-        row[PRE_SUM_SQ] = profile.prefill.per_sum_sq_s
+        row[PRE_BASE:PRE_HINGE] = list(coefficients(profile.prefill).values())
         _place(row, PRE_HINGE, list(profile.prefill.hinges), profile)
     row[KV_BLOCKS] = profile.kv.capacity_tokens // profile.kv.block_tokens
     row[BLOCK_TOKENS] = profile.kv.block_tokens

@@ -10,27 +10,16 @@ it has seen.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.least_squares import Columns, Phase, Terms, columns_of, solved
+from controlplane.perfmodel.least_squares import MODEL_TERMS, Columns, Fitted, Form, columns_of, solved
 from controlplane.perfmodel.profile import FittedRange, Residuals
 from controlplane.perfmodel.samples import StepSamples
-from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel
-from controlplane.perfmodel.uncertainty import draw_profile
-
-__all__ = [
-    "PrefillFit",
-    "StepFit",
-    "draw_profile",
-    "fit_phases",
-    "fit_prefill",
-    "fit_step",
-    "folds",
-    "pooled",
-]
+from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel, Term
 
 FOLDS = 5
 FEW_POINTS = 40  # up to as many distinct batches each is a fold of its own
@@ -41,15 +30,10 @@ MAX_HINGES = 2  # of a kind
 EXACT = 1e-9  # an error that no term can lower
 FEW_PREFILLS = 4  # distinct sizes that tell a constant from a slope
 
-_HINGES: dict[Phase, tuple[HingeOf, ...]] = {
+_HINGES: dict[Fitted, tuple[HingeOf, ...]] = {
     "mixed": ("prefill_tokens", "sequences"),
     "prefill": ("prefill_tokens",),
     "decode": ("sequences",),
-}
-_NAMES: dict[Phase, tuple[str, ...]] = {
-    "mixed": ("base_s", "per_prefill_token_s", "per_sequence_s", "per_context_token_s"),
-    "prefill": ("prefill.base_s", "prefill.per_token_s"),
-    "decode": ("base_s", "per_sequence_s", "per_context_token_s"),
 }
 
 
@@ -81,12 +65,8 @@ def fit_step(samples: StepSamples, robust: bool = False, extra_terms: bool = Tru
         raise BadInput("measurements: prefill_tokens: all 0; steps with prefill are needed to fit its time")
     if len(samples) and not (samples.sequences > 0).any():
         raise BadInput("measurements: sequences: all 0; steps that decode are needed to fit their time")
-    plain, terms, slopes, residuals = _fitted(samples, "mixed", robust, extra_terms)
-    base, prefill, sequence, context = plain
-    sum_sq = slopes.pop(0) if terms.sum_sq else 0.0
-    at_all = slopes.pop(0) if terms.prefill_step else 0.0
-    model = StepModel(base, prefill, sequence, context, sum_sq, _hinges(terms, slopes), at_all)
-    return StepFit(model, residuals, _range(samples))
+    values, hinges, residuals = _fitted(samples, "mixed", robust, extra_terms)
+    return StepFit(StepModel(**values, hinges=hinges), residuals, _range(samples))
 
 
 def fit_prefill(samples: StepSamples, robust: bool = False, extra_terms: bool = True) -> PrefillFit:
@@ -95,9 +75,8 @@ def fit_prefill(samples: StepSamples, robust: bool = False, extra_terms: bool = 
     Raises BadInput when there are too few of them.
     """
     alone = samples.take(samples.sequences == 0)
-    (base, token), terms, slopes, residuals = _fitted(alone, "prefill", robust, extra_terms)
-    sum_sq = slopes.pop(0) if terms.sum_sq else 0.0
-    return PrefillFit(PrefillModel(base, token, sum_sq, _hinges(terms, slopes)), residuals)
+    values, hinges, residuals = _fitted(alone, "prefill", robust, extra_terms)
+    return PrefillFit(PrefillModel(**values, hinges=hinges), residuals)
 
 
 def fit_phases(
@@ -110,14 +89,12 @@ def fit_phases(
     """
     prefill = fit_prefill(samples, robust, extra_terms)
     decode = samples.take(samples.prefill_tokens == 0)
-    (base, sequence, context), terms, slopes, residuals = _fitted(decode, "decode", robust, extra_terms)
+    values, hinges, residuals = _fitted(decode, "decode", robust, extra_terms)
     model = StepModel(
-        base,
-        prefill.model.per_token_s,
-        sequence,
-        context,
-        prefill.model.per_sum_sq_s,
-        (*_hinges(terms, slopes), *prefill.model.hinges),
+        **values,
+        per_prefill_token_s=prefill.model.per_token_s,
+        per_prefill_sum_sq_s=prefill.model.per_sum_sq_s,
+        hinges=(*hinges, *prefill.model.hinges),
     )
     return StepFit(model, residuals, _range(samples)), prefill
 
@@ -144,16 +121,24 @@ def pooled(first: Residuals, second: Residuals) -> Residuals:
 
 
 def _fitted(
-    samples: StepSamples, phase: Phase, robust: bool, extra_terms: bool
-) -> tuple[list[float], Terms, list[float], Residuals]:
-    """Plain coefficients, the further terms chosen, their coefficients, and the errors."""
-    names = _NAMES[phase]
-    _check_identifiable(columns_of(samples, Terms(), phase), samples, names)
-    terms = _chosen(samples, phase, robust) if extra_terms else Terms()
-    coefficients = solved(columns_of(samples, terms, phase), samples.step_s, robust)
-    residuals = _residuals(samples, terms, phase, robust, coefficients, extra_terms)
-    numbers = [float(x) for x in coefficients]
-    return numbers[: len(names)], terms, numbers[len(names) :], residuals
+    samples: StepSamples, fitted: Fitted, robust: bool, extra_terms: bool
+) -> tuple[dict[str, Any], tuple[Hinge, ...], Residuals]:
+    """Coefficients by name, hinges, and the errors."""
+    plain = Form.plain(fitted)
+    _check_identifiable(columns_of(samples, plain), samples, [_name(t, fitted) for t in plain.terms])
+    form = _chosen(samples, fitted, robust) if extra_terms else plain
+    values = solved(columns_of(samples, form), samples.step_s, robust)
+    residuals = _residuals(samples, form, fitted, robust, values, extra_terms)
+    numbers = [float(x) for x in values]
+    named = {term.name: value for term, value in zip(form.terms, numbers, strict=False)}
+    # A slope of 0 is a hinge that the final fit did not want after all.
+    pairs = zip(form.knots, numbers[len(form.terms) :], strict=True)
+    hinges = tuple(Hinge(of, start, slope) for (of, start), slope in pairs if slope > 0)
+    return named, hinges, residuals
+
+
+def _name(term: Term, fitted: Fitted) -> str:
+    return f"prefill.{term.name}" if fitted == "prefill" else term.name
 
 
 def _range(samples: StepSamples) -> FittedRange:
@@ -164,75 +149,70 @@ def _range(samples: StepSamples) -> FittedRange:
     )
 
 
-def _hinges(terms: Terms, slopes: list[float]) -> tuple[Hinge, ...]:
-    # A slope of 0 is a hinge that the final fit did not want after all.
-    pairs = zip(terms.knots, slopes, strict=True)
-    return tuple(Hinge(of, start, slope) for (of, start), slope in pairs if slope > 0)
-
-
-def _chosen(samples: StepSamples, phase: Phase, robust: bool) -> Terms:
+def _chosen(samples: StepSamples, fitted: Fitted, robust: bool) -> Form:
     """Terms added one at a time while each lowers the cross-validated error by MIN_GAIN."""
-    terms = _start(samples, phase, robust)
-    error = _cross_validated(samples, terms, phase, robust)
+    form = _start(samples, fitted, robust)
+    error = _cross_validated(samples, form, robust)
     while error > EXACT:
-        tried = _further(samples, terms, phase)
-        errors = [_cross_validated(samples, t, phase, robust) for t in tried]
+        tried = _further(samples, form, fitted)
+        errors = [_cross_validated(samples, t, robust) for t in tried]
         if not errors or not min(errors) < error * (1 - MIN_GAIN):
-            return terms
-        terms, error = tried[int(np.argmin(errors))], min(errors)
-    return terms
+            return form
+        form, error = tried[int(np.argmin(errors))], min(errors)
+    return form
 
 
-def _start(samples: StepSamples, phase: Phase, robust: bool) -> Terms:
-    """Nothing, or the constant of steps that prefill, where there are prefills enough to tell it from k1."""
+def _start(samples: StepSamples, fitted: Fitted, robust: bool) -> Form:
+    """The plain form, and terms of prefilling where there are prefills enough to tell them from k1."""
+    form = Form.plain(fitted)
     prefills = samples.prefill_tokens > 0
     few = len(np.unique(samples.prefill_tokens[prefills])) < FEW_PREFILLS
-    if phase != "mixed" or few or prefills.all():
-        return Terms()
-    fold = folds(samples)
-    judged = prefills[fold >= 0]
-    if not judged.any():
-        return Terms()
-    without, with_it = (
-        float(np.mean(_held_out(samples, terms, phase, robust)[judged]))
-        for terms in (Terms(), Terms(prefill_step=True))
-    )
-    return Terms(prefill_step=without > EXACT and with_it < without * (1 - MIN_GAIN))
+    if few or prefills.all():
+        return form
+    judged = prefills[folds(samples) >= 0]
+    for term in [t for t in MODEL_TERMS[fitted] if t.of_prefilling] if judged.any() else ():
+        wider = form.with_term(term)
+        without, with_it = (
+            float(np.mean(_held_out(samples, tried, robust)[judged])) for tried in (form, wider)
+        )
+        if without > EXACT and with_it < without * (1 - MIN_GAIN):
+            form = wider
+    return form
 
 
-def _cross_validated(samples: StepSamples, terms: Terms, phase: Phase, robust: bool) -> float:
-    return float(np.mean(_held_out(samples, terms, phase, robust)))
+def _cross_validated(samples: StepSamples, form: Form, robust: bool) -> float:
+    return float(np.mean(_held_out(samples, form, robust)))
 
 
-def _further(samples: StepSamples, terms: Terms, phase: Phase) -> list[Terms]:
-    """Every way to add one term."""
-    found = []
-    sum_sq = samples.prefill_sum_sq
-    if phase != "decode" and sum_sq is not None and sum_sq.any() and not terms.sum_sq:
-        found.append(replace(terms, sum_sq=True))
-    for of in _HINGES[phase]:
-        have = [start for kind, start in terms.knots if kind == of]
+def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
+    """Every way to add one term or hinge."""
+    found = [
+        form.with_term(term)
+        for term in MODEL_TERMS[fitted]
+        if term.words and not term.of_prefilling and term not in form.terms
+        if np.any(term.regressor(samples.batch))
+    ]
+    for of in _HINGES[fitted]:
+        have = [start for kind, start in form.knots if kind == of]
         if len(have) == MAX_HINGES:
             continue
         values = np.unique(samples.prefill_tokens if of == "prefill_tokens" else samples.sequences)
         inner = values[values > 0][1:-1]  # a knee at either end is no knee
         if len(inner) > MAX_KNOTS:
             inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
-        found += [
-            replace(terms, knots=(*terms.knots, (of, float(knot)))) for knot in inner if knot not in have
-        ]
+        found += [replace(form, knots=(*form.knots, (of, float(knot)))) for knot in inner if knot not in have]
     return found
 
 
-def _held_out(samples: StepSamples, terms: Terms, phase: Phase, robust: bool) -> NDArray[np.float64]:
+def _held_out(samples: StepSamples, form: Form, robust: bool) -> NDArray[np.float64]:
     """Absolute relative error of each sample under a fit that has not seen its batch."""
-    columns = columns_of(samples, terms, phase)
+    columns = columns_of(samples, form)
     fold = folds(samples)
     error = np.zeros(len(samples))
     for k in range(fold.max() + 1):
         test = fold == k
-        coefficients = solved(columns[~test], samples.step_s[~test], robust)
-        error[test] = np.abs(columns[test] @ coefficients / samples.step_s[test] - 1.0)
+        values = solved(columns[~test], samples.step_s[~test], robust)
+        error[test] = np.abs(columns[test] @ values / samples.step_s[test] - 1.0)
     return error[fold >= 0]
 
 
@@ -258,15 +238,15 @@ def folds(samples: StepSamples) -> NDArray[np.int64]:
 
 def _residuals(
     samples: StepSamples,
-    terms: Terms,
-    phase: Phase,
+    form: Form,
+    fitted: Fitted,
     robust: bool,
-    coefficients: NDArray[np.float64],
+    values: NDArray[np.float64],
     extra_terms: bool,
 ) -> Residuals:
-    columns = columns_of(samples, terms, phase)
-    error = np.abs(columns @ coefficients / samples.step_s - 1.0)
-    unseen = _held_out_of_choice(samples, phase, robust, extra_terms)
+    columns = columns_of(samples, form)
+    error = np.abs(columns @ values / samples.step_s - 1.0)
+    unseen = _held_out_of_choice(samples, fitted, robust, extra_terms)
     return Residuals(
         mean_relative=float(error.mean()),
         p95_relative=float(np.quantile(error, 0.95)),
@@ -278,7 +258,7 @@ def _residuals(
 
 
 def _held_out_of_choice(
-    samples: StepSamples, phase: Phase, robust: bool, extra_terms: bool
+    samples: StepSamples, fitted: Fitted, robust: bool, extra_terms: bool
 ) -> NDArray[np.float64]:
     """As `_held_out`, with the terms chosen anew without the fold: the choice is part of the fit."""
     fold = folds(samples)
@@ -286,14 +266,14 @@ def _held_out_of_choice(
     for k in range(fold.max() + 1):
         test = fold == k
         train, judged = samples.take(~test), samples.take(test)
-        terms = _chosen(train, phase, robust) if extra_terms else Terms()
-        coefficients = solved(columns_of(train, terms, phase), train.step_s, robust)
-        predicted = columns_of(judged, terms, phase) @ coefficients
+        form = _chosen(train, fitted, robust) if extra_terms else Form.plain(fitted)
+        values = solved(columns_of(train, form), train.step_s, robust)
+        predicted = columns_of(judged, form) @ values
         error[test] = np.abs(predicted / judged.step_s - 1.0)
     return error[fold >= 0]
 
 
-def _check_identifiable(columns: Columns, samples: StepSamples, names: tuple[str, ...]) -> None:
+def _check_identifiable(columns: Columns, samples: StepSamples, names: list[str]) -> None:
     needed = len(names) + SPARE_POINTS
     distinct = len(np.unique(samples.points)) if len(samples) else 0
     if distinct < needed:

@@ -1,56 +1,16 @@
-"""KV memory: the need of a request and the capacity of a worker.
+"""KV memory: the capacity of a worker.
 
-    Eq 1   kv(t) = h·(prompt_tokens + generated_tokens) + j       tokens of KV memory
     §4.2   M_N   = N·m_gpu - m_model                              bytes for KV on a worker of N GPUs
 
-In a paged engine h = 1 and j is the waste of the last, half-filled block: (block_tokens - 1) / 2 on average.
-M_N here also takes off what vLLM keeps for activations, CUDA graphs and communication on each GPU.
+M_N here also takes off what vLLM keeps for activations, CUDA graphs and communication on each GPU. What a
+request takes (Eq 1) is a token of KV per token of context in a paged engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
-
 from controlplane.errors import BadInput
-
-
-@dataclass(frozen=True, slots=True)
-class KvDemand:
-    """Eq 1 with its two coefficients; `per_token` is KV tokens a token of context takes."""
-
-    per_token: float = 1.0
-    per_request: float = 0.0
-
-    def kv_tokens(self, prompt_tokens: ArrayLike, generated_tokens: ArrayLike) -> NDArray[np.float64]:
-        """KV tokens held by requests that have generated this much; arguments broadcast."""
-        context = np.asarray(prompt_tokens, float) + np.asarray(generated_tokens, float)
-        return np.asarray(self.per_token * context + self.per_request, float)
-
-
-def block_demand(block_tokens: int) -> KvDemand:
-    """Eq 1 of a paged engine, on average over where a request ends in its last block."""
-    if block_tokens < 1:
-        raise BadInput(f"kv: block_tokens: must be at least 1, got {block_tokens}")
-    return KvDemand(1.0, (block_tokens - 1) / 2)
-
-
-def fit_kv_demand(context_tokens: ArrayLike, kv_tokens: ArrayLike) -> KvDemand:
-    """Eq 1 from observed requests: least squares on relative error, both coefficients at least 0.
-
-    Raises BadInput with fewer than two different contexts.
-    """
-    context, held = np.asarray(context_tokens, float), np.asarray(kv_tokens, float)
-    if context.shape != held.shape or len(np.unique(context)) < 2:
-        raise BadInput("kv samples: at least two different context lengths are needed")
-    if not (np.isfinite(held).all() and (held > 0).all() and np.isfinite(context).all()):
-        raise BadInput("kv samples: context_tokens and kv_tokens must be finite, kv_tokens more than 0")
-    rows = np.column_stack([context, np.ones_like(context)]) / held[:, None]
-    (h, j), _ = nnls(rows, np.ones(len(held)))
-    return KvDemand(float(h), float(j))
 
 
 @dataclass(frozen=True, slots=True)

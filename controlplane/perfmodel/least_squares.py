@@ -10,7 +10,7 @@ fits do divide by t_i (p_i = t_i): they look for the middle, and ignore what is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,42 +18,49 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from controlplane.perfmodel.samples import StepSamples
-from controlplane.perfmodel.step import HingeOf
+from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, HingeOf, Term
 
 HUBER = 1.345  # residuals beyond this many robust standard deviations lose weight
 ROBUST_ROUNDS = 20
 MEAN_ROUNDS = 8
 
-Phase = Literal["mixed", "prefill", "decode"]
+Fitted = Literal["mixed", "prefill", "decode"]
 Columns = NDArray[np.float64]
+
+MODEL_TERMS: dict[Fitted, tuple[Term, ...]] = {
+    "mixed": STEP_TERMS,
+    "prefill": PREFILL_TERMS,
+    "decode": tuple(term for term in STEP_TERMS if term.phase == "decode"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """Which columns a fit has besides its plain ones: Σ length², a constant of the steps that prefill, and
-    hinges without their slope yet."""
+class Form:
+    """The columns of a fit: its terms, and hinges without their slope yet."""
 
-    sum_sq: bool = False
-    prefill_step: bool = False
+    terms: tuple[Term, ...]
     knots: tuple[tuple[HingeOf, float], ...] = ()
 
+    @classmethod
+    def plain(cls, fitted: Fitted) -> Form:
+        """The terms that every fit has."""
+        return cls(tuple(term for term in MODEL_TERMS[fitted] if not term.words))
 
-def columns_of(samples: StepSamples, terms: Terms, phase: Phase) -> Columns:
-    """The design matrix, shape [samples, coefficients]."""
-    columns = [np.ones(len(samples))]
-    if phase != "decode":
-        columns.append(samples.prefill_tokens)
-    if phase != "prefill":
-        columns += [samples.sequences, samples.context_tokens]
-    if terms.sum_sq:
-        assert samples.prefill_sum_sq is not None
-        columns.append(samples.prefill_sum_sq)
-    if terms.prefill_step:
-        columns.append((samples.prefill_tokens > 0).astype(float))
-    for of, start in terms.knots:
-        x = samples.sequences if of == "sequences" else samples.prefill_tokens
-        columns.append(np.maximum(x - start, 0.0))
-    return np.column_stack(columns)
+    def with_term(self, term: Term) -> Form:
+        """With an optional term; they stand behind the plain ones, in the order of the model."""
+        optional = sorted((*self.optional, term), key=lambda t: (*STEP_TERMS, *PREFILL_TERMS).index(t))
+        return replace(self, terms=(*(t for t in self.terms if not t.words), *optional))
+
+    @property
+    def optional(self) -> tuple[Term, ...]:
+        return tuple(term for term in self.terms if term.words)
+
+
+def columns_of(samples: StepSamples, form: Form) -> Columns:
+    """The design matrix, shape [samples, terms and hinges]."""
+    batch = samples.batch
+    parts: list[Term | Hinge] = [*form.terms, *(Hinge(of, start, 0.0) for of, start in form.knots)]
+    return np.column_stack([np.broadcast_to(part.regressor(batch), len(samples)) for part in parts])
 
 
 def solved(columns: Columns, step_s: NDArray[np.float64], robust: bool) -> NDArray[np.float64]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.cusum import BLOCK, Cusum
 from controlplane.perfmodel.profile import Profile, Residuals
-from controlplane.perfmodel.step import StepModel
+from controlplane.perfmodel.step import STEP_TERMS, Batch, Hinge, StepModel, Term, coefficients
 
 MEMORY_STEPS = 2000
 RIDGE = 1.0  # in steps
@@ -92,10 +93,13 @@ class Refit:
         """The refitted step model, with the profile's terms."""
         theta = self._prior.copy()
         theta[self._known] *= self._factors
-        base, prefill, sequence, context, sum_sq, at_all, *slopes = (float(x) for x in theta)
-        pairs = zip(self.profile.step.hinges, slopes, strict=True)
-        hinges = tuple(replace(hinge, per_unit_s=slope) for hinge, slope in pairs)
-        return StepModel(base, prefill, sequence, context, sum_sq, hinges, at_all)
+        values = [float(x) for x in theta]
+        step, slopes = self.profile.step, values[len(STEP_TERMS) :]
+        hinges = tuple(
+            replace(hinge, per_unit_s=slope) for hinge, slope in zip(step.hinges, slopes, strict=True)
+        )
+        named: dict[str, Any] = {t.name: value for t, value in zip(STEP_TERMS, values, strict=False)}
+        return replace(step, **named, hinges=hinges)
 
     def take(
         self,
@@ -106,12 +110,12 @@ class Refit:
         prefill_sum_sq: float = 0.0,
     ) -> Drift | None:
         """Learn from one executed step; the drift if it shows one. Raises BadInput for what is no step."""
-        counts = (prefill_tokens, sequences, context_tokens, prefill_sum_sq)
+        counts = Batch(prefill_tokens, sequences, context_tokens, prefill_sum_sq)
         if not (0 < step_s < float("inf")) or not all(0 <= x < float("inf") for x in counts):
             raise BadInput(
-                f"step: needs a positive time and counts of at least 0, got {step_s} s for {counts}"
+                f"step: needs a positive time and counts of at least 0, got {step_s} s for {tuple(counts)}"
             )
-        parts = (_columns(self.profile.step, *counts) * self._prior)[self._known]
+        parts = (_columns(self.profile.step, counts) * self._prior)[self._known]
         predicted_s, profile_s = float(parts @ self._factors), float(parts.sum())
         if predicted_s <= 0:
             return None  # a step of nothing but terms that the profile does not have
@@ -199,16 +203,11 @@ def _spread(residuals: Residuals) -> float:
 
 
 def _coefficients(step: StepModel) -> NDArray[np.float64]:
-    """Coefficients in the order of `_columns`, shape [6 + hinges]."""
-    plain = [step.base_s, step.per_prefill_token_s, step.per_sequence_s, step.per_context_token_s]
-    plain += [step.per_prefill_sum_sq_s, step.per_prefill_step_s]
-    return np.array([*plain, *(h.per_unit_s for h in step.hinges)])
+    """Coefficients in the order of `_columns`, shape [terms + hinges]."""
+    return np.array([*coefficients(step).values(), *(h.per_unit_s for h in step.hinges)])
 
 
-def _columns(
-    step: StepModel, prefill_tokens: float, sequences: float, context_tokens: float, sum_sq: float
-) -> NDArray[np.float64]:
-    """What each coefficient is multiplied by in this step, shape [6 + hinges]."""
-    over = [max((sequences if h.of == "sequences" else prefill_tokens) - h.start, 0.0) for h in step.hinges]
-    at_all = float(prefill_tokens > 0)
-    return np.array([1.0, prefill_tokens, sequences, context_tokens, sum_sq, at_all, *over])
+def _columns(step: StepModel, batch: Batch) -> NDArray[np.float64]:
+    """What each coefficient is multiplied by in this step, shape [terms + hinges]."""
+    parts: list[Term | Hinge] = [*STEP_TERMS, *step.hinges]
+    return np.array([float(part.regressor(batch)) for part in parts])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.step import Batch
 
 _COLUMNS = ("prefill_tokens", "sequences", "context_tokens", "step_s")
 
@@ -65,17 +66,15 @@ class StepSamples:
         )
 
     @property
+    def batch(self) -> Batch:
+        """What the steps carried, as the model's terms read it; a Σ length² that was not recorded is 0."""
+        sum_sq = np.zeros(len(self)) if self.prefill_sum_sq is None else self.prefill_sum_sq
+        return Batch(self.prefill_tokens, self.sequences, self.context_tokens, sum_sq)
+
+    @property
     def points(self) -> NDArray[np.int64]:
         """Which distinct batch each sample repeats, numbered in order of (prefill, sequences, context)."""
-        rows = np.column_stack(
-            [
-                self.prefill_tokens,
-                self.sequences,
-                self.context_tokens,
-                np.zeros(len(self)) if self.prefill_sum_sq is None else self.prefill_sum_sq,
-            ]
-        )
-        _, point = np.unique(rows, axis=0, return_inverse=True)
+        _, point = np.unique(np.column_stack(self.batch), axis=0, return_inverse=True)
         return np.asarray(point, np.int64).reshape(-1)
 
     def without_repeats(self) -> StepSamples:

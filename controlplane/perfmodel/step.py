@@ -1,4 +1,4 @@
-"""The step-time model: one linear model of an engine step for every engine mode.
+"""The step-time model: one linear model of an engine step for every engine mode, and its coefficients.
 
     t = c3 + k1·P + c2·b + k2·C + k4·S + k5·[P > 0] + Σ hinges
 
@@ -8,12 +8,17 @@ that never mix the phases were measured that way. S = Σ (end² - start²) over 
 that a prompt cut into chunks adds up to its length squared (attention within the prompt). k5 is what a step
 costs more for prefilling at all: other kernels, and a batch to lay out. A hinge adds
 `per_unit_s · max(x - start, 0)`; it stays linear in the coefficients, so the fit stays linear too.
+
+A coefficient is a field of `StepModel` or `PrefillModel` with its `Term`. `STEP_TERMS` and `PREFILL_TERMS`
+list them; the fits, the refit, the profile file and the intervals go through these lists. The compiled form
+(`coefficients.py`) is the one other place that spells the formula out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +26,39 @@ from numpy.typing import ArrayLike, NDArray
 from controlplane.errors import BadInput
 
 HingeOf = Literal["sequences", "prefill_tokens"]
+Phase = Literal["decode", "prefill"]
+
+
+class Batch(NamedTuple):
+    """What steps carry: numbers, or arrays that broadcast (module docstring: P, b, C, S)."""
+
+    prefill_tokens: Any
+    sequences: Any
+    context_tokens: Any
+    prefill_sum_sq: Any = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A coefficient's part in a step's time: coefficient times `regressor` of the batch.
+
+    `phase`: whose work it is, so what slows that phase down scales it. A term with `words` is optional (0
+    unless samples ask for it) and called by them; `of_prefilling` ones are judged on steps that prefill.
+    """
+
+    name: str
+    phase: Phase
+    regressor: Callable[[Batch], Any]
+    words: str = ""
+    of_prefilling: bool = False
+
+
+def _term(phase: Phase, regressor: Callable[[Batch], Any], **more: Any) -> dict[str, Any]:
+    return {"phase": phase, "regressor": regressor, **more}
+
+
+def _terms(model: type) -> tuple[Term, ...]:
+    return tuple(Term(f.name, **f.metadata) for f in fields(model) if f.metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +74,41 @@ class Hinge:
             raise BadInput(f"hinge: of: sequences or prefill_tokens, got {self.of!r}")
         _not_negative("hinge", start=self.start, per_unit_s=self.per_unit_s)
 
+    def regressor(self, batch: Batch) -> Any:
+        """What `per_unit_s` is multiplied by."""
+        return np.maximum(
+            (batch.sequences if self.of == "sequences" else batch.prefill_tokens) - self.start, 0.0
+        )
+
+    def scaled(self, decode: float, prefill: float) -> Hinge:
+        """With its phase's work so many times as long."""
+        return replace(self, per_unit_s=self.per_unit_s * (decode if self.of == "sequences" else prefill))
+
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """Time of a step that may carry prefill and decode together (seconds, tokens)."""
 
-    base_s: float
-    per_prefill_token_s: float
-    per_sequence_s: float
-    per_context_token_s: float
-    per_prefill_sum_sq_s: float = 0.0
+    base_s: float = field(metadata=_term("decode", lambda batch: 1.0))
+    per_prefill_token_s: float = field(metadata=_term("prefill", lambda batch: batch.prefill_tokens))
+    per_sequence_s: float = field(metadata=_term("decode", lambda batch: batch.sequences))
+    per_context_token_s: float = field(metadata=_term("decode", lambda batch: batch.context_tokens))
+    per_prefill_sum_sq_s: float = field(
+        default=0.0, metadata=_term("prefill", lambda batch: batch.prefill_sum_sq, words="length²")
+    )
     hinges: tuple[Hinge, ...] = ()
-    per_prefill_step_s: float = 0.0
+    per_prefill_step_s: float = field(
+        default=0.0,
+        metadata=_term(
+            "prefill",
+            lambda batch: batch.prefill_tokens > 0,
+            words="a constant of steps that prefill",
+            of_prefilling=True,
+        ),
+    )
 
     def __post_init__(self) -> None:
-        _not_negative(
-            "step",
-            base_s=self.base_s,
-            per_prefill_token_s=self.per_prefill_token_s,
-            per_sequence_s=self.per_sequence_s,
-            per_context_token_s=self.per_context_token_s,
-            per_prefill_sum_sq_s=self.per_prefill_sum_sq_s,
-            per_prefill_step_s=self.per_prefill_step_s,
-        )
+        _not_negative("step", **coefficients(self))
 
     def step_s(
         self,
@@ -68,21 +118,8 @@ class StepModel:
         prefill_sum_sq: ArrayLike = 0.0,
     ) -> NDArray[np.float64]:
         """Seconds of each step; arguments broadcast."""
-        p, b, c, s = (
-            np.asarray(x, float) for x in (prefill_tokens, sequences, context_tokens, prefill_sum_sq)
-        )
-        t = (
-            self.base_s
-            + self.per_prefill_token_s * p
-            + self.per_sequence_s * b
-            + self.per_context_token_s * c
-            + self.per_prefill_sum_sq_s * s
-            + self.per_prefill_step_s * (p > 0)
-        )
-        for hinge in self.hinges:
-            x = b if hinge.of == "sequences" else p
-            t = t + hinge.per_unit_s * np.maximum(x - hinge.start, 0.0)
-        return np.asarray(t, float)
+        counts = (prefill_tokens, sequences, context_tokens, prefill_sum_sq)
+        return _seconds(self, STEP_TERMS, Batch(*(np.asarray(x, float) for x in counts)))
 
     def context_limit(self, sequences: float, tpot_s: float) -> float:
         """Eq 4: the most context `sequences` may hold for a decode step to last at most `tpot_s`.
@@ -94,31 +131,69 @@ class StepModel:
             return float("inf") if rest >= 0 else -1.0
         return rest / self.per_context_token_s
 
+    def scaled(self, decode: float, prefill: float) -> StepModel:
+        """With the terms of decode and of prefill so many times as long."""
+        return _scaled(self, STEP_TERMS, decode, prefill)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
     """Time of a step that carries prefill alone (Eq 2 with optional length² and hinge terms)."""
 
-    base_s: float
-    per_token_s: float
-    per_sum_sq_s: float = 0.0
+    base_s: float = field(metadata=_term("prefill", lambda batch: 1.0))
+    per_token_s: float = field(metadata=_term("prefill", lambda batch: batch.prefill_tokens))
+    per_sum_sq_s: float = field(
+        default=0.0, metadata=_term("prefill", lambda batch: batch.prefill_sum_sq, words="length²")
+    )
     hinges: tuple[Hinge, ...] = ()
 
     def __post_init__(self) -> None:
-        _not_negative(
-            "prefill", base_s=self.base_s, per_token_s=self.per_token_s, per_sum_sq_s=self.per_sum_sq_s
-        )
+        _not_negative("prefill", **coefficients(self))
         if any(h.of != "prefill_tokens" for h in self.hinges):
             raise BadInput("prefill: hinges: only of prefill_tokens")
+
+    @classmethod
+    def of_step(cls, step: StepModel) -> PrefillModel:
+        """Eq 2 as the step model has it: nothing decodes."""
+        hinges = tuple(h for h in step.hinges if h.of == "prefill_tokens")
+        base_s = step.base_s + step.per_prefill_step_s
+        return cls(base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
 
     def prefill_s(self, tokens: ArrayLike, sum_sq: ArrayLike | None = None) -> NDArray[np.float64]:
         """Seconds to prefill `tokens` in one step; `sum_sq` is Σ length², one prompt's square by default."""
         x = np.asarray(tokens, float)
         sq = x * x if sum_sq is None else np.asarray(sum_sq, float)
-        t = self.base_s + self.per_token_s * x + self.per_sum_sq_s * sq
-        for hinge in self.hinges:
-            t = t + hinge.per_unit_s * np.maximum(x - hinge.start, 0.0)
-        return np.asarray(t, float)
+        return _seconds(self, PREFILL_TERMS, Batch(x, 0.0, 0.0, sq))
+
+    def scaled(self, prefill: float) -> PrefillModel:
+        """So many times as long."""
+        return _scaled(self, PREFILL_TERMS, prefill, prefill)
+
+
+Model = TypeVar("Model", StepModel, PrefillModel)
+STEP_TERMS = _terms(StepModel)
+PREFILL_TERMS = _terms(PrefillModel)
+
+
+def coefficients(model: StepModel | PrefillModel) -> dict[str, float]:
+    """The model's coefficients by name, in the order of its terms; hinges apart."""
+    terms = STEP_TERMS if isinstance(model, StepModel) else PREFILL_TERMS
+    return {term.name: getattr(model, term.name) for term in terms}
+
+
+def _seconds(model: StepModel | PrefillModel, terms: Sequence[Term], batch: Batch) -> NDArray[np.float64]:
+    t = 0.0
+    for term in terms:
+        t = t + getattr(model, term.name) * term.regressor(batch)
+    for hinge in model.hinges:
+        t = t + hinge.per_unit_s * hinge.regressor(batch)
+    return np.asarray(t, float)
+
+
+def _scaled(model: Model, terms: Sequence[Term], decode: float, prefill: float) -> Model:
+    factors = {"decode": decode, "prefill": prefill}
+    values: dict[str, Any] = {term.name: getattr(model, term.name) * factors[term.phase] for term in terms}
+    return replace(model, **values, hinges=tuple(h.scaled(decode, prefill) for h in model.hinges))
 
 
 def _not_negative(where: str, **values: float) -> None:

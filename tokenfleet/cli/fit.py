@@ -17,7 +17,7 @@ from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import StepFit, fit_phases, fit_prefill, fit_step, pooled
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.samples import StepSamples, concatenated
-from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.perfmodel.uncertainty import relative_error
 from controlplane.types import EngineMode
 from tokenfleet.profiles.fit_log import fit_log
@@ -97,7 +97,7 @@ def fit_command(
     )
     if isinstance(read, RequestLog):
         profile = fit_log(read, shape, seed=seed)
-        profile = replace(profile, prefill=_alone(profile.step))
+        profile = replace(profile, prefill=PrefillModel.of_step(profile.step))
     else:
         profile = fitted_profile(read, shape, robust, not plain)
     write_profile(profile, out)
@@ -111,7 +111,7 @@ def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_ter
         phases, prefill = fit_phases(samples, robust, extra_terms)
         return _with(shape, phases, prefill.model, pooled(phases.residuals, prefill.residuals))
     step = fit_step(samples, robust, extra_terms)
-    alone = _alone(step.model)
+    alone = PrefillModel.of_step(step.model)
     with suppress(BadInput):  # a chunked engine need not have run enough steps of prefill alone
         alone = fit_prefill(samples, robust, extra_terms).model
     return _with(shape, step, alone, step.residuals)
@@ -126,13 +126,6 @@ def _kv_tokens(model: str, gpu: str, tp_degree: int, read: StepSamples | Request
         return max(peak, 1), f"{peak} tokens, the most these measurements held, are taken as the capacity"
     tokens = shipped.kv.capacity_tokens
     return tokens, f"{tokens} tokens are taken from the shipped profile of {shipped.label}"
-
-
-def _alone(step: StepModel) -> PrefillModel:
-    """Eq 2 as the step model has it: nothing decodes."""
-    hinges = tuple(h for h in step.hinges if h.of == "prefill_tokens")
-    base_s = step.base_s + step.per_prefill_step_s
-    return PrefillModel(base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
 
 
 def _with(shape: Profile, step: StepFit, prefill: PrefillModel, residuals: Residuals) -> Profile:
@@ -166,12 +159,7 @@ def _say(
     step, residuals = profile.step, profile.residuals
     within = {f"{c:g}": relative_error(residuals, c) for c in CONFIDENCES}
     rows: dict[str, float | int | None] = {
-        "base_s": step.base_s,
-        "per_prefill_token_s": step.per_prefill_token_s,
-        "per_sequence_s": step.per_sequence_s,
-        "per_context_token_s": step.per_context_token_s,
-        "per_prefill_sum_sq_s": step.per_prefill_sum_sq_s,
-        "per_prefill_step_s": step.per_prefill_step_s,
+        **coefficients(step),
         "hinges": len(step.hinges),
         "samples": residuals.samples,
         "mean_relative": residuals.mean_relative,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -109,20 +108,17 @@ def more_kv(profile: Profile) -> Profile:
 def cheaper_prefill(profile: Profile) -> Profile:
     """The profile with a fifth less time for each prefill token (steps keep their base)."""
     step = profile.step
-    eased = StepModel(
-        base_s=step.base_s,
+    eased = replace(
+        step,
         per_prefill_token_s=step.per_prefill_token_s / RELIEF,
-        per_sequence_s=step.per_sequence_s,
-        per_context_token_s=step.per_context_token_s,
         per_prefill_sum_sq_s=step.per_prefill_sum_sq_s / RELIEF,
-        per_prefill_step_s=step.per_prefill_step_s,
         hinges=tuple(
             replace(h, per_unit_s=h.per_unit_s / RELIEF) if h.of == "prefill_tokens" else h
             for h in step.hinges
         ),
     )
-    prefill = profile.prefill and PrefillModel(
-        base_s=profile.prefill.base_s,
+    prefill = profile.prefill and replace(
+        profile.prefill,
         per_token_s=profile.prefill.per_token_s / RELIEF,
         per_sum_sq_s=profile.prefill.per_sum_sq_s / RELIEF,
         hinges=tuple(replace(h, per_unit_s=h.per_unit_s / RELIEF) for h in profile.prefill.hinges),

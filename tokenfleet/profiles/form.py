@@ -10,11 +10,20 @@ from datetime import date
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, FittedRange, KvModel, Profile, Residuals, Source
-from controlplane.perfmodel.step import Hinge, HingeOf, PrefillModel, StepModel
+from controlplane.perfmodel.step import (
+    PREFILL_TERMS,
+    STEP_TERMS,
+    Hinge,
+    HingeOf,
+    PrefillModel,
+    StepModel,
+    Term,
+    coefficients,
+)
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import fault_line
 
@@ -49,20 +58,14 @@ class _HingePart(_Part):
     per_unit_s: Seconds
 
 
-class _StepPart(_Part):
-    base_s: Seconds
-    per_prefill_token_s: Seconds
-    per_sequence_s: Seconds
-    per_context_token_s: Seconds
-    per_prefill_sum_sq_s: Seconds = 0.0
-    per_prefill_step_s: Seconds = 0.0
+def _coefficients(name: str, terms: Iterable[Term], **more: Any) -> type[_Part]:
+    """The part of a file that holds a model's coefficients; the optional ones may be left out."""
+    named: dict[str, Any] = {t.name: (Seconds, 0.0 if t.words else ...) for t in terms}
+    return create_model(name, __base__=_Part, **named, **more)
 
 
-class _PrefillPart(_Part):
-    base_s: Seconds
-    per_token_s: Seconds
-    per_sum_sq_s: Seconds = 0.0
-    hinges: list[_HingePart] = []
+_StepPart = _coefficients("_StepPart", STEP_TERMS)
+_PrefillPart = _coefficients("_PrefillPart", PREFILL_TERMS, hinges=(list[_HingePart], []))
 
 
 class _KvPart(_Part):
@@ -103,13 +106,13 @@ class _SourcePart(_Part):
     host_s: Seconds = 0.0
 
 
-class _ProfileFile(_Part):
+class _ProfileContent(_Part):
     form: Literal["tokenfleet.profile/1"] = Field(alias="schema")
     model: Name
     gpu: Name
     tp_degree: Positive
-    step: _StepPart
-    prefill: _PrefillPart | None = None
+    step: _Part
+    prefill: _Part | None = None
     hinges: list[_HingePart] = []
     kv: _KvPart
     engine: _EnginePart = _EnginePart()
@@ -117,6 +120,10 @@ class _ProfileFile(_Part):
     source: _SourcePart
     context_limit_tokens: Count = 0
     fitted: _FittedPart | None = None
+
+
+_MODELS: dict[str, Any] = {"step": (_StepPart, ...), "prefill": (_PrefillPart | None, None)}
+_ProfileFile = create_model("_ProfileFile", __base__=_ProfileContent, **_MODELS)
 
 
 def parse_profile(text: str, where: str) -> Profile:
@@ -137,20 +144,21 @@ def parse_profile(text: str, where: str) -> Profile:
         raise BadInput(f"{where}: {error}") from error
 
 
-def _hinges(parts: Iterable[_HingePart]) -> tuple[Hinge, ...]:
-    return tuple(Hinge(p.of, p.start, p.per_unit_s) for p in parts)
+def _hinges(parts: Iterable[dict[str, Any]]) -> tuple[Hinge, ...]:
+    return tuple(Hinge(**part) for part in parts)
 
 
-def _noun(part: _ProfileFile) -> Profile:
+def _noun(part: _ProfileContent) -> Profile:
     prefill = None
     if part.prefill is not None:
-        plain = part.prefill.model_dump(exclude={"hinges"})
-        prefill = PrefillModel(**plain, hinges=_hinges(part.prefill.hinges))
+        plain = part.prefill.model_dump()
+        prefill = PrefillModel(**plain | {"hinges": _hinges(plain["hinges"])})
+    hinges = _hinges(hinge.model_dump() for hinge in part.hinges)
     return Profile(
         model=part.model,
         gpu=part.gpu,
         tp_degree=part.tp_degree,
-        step=StepModel(**part.step.model_dump(), hinges=_hinges(part.hinges)),
+        step=StepModel(**part.step.model_dump(), hinges=hinges),
         kv=KvModel(**part.kv.model_dump()),
         engine=EngineLimits(**part.engine.model_dump()),
         residuals=Residuals(**part.residuals.model_dump()),
@@ -163,22 +171,15 @@ def _noun(part: _ProfileFile) -> Profile:
 
 def profile_text(profile: Profile) -> str:
     """The YAML of a profile; `parse_profile` gives the same profile back."""
-    step = _numbers(profile.step, "base_s per_prefill_token_s per_sequence_s per_context_token_s")
-    if profile.step.per_prefill_sum_sq_s:
-        step["per_prefill_sum_sq_s"] = profile.step.per_prefill_sum_sq_s
-    if profile.step.per_prefill_step_s:
-        step["per_prefill_step_s"] = profile.step.per_prefill_step_s
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "model": profile.model,
         "gpu": profile.gpu,
         "tp_degree": profile.tp_degree,
-        "step": step,
+        "step": _stated(profile.step, STEP_TERMS),
     }
     if profile.prefill is not None:
-        prefill: dict[str, Any] = _numbers(profile.prefill, "base_s per_token_s")
-        if profile.prefill.per_sum_sq_s:
-            prefill["per_sum_sq_s"] = profile.prefill.per_sum_sq_s
+        prefill: dict[str, Any] = _stated(profile.prefill, PREFILL_TERMS)
         if profile.prefill.hinges:
             prefill["hinges"] = _hinge_rows(profile.prefill.hinges)
         content["prefill"] = prefill
@@ -210,6 +211,12 @@ def profile_text(profile: Profile) -> str:
 
 def _numbers(noun: object, names: str) -> dict[str, Any]:
     return {name: getattr(noun, name) for name in names.split()}
+
+
+def _stated(model: StepModel | PrefillModel, terms: Iterable[Term]) -> dict[str, Any]:
+    """The coefficients that a file states: an optional one only where it is more than 0."""
+    values = coefficients(model)
+    return {term.name: values[term.name] for term in terms if not term.words or values[term.name]}
 
 
 def _hinge_rows(hinges: Iterable[Hinge]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.samples import StepSamples
-from controlplane.perfmodel.step import StepModel
+from controlplane.perfmodel.step import STEP_TERMS, StepModel, coefficients
 
 LEAST = 0.10
 FEWEST = 3  # samples of a cell
@@ -65,6 +65,5 @@ def linear_breaks(samples: StepSamples, robust: bool) -> list[Break]:
 
 def form_of(model: StepModel) -> list[str]:
     """The terms that cross-validation has put beside the plain four, in words."""
-    terms = ["length²"] if model.per_prefill_sum_sq_s else []
-    terms += ["a constant of steps that prefill"] if model.per_prefill_step_s else []
+    terms = [term.words for term in STEP_TERMS if term.words and coefficients(model)[term.name]]
     return terms + [f"hinge at {h.start:g} {h.of.replace('_', ' ')}" for h in model.hinges]

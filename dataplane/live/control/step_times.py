@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.refit import Drift, Refit
-from controlplane.perfmodel.step import StepModel
+from controlplane.perfmodel.step import StepModel, coefficients
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.events import EventLog
@@ -106,12 +106,7 @@ class KindTimes:
                 for d in refit.drifts[-LAST_DRIFTS:]
             ],
             "step": {
-                "base_s": step.base_s,
-                "per_prefill_token_s": step.per_prefill_token_s,
-                "per_sequence_s": step.per_sequence_s,
-                "per_context_token_s": step.per_context_token_s,
-                "per_prefill_sum_sq_s": step.per_prefill_sum_sq_s,
-                "per_prefill_step_s": step.per_prefill_step_s,
+                **coefficients(step),
                 "hinges": [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in step.hinges],
             },
             "workers": {worker: round(factor, 4) for worker, factor in self.own_factors(here).items()},

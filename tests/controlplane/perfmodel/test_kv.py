@@ -1,45 +1,15 @@
-"""KV memory: what a request takes, what a worker has."""
+"""KV memory of a worker."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.kv import (
-    KvDemand,
-    ModelShape,
-    block_demand,
-    fit_kv_demand,
-    kv_capacity_tokens,
-)
+from controlplane.perfmodel.kv import ModelShape, kv_capacity_tokens
 
 LLAMA_8B = ModelShape(32, 8, 128, 8.03e9, 2, 131072)
 LLAMA_70B = ModelShape(80, 8, 128, 70.554e9)
 GIB = 1024**3
-
-
-@given(st.floats(0.5, 3.0), st.floats(0.0, 200.0))
-def test_a_made_line_is_recovered(h: float, j: float) -> None:
-    context = np.array([10.0, 100.0, 1000.0, 5000.0])
-    fitted = fit_kv_demand(context, KvDemand(h, j).kv_tokens(context, 0))
-    assert fitted.per_token == pytest.approx(h, rel=1e-6)
-    assert fitted.per_request == pytest.approx(j, abs=1e-4)
-
-
-def test_blocks_waste_half_of_the_last_one_on_average() -> None:
-    contexts = np.arange(1, 16 * 50 + 1)
-    held = np.ceil(contexts / 16) * 16
-    assert block_demand(16).kv_tokens(contexts, 0).mean() == pytest.approx(held.mean())
-    with pytest.raises(BadInput, match="block_tokens"):
-        block_demand(0)
-
-
-def test_one_context_length_is_too_few() -> None:
-    with pytest.raises(BadInput, match="two different"):
-        fit_kv_demand([100, 100], [100, 101])
-    with pytest.raises(BadInput, match="finite"):
-        fit_kv_demand([100, 200], [100, np.nan])
 
 
 def test_bytes_per_token_are_those_of_the_published_models() -> None:
