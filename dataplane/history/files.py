@@ -115,7 +115,7 @@ class HistoryWriter:
 
 
 def pack(path: Path) -> None:
-    """Make a segment that nobody writes a Parquet file: whole beside its place, then renamed into it."""
+    """Pack a segment without a writer into a Parquet file: written beside its place, then renamed."""
     try:
         segment = path.open("rb")
     except FileNotFoundError:

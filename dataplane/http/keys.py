@@ -81,7 +81,7 @@ class KeyRing:
         if len(set(names)) != len(names):
             raise BadInput(f"keys: two keys share a name: {sorted(names)}")
         if any(not key.secret for key in keys):
-            raise BadInput("keys: an empty key lets nobody in")
+            raise BadInput("keys: an empty key lets no caller in")
         self.keys = tuple(keys)
         self._limits: dict[str, RateLimit] = {}
 

@@ -134,7 +134,7 @@ def _help() -> str:
 
 
 def _end_of_flags(arguments: Sequence[str]) -> int:
-    """Where `--` ends our own flags; what follows belongs to someone else."""
+    """The place of `--`, after which all words are engine flags."""
     return arguments.index("--") if "--" in arguments else len(arguments)
 
 

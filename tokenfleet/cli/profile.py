@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "tokenfleet.measured/1"
 # A visit is outlying when the slowest of its steps took this many times the median of that step's visits; it
-# met something else on the machine, and its point is visited once more. Whoever reads takes medians.
+# met something else on the machine, and its point is visited once more. Readers take medians.
 OUTLYING = 1.5
 EXTRA_VISITS = 2
 

@@ -22,7 +22,7 @@ from tokenfleet.planning.threads import Watch
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that honours NO_COLOR; plain ASCII width 110 where nobody watches."""
+    """A console that honours NO_COLOR; plain ASCII, 110 wide, where it is not a terminal."""
     shown = Console(stderr=stderr, no_color="NO_COLOR" in os.environ, highlight=False)
     if not shown.is_terminal:
         shown.width = 110

@@ -37,7 +37,7 @@ UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, wha
 UTILIZATION = 0.9  # vLLM's default share of GPU memory
 BLOCK_TOKENS = 16
 MAX_SEQS = 256
-SMALLEST_KV = 8192  # a worker with less KV than this serves nobody
+SMALLEST_KV = 8192  # a worker with less KV than this serves no useful batch
 # What the driver reports of a card; the tables count whole GiB, which no driver gives.
 VISIBLE_GIB = {"a100_sxm": 79.15, "h100_sxm": 79.10, "h200_sxm": 139.8}
 # vLLM's default step budget of its server: 8192 on cards of 70 GiB and more except the A100.

@@ -38,8 +38,8 @@ def made_folder(folder: Path) -> Path:
 class RunnerLock:
     """Held by the one process that runs the folder's jobs.
 
-    The kernel lets go of it when that process ends, however it ends. So whoever gets it knows that no job
-    it finds running is being run, without a clock or a lease that could be wrong.
+    The kernel releases it when that process ends, however it ends. So the process that gets it knows that a
+    job still marked as running is not, without a clock or a lease that could be wrong.
     """
 
     def __init__(self, folder: Path) -> None:

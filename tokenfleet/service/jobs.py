@@ -132,7 +132,7 @@ class Jobs:
             return bool(changed)
 
     def cancel(self, job: str) -> dict[str, Any] | None:
-        """Cancel a job: at once while it waits, by whoever runs it while it runs; None if unknown."""
+        """Cancel a job: at once while it waits, through its runner while it runs; None if unknown."""
         with self._database.transaction() as cursor:
             cursor.execute(
                 "UPDATE jobs SET state = 'cancelled', says = 'cancelled before it began', finished_s = ?"
@@ -144,7 +144,7 @@ class Jobs:
             return None if row is None else _view(row)
 
     def to_cancel(self) -> set[str]:
-        """Running jobs that somebody wants ended."""
+        """Running jobs whose cancellation was asked for."""
         return {
             r["id"] for r in self._database.rows("SELECT id FROM jobs WHERE state = 'running' AND cancel")
         }
@@ -160,7 +160,7 @@ class Jobs:
             _end_run(cursor, job.id, job.attempt, "released", time.time())
 
     def requeue(self) -> int:
-        """Queue again what a killed service left running; only whoever holds the runner's lock may.
+        """Queue again what a killed service left running; only the holder of the runner's lock may.
 
         A job asked to be cancelled is cancelled; one whose every attempt went down with the service fails.
         """

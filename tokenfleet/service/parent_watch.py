@@ -8,7 +8,7 @@ import threading
 
 
 def end_with_asker() -> None:
-    """From now on this process ends, with code 3, once whoever holds the other end of its stdin is gone.
+    """From now on this process ends, with code 3, once the other end of its stdin is closed.
 
     However that one ends: the kernel closes its pipes.
     """

@@ -62,7 +62,7 @@ class Uploads:
             trace.warnings[:0] = warnings
             summary = summary_of(trace, upload, name, draft.stat().st_size)
             with self._database.transaction() as cursor:
-                # Under the database's lock, so that nobody lets the file go between these two.
+                # Under the database's lock, so that the file is not removed between these two.
                 os.replace(draft, self.path(upload))
                 cursor.execute(
                     "INSERT INTO uploads (id, summary, bytes, used_s) VALUES (?, ?, ?, ?)"

@@ -36,7 +36,7 @@ class Clock(StrEnum):
 class Format:
     """How one published format names its columns.
 
-    `relative` says that arrivals count from a start chosen by whoever wrote the file, which is then kept.
+    `relative` says that arrivals count from a start chosen by the writer of the file, which is then kept.
     `known` are further columns the format has and a workload has no use for.
     """
 

@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        """Segments that wait to be computed, for KV that is on its way too; loaders are not meant to be."""
+        """Segments that wait to be computed or for KV on its way; loaders do not count."""
         return len(self._waiting) + sum(not s.transfer.hold for s in self._loading.values())
 
     @property
@@ -165,7 +165,7 @@ class Batch:
         return step
 
     def finish(self, step: PlannedStep, now_s: float) -> list[Made]:
-        """Advance everyone a step carried; segments aborted meanwhile make nothing."""
+        """Advance every segment that the step carried; those aborted meanwhile get no token."""
         outputs = []
         for segment, chunk in step.chunks:
             if segment not in self._running:

@@ -52,7 +52,7 @@ class Fabric:
         return source is not None and source.batch.readable_tokens(job.load.segment) >= job.load.tokens
 
     def transfer_s(self, job: LoadJob, block_bytes: int) -> float:
-        """Seconds a load takes, of the emulated world."""
+        """Seconds that a load takes, in emulated time."""
         rate = min(self.bytes_per_s, job.load.pace.fixed_bytes_per_s or self.bytes_per_s)
         return len(job.blocks) * block_bytes / rate
 
@@ -137,7 +137,7 @@ class EmulatedEngine:
         await asyncio.gather(self._runner, return_exceptions=True)
 
     def kill(self, reason: str = "killed") -> None:
-        """Die as a process would: at once, with nothing more said and all KV gone."""
+        """End as a killed process does: at once, with no further event and all KV lost."""
         if self._lost is None:
             self._lost = Lost(reason)
             self._fabric.engines.pop(self._info.kv_addresses[0], None)
@@ -204,7 +204,7 @@ class EmulatedEngine:
         self._work.set()
 
     def _say(self, outputs: list[EngineCoreOutput]) -> None:
-        """Tell of what comes between steps."""
+        """Emit the outputs that arise between steps."""
         telling = self._loop.create_task(self._tell(outputs))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)

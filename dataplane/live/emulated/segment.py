@@ -22,7 +22,7 @@ END_SALT = 0x9E3779B9
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What an emulated model says: ids in [first, last), an end after `mean_output_tokens` on average."""
+    """The output of an emulated model: ids in [first, last), an end after `mean_output_tokens` on average."""
 
     first: int = 32
     last: int = 256

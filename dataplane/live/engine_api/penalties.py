@@ -55,7 +55,7 @@ class CarriedPenalties(AdapterLogitsProcessor):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """The tokens come from the gateway, never from a client; there is nothing to refuse."""
+        """Accept all: the tokens come from the gateway, never from a client."""
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -97,8 +97,8 @@ def sleep_while_spinning() -> None:
     """Make this process give its core away while it waits for vLLM's shared-memory queues.
 
     They spin on `sched_yield`. On a host whose cores are the engine's accelerator the spinning takes a core
-    from everyone else, and since Linux 6.18 (a yielding task forfeits its virtual runtime) two processes that
-    yield on one core keep the kernel's own threads waiting: loopback connections stood still for seconds.
+    from other processes, and since Linux 6.18 (a yielding task forfeits its virtual runtime) two processes
+    that yield on one core keep the kernel's own threads waiting: loopback connections stood still for seconds.
     vLLM's other way, for old Pythons, is `sleep(0)`, which sleeps some 50 us.
     """
     _utils.USE_SCHED_YIELD = False

@@ -49,7 +49,7 @@ class Attachments:
         return worker in self._by_worker
 
     def __iter__(self) -> Iterator[Attached]:
-        """Those there are now, whoever comes or goes meanwhile."""
+        """The workers attached now, whatever changes during the iteration."""
         return iter(tuple(self._by_worker.values()))
 
     def get(self, worker: WorkerId) -> Attached | None:

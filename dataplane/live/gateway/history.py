@@ -126,7 +126,7 @@ class History:
 
 
 def _same_columns(path: Path) -> None:
-    """Raise BadInput for a file of another version: rows of two forms in it would be of use to nobody."""
+    """Raise BadInput for a file of another version: rows of two forms in one file could not be read."""
     with path.open(encoding="utf-8", errors="replace") as file:
         header = file.readline().strip()
     if header != ",".join(STEP_COLUMNS):

@@ -39,7 +39,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 @dataclass(slots=True)
 class DoorPolicy:
     """Who may enter and what they get by default; `abandon` ends the requests of a client that has left;
-    `closing` is why nobody may enter any more, or empty."""
+    `closing` is why no request is let in any more, or empty."""
 
     keys: KeyRing
     default_slo: Slo
@@ -166,7 +166,7 @@ class _Body:
     """Receive, and an eye on the connection once the request's body has been read.
 
     vLLM notices a client that leaves a stream only when it next has something to send; a request that
-    still waits, or prefills, would go on for nobody.
+    still waits, or prefills, would go on without a reader.
     """
 
     def __init__(self, receive: Receive, ticket: Ticket) -> None:
@@ -177,7 +177,7 @@ class _Body:
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            # A server also says so once its answer is complete, which is nobody's leaving.
+            # The server sends the same message once its answer is complete; then the client has not left.
             self._ticket.left = not self._ticket.answered
         else:
             self._bytes += len(message.get("body", b""))

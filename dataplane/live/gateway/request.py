@@ -88,7 +88,7 @@ class Tracked:
         return self.segment
 
     def settle_cut(self, arrived: bool) -> None:
-        """Tell whoever waits for a cut-over how it went."""
+        """Resolve the cut-over that is under way."""
         if self.cut is not None:
             if not self.cut.done():
                 self.cut.set_result(arrived)

@@ -57,12 +57,12 @@ class Holds:
 
     @property
     def held(self) -> int:
-        """How many segments own blocks and will never use them."""
+        """Number of ended segments whose blocks are held."""
         return len(self._holds_until)
 
     @property
     def loaders(self) -> int:
-        """How many segments are in the engine only to load: it counts them as waiting, but nobody waits."""
+        """Number of segments that are in the engine only to load; it counts them as waiting requests."""
         return len(self._coming) + len(self._resting)
 
     def is_leased(self, segment: str) -> bool:
@@ -70,7 +70,7 @@ class Holds:
         return segment in self._leases
 
     def rests(self, segment: str) -> bool:
-        """Whether a loader's KV has arrived, and it is not to be computed."""
+        """Whether a loader's KV has arrived and is pinned, the loader itself not to be computed."""
         return segment in self._resting
 
     def take_freed(self) -> list[str]:

@@ -76,7 +76,7 @@ class Loads:
         return taken
 
     def close(self) -> None:
-        """Stop serving, and wait for no one."""
+        """Stop serving, without waiting for open transfers."""
         self._stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

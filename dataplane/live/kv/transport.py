@@ -48,7 +48,7 @@ MAX_CONNECTIONS = 64
 
 
 class FetchFailed(Exception):
-    """The blocks could not be had; the message says why."""
+    """The blocks could not be fetched; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

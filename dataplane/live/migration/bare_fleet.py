@@ -97,7 +97,7 @@ class BareFleet:
         return stream
 
     async def abort(self, stream: Stream) -> None:
-        """The client leaves."""
+        """End a request as if its client had left."""
         self._end(stream, FinishReason.ABORT)
         await self.links[stream.worker].abort([stream.segment])
 

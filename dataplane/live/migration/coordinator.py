@@ -277,7 +277,7 @@ class Migrations:
             raise RequestEnded
 
     def _check(self, move: Move, running: Running) -> None:
-        """Raise if the move has lost its ground since it began."""
+        """Raise if the request or a worker of the move is no longer there."""
         now = self._fleet.running(move.request)
         if now is None:
             raise RequestEnded
@@ -306,10 +306,10 @@ class Migrations:
 
 
 def _meaning(info: WorkerInfo) -> tuple[str, ...]:
-    """What must be equal for one engine to go on where another was, token for token."""
+    """The settings that must be equal for one engine to continue another's output token for token."""
     return (info.engine, info.model, info.dtype, info.vllm_version)
 
 
 def _layout(info: WorkerInfo) -> tuple[int, ...]:
-    """What must be equal, besides, for one engine to read another's blocks as its own."""
+    """The settings that must also be equal for one engine to read another's KV blocks."""
     return (info.block_tokens, info.kv_bytes_per_token, info.tp_degree)

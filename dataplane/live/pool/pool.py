@@ -316,7 +316,7 @@ class Cluster:
         return move.moved
 
     def _haven(self, tracked: Tracked, source: WorkerId) -> WorkerId | None:
-        """Where a request of a draining worker may go: with its KV, to one of its kind, if one has room."""
+        """The worker that takes a request of a draining one: of its kind, with KV, if one has room."""
         kind = self._members[source].kind
         others = [m.worker for m in self.members() if m.kind != kind]
         now_s, choose = time.monotonic(), self.core.placement.choose

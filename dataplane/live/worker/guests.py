@@ -79,18 +79,18 @@ class Guests:
         return self._guests.get(name)
 
     async def welcome(self, name: bytes, info: bytes) -> None:
-        """Take a gateway in."""
+        """Connect a gateway."""
         if name not in self._guests:
             self._guests[name] = Guest(name, self._socket)
         self._guests[name].offer([wire.WELCOME, info])
 
     def admit(self, guest: Guest, segment: str) -> None:
-        """Note whose segment this is."""
+        """Register a segment as this gateway's."""
         self._owner[segment] = guest
         guest.segments.add(segment)
 
     async def abort(self, guest: Guest, segments: Iterable[str]) -> None:
-        """End those of the segments that are this guest's; a segment of another's is not its to end."""
+        """End the segments that belong to this gateway; those of others are left alone."""
         mine = [s for s in segments if s in guest.segments]
         for segment in mine:
             self._forget(guest, segment)
@@ -98,7 +98,7 @@ class Guests:
             await self._abort(mine)
 
     async def deliver(self, batch: EngineCoreOutputs) -> None:
-        """Pass a step's outputs to whom they belong; statistics go to everyone."""
+        """Queue a step's outputs for the gateways of their segments, and its statistics for all."""
         outputs: dict[Guest, list[Any]] = {}
         for output in batch.outputs:
             guest = self._owner.get(output.request_id)
@@ -124,7 +124,7 @@ class Guests:
         return [g for g in self._guests.values() if now_s - g.heard_s > wire.SILENCE_S]
 
     async def drop(self, guest: Guest, reason: str) -> None:
-        """Part with a gateway and end its segments; an empty reason means that it said good-bye."""
+        """Disconnect a gateway and end its segments; an empty reason means that it closed the link."""
         self._guests.pop(guest.name, None)
         guest.sender.cancel()
         await self.abort(guest, tuple(guest.segments))
@@ -137,7 +137,7 @@ class Guests:
                 log.info("gateway %s could not be told: %s", guest.name.hex(), reason)
 
     async def dismiss_all(self, reason: str) -> None:
-        """Part with every gateway."""
+        """Disconnect every gateway."""
         for guest in tuple(self._guests.values()):
             await self.drop(guest, reason)
 

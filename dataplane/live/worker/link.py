@@ -127,7 +127,7 @@ class WorkerLink:
         return None
 
     async def _notice_end(self) -> None:
-        """ZMQ would connect again in silence; to a gateway a broken connection is a lost worker."""
+        """Report a broken connection as a lost worker; ZMQ itself would reconnect without notice."""
         await self._monitor.recv_multipart()
         await self._lose("its process, or the connection to it, is gone")
 

@@ -79,7 +79,7 @@ class ProfiledEngine:
 
     @property
     def room(self) -> EngineRoom:
-        """What it has room for."""
+        """The largest batch and context that the engine has room for."""
         config = self._core.vllm_config
         return EngineRoom(
             kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
@@ -216,6 +216,6 @@ def _threads_bind() -> str:
 
 
 def _fingerprint(config: Any) -> str:
-    """Of a model's configuration: another model in a folder of the same name must not be taken for it."""
+    """A digest of a model's configuration, which tells apart models in folders of the same name."""
     plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
     return hashlib.sha256(repr(sorted(plain.items(), key=lambda kv: kv[0])).encode()).hexdigest()[:16]
