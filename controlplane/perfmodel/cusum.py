@@ -47,7 +47,7 @@ class Cusum:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew after a change; what is known of the noise stays."""
+        """Start over after a change; the noise's estimate stays."""
         self._sums = [0.0, 0.0]
         self._ages = [0, 0]  # steps since each sum left 0
         self._block: list[float] = []
@@ -59,7 +59,7 @@ class Cusum:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing speaks for a change at present."""
+        """Whether both sums are at zero."""
         return not any(self._sums)
 
     def take(self, residual: float, clip: float) -> Alarm | None:

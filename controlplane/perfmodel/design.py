@@ -40,7 +40,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """What an engine has room for."""
+    """The largest batch and context of an engine."""
 
     kv_tokens: int
     max_seqs: int

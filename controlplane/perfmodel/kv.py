@@ -15,7 +15,7 @@ from controlplane.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model's configuration decides its memory."""
+    """The part of a model's configuration that decides its memory."""
 
     layers: int
     kv_heads: int

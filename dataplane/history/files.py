@@ -47,7 +47,7 @@ SCHEMA: Mapping[str, type[pl.DataType]] = {
 
 @dataclass(frozen=True, slots=True)
 class HistoryLimits:
-    """What is kept: rows of `keep_days`, at most `keep_bytes`. A segment is packed at a size or an age."""
+    """Bounds of a history: `keep_days`, and at most `keep_bytes`. A segment is packed at a size or an age."""
 
     keep_days: float = 30.0
     keep_bytes: int = 1 << 30
@@ -56,7 +56,7 @@ class HistoryLimits:
 
 
 class HistoryWriter:
-    """Appends rows to the present segment; packing and letting go happen in a thread of its own."""
+    """Appends rows to the present segment; packing and deletion happen in a thread."""
 
     def __init__(self, folder: Path, limits: HistoryLimits) -> None:
         """Take over what killed writers left. Raises BadInput for a folder that cannot be written."""
@@ -174,7 +174,7 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
 
 
 def history_span(folder: Path) -> tuple[int, float | None, float | None]:
-    """How many rows there are, and the first and last arrival (Unix seconds); reads no more than that."""
+    """The number of rows, and the first and last arrival (Unix seconds), without reading the rows."""
     arrivals = [
         _rows_of(path.read_bytes()).lazy().select("arrival_s") for path in folder.glob("requests-*.jsonl")
     ]

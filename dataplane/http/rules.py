@@ -52,7 +52,7 @@ class UnknownName(BadInput):
 
 
 class Conflict(BadInput):
-    """It cannot be done to what stands there now: 409."""
+    """The resource's present state forbids it: 409."""
 
 
 class TooBusy(BadInput):
@@ -207,7 +207,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """What the path can be asked for with."""
+    """The methods that a path allows."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

@@ -191,7 +191,7 @@ def _wanted(view: dict[str, Any]) -> str:
 
 
 def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
-    """What was decided, the latest last; a line for requests to which the same happened one after another."""
+    """Decisions, the latest last; like ones of several requests in a row share a line."""
     table = Table(title="last decisions", title_justify="left")
     table.add_column("at", no_wrap=True)
     for name in ("what", "whom", "why"):

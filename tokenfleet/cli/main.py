@@ -25,7 +25,7 @@ DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
 
 class Verb(NamedTuple):
-    """Where a verb lives (a function or a Typer app in `module`), and its line in the help."""
+    """A verb: its function or Typer app in `module`, and its line in the help."""
 
     module: str
     attribute: str

@@ -27,7 +27,10 @@ PROBES = 20
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a client saw; columns of shape [requests], seconds since the replay began. NaN: no token came."""
+    """A replay as its client saw it.
+
+    Columns of shape [requests], seconds since the replay began; NaN where no token came.
+    """
 
     sent_s: NDArray[np.float64]
     first_token_s: NDArray[np.float64]
@@ -73,7 +76,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to send requests."""
+    """The endpoint that requests are sent to."""
 
     url: str
     model: str
@@ -99,7 +102,7 @@ async def served_model(url: str, key: str | None) -> Endpoint:
 
 
 async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """What HTTP and the way to the engine add to a first token, seen on a few lone requests.
+    """The overhead of HTTP and of the way to the engine on a first token, from a few lone requests.
 
     `alone_s` is what the profile says of such a request. One more comes first and is not counted: it finds
     things still to be loaded. One zero where none was answered.

@@ -90,7 +90,7 @@ class Deployment:
 
 
 def deployment(plan: dict[str, Any], where: str, weights: str | None = None) -> Deployment:
-    """What to deploy for a plan's JSON. Raises BadInput naming `where` and the field."""
+    """The deployment of a plan's JSON. Raises BadInput naming `where` and the field."""
     form = _read_form(plan, where)
     profile = {(p.gpu, p.tp_degree): p for p in form.inputs.profiles}
     groups = []

@@ -22,7 +22,10 @@ from tokenfleet.field_errors import nearest
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """What a plan does not say. `timezone` is that of KEDA's floors; `day_begins` the trace's zero, HH:MM."""
+    """Settings that a plan does not have.
+
+    `timezone` is that of KEDA's floors; `day_begins` the trace's zero, HH:MM.
+    """
 
     name: str = "tokenfleet"
     image: str = "tokenfleet:latest"

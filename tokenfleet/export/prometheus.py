@@ -95,7 +95,7 @@ def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
 
 
 def _fleet_alerts() -> list[dict[str, Any]]:
-    """What breaks a promise soon, whatever the promise is."""
+    """Alerts on conditions that will soon break any latency objective."""
     return [
         _alert(
             "TokenfleetNoWorker",

@@ -37,7 +37,7 @@ _NO_TARGET = Slo(1e9, 1e9)
 
 @dataclass(frozen=True, slots=True)
 class LogErrors:
-    """How a simulated log differs from the real one, as fractions of the real figures."""
+    """The errors of a simulated log, as fractions of the real figures."""
 
     e2e_mape: float
     tpot_mape: float

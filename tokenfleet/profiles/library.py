@@ -53,7 +53,7 @@ def write_profile(profile: Profile, path: Path | str) -> None:
 
 
 def library_folder() -> Path:
-    """Where the shipped profiles lie: in the wheel, or in the repository beside the package."""
+    """The folder of the shipped profiles: in the wheel, or in the repository beside the package."""
     package = Path(__file__).resolve().parents[1]
     packed = package / "_profiles"
     return packed if packed.is_dir() else package.parent / "profiles"

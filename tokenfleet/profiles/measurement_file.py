@@ -83,12 +83,12 @@ class MeasurementFile:
 
 
 def beside(path: Path) -> Path:
-    """Where the environment of a measurements file is."""
+    """The path of a measurement file's environment."""
     return path.with_name(path.name + ".json")
 
 
 def read_beside(path: Path) -> dict[str, Any]:
-    """The environment file of measurements at `path`. Raises BadInput for one that is not ours."""
+    """The environment file of measurements at `path`. Raises BadInput for a file of another form."""
     there = beside(path)
     try:
         state = json.loads(there.read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ LOG_FIELDS = {
 
 @dataclass(frozen=True)
 class RequestLog:
-    """What a real engine did with requests; times in seconds since the first arrival."""
+    """A real engine's requests, with times in seconds since the first arrival."""
 
     workload: Workload
     first_token_s: NDArray[np.float64]
@@ -128,7 +128,7 @@ def read_table(path: Path, needed: Sequence[str]) -> tuple[list[str], list[dict[
 def speed_of(
     samples: StepSamples, points: Sequence[str], repeats: Sequence[str], at_s: NDArray[np.float64]
 ) -> HostSpeed:
-    """How fast the machine was at each step of a designed grid; `at_s` is when the step's visit began."""
+    """The machine's speed at each step of a designed grid; `at_s` is when the step's visit began."""
     batch = np.unique(_work(samples, points), axis=0, return_inverse=True)[1].reshape(-1)
     labels = np.column_stack([np.unique(x, return_inverse=True)[1] for x in (points, repeats)])
     visit = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
@@ -165,7 +165,7 @@ def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]
 
 
 def _work(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:
-    """What tells the batches of a grid apart, shape [samples, 4]; the number of the point first."""
+    """The key of each sample's batch in a grid, shape [samples, 4]; the number of the point first."""
     name = np.unique(np.asarray(points), return_inverse=True)[1]
     sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
     return np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])

@@ -46,7 +46,10 @@ SMALL_BUDGET = frozenset({"a100_sxm", "a100_pcie", "a30", "l4", "l40s"})
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to predict. `model` is a bundled name or a folder with a config.json, `gpu` any alias."""
+    """A worker whose profile is to be composed.
+
+    `model` is a bundled name or a folder with a config.json, `gpu` any alias.
+    """
 
     model: str
     gpu: str

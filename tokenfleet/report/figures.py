@@ -219,7 +219,7 @@ def attainment_figure(plan: Plan) -> Figure:
 
 
 def cost_figure(plan: Plan) -> Figure:
-    """What the fleet costs when both targets are tightened or eased."""
+    """The fleet's cost as both targets are tightened or eased."""
     possible = [(c, c.fleet) for c in plan.costed if c.fleet is not None]
     priced = all(fleet.usd_per_hour is not None for _, fleet in possible)
     unit = "USD an hour" if priced else "GPUs"

@@ -22,7 +22,7 @@ _BINDS = {
 
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
-    """What a person reads on the terminal."""
+    """The tables of a plan for the terminal."""
     yield _headline(plan)
     yield _facts(plan)
     if plan.alternatives:

@@ -47,7 +47,7 @@ class RunnerLock:
         self._handle: int | None = None
 
     def take(self) -> bool:
-        """Whether it is ours now; does not wait."""
+        """Try to take the lock, without waiting; returns whether this process holds it."""
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

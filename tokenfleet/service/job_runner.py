@@ -114,7 +114,7 @@ class JobRunner:
         await asyncio.to_thread(self._jobs.finish, job, state, text, plan, error)
 
     async def _answer(self, job: Claimed) -> tuple[str | None, str | None]:
-        """What the job's process says: the plan as JSON text, or the error. It never outlives this call."""
+        """The job's plan as JSON text, or its error; its process ends with this call."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

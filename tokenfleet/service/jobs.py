@@ -83,7 +83,7 @@ class Jobs:
         return [_view(row) for row in rows]
 
     def counts(self) -> dict[str, int]:
-        """How many jobs are in each state."""
+        """The number of jobs in each state."""
         rows = self._database.rows("SELECT state, count(*) AS n FROM jobs GROUP BY state")
         return {row["state"]: row["n"] for row in rows}
 
@@ -196,7 +196,7 @@ class Jobs:
 
 
 def keep_plan(cursor: sqlite3.Cursor, name: str, source: str, plan: str, made_s: float) -> None:
-    """Keep a plan under its name, its line beside it so that lists need not read the whole."""
+    """Keep a plan under its name, with its one-line summary for lists."""
     whole = json.loads(plan)
     brief = json.dumps({field: whole.get(field) for field in BRIEF})
     cursor.execute(
@@ -286,7 +286,7 @@ class Plans:
         return str(rows[0]["plan"]) if rows else None
 
     def servings(self, plan: str) -> list[Serving]:
-        """When a fleet ran under a plan, oldest first."""
+        """The stretches of time in which a fleet ran under a plan, oldest first."""
         rows = self._database.rows(
             "SELECT plan, started_s, ended_s FROM servings WHERE plan = ? ORDER BY number", plan
         )

@@ -117,7 +117,7 @@ class PlanService:
             self._scoring.release()
 
     def catalogue(self) -> dict[str, Any]:
-        """What can be asked for (forms.Catalogue)."""
+        """The models, workers, prices and policies of plans here (forms.Catalogue)."""
         from tokenfleet import __version__
 
         if self._fixed is None:

@@ -27,11 +27,11 @@ class Uploads:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, upload: str) -> Path:
-        """Where a trace lies."""
+        """The path of a trace."""
         return self._folder / f"{upload}.trace"
 
     def find(self, upload: str) -> dict[str, Any]:
-        """Its summary (forms.TraceSummary). Raises UnknownName, also for one whose file was let go."""
+        """A trace's summary (forms.TraceSummary). Raises UnknownName, also for one whose file was removed."""
         rows = self._database.rows("SELECT summary FROM uploads WHERE id = ?", upload)
         if not rows or not self.path(upload).is_file():
             raise UnknownName(f"trace {upload}: is not here (any more); send it with POST /v1/traces")

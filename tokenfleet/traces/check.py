@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """What the doctor found."""
+    """The findings of a checkup."""
 
     trace: Trace
     shape: Shape
@@ -49,7 +49,7 @@ class Checkup:
 
     @property
     def warnings(self) -> int:
-        """How many findings warn."""
+        """The number of warnings."""
         return sum(finding.warns for finding in self.findings)
 
 
@@ -185,7 +185,7 @@ def sparkline(values: NDArray[np.float64]) -> str:
 
 
 def as_tables(checkup: Checkup) -> list[RenderableType]:
-    """What to print: what the trace is, its lengths, each finding, and a verdict."""
+    """The checkup for a terminal: the trace, its lengths, each finding, and a verdict."""
     trace, shape = checkup.trace, checkup.shape
     head = f"{trace.name} ({trace.format}): {shape.requests} requests in {shape.duration_s:.1f} s"
     parts: list[RenderableType] = [Text(f"{head}, {shape.rate_rps:.3g}/s", style="bold")]

@@ -25,7 +25,7 @@ MOST_SHOWN = 12
 
 
 class Clock(StrEnum):
-    """What a format's arrival column counts."""
+    """The unit of a format's arrival column."""
 
     DATE = "a date and time"
     SECONDS = "seconds"
@@ -34,7 +34,7 @@ class Clock(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one published format names its columns.
+    """One published format by the names of its columns.
 
     `relative` says that arrivals count from a start chosen by the writer of the file, which is then kept.
     `known` are further columns the format has and a workload has no use for.
@@ -154,7 +154,7 @@ PACKED = {
 
 
 class Kind(StrEnum):
-    """What holds the rows."""
+    """The kind of file that holds the rows."""
 
     CSV = "csv"
     JSONL = "jsonl"
@@ -260,7 +260,7 @@ def _json_object(path: Path, number: int, line: bytes) -> dict[str, object]:
 
 
 def blame(container: Container, error: BaseException) -> BadInput:
-    """What is wrong with a file that polars could not parse, found by reading it line by line."""
+    """The first fault of a file that polars could not parse, found by reading it line by line."""
     path = container.path
     try:
         if container.kind is Kind.JSONL:

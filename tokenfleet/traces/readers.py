@@ -36,7 +36,7 @@ NORMAL = ("normal", "0", "0.0")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the values of one column must be: `fault` is true of a row that breaks it."""
+    """A rule for the values of one column: `fault` is true of a row that breaks it."""
 
     column: str
     fault: pl.Expr

@@ -47,7 +47,7 @@ def synthesise(arrival_law: str, lengths: str, requests: int, seed: int = PUBLIS
 
 
 def arrival_law_of(text: str) -> Arrive:
-    """What `--arrivals` asks for: a function of a number of requests and a source of randomness."""
+    """The arrival law of `--arrivals`: a function of a number of requests and a source of randomness."""
     kind, *words = text.split(":")
     if kind not in ARRIVALS:
         raise BadInput(f"--arrivals: {text!r}, expected one of {_forms(ARRIVALS)}")
@@ -62,7 +62,7 @@ def arrival_law_of(text: str) -> Arrive:
 
 
 def length_mix_of(text: str) -> LengthMix:
-    """What `--lengths` asks for: one name for both sides, or PROMPT-OUTPUT."""
+    """The length mix of `--lengths`: one name for both sides, or PROMPT-OUTPUT."""
     kind, *words = text.split(":")
     if kind == "fixed" and len(words) == 2 and "-" not in text:
         prompt, output = _figures("--lengths", text, words, ("PROMPT", "OUTPUT"))

@@ -98,7 +98,7 @@ def sleep_while_spinning() -> None:
 
     They spin on `sched_yield`. On a host whose cores are the engine's accelerator the spinning takes a core
     from other processes, and since Linux 6.18 (a yielding task forfeits its virtual runtime) two processes
-    that yield on one core keep the kernel's own threads waiting: loopback connections stood still for seconds.
+    that yield on one core keep the kernel's own threads waiting: loopback connections stalled for seconds.
     vLLM's other way, for old Pythons, is `sleep(0)`, which sleeps some 50 us.
     """
     _utils.USE_SCHED_YIELD = False

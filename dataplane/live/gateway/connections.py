@@ -117,7 +117,7 @@ class RequestBook:
 
 
 class Unread:
-    """A queue of batches with one reader. `tell` never waits, so that what is told in order stays so.
+    """A queue of batches with one reader. `tell` never waits, so that batches keep their order.
 
     A bounded asyncio.Queue would not do: of two senders waiting for a place, the later may be woken
     first, and a request that has just moved has two senders.

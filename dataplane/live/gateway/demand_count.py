@@ -44,7 +44,7 @@ class DemandCount:
 
 
 def since(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> tuple[ClassArrivals, ...] | None:
-    """What arrived between two looks; None without a first one, or where the counters began anew."""
+    """Arrivals between two readings; None without a first one, or where the counters were reset."""
     if before is None:
         return None
     names = ("requests", "prompt_tokens", "expected_tokens")

@@ -38,7 +38,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(slots=True)
 class DoorPolicy:
-    """Who may enter and what they get by default; `abandon` ends the requests of a client that has left;
+    """The gateway's keys and default targets; `abandon` ends the requests of a client that has left;
     `closing` is why no request is let in any more, or empty."""
 
     keys: KeyRing
@@ -189,7 +189,7 @@ class _Body:
         return message
 
     async def until_client_leaves(self, policy: DoorPolicy) -> None:
-        """Return never, or after the requests of a client that has left were ended."""
+        """Return once the client has left and its requests are ended; else never."""
         await self._is_read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass

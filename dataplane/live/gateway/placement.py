@@ -52,7 +52,7 @@ class Placement(Protocol):
 
 @dataclass(slots=True)
 class Charge:
-    """What the gateway has put on one worker: requests, and tokens they hold or will hold (expected)."""
+    """One worker's load by the gateway's count: requests, and tokens they hold or are expected to hold."""
 
     info: WorkerInfo
     requests: int = 0

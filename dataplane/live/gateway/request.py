@@ -69,7 +69,7 @@ class Tracked:
 
     @property
     def has_outlived(self) -> bool:
-        """Whether it has made all the tokens that were expected of it, and may make more."""
+        """Whether the output is longer than predicted and may still grow."""
         params = self.request.sampling_params
         most = None if params is None else params.max_tokens
         output_tokens = len(self.output_token_ids)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WaitingSettings:
-    """How many may wait and how long (seconds); past either, a request is turned away."""
+    """Bounds of the queue: requests, and seconds that one may wait; past either it is turned away."""
 
     max_requests: int = 256
     max_wait_s: float = 30.0
@@ -76,7 +76,7 @@ class WaitingRoom(Generic[T]):
         return out.what
 
     def readmit(self, what: T, priority: int, arrival_s: float, now_s: float) -> None:
-        """Queue a request that had a place and lost it: never turned away, ranked by its first arrival."""
+        """Queue a request that lost its worker: never turned away, and ranked by its first arrival."""
         rank = arrival_s - self.settings.ageing_s * priority
         self._waiting.append(Waiting(what, priority, now_s, rank))
 
