@@ -81,9 +81,9 @@ log = logging.getLogger(__name__)
 def folder_of_fleet(option: Path | None, keeps: bool | None) -> Iterator[Path | None]:
     """A fleet's data folder: the one named by flag or environment, else a temporary one.
 
-    `keeps` true asks for the user's data folder where none is named. Without it a fleet leaves nothing behind.
-    It also serves on a host that it cannot write on: None there. Raises BadInput for a folder that was asked
-    for and cannot be written.
+    `keeps` true asks for the user's data folder where none is named; else a fleet leaves nothing behind. It
+    also serves on a host that it cannot write on: None there. Raises BadInput for a folder that was asked for
+    and cannot be written.
     """
     if option is not None or keeps or os.environ.get(VARIABLE):
         yield made_folder(option or default_data_folder())
