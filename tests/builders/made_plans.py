@@ -1,4 +1,4 @@
-"""A plan file of some workers of one profile."""
+"""Plan files: of some workers of one profile, and of any fleet with other fields of its own."""
 
 from controlplane.types import Slo
 from tokenfleet.profiles.library import find_profiles
@@ -9,41 +9,33 @@ SLO = Slo(0.4, 0.03)
 PROFILE = find_profiles("llama-3.1-8b", ["h100"], [1])[0]
 
 
-def plan_json(workers=2):
+def plan_json(workers=2, **fields):
+    """A plan of so many workers of PROFILE, with these fields in place of its own."""
+    part = {"gpu": PROFILE.gpu, "tp_degree": 1, "workers": workers, "usd_per_hour": 5.0, "role": "any"}
+    return plan_of_fleet([part], PROFILE.model, **fields)
+
+
+def plan_of_fleet(parts, model="llama-3.1-70b", **fields):
+    """A plan of such a fleet; its totals and profiles are the fleet's unless they are given."""
     figures = {"p50": 0.1, "p90": 0.2, "p99": 0.3, "mean": 0.1}
+    fleet = [{"gpus": p.get("tp_degree", 1) * p.get("workers", 1)} | p for p in parts if isinstance(p, dict)]
+    dollars = [part.get("usd_per_hour") for part in fleet]
+    limits = {"mode": "chunked", "max_batched_tokens": 8192, "max_seqs": 256}
+    source = {"kind": str(PROFILE.source.kind), "date": str(PROFILE.source.date), "engine_limits": limits}
+    profiles = [{"model": model, "gpu": p["gpu"], "tp_degree": p.get("tp_degree", 1)} | source for p in fleet]
     return {
         "schema": "tokenfleet.plan/1",
-        "feasible": True,
+        "feasible": bool(fleet),
         "reason": None,
-        "fleet": [
-            {
-                "gpu": PROFILE.gpu,
-                "tp_degree": 1,
-                "workers": workers,
-                "gpus": workers,
-                "usd_per_hour": 5.0,
-                "role": "any",
-            }
-        ],
-        "workers": workers,
-        "gpus": workers,
-        "usd_per_hour": 5.0,
+        "fleet": fleet,
+        "workers": sum(part.get("workers", 1) for part in fleet),
+        "gpus": sum(part["gpus"] for part in fleet),
+        "usd_per_hour": None if None in dollars else sum(dollars),
         "policy": "spread",
         "engine_mode": str(PROFILE.engine.mode),
         "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
         "attainment": {"target": 0.9, "expected": 0.95, "low": 0.92},
         "ttft_s": figures,
         "tpot_s": figures,
-        "inputs": {
-            "rate_rps": 12.0,
-            "profiles": [
-                {
-                    "model": PROFILE.model,
-                    "gpu": PROFILE.gpu,
-                    "tp_degree": 1,
-                    "kind": str(PROFILE.source.kind),
-                    "date": str(PROFILE.source.date),
-                }
-            ],
-        },
-    }
+        "inputs": {"rate_rps": 12.0, "profiles": profiles},
+    } | fields

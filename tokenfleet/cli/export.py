@@ -31,12 +31,13 @@ def export_command(
 
     tokenfleet export systemd prometheus grafana --plan plan.json --weights /models/mine --output-dir deploy
     """
-    from tokenfleet.export.deployment import read_deployment
+    from tokenfleet.export.deployment import deployment
     from tokenfleet.export.files import ExportSettings, export_files, known_kinds
     from tokenfleet.files import write_files
+    from tokenfleet.planning.plan_file import read_plan
 
     kinds = known_kinds(kind)
-    fleet = read_deployment(plan, weights)
+    fleet = deployment(read_plan(plan), weights)
     settings = ExportSettings(name, image, timezone, day_begins)
     files = export_files(fleet, kinds, settings, output_dir)
     write_files(files)

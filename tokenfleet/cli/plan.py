@@ -86,7 +86,7 @@ def plan_command(
     from tokenfleet.cli.terminal import console, progress_bar, show, warn
     from tokenfleet.files import write_files
     from tokenfleet.planning.inputs import gather, known_policy
-    from tokenfleet.planning.plan_file import plan_json
+    from tokenfleet.planning.plan_json import plan_json
     from tokenfleet.planning.planner import make_plan
     from tokenfleet.planning.question import Question
     from tokenfleet.planning.threads import threads

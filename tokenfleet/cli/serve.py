@@ -19,8 +19,9 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy
 from controlplane.types import Slo
-from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, kinds_of, read_plan, slo_of
+from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, kinds_of
 from tokenfleet.durations import parse_duration_s, parse_slo
+from tokenfleet.planning.plan_file import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -115,9 +116,9 @@ def serve_command(
     """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
     if engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {engine!r}")
-    saved = None if plan is None else (plan, read_plan(plan))
+    saved = None if plan is None else read_plan(plan)
     if saved is not None:
-        slo = slo or slo_of(saved[1])
+        slo = slo or saved.slo_text
     if kind and (workers, tp) != (WORKERS, 1):
         raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
     kinds = kinds_of(workers, tp, kind or (), saved, profile or (), engine == "emulated")
@@ -161,7 +162,7 @@ def serve_command(
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
     with folder_of_fleet(data, history) as folder:
-        planning = () if folder is None else (fleet_extension(folder, None if saved is None else saved[1]),)
+        planning = () if folder is None else (fleet_extension(folder, saved),)
         settings = FleetSettings(
             gateway=GatewaySettings(
                 model=str(Path(model).expanduser().resolve()) if looks_like_path else model,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from tokenfleet.durations import parse_duration_s
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 
@@ -28,7 +27,7 @@ def kinds_of(
     workers: int,
     tp: int,
     flags: Sequence[str],
-    plan: tuple[Path, dict[str, Any]] | None,
+    plan: PlanFile | None,
     profiles: Sequence[Path],
     is_emulated: bool,
 ) -> Kinds:
@@ -43,8 +42,8 @@ def kinds_of(
     if plan is not None:
         if flags:
             raise BadInput("--kind: the plan says which kinds there are; give either")
-        kinds = _planned(*plan)
-        model = _model_of(plan[1]) or model
+        kinds = _planned(plan)
+        model = plan.inputs.profiles[0].model
     elif flags:
         kinds = [_kind(text) for text in flags]
     else:
@@ -58,27 +57,16 @@ def kinds_of(
     )
 
 
-def _planned(path: Path, plan: dict[str, Any]) -> list[WorkerKind]:
+def _planned(plan: PlanFile) -> list[WorkerKind]:
     """A plan's groups; those of one kind (prefill and decode workers) are one."""
     from dataplane.live.pool.worker_kinds import WorkerKind
 
     counts: dict[tuple[str, int], tuple[int, float | None]] = {}
-    for part in plan["fleet"]:
-        try:
-            kind, workers = (str(part["gpu"]), int(part["tp_degree"])), int(part["workers"])
-            usd = part.get("usd_per_hour")
-            each = None if usd is None else float(usd) / workers
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            raise BadInput(f"{path}: fleet: expected gpu, tp_degree and workers, got {part!r}") from None
-        counts[kind] = counts.get(kind, (0, None))[0] + workers, each
+    for part in plan.fleet:
+        kind = part.gpu, part.tp_degree
+        each = None if part.usd_per_hour is None else part.usd_per_hour / part.workers
+        counts[kind] = counts.get(kind, (0, None))[0] + part.workers, each
     return [WorkerKind(n, tp, gpu, usd_per_h=each) for (gpu, tp), (n, each) in counts.items()]
-
-
-def _model_of(plan: dict[str, Any]) -> str | None:
-    """The model that was planned for, as profiles name it."""
-    profiles = plan.get("inputs", {}).get("profiles") or [{}]
-    model = profiles[0].get("model")
-    return model if isinstance(model, str) else None
 
 
 def _kind(text: str) -> WorkerKind:
@@ -130,27 +118,6 @@ def _is_of(profile: Profile, kind: WorkerKind) -> bool:
     return profile.tp_degree == kind.tp_degree and profile.gpu in names
 
 
-def read_plan(path: Path) -> dict[str, Any]:
-    """A feasible plan's JSON. Raises BadInput for anything else."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise BadInput(f"{path}: is not JSON: {error}") from None
-    if not isinstance(plan, dict) or plan.get("schema") != "tokenfleet.plan/1":
-        raise BadInput(f"{path}: schema: expected tokenfleet.plan/1 (plan --format json)")
-    if not plan.get("feasible") or not plan.get("fleet"):
-        raise BadInput(f"{path}: feasible: this plan found no fleet, so there is none to serve")
-    return plan
-
-
-def slo_of(plan: dict[str, Any]) -> str | None:
-    """A plan's targets, as --slo has them."""
-    slo = plan.get("slo") or plan.get("inputs", {}).get("slo")
-    return f"ttft={slo['ttft_s']}s,tpot={slo['tpot_s']}s" if isinstance(slo, dict) else None
-
-
 def bounds_of(text: str) -> tuple[int, int]:
     """MIN and MAX of --autoscale."""
     low, dots, high = text.partition("..")
@@ -159,7 +126,7 @@ def bounds_of(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None) -> Autoscale:
+def autoscale_of(text: str, hold: str, plan: PlanFile | None) -> Autoscale:
     """--autoscale and --scale-in-after, with a plan's line and price where it has them."""
     from dataplane.live.control.settings import Autoscale
 
@@ -167,34 +134,11 @@ def autoscale_of(text: str, hold: str, plan: tuple[Path, dict[str, Any]] | None)
     hold_s = parse_duration_s(hold, "--scale-in-after")
     if plan is None:
         return Autoscale(low, high, hold_s=hold_s)
-    path, content = plan
+    each = None if plan.usd_per_hour is None else plan.usd_per_hour / plan.workers
     # A mix's line counts workers of no one kind: what each kind can do says how many of which.
-    line = content.get("demand_line") if len(content["fleet"]) == 1 else None
-    usd = content.get("usd_per_hour")
-    slope_and_intercept = learned_at = None
-    if line is not None:
-        try:
-            slope_and_intercept = float(line["workers_per_rps"]), float(line["intercept"])
-        except (KeyError, TypeError, ValueError):
-            raise BadInput(
-                f"{path}: demand_line: expected workers_per_rps and intercept, got {line!r}"
-            ) from None
-        if not all(map(math.isfinite, slope_and_intercept)) or slope_and_intercept[0] < 0:
-            raise BadInput(f"{path}: demand_line: expected a slope of at least 0, got {line!r}")
-        learned_at = _lengths_of(path, line)
-    each = float(usd) / int(content["workers"]) if usd is not None and int(content["workers"]) else None
-    return Autoscale(low, high, slope_and_intercept, hold_s, each, learned_at)
-
-
-def _lengths_of(path: Path, line: dict[str, Any]) -> tuple[float, float] | None:
-    """Mean prompt and output tokens that a plan's line was drawn at; None in a plan that does not say."""
-    names = ("mean_prompt_tokens", "mean_output_tokens")
-    if not any(name in line for name in names):
-        return None
-    try:
-        prompt, output = (float(line[name]) for name in names)
-    except (KeyError, TypeError, ValueError):
-        prompt = output = math.nan
-    if not (0 < prompt < math.inf and 0 < output < math.inf):
-        raise BadInput(f"{path}: demand_line: expected {' and '.join(names)} above 0, got {line!r}")
-    return prompt, output
+    line = plan.demand_line if len(plan.fleet) == 1 else None
+    if line is None:
+        return Autoscale(low, high, None, hold_s, each, None)
+    lengths = line.mean_prompt_tokens, line.mean_output_tokens
+    learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
+    return Autoscale(low, high, (line.workers_per_rps, line.intercept), hold_s, each, learned_at)

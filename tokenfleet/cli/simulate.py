@@ -113,7 +113,7 @@ def _specs(worker: Any, workers: int, prefill_workers: int | None) -> list[Worke
 
 def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
     """The simulation's JSON object; `wall_s` is how long it took to run."""
-    from tokenfleet.planning.plan_file import latency_json
+    from tokenfleet.planning.plan_json import latency_json
     from tokenfleet.planning.result import latency
 
     finished = outcome.finish_s == outcome.finish_s  # NaN is not itself

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, Field, ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from tokenfleet.field_errors import fault_line
-
-MAX_FILE_BYTES = 50_000_000
+from tokenfleet.planning.plan_file import EngineLimits, FleetPart, PlanFile
 
 # The library's names as the hub's; a name that is not here must be given.
 _WEIGHTS = {
@@ -89,128 +82,32 @@ class Deployment:
         return f"ttft={self.slo.ttft_s:g}s,tpot={self.slo.tpot_s:g}s"
 
 
-def deployment(plan: dict[str, Any], where: str, weights: str | None = None) -> Deployment:
-    """The deployment of a plan's JSON. Raises BadInput naming `where` and the field."""
-    form = _read_form(plan, where)
-    profile = {(p.gpu, p.tp_degree): p for p in form.inputs.profiles}
-    groups = []
-    for i, part in enumerate(form.fleet):
-        profile_of_group = profile.get((part.gpu, part.tp_degree))
-        if profile_of_group is None:
-            raise BadInput(f"{where}: fleet.{i}: inputs.profiles has no {part.gpu} TP{part.tp_degree}")
-        limits = profile_of_group.engine_limits
-        groups.append(
-            WorkerGroup(
-                part.gpu,
-                part.tp_degree,
-                part.workers,
-                part.role,
-                _PRODUCTS.get(part.gpu),
-                limits.max_batched_tokens if limits else None,
-                limits.max_seqs if limits else None,
-            )
-        )
-    model = form.inputs.profiles[0].model
+def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
+    """What to deploy for a plan. Raises BadInput where nobody knows the name of its model's weights."""
+    model = plan.inputs.profiles[0].model
     loads = weights or _WEIGHTS.get(model)
     if loads is None:
         raise BadInput(f"--weights: missing; {model} is no name the hub knows: give a hub name or a folder")
-    paid = form.schedule_detail.paid if form.schedule_detail else None
-    scale = form.inputs.rate_scale
+    paid = plan.schedule_detail.paid if plan.schedule_detail else None
+    scale = plan.inputs.rate_scale
     return Deployment(
-        tuple(groups),
+        tuple(_group(part, plan.profile_of(part).engine_limits) for part in plan.fleet),
         loads,
-        Slo(form.slo.ttft_s, form.slo.tpot_s),
-        form.attainment.target,
-        tuple(Span(s.start_s * scale, s.end_s * scale, s.workers) for s in form.schedule),
-        form.inputs.clock_start_unix_s,
+        plan.targets,
+        plan.attainment.target,
+        tuple(Span(s.start_s * scale, s.end_s * scale, s.workers) for s in plan.schedule),
+        plan.inputs.clock_start_unix_s,
         paid.cold_start_s if paid else 0.0,
     )
 
 
-def read_deployment(path: Path, weights: str | None = None) -> Deployment:
-    """The same from a saved plan. Raises BadInput naming the file and the field."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, no plan")
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: is not JSON: {error}") from None
-    return deployment(plan, str(path), weights)
-
-
-_Count = Annotated[int, Field(ge=1, le=100_000)]
-_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-
-
-class _Part(BaseModel):
-    gpu: _Name
-    tp_degree: _Count
-    workers: _Count
-    role: Literal["any", "prefill", "decode"] = "any"
-
-
-class _Limits(BaseModel):
-    max_batched_tokens: _Count
-    max_seqs: _Count
-
-
-class _Profile(BaseModel):
-    model: str
-    gpu: str
-    tp_degree: int
-    engine_limits: _Limits | None = None
-
-
-class _Slo(BaseModel):
-    ttft_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    tpot_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _Attainment(BaseModel):
-    target: Annotated[float, Field(gt=0, lt=1)]
-
-
-class _Stretch(BaseModel):
-    start_s: _Seconds
-    end_s: _Seconds
-    workers: Annotated[int, Field(ge=0)]
-
-
-class _Paid(BaseModel):
-    cold_start_s: _Seconds
-
-
-class _Detail(BaseModel):
-    paid: _Paid | None = None
-
-
-class _Inputs(BaseModel):
-    profiles: Annotated[list[_Profile], Field(min_length=1)]
-    clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
-    rate_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-
-
-class _Plan(BaseModel):
-    """The fields of `tokenfleet.plan/1` that a deployment needs."""
-
-    form: Literal["tokenfleet.plan/1"] = Field(alias="schema")
-    feasible: bool
-    fleet: list[_Part]
-    slo: _Slo
-    attainment: _Attainment
-    schedule: list[_Stretch] = []
-    schedule_detail: _Detail | None = None
-    inputs: _Inputs
-
-
-def _read_form(plan: Any, where: str) -> _Plan:
-    try:
-        form = _Plan.model_validate(plan)
-    except ValidationError as error:
-        raise BadInput(fault_line(where, error)) from None
-    if not form.feasible or not form.fleet:
-        raise BadInput(f"{where}: feasible: this plan found no fleet, so there is none to deploy")
-    return form
+def _group(part: FleetPart, limits: EngineLimits | None) -> WorkerGroup:
+    return WorkerGroup(
+        part.gpu,
+        part.tp_degree,
+        part.workers,
+        part.role,
+        _PRODUCTS.get(part.gpu),
+        limits.max_batched_tokens if limits else None,
+        limits.max_seqs if limits else None,
+    )

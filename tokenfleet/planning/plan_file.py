@@ -1,348 +1,220 @@
-"""A plan as the JSON of `tokenfleet.plan/1`: plain numbers, nothing that changes from run to run."""
+"""The reader of `tokenfleet.plan/1`: a plan's JSON as numbers that have been checked, or one line of refusal.
+
+Every release's plans are read: fields that an older one did not write have their meaning's default here.
+plan_json.py is the writer.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from controlplane.worker_type import WorkerType
-from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
+from controlplane.errors import BadInput
+from controlplane.types import EngineMode, Slo
+from tokenfleet.field_errors import fault_line
 
-SCHEMA = "tokenfleet.plan/1"
-CURVE_POINTS = 60
+MAX_FILE_BYTES = 50_000_000
 
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan's JSON object. Shares and seconds are rounded to what they can carry."""
-    best = plan.best
-    question = plan.question
-    engine = plan.worker_types[0].profile.engine.mode if plan.worker_types else None
-    return {
-        "schema": SCHEMA,
-        "feasible": plan.feasible,
-        "reason": plan.reason or None,
-        **(fleet_json(best.fleet) if best else fleet_json(Fleet(()))),
-        "policy": question.policy,
-        "engine_mode": str(engine) if engine else None,
-        "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
-        "attainment": attainment_json(
-            best.estimate if best else None, best.on_trace if best else None, question.attainment
-        ),
-        "ttft_s": latency_json(best.ttft) if best else None,
-        "tpot_s": latency_json(best.tpot) if best else None,
-        "utilisation": _figures(best.utilisation) if best else None,
-        "binding": plan.binding.constraint if plan.binding else None,
-        "binding_window_s": [round(t, 3) for t in plan.binding.window_s] if plan.binding else None,
-        "binding_detail": _binding(plan),
-        "one_fewer": _one_fewer(plan),
-        "doubt": _doubt(plan),
-        "nearest_feasible": _nearest(plan),
-        "demand_line": _line(plan),
-        "schedule": _schedule(plan),
-        "schedule_detail": _schedule_detail(plan),
-        "spares": _spares(plan),
-        "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
-        "passed_over": [
-            {"gpu": p.worker_type.profile.gpu, "tp_degree": p.worker_type.gpus, "reason": p.reason}
-            for p in plan.passed_over
-        ],
-        "baselines": _baselines(plan),
-        "curves": _curves(plan),
-        "inputs": _inputs(plan),
-    }
+Count = Annotated[int, Field(ge=1, le=100_000)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Mode = Annotated[EngineMode, Field(strict=False)]
 
 
-def fleet_json(fleet: Fleet) -> dict[str, Any]:
-    """A fleet's groups and totals."""
-    return {
-        "fleet": [
-            {
-                "gpu": group.worker_type.profile.gpu,
-                "tp_degree": group.worker_type.profile.tp_degree,
-                "workers": group.workers,
-                "gpus": group.gpus,
-                "usd_per_hour": _usd(Fleet((group,))),
-                "role": group.role,
-                "profile_kind": group.worker_type.profile.source.kind,
-            }
-            for group in fleet.groups
-        ],
-        "workers": fleet.workers,
-        "gpus": fleet.gpus,
-        "usd_per_hour": _usd(fleet) if fleet.groups else None,
-    }
+class _Part(BaseModel):
+    """Fields that are here and not named are for people and programs that know them."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
-def candidate_json(candidate: Candidate, target: float) -> dict[str, Any]:
-    """A fleet that was looked at, in the shape of the plan's own."""
-    return {
-        **fleet_json(candidate.fleet),
-        "attainment": attainment_json(candidate.estimate, candidate.on_trace, target),
-        "ttft_s": latency_json(candidate.ttft),
-        "tpot_s": latency_json(candidate.tpot),
-        "utilisation": _figures(candidate.utilisation),
-        "note": candidate.note or None,
-    }
+class FleetPart(_Part):
+    """Workers of one type."""
+
+    gpu: Name
+    tp_degree: Count
+    workers: Count
+    gpus: Annotated[int, Field(ge=1)]
+    usd_per_hour: Dollars | None = None
+    role: Literal["any", "prefill", "decode"] = "any"
 
 
-def attainment_json(estimate: Estimate | None, on_trace: float | None, target: float) -> dict[str, Any]:
-    """Attainment with its bounds; null where it was not looked at."""
-    return {
-        "target": target,
-        "expected": _share(estimate.expected if estimate else None),
-        "low": _share(estimate.low if estimate else None),
-        "high": _share(estimate.high if estimate else None),
-        "confidence": estimate.confidence if estimate else None,
-        "worlds": estimate.worlds if estimate else 0,
-        "on_trace": _share(on_trace),
-    }
+class Targets(_Part):
+    """Time to first token and time per output token, both in seconds."""
+
+    ttft_s: Positive
+    tpot_s: Positive
 
 
-def latency_json(latency: Latency) -> dict[str, float | None]:
-    """p50, p90, p99 and the mean, seconds."""
-    row = {f"p{round(q * 100)}": _figures(latency.at(q)) for q in QUANTILES}
-    return row | {"mean": _figures(latency.mean)}
+class Attainment(_Part):
+    """The share of requests within both targets: asked for, expected, and its lower bound."""
+
+    target: Annotated[float, Field(gt=0, lt=1)]
+    expected: Number | None = None
+    low: Number | None = None
+    confidence: Number | None = None
+    on_trace: Number | None = None
 
 
-def _one_fewer(plan: Plan) -> dict[str, Any] | None:
-    fewer = plan.one_fewer
-    if fewer is None:
-        return None
-    expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
-    return {
-        "workers": fewer.workers,
-        "attainment": _share(expected),
-        "low": _share(fewer.estimate.low if fewer.estimate else None),
-        "on_trace": _share(fewer.on_trace),
-        "fails": fewer.fails,
-    }
+class Quantiles(_Part):
+    """A latency over the requests, seconds."""
+
+    p50: Number | None
+    p90: Number | None
+    p99: Number | None
+    mean: Number | None
 
 
-def _binding(plan: Plan) -> dict[str, Any] | None:
-    bind = plan.binding
-    if bind is None:
-        return None
-    return {
-        "workers": bind.fleet.workers,
-        "rate_scale": bind.rate_scale,
-        "attainment": _share(bind.attainment),
-        "window_attainment": _share(bind.window_attainment),
-        "relief": {name: _share(gain) for name, gain in bind.relief.items()},
-    }
+class Line(_Part):
+    """Workers at a rate: `workers_per_rps` x rate + `intercept`, at these mean lengths."""
+
+    workers_per_rps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    intercept: Number
+    mean_prompt_tokens: Positive | None = None
+    mean_output_tokens: Positive | None = None
 
 
-def _doubt(plan: Plan) -> dict[str, Any] | None:
-    doubt = plan.doubt
-    if doubt is None:
-        return None
-    return {
-        "arrivals": _figures(doubt.arrivals),
-        "drift": _figures(doubt.drift),
-        "coefficients": _figures(doubt.coefficients),
-        "mostly": doubt.mostly,
-    }
+class Stretch(_Part):
+    """So many workers from `start_s` to `end_s` of the planned workload."""
+
+    start_s: Seconds
+    end_s: Seconds
+    workers: Annotated[int, Field(ge=0)]
 
 
-def _nearest(plan: Plan) -> dict[str, Any] | None:
-    near = plan.nearest
-    if near is None and plan.nearest_attainment is None:
-        return None
-    if near is None:
-        return {"attainment": _share(plan.nearest_attainment)}
-    return {
-        "ttft_s": near.slo.ttft_s,
-        "tpot_s": near.slo.tpot_s,
-        **fleet_json(near.fleet),
-        "attainment": _share(near.estimate.expected),
-        "low": _share(near.estimate.low),
-        "looser": _figures(near.looser),
-    }
+class Paid(_Part):
+    """The schedule with its cold starts; dollars an hour on average."""
+
+    cold_start_s: Seconds
+    usd_per_hour: Dollars | None = None
 
 
-def _line(plan: Plan) -> dict[str, Any] | None:
-    line = plan.line
-    if line is None:
-        return None
-    return {
-        "workers_per_rps": _figures(line.workers_per_rps),
-        "intercept": _figures(line.intercept),
-        "r2": _share(line.r2),
-        "points": [[_figures(x), _figures(y)] for x, y in line.points],
-        "mean_prompt_tokens": _figures(line.prompt_tokens),
-        "mean_output_tokens": _figures(line.output_tokens),
-    }
+class ScheduleDetail(_Part):
+    """What following the schedule takes; `paid` where a cold start was given."""
+
+    paid: Paid | None = None
 
 
-def _schedule(plan: Plan) -> list[dict[str, Any]]:
-    if plan.schedule is None or plan.best is None:
-        return []
-    return [
-        {
-            "start_s": round(s.start_s, 3),
-            "end_s": round(s.end_s, 3),
-            "workers": s.workers,
-            # Of a mix a count alone would not say which workers stay.
-            "gpus": apportioned(plan.best.fleet, s.workers).gpus,
-            "fleet": apportioned(plan.best.fleet, s.workers).label,
-        }
-        for s in plan.schedule.stretches
-    ]
+class Spares(_Part):
+    """Workers beyond those that serve, for reclaimed ones."""
+
+    workers: Annotated[int, Field(ge=0)]
 
 
-def _schedule_detail(plan: Plan) -> dict[str, Any] | None:
-    if plan.schedule is None:
-        return None
-    return {
-        "attainment": _share(plan.schedule.attainment),
-        "saved_share": _share(plan.schedule.saved_share),
-        "each_window": "starts after a 30 s lead-in; start-up and draining between windows are not included",
-        "paid": _paid(plan),
-    }
+class EngineLimits(_Part):
+    """What an engine takes into a step."""
+
+    max_batched_tokens: Count
+    max_seqs: Count
 
 
-def _paid(plan: Plan) -> dict[str, Any] | None:
-    """The schedule with its cold starts: what is paid when, and what must be ordered when."""
-    if plan.paid is None or plan.best is None or plan.schedule is None:
-        return None
-    usd = plan.paid.usd_per_hour(plan.best.fleet)
-    hours = plan.best.fleet.workers * sum(s.end_s - s.start_s for s in plan.schedule.stretches) / 3600.0
-    return {
-        "cold_start_s": plan.paid.cold_start_s,
-        "worker_hours": _figures(plan.paid.worker_hours),
-        "saved_share": _share(1.0 - plan.paid.worker_hours / hours) if hours > 0 else None,
-        "usd_per_hour": None if usd is None else round(usd, 4),
-        "stretches": [
-            {"start_s": round(s.start_s, 3), "end_s": round(s.end_s, 3), "workers": s.workers}
-            for s in plan.paid.stretches
-        ],
-        "orders": [
-            {"order_s": round(o.order_s, 3), "ready_s": round(o.ready_s, 3), "workers": o.workers}
-            for o in plan.paid.orders
-        ],
-    }
+class PlannedProfile(_Part):
+    """A profile that was planned with: `kind` and `date` say how and when it was measured."""
+
+    model: str
+    gpu: str
+    tp_degree: Count
+    kind: str
+    date: str
+    engine_limits: EngineLimits | None = None
 
 
-def _spares(plan: Plan) -> dict[str, Any] | None:
-    spares = plan.spares
-    if spares is None:
-        return None
-    return {
-        "workers": spares.workers,
-        "serving": fleet_json(spares.serving),
-        "reclaims_per_h": spares.reclaims_per_h,
-        "cold_start_s": spares.cold_start_s,
-        "availability": _share(spares.availability),
-        "untouched": _share(spares.untouched),
-        "covers": "workers reclaimed one by one; not a zone that is cleared at once",
-    }
+class PlanInputs(_Part):
+    """What the plan was made from."""
+
+    rate_rps: Number | None
+    profiles: list[PlannedProfile]
+    clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
+    rate_scale: Positive = 1.0
 
 
-def _baselines(plan: Plan) -> list[dict[str, Any]]:
-    return [
-        {
-            "policy": b.policy,
-            "workers": b.fleet.workers if b.fleet else None,
-            "gpus": b.fleet.gpus if b.fleet else None,
-            "usd_per_hour": _usd(b.fleet) if b.fleet else None,
-            "tried_up_to": b.tried,
-        }
-        for b in plan.baselines
-    ]
+class PlanBrief(_Part):
+    """A plan in a line."""
+
+    feasible: bool
+    reason: str | None = None
+    fleet: list[FleetPart]
+    workers: int
+    gpus: int
+    usd_per_hour: Dollars | None = None
 
 
-def _curves(plan: Plan) -> dict[str, Any]:
-    """What the report draws, so that others can draw it too."""
-    workers = sorted({*plan.on_trace, *plan.sure})
-    return {
-        "rate_rps": [[round(t, 3), _figures(r)] for t, r in plan.inputs.rate_curve],
-        "attainment_by_workers": [
-            {
-                "workers": n,
-                "on_trace": _share(plan.on_trace.get(n)),
-                "expected": _share(plan.sure[n].expected) if n in plan.sure else None,
-                "low": _share(plan.sure[n].low) if n in plan.sure else None,
-                "high": _share(plan.sure[n].high) if n in plan.sure else None,
-            }
-            for n in workers
-        ],
-        "ttft_cdf": _cdf(plan.best.ttft) if plan.best else [],
-        "tpot_cdf": _cdf(plan.best.tpot) if plan.best else [],
-        "cost_by_slo": [
-            {
-                "scale": c.scale,
-                "ttft_s": _figures(c.slo.ttft_s),
-                "tpot_s": _figures(c.slo.tpot_s),
-                "workers": c.fleet.workers if c.fleet else None,
-                "gpus": c.fleet.gpus if c.fleet else None,
-                "usd_per_hour": _usd(c.fleet) if c.fleet else None,
-            }
-            for c in plan.costed
-        ],
-    }
+class PlanFile(PlanBrief):
+    """`tokenfleet.plan/1`, as `tokenfleet plan --format json` prints it; rarer fields are not typed."""
+
+    form: Literal["tokenfleet.plan/1"] = Field(alias="schema")
+    policy: str
+    engine_mode: Mode | None
+    slo: Targets
+    attainment: Attainment
+    ttft_s: Quantiles | None
+    tpot_s: Quantiles | None
+    demand_line: Line | None = None
+    schedule: list[Stretch] = []
+    schedule_detail: ScheduleDetail | None = None
+    spares: Spares | None = None
+    inputs: PlanInputs
+
+    _document: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The plan whole, as it was written."""
+        return self._document
+
+    @property
+    def targets(self) -> Slo:
+        """The targets that were planned for."""
+        return Slo(self.slo.ttft_s, self.slo.tpot_s)
+
+    @property
+    def slo_text(self) -> str:
+        """The targets as `--slo` takes them."""
+        return f"ttft={self.slo.ttft_s!r}s,tpot={self.slo.tpot_s!r}s"
+
+    def profile_of(self, part: FleetPart) -> PlannedProfile:
+        """The profile that a part of the fleet was planned with."""
+        named = (part.gpu, part.tp_degree)
+        return next(p for p in self.inputs.profiles if (p.gpu, p.tp_degree) == named)
 
 
-def _cdf(latency: Latency) -> list[list[float | None]]:
-    """(seconds, share) pairs, closer together towards the tail, where the target is."""
-    if len(latency.sorted_s) == 0:
-        return []
-    shares = np.unique(
-        np.concatenate((np.linspace(0, 0.9, 31), 1.0 - np.geomspace(0.1, 1e-4, CURVE_POINTS - 30)))
-    )
-    return [[_figures(latency.at(float(s))), _share(float(s))] for s in (*shares, 1.0)]
+def parse_plan(document: Any, where: str) -> PlanFile:
+    """A plan's JSON object as checked numbers. Raises BadInput: `where`, the field, what was expected."""
+    try:
+        plan = PlanFile.model_validate(document)
+    except ValidationError as error:
+        raise BadInput(fault_line(where, error)) from None
+    if plan.feasible != bool(plan.fleet):
+        expected = "workers" if plan.feasible else "none, as the plan is not feasible"
+        raise BadInput(f"{where}: fleet: expected {expected}, got {len(plan.fleet)} groups")
+    profiles = {(p.gpu, p.tp_degree) for p in plan.inputs.profiles}
+    for i, part in enumerate(plan.fleet):
+        if (part.gpu, part.tp_degree) not in profiles:
+            raise BadInput(f"{where}: fleet.{i}: inputs.profiles has no {part.gpu} TP{part.tp_degree}")
+    for name in ("workers", "gpus"):
+        whole, stated = sum(getattr(part, name) for part in plan.fleet), getattr(plan, name)
+        if whole != stated:
+            raise BadInput(f"{where}: {name}: expected the fleet's {whole}, got {stated}")
+    plan._document = document
+    return plan
 
 
-def _inputs(plan: Plan) -> dict[str, Any]:
-    inputs = plan.inputs
-    return {
-        "trace": inputs.trace,
-        "requests": inputs.requests,
-        "rate_rps": _figures(inputs.rate_rps),
-        "duration_s": round(inputs.duration_s, 3),
-        "clock_start_unix_s": inputs.clock_start_s,
-        "rate_scale": inputs.rate_scale,
-        "profiles": [_type_json(t) for t in plan.worker_types],
-        "warnings": list(inputs.warnings),
-        "max_gpus": plan.question.max_gpus,
-        "budget_usd_per_h": plan.question.budget_usd_per_h,
-        "seed": plan.question.seed,
-    }
-
-
-def _type_json(worker_type: WorkerType) -> dict[str, Any]:
-    profile = worker_type.profile
-    return {
-        "model": profile.model,
-        "gpu": profile.gpu,
-        "tp_degree": profile.tp_degree,
-        "kind": profile.source.kind,
-        "date": str(profile.source.date),
-        "mean_relative_error": _figures(profile.residuals.mean_relative),
-        "unseen_relative_error": _figures(profile.residuals.unseen_relative),
-        "engine": f"{profile.engine.name} {profile.engine.version}".strip(),
-        "engine_limits": {
-            "mode": str(profile.engine.mode),
-            "max_batched_tokens": profile.engine.max_batched_tokens,
-            "max_seqs": profile.engine.max_seqs,
-        },
-        "context_limit_tokens": profile.context_limit_tokens,
-        "usd_per_gpu_h": worker_type.usd_per_gpu_h,
-        "price": worker_type.priced,
-    }
-
-
-def _usd(fleet: Fleet) -> float | None:
-    usd = fleet.usd_per_hour
-    return None if usd is None else round(usd, 4)
-
-
-def _share(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else round(value, 6)
-
-
-def _figures(value: float) -> float | None:
-    """Six significant figures; null for what is not a number, which JSON cannot say."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def read_plan(path: Path) -> PlanFile:
+    """The plan in a file, which has a fleet. Raises BadInput naming the file and the field."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, no plan")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: is not JSON: {error}") from None
+    plan = parse_plan(document, str(path))
+    if not plan.feasible:
+        raise BadInput(f"{path}: feasible: this plan found no fleet, so there is none to run")
+    return plan

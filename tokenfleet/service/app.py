@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dataplane.http.rules import ERRORS, OPEN_PATHS, documented_key, keep_house_rules
 from dataplane.http.server import Extension
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
 from tokenfleet.service.routes import plan_extension
@@ -98,10 +98,10 @@ def folder_of_fleet(option: Path | None, keeps: bool | None) -> Iterator[Path | 
         yield Path(folder)
 
 
-def fleet_extension(folder: Path, plan: Mapping[str, Any] | None) -> Extension:
+def fleet_extension(folder: Path, plan: PlanFile | None) -> Extension:
     """The plan service over a fleet's folder; under `plan`, where one is given, the fleet is served."""
     service = PlanService(folder, ServiceLimits())
-    name = None if plan is None else service.plans.keep(dict(plan), "served")
+    name = None if plan is None else service.plans.keep(plan.document, "served")
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from controlplane.types import EngineMode
+from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
@@ -113,46 +114,6 @@ class TraceSummary(BaseModel):
     warnings: list[str] = []
 
 
-class FleetPart(BaseModel):
-    """Workers of one kind."""
-
-    model_config = ConfigDict(extra="allow")
-    gpu: str
-    tp_degree: int
-    workers: int
-    gpus: int
-    usd_per_hour: float | None
-
-
-class Brief(BaseModel):
-    """A plan in a line."""
-
-    feasible: bool
-    reason: str | None
-    fleet: list[FleetPart]
-    workers: int
-    gpus: int
-    usd_per_hour: float | None
-
-
-class PlanAnswer(Brief):
-    """`tokenfleet.plan/1`, as `tokenfleet plan --format json` prints it; rarer parts are not typed."""
-
-    model_config = ConfigDict(extra="allow")
-    schema_name: Annotated[Literal["tokenfleet.plan/1"], Field(alias="schema")]
-    policy: str
-    engine_mode: str | None
-    slo: dict[str, float]
-    attainment: dict[str, float | None]
-    ttft_s: dict[str, float | None] | None
-    tpot_s: dict[str, float | None] | None
-    binding: str | None
-    one_fewer: dict[str, Any] | None
-    nearest_feasible: dict[str, Any] | None
-    alternatives: list[dict[str, Any]]
-    inputs: dict[str, Any]
-
-
 class JobBrief(BaseModel):
     """A plan job. `says` is its present stage; `brief` stands once it is done."""
 
@@ -163,7 +124,7 @@ class JobBrief(BaseModel):
     simulations: int
     question: Annotated[dict[str, Any], Field(description="the order, defaults filled in")]
     trace: TraceSummary
-    brief: Brief | None
+    brief: PlanBrief | None
     error: str | None
     created_s: Annotated[float, Field(description="Unix time")]
     started_s: float | None
@@ -212,7 +173,7 @@ class Scorecard(BaseModel):
 class Job(JobBrief):
     """A plan job with its answer."""
 
-    plan: PlanAnswer | None
+    plan: PlanFile | None
 
 
 class JobList(BaseModel):

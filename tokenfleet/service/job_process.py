@@ -23,7 +23,7 @@ from controlplane.errors import ControlPlaneError
 from controlplane.types import Slo
 from dataplane.kernel_cache import use_kernel_cache
 from tokenfleet.planning.inputs import gather, known_policy
-from tokenfleet.planning.plan_file import plan_json
+from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.threads import Watch, threads

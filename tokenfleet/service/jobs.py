@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenfleet.planning.plan_file import PlanBrief, PlanFile, parse_plan
 from tokenfleet.service.database import Database
 
 MOST_ATTEMPTS = 3  # a job that takes the service down with it is not begun for ever
-BRIEF = ("feasible", "reason", "fleet", "workers", "gpus", "usd_per_hour")
+BRIEF = tuple(PlanBrief.model_fields)
 
 _JOB = """
     SELECT jobs.*, uploads.summary AS trace, plans.brief AS brief FROM jobs
@@ -248,11 +249,10 @@ class Plans:
         rows = self._database.rows("SELECT plan FROM plans WHERE id = ?", name)
         return str(rows[0]["plan"]) if rows else None
 
-    def find(self, name: str) -> dict[str, Any] | None:
-        """A plan; None if none is kept under that name."""
+    def find(self, name: str) -> PlanFile | None:
+        """A plan; None if none is kept under that name. Raises BadInput for one that cannot be read."""
         text = self.text(name)
-        plan: dict[str, Any] | None = None if text is None else json.loads(text)
-        return plan
+        return None if text is None else parse_plan(json.loads(text), f"plan {name}")
 
     def keep(self, plan: dict[str, Any], source: str) -> str:
         """Keep a plan and return its name: that of the kept plan it equals, else one made of its content."""

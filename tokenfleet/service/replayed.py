@@ -6,7 +6,6 @@ traffic does a difference in latency show the profile's own error, and by how mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,9 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.uncertainty import with_times
 from controlplane.placement.lengths import LengthTable
-from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import find_profiles
 
@@ -43,7 +42,7 @@ class Replayed:
     left: tuple[float, float]
 
 
-def replay(plan: Mapping[str, Any], own_profiles: list[str], rows: pl.DataFrame) -> Replayed:
+def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> Replayed:
     """Replay the requests of `rows` (history_files.SCHEMA; all with tokens) on the plan's fleet.
 
     `own_profiles` are the texts of those the plan was made with, empty for the library's. Raises BadInput
@@ -57,11 +56,10 @@ def replay(plan: Mapping[str, Any], own_profiles: list[str], rows: pl.DataFrame)
         priority=(rows["priority"] == "high").cast(pl.Int64).to_numpy(),
     )
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
-    slo = Slo(plan["slo"]["ttft_s"], plan["slo"]["tpot_s"])
 
     def outcome(decode: float, prefill: float) -> Any:
         specs = [WorkerSpec(with_times(profile, decode, prefill), role=role) for profile, role in workers]
-        return simulate(workload, specs, slo, plan["policy"], predictor=predictor)
+        return simulate(workload, specs, plan.targets, plan.policy, predictor=predictor)
 
     observed_tpot_s, observed_ttft_s = rows["tpot_s"].mean(), rows["ttft_s"].median()
     assert isinstance(observed_tpot_s, float)
@@ -85,24 +83,23 @@ def _bounded(factor: float) -> float:
     return float(np.clip(factor, 0.05, 20.0))
 
 
-def _workers(plan: Mapping[str, Any], own_profiles: list[str]) -> list[tuple[Profile, Any]]:
+def _workers(plan: PlanFile, own_profiles: list[str]) -> list[tuple[Profile, Any]]:
     """The plan's workers as (profile, role)."""
     own = [parse_profile(text, "the plan's profile") for text in own_profiles]
-    stated = {(p["gpu"], p["tp_degree"]): p for p in plan["inputs"]["profiles"]}
     workers = []
-    for part in plan["fleet"]:
-        kind = part["gpu"], part["tp_degree"]
-        was = stated[kind]
+    for part in plan.fleet:
+        kind = part.gpu, part.tp_degree
+        was = plan.profile_of(part)
         now = [p for p in own if (p.gpu, p.tp_degree) == kind] or find_profiles(
-            was["model"], [kind[0]], [kind[1]]
+            was.model, [kind[0]], [kind[1]]
         )
         profile = now[0]
-        if (str(profile.source.kind), str(profile.source.date)) != (was["kind"], was["date"]):
+        if (str(profile.source.kind), str(profile.source.date)) != (was.kind, was.date):
             raise BadInput(
-                f"the plan's profile of {profile.label} is of {was['date']} ({was['kind']}), the one here of"
+                f"the plan's profile of {profile.label} is of {was.date} ({was.kind}), the one here of"
                 f" {profile.source.date} ({profile.source.kind}); the plan cannot be replayed"
             )
-        if plan["engine_mode"] and profile.engine.mode != plan["engine_mode"]:
-            profile = profile.with_engine(mode=EngineMode(plan["engine_mode"]))
-        workers += [(profile, part["role"])] * part["workers"]
+        if plan.engine_mode and profile.engine.mode != plan.engine_mode:
+            profile = profile.with_engine(mode=plan.engine_mode)
+        workers += [(profile, part.role)] * part.workers
     return workers

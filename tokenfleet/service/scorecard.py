@@ -12,9 +12,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.types import Slo
 from dataplane.history.files import read_history
 from dataplane.http.rules import UnknownName
 from tokenfleet.planning.inputs import Bias
+from tokenfleet.planning.plan_file import PlanFile, Quantiles
 from tokenfleet.service.data_folder import default_data_folder
 from tokenfleet.service.database import Database
 from tokenfleet.service.jobs import Jobs, Plans, Serving
@@ -57,7 +59,7 @@ def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
 
 
 def scorecard(
-    name: str, plan: Mapping[str, Any], servings: Sequence[Serving], rows: pl.DataFrame, own: list[str]
+    name: str, plan: PlanFile, servings: Sequence[Serving], rows: pl.DataFrame, own: list[str]
 ) -> dict[str, Any]:
     """The scorecard (`tokenfleet.scorecard/1`) from the rows of history that arrived while it was served.
 
@@ -69,12 +71,12 @@ def scorecard(
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "plan": name,
-        "fleet": plan["fleet"],
-        "slo": plan["slo"],
+        "fleet": plan.document["fleet"],
+        "slo": plan.document["slo"],
         "served": [{"started_s": s.started_s, "ended_s": s.ended_s} for s in servings],
         "requests": len(finished),
         "not_served": len(over) - len(finished),
-        "workers": {"planned": plan["workers"], "seen": finished["worker"].drop_nulls().n_unique()},
+        "workers": {"planned": plan.workers, "seen": finished["worker"].drop_nulls().n_unique()},
         "rate_rps": None,
         "ttft_s": None,
         "tpot_s": None,
@@ -83,7 +85,7 @@ def scorecard(
         "bias": None,
         "says": [],
     }
-    if not plan["feasible"]:
+    if not plan.feasible:
         facts["says"] = ["this plan found no fleet"]
         return facts
     if len(finished) < FEWEST_REQUESTS:
@@ -97,16 +99,16 @@ def scorecard(
         replayed = replay(plan, own, finished)
     except BadInput as error:
         why = str(error)
-    met = _met(finished, plan["slo"])
+    met = _met(finished, plan.targets)
     share = float(met.sum()) / len(over)
     span_s = float(finished["arrival_s"][-1] - finished["arrival_s"][0])
     facts |= {
-        "rate_rps": {"planned": plan["inputs"]["rate_rps"], "observed": _figures((len(over) - 1) / span_s)},
-        "ttft_s": _latency(plan["ttft_s"], replayed.ttft_s if replayed else None, finished["ttft_s"]),
-        "tpot_s": _latency(plan["tpot_s"], replayed.tpot_s if replayed else None, finished["tpot_s"]),
+        "rate_rps": {"planned": plan.inputs.rate_rps, "observed": _figures((len(over) - 1) / span_s)},
+        "ttft_s": _latency(plan.ttft_s, replayed.ttft_s if replayed else None, finished["ttft_s"]),
+        "tpot_s": _latency(plan.tpot_s, replayed.tpot_s if replayed else None, finished["tpot_s"]),
         "attainment": {
-            "target": plan["attainment"]["target"],
-            "planned": plan["attainment"]["expected"],
+            "target": plan.attainment.target,
+            "planned": plan.attainment.expected,
             "predicted": round(replayed.attainment, 6) if replayed else None,
             "observed": round(share, 6),
         },
@@ -135,15 +137,15 @@ def bias_of(card: Mapping[str, Any]) -> Bias:
     return Bias(card["bias"]["decode"], card["bias"]["prefill"], source)
 
 
-def _met(rows: pl.DataFrame, slo: Mapping[str, float]) -> NDArray[np.bool_]:
+def _met(rows: pl.DataFrame, slo: Slo) -> NDArray[np.bool_]:
     """Whether each finished request was within the plan's targets; without a TPOT by TTFT alone."""
-    in_time = rows["ttft_s"].fill_null(float("inf")) <= slo["ttft_s"]
-    steady = rows["tpot_s"].fill_null(0.0) <= slo["tpot_s"]
+    in_time = rows["ttft_s"].fill_null(float("inf")) <= slo.ttft_s
+    steady = rows["tpot_s"].fill_null(0.0) <= slo.tpot_s
     return (in_time & steady).to_numpy()
 
 
 def _latency(
-    planned: Mapping[str, float | None], predicted: NDArray[np.float64] | None, observed: pl.Series
+    planned: Quantiles | None, predicted: NDArray[np.float64] | None, observed: pl.Series
 ) -> dict[str, Any]:
     """Quantiles and mean, three ways and the ratio."""
     values = observed.drop_nulls().to_numpy()
@@ -153,7 +155,12 @@ def _latency(
         now = _at(values, name)
         then = None if forecast is None else _at(forecast, name)
         ratio = _figures(now / then) if now is not None and then else None
-        table[name] = {"planned": planned[name], "predicted": then, "observed": now, "ratio": ratio}
+        table[name] = {
+            "planned": getattr(planned, name, None),
+            "predicted": then,
+            "observed": now,
+            "ratio": ratio,
+        }
     return table
 
 
@@ -165,7 +172,7 @@ def _at(values_s: NDArray[np.float64], name: str) -> float | None:
     return _figures(float(np.quantile(values_s, QUANTILES[name], method="inverted_cdf")))
 
 
-def _capacity(plan: Mapping[str, Any], rows: pl.DataFrame, met: NDArray[np.bool_]) -> dict[str, Any]:
+def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dict[str, Any]:
     """The busiest minute that still met the target, and the least busy one that did not.
 
     A fleet shows its capacity only where it is pressed; one that never was has carried at least so much.
@@ -177,10 +184,10 @@ def _capacity(plan: Mapping[str, Any], rows: pl.DataFrame, met: NDArray[np.bool_
         .agg(n=pl.len(), share=pl.col("met").mean())
         .filter(pl.col("n") >= CAPACITY_REQUESTS)
     )
-    carried = table.filter(pl.col("share") >= plan["attainment"]["target"])["n"].max()
-    failed = table.filter(pl.col("share") < plan["attainment"]["target"])["n"].min()
+    carried = table.filter(pl.col("share") >= plan.attainment.target)["n"].max()
+    failed = table.filter(pl.col("share") < plan.attainment.target)["n"].min()
     rates = [None if n is None else _figures(float(n) / CAPACITY_WINDOW_S) for n in (carried, failed)]  # type: ignore[arg-type]
-    return {"planned_rps": plan["inputs"]["rate_rps"], "carried_rps": rates[0], "failed_rps": rates[1]}
+    return {"planned_rps": plan.inputs.rate_rps, "carried_rps": rates[0], "failed_rps": rates[1]}
 
 
 def _sentences(facts: Mapping[str, Any], replayed: Replayed | None, why: str) -> list[str]:

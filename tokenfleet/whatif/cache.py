@@ -25,10 +25,7 @@ _SOURCES = (
     "controlplane/**/*.py",
     "dataplane/simulated/*.py",
     "tokenfleet/planning/*.py",
-    "tokenfleet/plan.py",
-    "tokenfleet/plan_json.py",
-    "tokenfleet/whatifs/remembered.py",
-    "tokenfleet/whatifs/solve.py",
+    "tokenfleet/whatif/solve.py",
 )
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenfleet.durations import duration_text
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.whatif.axes import AXES, checked, is_numeric
 from tokenfleet.whatif.scenario import Scenario
 
@@ -61,7 +62,7 @@ def marginal(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, li
 def _step(key: str, x0: float, first: Scenario, x1: float, second: Scenario, clock: Clock) -> dict[str, Any]:
     assert first.plan is not None
     assert second.plan is not None
-    gpus = second.plan["gpus"] - first.plan["gpus"]
+    gpus = second.plan.gpus - first.plan.gpus
     before, after = (_usd(key, plan) for plan in (first.plan, second.plan))
     usd = None if before is None or after is None else round(after - before, 4)
     rise = gpus if usd is None else usd
@@ -75,12 +76,11 @@ def _step(key: str, x0: float, first: Scenario, x1: float, second: Scenario, clo
     }
 
 
-def _usd(key: str, plan: dict[str, Any]) -> float | None:
+def _usd(key: str, plan: PlanFile) -> float | None:
     if key in _BY_SCHEDULE:
-        paid = (plan["schedule_detail"] or {}).get("paid")
-        return paid["usd_per_hour"] if paid else None
-    usd: float | None = plan["usd_per_hour"]
-    return usd
+        paid = plan.schedule_detail.paid if plan.schedule_detail else None
+        return paid.usd_per_hour if paid else None
+    return plan.usd_per_hour
 
 
 def _says(
@@ -137,8 +137,8 @@ def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock)
     if _kinds(first.plan) != _kinds(second.plan):
         return ""
     # Traffic x times as fast passes in 1/x of the time.
-    before = [(s["start_s"] * x0, s["end_s"] * x0, s["workers"]) for s in first.plan["schedule"]]
-    after = [(s["start_s"] * x1, s["end_s"] * x1, s["workers"]) for s in second.plan["schedule"]]
+    before = [(s.start_s * x0, s.end_s * x0, s.workers) for s in first.plan.schedule]
+    after = [(s.start_s * x1, s.end_s * x1, s.workers) for s in second.plan.schedule]
     end_s = min((stretches[-1][1] for stretches in (before, after) if stretches), default=0.0)
     edges = sorted({t for s, e, _ in before + after for t in (s, e) if t <= end_s} | {end_s})
     more: list[tuple[float, float, int]] = []
@@ -158,8 +158,8 @@ def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock)
     return f"{many} more from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
 
 
-def _kinds(plan: dict[str, Any]) -> set[tuple[str, int]]:
-    return {(group["gpu"], group["tp_degree"]) for group in plan["fleet"]}
+def _kinds(plan: PlanFile) -> set[tuple[str, int]]:
+    return {(part.gpu, part.tp_degree) for part in plan.fleet}
 
 
 def _at(stretches: Sequence[tuple[float, float, int]], second: float) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.figures import Figure
 from tokenfleet.report.tables import usd_text
 from tokenfleet.whatif.axes import AXES, checked
@@ -35,13 +36,14 @@ def unbeaten(found: Sequence[Scenario]) -> list[bool]:
 
 def is_priced(found: Sequence[Scenario]) -> bool:
     """Whether every fleet that was found has a price."""
-    return all(one.plan["usd_per_hour"] is not None for one in found if one.plan and one.feasible)
+    return all(one.plan.usd_per_hour is not None for one in found if one.plan and one.feasible)
 
 
 def cost(one: Scenario, priced: bool) -> float:
     """Dollars an hour, or GPUs."""
     assert one.plan is not None
-    return float(one.plan["usd_per_hour"] if priced else one.plan["gpus"])
+    usd = one.plan.usd_per_hour
+    return float(one.plan.gpus) if usd is None or not priced else usd
 
 
 def _circumstances(one: Scenario) -> list[tuple[str, object]]:
@@ -59,8 +61,8 @@ def _beats(first: Scenario, second: Scenario, priced: bool) -> bool:
 def _promise(one: Scenario) -> tuple[float, ...]:
     """What is promised, each figure the larger the better."""
     assert one.plan is not None
-    slo, attained = one.plan["slo"], one.plan["attainment"]
-    return (-slo["ttft_s"], -slo["tpot_s"], attained["target"], attained["confidence"])
+    slo, attained = one.plan.slo, one.plan.attainment
+    return (-slo.ttft_s, -slo.tpot_s, attained.target, attained.confidence or 0.0)
 
 
 def cost_figure(found: Sequence[Scenario]) -> Figure:
@@ -127,7 +129,7 @@ def _against(found: Sequence[Scenario], key: str) -> Figure:
         " promises as much for less. Crosses are dearer choices for the same promise."
     )
     rows = [
-        (*one.changes.values(), _fleet(one), usd_text(one.plan["usd_per_hour"]), "yes" if b else "")
+        (*one.changes.values(), _fleet(one), usd_text(one.plan.usd_per_hour), "yes" if b else "")
         for one, b in zip(found, best, strict=True)
         if one.plan is not None and one.feasible
     ]
@@ -161,18 +163,18 @@ def _bars(found: Sequence[Scenario]) -> Figure:
 
 def _label(one: Scenario) -> str:
     assert one.plan is not None
-    return f"{one.plan['gpus']} GPUs"
+    return f"{one.plan.gpus} GPUs"
 
 
 def _fleet(one: Scenario) -> str:
     return fleet_text(one.plan) if one.plan else "-"
 
 
-def fleet_text(plan: dict[str, Any]) -> str:
+def fleet_text(plan: PlanFile) -> str:
     """A plan's fleet in words, as `Fleet.label` says it."""
     return " + ".join(
-        f"{g['workers']} x {g['gpu']} TP{g['tp_degree']}" + (f" ({g['role']})" if g["role"] != "any" else "")
-        for g in plan["fleet"]
+        f"{part.workers} x {part.gpu} TP{part.tp_degree}" + (f" ({part.role})" if part.role != "any" else "")
+        for part in plan.fleet
     )
 
 

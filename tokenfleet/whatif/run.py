@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.kernel_cache import use_kernel_cache
+from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.traces import Trace
 from tokenfleet.whatif.axes import Changes
 from tokenfleet.whatif.cache import Cache
@@ -70,10 +71,14 @@ def planned(
         told()
     cache.tidy()
     found = [
-        replace(one, plan=results[i]["plan"], error=results[i]["error"]) if i in results else one
+        replace(one, plan=_read(results[i], one), error=results[i]["error"]) if i in results else one
         for i, one in enumerate(scenarios)
     ]
     return found, warnings
+
+
+def _read(result: Result, one: Scenario) -> PlanFile | None:
+    return None if result["plan"] is None else parse_plan(result["plan"], one.command)
 
 
 def _prepared(

@@ -14,6 +14,7 @@ from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.inputs import gather, known_policy
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.question import Question
 from tokenfleet.planning.result import Inputs
 from tokenfleet.traces import Trace
@@ -65,17 +66,17 @@ class Task:
 class Scenario:
     """A cell of the grid: what was changed, how to ask for it alone, and its plan or why there is none.
 
-    `plan` is the object of `tokenfleet.plan/1`, the same whether it was made now, elsewhere, or last week.
+    `plan` is the same whether it was made now, elsewhere, or last week.
     """
 
     changes: Changes
     command: str
-    plan: dict[str, Any] | None
+    plan: PlanFile | None
     error: str = ""
 
     @property
     def feasible(self) -> bool:
-        return self.plan is not None and bool(self.plan["feasible"])
+        return self.plan is not None and self.plan.feasible
 
 
 def changed(asked: Asked, changes: Changes) -> Asked:

@@ -28,7 +28,7 @@ from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.plan_file import plan_json
+from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.scenarios import AS_IT_IS, EVERYTHING, Doubted, Worlds
 from tokenfleet.planning.threads import threads

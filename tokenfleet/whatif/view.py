@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet import __version__
+from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import share_text, usd_text
 from tokenfleet.whatif.axes import checked
@@ -31,7 +32,7 @@ def whatif_json(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str,
         "scenarios": [
             {
                 "changes": {key: checked(key, value) for key, value in one.changes.items()},
-                "plan": one.plan,
+                "plan": one.plan.document if one.plan else None,
                 "error": one.error or None,
                 "unbeaten": is_best,
                 "command": one.command,
@@ -91,30 +92,29 @@ def cells(one: Scenario, found: Sequence[Scenario]) -> tuple[str, ...]:
     """A scenario's cells under `columns`."""
     width = len(columns(found))
     plan = one.plan
-    if plan is None or not plan["feasible"]:
-        why = one.error or (plan["reason"] if plan else "")
+    if plan is None or not plan.feasible:
+        why = one.error or (plan.reason if plan else "")
         return (f"none: {why}", *["-"] * (width - 1))
-    attained = plan["attainment"]
+    attained = plan.attainment
+    reached = attained.on_trace if attained.expected is None else attained.expected
     row = (
         fleet_text(plan) + _of_which_spare(plan),
-        str(plan["gpus"]),
-        usd_text(plan["usd_per_hour"]),
-        share_text(attained["on_trace"] if attained["expected"] is None else attained["expected"]),
-        "-" if attained["low"] is None else share_text(attained["low"]),
+        str(plan.gpus),
+        usd_text(plan.usd_per_hour),
+        "-" if reached is None else share_text(reached),
+        "-" if attained.low is None else share_text(attained.low),
     )
     paid = _paid(one)
-    return row if width == len(row) else (*row, usd_text(paid["usd_per_hour"]) if paid else "-")
+    return row if width == len(row) else (*row, usd_text(paid.usd_per_hour) if paid else "-")
 
 
-def _of_which_spare(plan: dict[str, Any]) -> str:
-    spares = plan["spares"]
-    return f", {spares['workers']} of them spare" if spares and spares["workers"] else ""
+def _of_which_spare(plan: PlanFile) -> str:
+    return f", {plan.spares.workers} of them spare" if plan.spares and plan.spares.workers else ""
 
 
-def _paid(one: Scenario) -> dict[str, Any] | None:
-    detail = one.plan["schedule_detail"] if one.plan else None
-    paid: dict[str, Any] | None = detail["paid"] if detail else None
-    return paid
+def _paid(one: Scenario) -> Paid | None:
+    detail = one.plan.schedule_detail if one.plan else None
+    return detail.paid if detail else None
 
 
 def whatif_report(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str:

@@ -14,6 +14,7 @@ import yaml
 from checkout import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from made_plans import plan_of_fleet
 from pydantic import ValidationError
 
 from controlplane.errors import BadInput
@@ -25,17 +26,15 @@ from tokenfleet.export.grafana import dashboard, dashboard_text
 from tokenfleet.export.keda import DAY, floors, keda, windows
 from tokenfleet.export.kubernetes import checked_object
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
+from tokenfleet.planning.plan_file import parse_plan
 
 SLO, TARGET = Slo(1.6, 0.075), 0.99  # what `serve` promises by default; deploy/ has its rules and dashboard
 
 
 def plan(**more: Any) -> dict[str, Any]:
     """A plan as `plan --format json` has it, of the fields that a deployment needs."""
-    limits = {"mode": "chunked", "max_batched_tokens": 8192, "max_seqs": 256}
-    return {
-        "schema": "tokenfleet.plan/1",
-        "feasible": True,
-        "fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 5, "gpus": 10, "role": "any"}],
+    fleet = more.pop("fleet", [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 5}])
+    made = {
         "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
         "attainment": {"target": 0.995},
         "schedule": [
@@ -43,19 +42,15 @@ def plan(**more: Any) -> dict[str, Any]:
             {"start_s": 3600.0, "end_s": 7200.0, "workers": 5},
         ],
         "schedule_detail": {"paid": {"cold_start_s": 300.0}},
-        "inputs": {
-            "profiles": [
-                {"model": "llama-3.1-8b", "gpu": gpu, "tp_degree": 2, "engine_limits": limits}
-                for gpu in ("h100-sxm", "a100-sxm")
-            ],
-            "clock_start_unix_s": datetime(2026, 1, 15, 7, 0, tzinfo=UTC).timestamp(),
-            "rate_scale": 1.0,
-        },
-    } | more
+    }
+    document: dict[str, Any] = plan_of_fleet(fleet, "llama-3.1-8b", **(made | more))
+    began = datetime(2026, 1, 15, 7, 0, tzinfo=UTC).timestamp()
+    document["inputs"] = {"clock_start_unix_s": began, "rate_scale": 1.0} | document["inputs"]
+    return document
 
 
 def fleet(**more: Any) -> Deployment:
-    return deployment(plan(**more), "plan.json")
+    return deployment(parse_plan(plan(**more), "plan.json"))
 
 
 def documents(texts: dict[Path, str]) -> list[dict[str, Any]]:
@@ -299,10 +294,9 @@ def test_kustomize_renders_objects_that_their_apis_take() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        ({"feasible": False}, "kuberay", "found no fleet"),
+        ({"fleet": []}, "kuberay", "found no fleet"),
         ({"schema": "tokenfleet.plan/2"}, "kuberay", "schema"),
         ({"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": -1}]}, "systemd", "fleet.0.workers"),
-        ({"fleet": [{"gpu": "b9", "tp_degree": 1, "workers": 1}]}, "systemd", "inputs.profiles has no b9"),
         ({"fleet": [{"gpu": "x\nExecStart=rm", "tp_degree": 1, "workers": 1}]}, "systemd", "fleet.0.gpu"),
         ({"schedule": []}, "keda", "no schedule"),
         ({"slo": {"ttft_s": 0, "tpot_s": 0.1}}, "prometheus", "slo.ttft_s"),
@@ -323,8 +317,7 @@ def test_a_plan_that_cannot_be_deployed_is_one_line(
 def mixed(*gpus: str) -> Deployment:
     """A worker over one GPU of the first type, and two over two of the last."""
     parts = [{"gpu": gpu, "tp_degree": n, "workers": n} for n, gpu in ((1, gpus[0]), (2, gpus[-1]))]
-    profiles = [{"model": "llama-3.1-8b", "gpu": p["gpu"], "tp_degree": p["tp_degree"]} for p in parts]
-    return fleet(fleet=parts, inputs=plan()["inputs"] | {"profiles": profiles})
+    return fleet(fleet=parts)
 
 
 def test_a_mix_is_one_serve_with_a_group_of_pods_for_each_kind() -> None:

@@ -60,7 +60,7 @@ def test_more_confidence_never_needs_fewer_workers() -> None:
 
 
 def test_the_same_seed_gives_the_same_plan_and_threads_do_not_matter(busy: Plan) -> None:
-    from tokenfleet.planning.plan_file import plan_json
+    from tokenfleet.planning.plan_json import plan_json
 
     again = planned(poisson(rate_rps=20.0, requests=1500), explained=True)
     assert plan_json(again) == plan_json(busy)

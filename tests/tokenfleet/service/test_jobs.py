@@ -41,7 +41,7 @@ def test_a_job_is_claimed_run_and_kept_with_its_plan(tmp_path):
     assert jobs.finish(claimed, "done", "done", json.dumps(PLAN))
     view = jobs.find(name)
     assert (view["state"], view["progress"], view["brief"]["workers"]) == ("done", 1.0, 2)
-    assert Plans(db).find(name) == PLAN
+    assert json.loads(Plans(db).text(name)) == PLAN
     assert jobs.runs(name) == [(1, "done")]
 
 
@@ -125,7 +125,7 @@ def test_an_equal_plan_is_kept_once_under_its_first_name(tmp_path):
     assert plans.keep(PLAN, "served") == name
     other = plans.keep(PLAN | {"workers": 3}, "served")
     assert other != name
-    assert plans.find(other)["workers"] == 3
+    assert json.loads(plans.text(other))["workers"] == 3
 
 
 @settings(max_examples=25, stateful_step_count=30)
@@ -187,7 +187,8 @@ class KilledServices(RuleBasedStateMachine):
         assert set(views) == self.ordered
         assert {n for n, v in views.items() if v["state"] == "running"} == {c.id for c in self.live}
         for name, view in views.items():
-            kept = self.plans.find(name)
+            text = self.plans.text(name)
+            kept = None if text is None else json.loads(text)
             assert (kept is not None) == (view["state"] == "done") == (name in self.completed)
             if kept is not None:
                 assert kept["gpus"] == self.completed[name]

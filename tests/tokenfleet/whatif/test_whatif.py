@@ -13,7 +13,7 @@ from planning_builders import SLO, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main
-from tokenfleet.planning.plan_file import plan_json
+from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatif import run
@@ -130,7 +130,7 @@ def test_an_interrupted_grid_goes_on_where_it_was(folder: Path, tmp_path: Path) 
     for path in files:
         path.write_text(path.read_text().replace('"policy": "spread"', '"policy": "kept"'))
     found, _ = run.planned(trace(folder), asked(folder), cells, cache=kept)
-    assert sorted(one.plan["policy"] for one in found if one.plan) == ["kept"] * 3 + ["spread"] * 3
+    assert sorted(one.plan.document["policy"] for one in found if one.plan) == ["kept"] * 3 + ["spread"] * 3
     assert len(list((tmp_path / "cache").glob("*/*.json"))) == 6
 
 
@@ -251,7 +251,7 @@ def test_each_row_s_command_makes_the_row_s_plan(folder: Path, capsys: pytest.Ca
         alone = json.loads(capsys.readouterr().out)
         assert one.plan
         for field in ("fleet", "attainment", "ttft_s", "slo", "schedule", "schedule_detail"):
-            assert alone[field] == one.plan[field], field
+            assert alone[field] == one.plan.document[field], field
 
 
 def test_rates_and_targets_are_planned_and_priced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,22 +279,22 @@ def test_cold_starts_spot_and_lengths_are_told_as_far_as_they_go(folder: Path) -
     calm, cold = whatif(folder, "cold-start=0,30s")
     assert calm.plan
     assert cold.plan
-    assert calm.plan["fleet"] == cold.plan["fleet"]
+    assert calm.plan.document["fleet"] == cold.plan.document["fleet"]
     assert (
-        calm.plan["schedule_detail"]["paid"]["worker_hours"]
-        <= cold.plan["schedule_detail"]["paid"]["worker_hours"]
+        calm.plan.document["schedule_detail"]["paid"]["worker_hours"]
+        <= cold.plan.document["schedule_detail"]["paid"]["worker_hours"]
     )
     base = asked(folder, cold_start_s=300.0, reclaims_per_h=0.2)
     (demand, spot), _ = run.planned(trace(folder), base, grid(["spot=no,yes"]))
     assert demand.plan
     assert spot.plan
-    assert demand.plan["spares"] is None
-    assert spot.plan["spares"]["workers"] >= 1
+    assert demand.plan.document["spares"] is None
+    assert spot.plan.document["spares"]["workers"] >= 1
     assert "--spot --reclaims-per-h 0.2 --cold-start 300s" in spot.command
     short, long = whatif(folder, "lengths=0.5,2")
     assert short.plan
     assert long.plan
-    assert short.plan["gpus"] < long.plan["gpus"]
+    assert short.plan.document["gpus"] < long.plan.document["gpus"]
 
 
 def test_what_cannot_be_planned_keeps_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

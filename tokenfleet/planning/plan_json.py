@@ -1,0 +1,348 @@
+"""The writer of `tokenfleet.plan/1`: a plan as plain numbers, nothing that changes from run to run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from controlplane.worker_type import WorkerType
+from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
+
+SCHEMA = "tokenfleet.plan/1"
+CURVE_POINTS = 60
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan's JSON object. Shares and seconds are rounded to what they can carry."""
+    best = plan.best
+    question = plan.question
+    engine = plan.worker_types[0].profile.engine.mode if plan.worker_types else None
+    return {
+        "schema": SCHEMA,
+        "feasible": plan.feasible,
+        "reason": plan.reason or None,
+        **(fleet_json(best.fleet) if best else fleet_json(Fleet(()))),
+        "policy": question.policy,
+        "engine_mode": str(engine) if engine else None,
+        "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
+        "attainment": attainment_json(
+            best.estimate if best else None, best.on_trace if best else None, question.attainment
+        ),
+        "ttft_s": latency_json(best.ttft) if best else None,
+        "tpot_s": latency_json(best.tpot) if best else None,
+        "utilisation": _figures(best.utilisation) if best else None,
+        "binding": plan.binding.constraint if plan.binding else None,
+        "binding_window_s": [round(t, 3) for t in plan.binding.window_s] if plan.binding else None,
+        "binding_detail": _binding(plan),
+        "one_fewer": _one_fewer(plan),
+        "doubt": _doubt(plan),
+        "nearest_feasible": _nearest(plan),
+        "demand_line": _line(plan),
+        "schedule": _schedule(plan),
+        "schedule_detail": _schedule_detail(plan),
+        "spares": _spares(plan),
+        "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
+        "passed_over": [
+            {"gpu": p.worker_type.profile.gpu, "tp_degree": p.worker_type.gpus, "reason": p.reason}
+            for p in plan.passed_over
+        ],
+        "baselines": _baselines(plan),
+        "curves": _curves(plan),
+        "inputs": _inputs(plan),
+    }
+
+
+def fleet_json(fleet: Fleet) -> dict[str, Any]:
+    """A fleet's groups and totals."""
+    return {
+        "fleet": [
+            {
+                "gpu": group.worker_type.profile.gpu,
+                "tp_degree": group.worker_type.profile.tp_degree,
+                "workers": group.workers,
+                "gpus": group.gpus,
+                "usd_per_hour": _usd(Fleet((group,))),
+                "role": group.role,
+                "profile_kind": group.worker_type.profile.source.kind,
+            }
+            for group in fleet.groups
+        ],
+        "workers": fleet.workers,
+        "gpus": fleet.gpus,
+        "usd_per_hour": _usd(fleet) if fleet.groups else None,
+    }
+
+
+def candidate_json(candidate: Candidate, target: float) -> dict[str, Any]:
+    """A fleet that was looked at, in the shape of the plan's own."""
+    return {
+        **fleet_json(candidate.fleet),
+        "attainment": attainment_json(candidate.estimate, candidate.on_trace, target),
+        "ttft_s": latency_json(candidate.ttft),
+        "tpot_s": latency_json(candidate.tpot),
+        "utilisation": _figures(candidate.utilisation),
+        "note": candidate.note or None,
+    }
+
+
+def attainment_json(estimate: Estimate | None, on_trace: float | None, target: float) -> dict[str, Any]:
+    """Attainment with its bounds; null where it was not looked at."""
+    return {
+        "target": target,
+        "expected": _share(estimate.expected if estimate else None),
+        "low": _share(estimate.low if estimate else None),
+        "high": _share(estimate.high if estimate else None),
+        "confidence": estimate.confidence if estimate else None,
+        "worlds": estimate.worlds if estimate else 0,
+        "on_trace": _share(on_trace),
+    }
+
+
+def latency_json(latency: Latency) -> dict[str, float | None]:
+    """p50, p90, p99 and the mean, seconds."""
+    row = {f"p{round(q * 100)}": _figures(latency.at(q)) for q in QUANTILES}
+    return row | {"mean": _figures(latency.mean)}
+
+
+def _one_fewer(plan: Plan) -> dict[str, Any] | None:
+    fewer = plan.one_fewer
+    if fewer is None:
+        return None
+    expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
+    return {
+        "workers": fewer.workers,
+        "attainment": _share(expected),
+        "low": _share(fewer.estimate.low if fewer.estimate else None),
+        "on_trace": _share(fewer.on_trace),
+        "fails": fewer.fails,
+    }
+
+
+def _binding(plan: Plan) -> dict[str, Any] | None:
+    bind = plan.binding
+    if bind is None:
+        return None
+    return {
+        "workers": bind.fleet.workers,
+        "rate_scale": bind.rate_scale,
+        "attainment": _share(bind.attainment),
+        "window_attainment": _share(bind.window_attainment),
+        "relief": {name: _share(gain) for name, gain in bind.relief.items()},
+    }
+
+
+def _doubt(plan: Plan) -> dict[str, Any] | None:
+    doubt = plan.doubt
+    if doubt is None:
+        return None
+    return {
+        "arrivals": _figures(doubt.arrivals),
+        "drift": _figures(doubt.drift),
+        "coefficients": _figures(doubt.coefficients),
+        "mostly": doubt.mostly,
+    }
+
+
+def _nearest(plan: Plan) -> dict[str, Any] | None:
+    near = plan.nearest
+    if near is None and plan.nearest_attainment is None:
+        return None
+    if near is None:
+        return {"attainment": _share(plan.nearest_attainment)}
+    return {
+        "ttft_s": near.slo.ttft_s,
+        "tpot_s": near.slo.tpot_s,
+        **fleet_json(near.fleet),
+        "attainment": _share(near.estimate.expected),
+        "low": _share(near.estimate.low),
+        "looser": _figures(near.looser),
+    }
+
+
+def _line(plan: Plan) -> dict[str, Any] | None:
+    line = plan.line
+    if line is None:
+        return None
+    return {
+        "workers_per_rps": _figures(line.workers_per_rps),
+        "intercept": _figures(line.intercept),
+        "r2": _share(line.r2),
+        "points": [[_figures(x), _figures(y)] for x, y in line.points],
+        "mean_prompt_tokens": _figures(line.prompt_tokens),
+        "mean_output_tokens": _figures(line.output_tokens),
+    }
+
+
+def _schedule(plan: Plan) -> list[dict[str, Any]]:
+    if plan.schedule is None or plan.best is None:
+        return []
+    return [
+        {
+            "start_s": round(s.start_s, 3),
+            "end_s": round(s.end_s, 3),
+            "workers": s.workers,
+            # Of a mix a count alone would not say which workers stay.
+            "gpus": apportioned(plan.best.fleet, s.workers).gpus,
+            "fleet": apportioned(plan.best.fleet, s.workers).label,
+        }
+        for s in plan.schedule.stretches
+    ]
+
+
+def _schedule_detail(plan: Plan) -> dict[str, Any] | None:
+    if plan.schedule is None:
+        return None
+    return {
+        "attainment": _share(plan.schedule.attainment),
+        "saved_share": _share(plan.schedule.saved_share),
+        "each_window": "starts after a 30 s lead-in; start-up and draining between windows are not included",
+        "paid": _paid(plan),
+    }
+
+
+def _paid(plan: Plan) -> dict[str, Any] | None:
+    """The schedule with its cold starts: what is paid when, and what must be ordered when."""
+    if plan.paid is None or plan.best is None or plan.schedule is None:
+        return None
+    usd = plan.paid.usd_per_hour(plan.best.fleet)
+    hours = plan.best.fleet.workers * sum(s.end_s - s.start_s for s in plan.schedule.stretches) / 3600.0
+    return {
+        "cold_start_s": plan.paid.cold_start_s,
+        "worker_hours": _figures(plan.paid.worker_hours),
+        "saved_share": _share(1.0 - plan.paid.worker_hours / hours) if hours > 0 else None,
+        "usd_per_hour": None if usd is None else round(usd, 4),
+        "stretches": [
+            {"start_s": round(s.start_s, 3), "end_s": round(s.end_s, 3), "workers": s.workers}
+            for s in plan.paid.stretches
+        ],
+        "orders": [
+            {"order_s": round(o.order_s, 3), "ready_s": round(o.ready_s, 3), "workers": o.workers}
+            for o in plan.paid.orders
+        ],
+    }
+
+
+def _spares(plan: Plan) -> dict[str, Any] | None:
+    spares = plan.spares
+    if spares is None:
+        return None
+    return {
+        "workers": spares.workers,
+        "serving": fleet_json(spares.serving),
+        "reclaims_per_h": spares.reclaims_per_h,
+        "cold_start_s": spares.cold_start_s,
+        "availability": _share(spares.availability),
+        "untouched": _share(spares.untouched),
+        "covers": "workers reclaimed one by one; not a zone that is cleared at once",
+    }
+
+
+def _baselines(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {
+            "policy": b.policy,
+            "workers": b.fleet.workers if b.fleet else None,
+            "gpus": b.fleet.gpus if b.fleet else None,
+            "usd_per_hour": _usd(b.fleet) if b.fleet else None,
+            "tried_up_to": b.tried,
+        }
+        for b in plan.baselines
+    ]
+
+
+def _curves(plan: Plan) -> dict[str, Any]:
+    """What the report draws, so that others can draw it too."""
+    workers = sorted({*plan.on_trace, *plan.sure})
+    return {
+        "rate_rps": [[round(t, 3), _figures(r)] for t, r in plan.inputs.rate_curve],
+        "attainment_by_workers": [
+            {
+                "workers": n,
+                "on_trace": _share(plan.on_trace.get(n)),
+                "expected": _share(plan.sure[n].expected) if n in plan.sure else None,
+                "low": _share(plan.sure[n].low) if n in plan.sure else None,
+                "high": _share(plan.sure[n].high) if n in plan.sure else None,
+            }
+            for n in workers
+        ],
+        "ttft_cdf": _cdf(plan.best.ttft) if plan.best else [],
+        "tpot_cdf": _cdf(plan.best.tpot) if plan.best else [],
+        "cost_by_slo": [
+            {
+                "scale": c.scale,
+                "ttft_s": _figures(c.slo.ttft_s),
+                "tpot_s": _figures(c.slo.tpot_s),
+                "workers": c.fleet.workers if c.fleet else None,
+                "gpus": c.fleet.gpus if c.fleet else None,
+                "usd_per_hour": _usd(c.fleet) if c.fleet else None,
+            }
+            for c in plan.costed
+        ],
+    }
+
+
+def _cdf(latency: Latency) -> list[list[float | None]]:
+    """(seconds, share) pairs, closer together towards the tail, where the target is."""
+    if len(latency.sorted_s) == 0:
+        return []
+    shares = np.unique(
+        np.concatenate((np.linspace(0, 0.9, 31), 1.0 - np.geomspace(0.1, 1e-4, CURVE_POINTS - 30)))
+    )
+    return [[_figures(latency.at(float(s))), _share(float(s))] for s in (*shares, 1.0)]
+
+
+def _inputs(plan: Plan) -> dict[str, Any]:
+    inputs = plan.inputs
+    return {
+        "trace": inputs.trace,
+        "requests": inputs.requests,
+        "rate_rps": _figures(inputs.rate_rps),
+        "duration_s": round(inputs.duration_s, 3),
+        "clock_start_unix_s": inputs.clock_start_s,
+        "rate_scale": inputs.rate_scale,
+        "profiles": [_type_json(t) for t in plan.worker_types],
+        "warnings": list(inputs.warnings),
+        "max_gpus": plan.question.max_gpus,
+        "budget_usd_per_h": plan.question.budget_usd_per_h,
+        "seed": plan.question.seed,
+    }
+
+
+def _type_json(worker_type: WorkerType) -> dict[str, Any]:
+    profile = worker_type.profile
+    return {
+        "model": profile.model,
+        "gpu": profile.gpu,
+        "tp_degree": profile.tp_degree,
+        "kind": profile.source.kind,
+        "date": str(profile.source.date),
+        "mean_relative_error": _figures(profile.residuals.mean_relative),
+        "unseen_relative_error": _figures(profile.residuals.unseen_relative),
+        "engine": f"{profile.engine.name} {profile.engine.version}".strip(),
+        "engine_limits": {
+            "mode": str(profile.engine.mode),
+            "max_batched_tokens": profile.engine.max_batched_tokens,
+            "max_seqs": profile.engine.max_seqs,
+        },
+        "context_limit_tokens": profile.context_limit_tokens,
+        "usd_per_gpu_h": worker_type.usd_per_gpu_h,
+        "price": worker_type.priced,
+    }
+
+
+def _usd(fleet: Fleet) -> float | None:
+    usd = fleet.usd_per_hour
+    return None if usd is None else round(usd, 4)
+
+
+def _share(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else round(value, 6)
+
+
+def _figures(value: float) -> float | None:
+    """Six significant figures; null for what is not a number, which JSON cannot say."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
