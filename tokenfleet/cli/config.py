@@ -1,4 +1,6 @@
-"""`--config FILE.yaml`: a verb's flags, without their dashes, as a mapping. Flags on the line win.
+"""The flags of a verb: a record with a field for each, and `--config FILE.yaml`.
+
+The file holds flags without their dashes, as a mapping. Flags on the line win.
 
 trace: [monday.csv, tuesday.csv]
 slo: {ttft: 400ms, tpot: 30ms}
@@ -7,12 +9,34 @@ max-gpus: 16
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from controlplane.errors import BadInput
 from tokenfleet.field_errors import nearest
+
+Flags = TypeVar("Flags")
+
+
+def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..., Any]]:
+    """A Typer command of one argument: a dataclass whose annotated fields are its flags."""
+    hints = get_type_hints(record, include_extras=True)
+    flags = inspect.signature(record).parameters.values()
+    signature = inspect.Signature([flag.replace(annotation=hints[flag.name]) for flag in flags])
+
+    def decorated(command: Callable[[Flags], Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            return command(record(**given))
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = hints
+        return run
+
+    return decorated
 
 
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,7 @@ from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.perfmodel.uncertainty import relative_error
 from controlplane.types import EngineMode
+from tokenfleet.cli.config import takes
 from tokenfleet.profiles.fit_log import fit_log
 from tokenfleet.profiles.host_speed import HostSpeed
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, write_profile
@@ -29,80 +30,97 @@ from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_me
 CONFIDENCES = (0.5, 0.9, 0.99)
 
 
-def fit_command(
+@dataclass(frozen=True, slots=True)
+class FitFlags:
+    """What `tokenfleet fit` is asked."""
+
     measurements: Annotated[
         list[Path],
         typer.Option(help="CSV of steps, or JSONL request log of one engine; may be given more than once"),
-    ],
-    model: Annotated[str, typer.Option(help="the model measured, e.g. llama-3.1-8b")],
-    gpu: Annotated[str, typer.Option(help="the GPU measured, e.g. h100-sxm")],
-    out: Annotated[Path, typer.Option(help="the profile to write")],
-    tp: Annotated[int, typer.Option(min=1, help="GPUs of the engine (tensor parallel)")] = 1,
+    ]
+    model: Annotated[str, typer.Option(help="the model measured, e.g. llama-3.1-8b")]
+    gpu: Annotated[str, typer.Option(help="the GPU measured, e.g. h100-sxm")]
+    out: Annotated[Path, typer.Option(help="the profile to write")]
+    tp: Annotated[int, typer.Option(min=1, help="GPUs of the engine (tensor parallel)")] = 1
     kv_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="tokens its KV holds (vLLM prints it at start); else the shipped profile's"),
-    ] = None,
-    block_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV block")] = 16,
+    ] = None
+    block_tokens: Annotated[int, typer.Option(min=1, help="tokens of a KV block")] = 16
     context_limit: Annotated[
         int, typer.Option(min=0, help="the model's longest prompt and output; 0 = not stated")
-    ] = 0,
-    engine: Annotated[EngineMode, typer.Option(help="how the engine forms its batches")] = EngineMode.CHUNKED,
-    engine_version: Annotated[str, typer.Option(help="e.g. 0.19.0")] = "",
-    max_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's setting of that name")] = 2048,
-    max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256,
-    robust: Annotated[bool, typer.Option(help="give outliers less weight")] = False,
+    ] = 0
+    engine: Annotated[EngineMode, typer.Option(help="how the engine forms its batches")] = EngineMode.CHUNKED
+    engine_version: Annotated[str, typer.Option(help="e.g. 0.19.0")] = ""
+    max_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's setting of that name")] = 2048
+    max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256
+    robust: Annotated[bool, typer.Option(help="give outliers less weight")] = False
     as_measured: Annotated[
         bool, typer.Option("--as-measured", help="leave the machine's slow and fast times in a grid's steps")
-    ] = False,
-    plain: Annotated[bool, typer.Option(help="four coefficients only, no hinges nor length²")] = False,
-    licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements",
+    ] = False
+    plain: Annotated[bool, typer.Option(help="four coefficients only, no hinges nor length²")] = False
+    licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements"
     measured_on: Annotated[
         str | None, typer.Option(help="date of the measurements, YYYY-MM-DD; today if not given")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="of the search over a request log")] = 0,
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
-) -> None:
+    ] = None
+    seed: Annotated[int, typer.Option(help="of the search over a request log")] = 0
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+
+    def worker(self, kv_tokens: int) -> Profile:
+        """The profile to be fitted, without its times."""
+        limits = EngineLimits(
+            "vllm", self.engine_version, self.engine, self.max_batched_tokens, self.max_seqs
+        )
+        names = ", ".join(path.name for path in self.measurements)
+        return Profile(
+            model=canonical_model(self.model),
+            gpu=canonical_gpus(self.gpu)[0],
+            tp_degree=self.tp,
+            step=StepModel(0.0, 0.0, 0.0, 0.0),
+            prefill=PrefillModel(0.0, 0.0),
+            kv=KvModel(kv_tokens, self.block_tokens),
+            engine=limits,
+            residuals=Residuals(0.0, 0.0, 0.0, 0),
+            source=Source("measured", names, self.licence, _day(self.measured_on)),
+            context_limit_tokens=self.context_limit,
+        )
+
+
+@takes(FitFlags)
+def fit_command(asked: FitFlags) -> None:
     """Fit a profile to what an engine was measured to do.
 
     tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --out my.yaml
     """
-    if output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {output_format!r}")
-    day = _day(measured_on)
-    logs = [path for path in measurements if is_request_log(path)]
-    if logs and (len(measurements) > 1 or engine != EngineMode.CHUNKED):
-        raise BadInput(f"{logs[0]}: a request log is fitted alone, as the log of one chunked engine")
-    read: StepSamples | RequestLog
+    if asked.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {asked.output_format!r}")
+    _day(asked.measured_on)
     speeds: list[HostSpeed] = []
-    if logs:
-        read = read_request_log(logs[0])
-    else:
-        read = concatenated(
-            [read_measurements(p, None if as_measured else speeds.append) for p in measurements]
-        )
+    read = _read(asked, speeds)
+    kv_tokens = asked.kv_tokens
     if kv_tokens is None:
-        kv_tokens, said = _kv_tokens(model, gpu, tp, read)
+        kv_tokens, said = _kv_tokens(asked.model, asked.gpu, asked.tp, read)
         Console(stderr=True).print(f"--kv-tokens not given: {said}", highlight=False, soft_wrap=True)
-    shape = Profile(
-        model=canonical_model(model),
-        gpu=canonical_gpus(gpu)[0],
-        tp_degree=tp,
-        step=StepModel(0.0, 0.0, 0.0, 0.0),
-        prefill=PrefillModel(0.0, 0.0),
-        kv=KvModel(kv_tokens, block_tokens),
-        engine=EngineLimits("vllm", engine_version, engine, max_batched_tokens, max_seqs),
-        residuals=Residuals(0.0, 0.0, 0.0, 0),
-        source=Source("measured", ", ".join(path.name for path in measurements), licence, day),
-        context_limit_tokens=context_limit,
-    )
+    worker = asked.worker(kv_tokens)
     if isinstance(read, RequestLog):
-        profile = fit_log(read, shape, seed=seed)
+        profile = fit_log(read, worker, seed=asked.seed)
         profile = replace(profile, prefill=PrefillModel.of_step(profile.step))
     else:
-        profile = fitted_profile(read, shape, robust, not plain)
-    write_profile(profile, out)
-    breaks = linear_breaks(read, robust) if isinstance(read, StepSamples) else []
-    _say(profile, out, output_format, breaks, speeds)
+        profile = fitted_profile(read, worker, asked.robust, not asked.plain)
+    write_profile(profile, asked.out)
+    breaks = linear_breaks(read, asked.robust) if isinstance(read, StepSamples) else []
+    _say(profile, asked.out, asked.output_format, breaks, speeds)
+
+
+def _read(asked: FitFlags, speeds: list[HostSpeed]) -> StepSamples | RequestLog:
+    """The measurements; the machine's speed in each grid that was measured goes to `speeds`."""
+    logs = [path for path in asked.measurements if is_request_log(path)]
+    if not logs:
+        notes = None if asked.as_measured else speeds.append
+        return concatenated([read_measurements(path, notes) for path in asked.measurements])
+    if len(asked.measurements) > 1 or asked.engine != EngineMode.CHUNKED:
+        raise BadInput(f"{logs[0]}: a request log is fitted alone, as the log of one chunked engine")
+    return read_request_log(logs[0])
 
 
 def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_terms: bool) -> Profile:
