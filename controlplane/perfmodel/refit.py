@@ -45,7 +45,7 @@ NORMAL_MEAN_ABS = 0.7978845608
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class StepTimeChange:
     """A sudden change: since about step `since`, steps take `ratio` times what was predicted."""
 
     step: int
@@ -73,7 +73,7 @@ class Refit:
         self._recent: deque[tuple[NDArray[np.float64], float]] = deque(maxlen=RECENT)
         self._keep()
         self.steps = 0
-        self.drifts: list[Drift] = []
+        self.drifts: list[StepTimeChange] = []
         self.error = self.profile_error = 0.0
 
     @property
@@ -108,7 +108,7 @@ class Refit:
         context_tokens: float,
         step_s: float,
         prefill_sum_sq: float = 0.0,
-    ) -> Drift | None:
+    ) -> StepTimeChange | None:
         """Learn from one executed step; the drift if it shows one. Raises BadInput for what is no step."""
         counts = Batch(prefill_tokens, sequences, context_tokens, prefill_sum_sq)
         if not (0 < step_s < float("inf")) or not all(0 <= x < float("inf") for x in counts):
@@ -168,7 +168,7 @@ class Refit:
             factors = np.clip(factors, low, high)
         self._factors = np.clip(factors, low, high)
 
-    def _jump(self, steps: int) -> Drift:
+    def _jump(self, steps: int) -> StepTimeChange:
         """Go back to the model before the change, scale it to the steps since, and learn those anew."""
         since = list(self._recent)[-max(steps, BLOCK) :]
         self._information, self._evidence, self._factors, self._trust = self._before
@@ -188,7 +188,7 @@ class Refit:
         for parts, step_s in since:
             self._learn(parts, step_s)
         self._keep()
-        drift = Drift(self.steps, self.steps - len(since), ratio)
+        drift = StepTimeChange(self.steps, self.steps - len(since), ratio)
         self.drifts.append(drift)
         return drift
 

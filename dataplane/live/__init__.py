@@ -20,8 +20,8 @@ Every segment is built by `segment.segment_request(request, output_token_ids, se
 first stay (no outputs yet), a continuation after a move (with a `Transfer`), and a replay after a worker
 died.
 
-FleetCore's duties in a move (`Fleet` in migration/coordinator.py)
-------------------------------------------------------------------
+FleetCore's duties in a move (`MovableFleet` in migration/coordinator.py)
+-------------------------------------------------------------------------
 `running(request)` gives a request's present segment, worker and live token list, or None once it is over.
 `cut_over(request, target, transfer)` switches the client's stream: stop listening to the old segment, send
 the continuation to the target, then abort the old segment at the source. It does not wait for the source:

@@ -40,7 +40,7 @@ from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import fleet, tiny_model
-from tokenfleet.cli.compare import Figure, compared, first_tokens_s
+from tokenfleet.cli.compare import ComparedFigure, compared, first_tokens_s
 from tokenfleet.compare.http_overhead import learned_overheads_s, read_steps
 from tokenfleet.durations import parse_slo
 from tokenfleet.profiles.library import read_profile
@@ -118,7 +118,7 @@ def simulated(live: pl.DataFrame, profile: Profile, emulated: bool, extra_s: Col
 
 def judged(
     folder: Path, live: pl.DataFrame, length_s: float, emulated: bool
-) -> tuple[dict[str, Figure], float]:
+) -> tuple[dict[str, ComparedFigure], float]:
     """The figures when stretches of this length learn and are judged in turn, and their slowdown.
 
     The slowdown is how many times as long steps of the second kind of stretch take as those of the first.

@@ -126,13 +126,13 @@ def test_a_loader_rests_until_its_request_follows_and_is_never_computed():
 
 def test_a_resting_loader_that_is_aborted_or_forgotten_is_let_go():
     async def story(fleet, a, b):
-        from dataplane.live.engine_api.kv_messages import Load
+        from dataplane.live.engine_api.kv_messages import KvLoad
         from dataplane.live.engine_api.segment import loader_request
 
         stream = await fleet.start(A, prompt(100), {"max_tokens": 3000})
         await stream.until(5)
         assert a.batch._holds.begin(stream.segment, True, time.monotonic())
-        load = Load(a.info.kv_addresses, stream.segment, 96)
+        load = KvLoad(a.info.kv_addresses, stream.segment, 96)
         for ended_by in ("abort", "deadline"):
             await b.add(loader_request(stream.request, stream.tokens, f"move-{ended_by}", load, ()))
             while not b.batch._holds.rests(f"move-{ended_by}"):
@@ -239,12 +239,12 @@ def test_when_a_side_dies_in_the_copy_the_move_is_aborted_and_the_other_side_is_
 
 def test_a_load_from_a_segment_that_is_gone_ends_in_an_error():
     async def story(fleet, a, b):
-        from dataplane.live.engine_api.kv_messages import Load, Transfer
+        from dataplane.live.engine_api.kv_messages import KvLoad, Transfer
         from dataplane.live.engine_api.segment import segment_request
 
         stream = await fleet.start(B, prompt(10), {"max_tokens": 1})
         await stream.ended()
-        load = Load(a.info.kv_addresses, "nobody", 64, inline=True)
+        load = KvLoad(a.info.kv_addresses, "nobody", 64, inline=True)
         fleet._listening["orphan"] = stream
         stream.finish = None
         await b.add(segment_request(stream.request, prompt(80), "orphan", Transfer(load)))

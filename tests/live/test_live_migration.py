@@ -213,7 +213,7 @@ def test_a_full_target_leaves_the_request_where_it_is(two_workers):
 
 def test_a_load_from_a_request_that_is_gone_fails_alone(two_workers):
     async def story(fleet):
-        from dataplane.live.engine_api.kv_messages import Load, Transfer
+        from dataplane.live.engine_api.kv_messages import KvLoad, Transfer
         from dataplane.live.engine_api.segment import segment_request
 
         for inline in (False, True):
@@ -222,7 +222,7 @@ def test_a_load_from_a_request_that_is_gone_fails_alone(two_workers):
             await fleet.abort(stream)
             segment = f"{stream.id}#lost"
             fleet._listening[segment], stream.finish = stream, None
-            load = Load(fleet.links[A].info.kv_addresses, "nobody", 128, inline)
+            load = KvLoad(fleet.links[A].info.kv_addresses, "nobody", 128, inline)
             await fleet.links[B].add(segment_request(stream.request, prompt(140, 8), segment, Transfer(load)))
             assert await stream.ended() == FinishReason.ERROR
         healthy = await fleet.start(B, prompt(50, 8), {"max_tokens": 10})

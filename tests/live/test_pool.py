@@ -126,14 +126,14 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
 
 def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
     from dataplane.live.gateway.waiting_room import WaitingSettings
-    from dataplane.live.pool.pool import Cluster
+    from dataplane.live.pool.pool import WorkerPool
     from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
     async def scene():
         front = Front((), profile(), WaitingSettings())
         host = FrontHost(front)
         host.failures = 1
-        fleet = Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(3)]))
+        fleet = WorkerPool(host, front.core, front.events, 4, Kinds([WorkerKind(3)]))
         try:
             with pytest.raises(RuntimeError, match="no such model"):
                 await fleet.start()

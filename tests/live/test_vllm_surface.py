@@ -7,7 +7,7 @@ import pytest
 import quiet_vllm  # noqa: F401  # first
 
 from dataplane.live.engine_api import vllm_surface as surface
-from dataplane.live.engine_api.kv_messages import Control, Load, Transfer, message_of
+from dataplane.live.engine_api.kv_messages import Control, KvLoad, Transfer, message_of
 from dataplane.live.engine_api.segment import (
     control_request,
     obstacle_to_move,
@@ -50,10 +50,10 @@ def test_a_process_told_to_sleep_no_longer_yields(monkeypatch):
 
 
 def test_requests_and_outputs_survive_the_codec():
-    sent = segment_request(request(), [4], "r#1", Transfer(Load(("a",), "r", 3), hold=True, drop=("x",)))
+    sent = segment_request(request(), [4], "r#1", Transfer(KvLoad(("a",), "r", 3), hold=True, drop=("x",)))
     back = surface.MsgpackDecoder(surface.EngineCoreRequest).decode(surface.MsgpackEncoder().encode(sent))
     assert (back.request_id, back.prompt_token_ids) == ("r#1", [1, 2, 3, 4])
-    assert message_of(back) == message_of(sent) == Transfer(Load(("a",), "r", 3), hold=True, drop=("x",))
+    assert message_of(back) == message_of(sent) == Transfer(KvLoad(("a",), "r", 3), hold=True, drop=("x",))
     batch = surface.EngineCoreOutputs(outputs=[surface.EngineCoreOutput("r", [5])])
     again = surface.MsgpackDecoder(surface.EngineCoreOutputs).decode(surface.MsgpackEncoder().encode(batch))
     assert again.outputs[0].new_token_ids == [5]

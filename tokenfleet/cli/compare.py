@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from controlplane.perfmodel.profile import Profile
     from controlplane.types import Slo
     from controlplane.workload import Workload
-    from tokenfleet.compare.replay import Replayed
+    from tokenfleet.compare.replay import Replay
 
 SCHEMA = "tokenfleet.comparison/1"
 COUNTERS = ("preemptions", "migrations")
@@ -33,7 +33,7 @@ FEWEST_OVERHEADS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ComparedFigure:
     """One compared figure; by `kind` its error is relative, or a difference of shares or counts."""
 
     name: str
@@ -106,7 +106,7 @@ def compare_command(
     count = workers or run["workers"]
     from dataplane.simulated.simulate import WorkerSpec, simulate
 
-    replayed: Replayed = run["replayed"]
+    replayed: Replay = run["replayed"]
     if not replayed.finished.any():
         raise BadInput(f"--endpoint: no request finished; the first error: {replayed.errors[0]}")
     if replayed.errors:
@@ -140,18 +140,20 @@ def compared(
     simulated: dict[str, Any],
     slo: Slo,
     counters: dict[str, int],
-) -> list[Figure]:
+) -> list[ComparedFigure]:
     """The figures, live beside simulated; both columns of the same requests. `counters` of the live fleet."""
     theirs = simulated["ttft_s"], simulated["tpot_s"]
-    figures = [Figure("attainment", met(ttft_s, tpot_s, slo), met(*theirs, slo), "share")]
+    figures = [ComparedFigure("attainment", met(ttft_s, tpot_s, slo), met(*theirs, slo), "share")]
     for name, live, other in (("TTFT", ttft_s, theirs[0]), ("TPOT", tpot_s, theirs[1])):
-        figures.append(Figure(f"{name} mean", float(np.nanmean(live)), float(np.nanmean(other)), "relative"))
+        figures.append(
+            ComparedFigure(f"{name} mean", float(np.nanmean(live)), float(np.nanmean(other)), "relative")
+        )
         for q in (0.5, 0.9, 0.99):
             here, there = (float(np.nanquantile(x, q)) for x in (live, other))
-            figures.append(Figure(f"{name} p{q * 100:.0f}", here, there, "relative"))
+            figures.append(ComparedFigure(f"{name} p{q * 100:.0f}", here, there, "relative"))
     for name in COUNTERS:
         if name in counters:
-            figures.append(Figure(name, float(counters[name]), float(simulated[name]), "count"))
+            figures.append(ComparedFigure(name, float(counters[name]), float(simulated[name]), "count"))
     return figures
 
 
@@ -174,7 +176,7 @@ def first_tokens_s(
     return np.asarray(ttft_s * scatter + rng.choice(overheads_s, len(ttft_s)), float)
 
 
-def _learned_s(replayed: Replayed, steps: Path, lone_s: NDArray[np.float64]) -> NDArray[np.float64]:
+def _learned_s(replayed: Replay, steps: Path, lone_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """The way there and back as this replay took it, or as lone requests did where too little shows it."""
     from tokenfleet.compare.http_overhead import learned_overheads_s, read_steps
 
@@ -192,7 +194,7 @@ def _learned_s(replayed: Replayed, steps: Path, lone_s: NDArray[np.float64]) -> 
     return lone_s
 
 
-def _write_requests(path: Path, replayed: Replayed, simulated: dict[str, Any]) -> None:
+def _write_requests(path: Path, replayed: Replay, simulated: dict[str, Any]) -> None:
     """A row for each finished request, in the order they were sent; empty: a single token has no TPOT."""
     import polars as pl
 
@@ -267,7 +269,9 @@ async def _counters(control: str | None) -> dict[str, int]:
     return {"workers": len(serving), "preemptions": preemptions, "migrations": int(moved)}
 
 
-def _say(figures: list[Figure], run: dict[str, Any], workers: int, requests: int, output_format: str) -> None:
+def _say(
+    figures: list[ComparedFigure], run: dict[str, Any], workers: int, requests: int, output_format: str
+) -> None:
     if output_format == "json":
         rows = [
             {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}

@@ -98,13 +98,13 @@ def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_
     from datetime import date
 
     from tokenfleet.profiles.library import write_profile
-    from tokenfleet.profiles.predict import Asked, predicted_profile
+    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
     if gpu is None:
         raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
     host_s = parse_duration_s(host, "--host")
     with console(stderr=True).status("composing"):
-        profile = predicted_profile(Asked(model, gpu, tp, host_s), date.today())
+        profile = predicted_profile(PredictedWorker(model, gpu, tp, host_s), date.today())
     write_profile(profile, out)
     residuals = profile.residuals
     summary: dict[str, Any] = {

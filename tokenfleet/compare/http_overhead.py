@@ -24,7 +24,7 @@ Columns = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Steps:
+class FleetSteps:
     """Steps of a fleet in the order they ended; columns of shape [steps]."""
 
     end_s: Columns  # Unix time
@@ -33,17 +33,17 @@ class Steps:
     worker: NDArray[np.str_]
 
 
-def read_steps(path: Path) -> Steps:
+def read_steps(path: Path) -> FleetSteps:
     """The `steps.csv` of a fleet's `--data`, which may hold no steps yet. Raises BadInput naming the row."""
     _, rows = read_table(path, NEEDED)
     end_s, step_s, tokens = (numbers(path, rows, name) for name in ("at_s", "step_s", "prefill_tokens"))
     order = np.argsort(end_s, kind="stable")
     worker = np.array([row["worker"] for row in rows], str)
-    return Steps(end_s[order], step_s[order], tokens[order], worker[order])
+    return FleetSteps(end_s[order], step_s[order], tokens[order], worker[order])
 
 
 def learned_overheads_s(
-    sent_unix_s: Columns, prompt_tokens: NDArray[np.int64], ttft_s: Columns, steps: Steps
+    sent_unix_s: Columns, prompt_tokens: NDArray[np.int64], ttft_s: Columns, steps: FleetSteps
 ) -> Columns:
     """TTFT without the step, of the requests that found their worker idle; shape [found], seconds.
 

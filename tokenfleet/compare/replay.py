@@ -26,7 +26,7 @@ PROBES = 20
 
 
 @dataclass(frozen=True)
-class Replayed:
+class Replay:
     """A replay as its client saw it.
 
     Columns of shape [requests], seconds since the replay began; NaN where no token came.
@@ -118,7 +118,7 @@ async def replay(
     endpoint: Endpoint,
     rng: np.random.Generator,
     tell: Callable[[int], None] = lambda done: None,
-) -> Replayed:
+) -> Replay:
     """Send every request at its time and wait for all of them. `tell(done)` is called as they end."""
     n = len(workload)
     sent, first, last = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
@@ -166,7 +166,7 @@ async def replay(
 
         await asyncio.gather(*(one(i) for i in range(n)))
     began_unix_s = time.time() - (time.perf_counter() - began)
-    return Replayed(sent, first, last, workload.prompt_tokens, received, tuple(errors), began_unix_s)
+    return Replay(sent, first, last, workload.prompt_tokens, received, tuple(errors), began_unix_s)
 
 
 def _take(

@@ -310,7 +310,7 @@ class PrometheusRule(Strict):
     spec: RuleGroups
 
 
-class Endpoint(Strict):
+class ScrapeEndpoint(Strict):
     port: str
     path: str
     interval: Duration
@@ -318,7 +318,7 @@ class Endpoint(Strict):
 
 class ServiceMonitorSpec(Strict):
     selector: Selector
-    endpoints: list[Endpoint]
+    endpoints: list[ScrapeEndpoint]
 
 
 class ServiceMonitor(Strict):

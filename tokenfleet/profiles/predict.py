@@ -45,7 +45,7 @@ SMALL_BUDGET = frozenset({"a100_sxm", "a100_pcie", "a30", "l4", "l40s"})
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PredictedWorker:
     """A worker whose profile is to be composed.
 
     `model` is a bundled name or a folder with a config.json, `gpu` any alias.
@@ -59,7 +59,7 @@ class Asked:
     max_seqs: int = MAX_SEQS
 
 
-def predicted_profile(asked: Asked, today: date) -> Profile:
+def predicted_profile(asked: PredictedWorker, today: date) -> Profile:
     """The composed profile. Raises BadInput or ProfileMissing saying what there are no tables for."""
     if importlib.util.find_spec("aiconfigurator_core") is None:
         raise BadInput(f"--predict: aiconfigurator-core is not installed; {INSTALL}")

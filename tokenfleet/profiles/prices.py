@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class GpuPrice:
     """US dollars for one GPU for one hour, when and where that was the price."""
 
     usd: float
@@ -45,10 +45,10 @@ class Price:
 class PriceList:
     """Prices by canonical GPU name and kind (on demand or spot)."""
 
-    prices: Mapping[tuple[str, bool], Price]
+    prices: Mapping[tuple[str, bool], GpuPrice]
     where: str
 
-    def usd_per_gpu_h(self, gpu: str, spot: bool = False) -> Price | None:
+    def usd_per_gpu_h(self, gpu: str, spot: bool = False) -> GpuPrice | None:
         """The price of a GPU by any name people write; None when the list has none of that kind."""
         for name in canonical_gpus(gpu):
             price = self.prices.get((name, spot))
@@ -108,7 +108,7 @@ def read_prices(path: Path | str | None = None) -> PriceList:
         file = _PriceFile.model_validate(content)
     except ValidationError as error:
         raise BadInput(fault_line(str(path), error)) from error
-    prices: dict[tuple[str, bool], Price] = {}
+    prices: dict[tuple[str, bool], GpuPrice] = {}
     for row in file.prices:
         gpu = canonical_gpus(row.gpu)[0]
         for spot, usd in ((False, row.on_demand), (True, row.spot)):
@@ -116,5 +116,5 @@ def read_prices(path: Path | str | None = None) -> PriceList:
                 continue
             if (gpu, spot) in prices:
                 raise BadInput(f"{path}: {row.gpu}: {'spot' if spot else 'on_demand'}: given twice")
-            prices[gpu, spot] = Price(usd, row.date, row.source)
+            prices[gpu, spot] = GpuPrice(usd, row.date, row.source)
     return PriceList(prices, str(path))

@@ -20,7 +20,7 @@ from tokenfleet.planning.plan_file import PlanFile, Quantiles
 from tokenfleet.service.data_folder import default_data_folder
 from tokenfleet.service.database import Database
 from tokenfleet.service.jobs import Jobs, Plans, Serving
-from tokenfleet.service.replayed import Replayed, replay
+from tokenfleet.service.plan_replay import PlanReplay, replay
 
 SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100
@@ -190,7 +190,7 @@ def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dic
     return {"planned_rps": plan.inputs.rate_rps, "carried_rps": rates[0], "failed_rps": rates[1]}
 
 
-def _sentences(facts: Mapping[str, Any], replayed: Replayed | None, why: str) -> list[str]:
+def _sentences(facts: Mapping[str, Any], replayed: PlanReplay | None, why: str) -> list[str]:
     sentences = []
     attained = facts["attainment"]
     verdict = "held" if attained["observed"] >= attained["target"] else "missed"

@@ -24,7 +24,7 @@ OPTIONAL = ("priority", "tenant", "slo_class")
 MOST_SHOWN = 12
 
 
-class Clock(StrEnum):
+class ArrivalUnit(StrEnum):
     """The unit of a format's arrival column."""
 
     DATE = "a date and time"
@@ -44,7 +44,7 @@ class Format:
     arrival: str
     prompt: str
     output: str
-    clock: Clock
+    clock: ArrivalUnit
     relative: bool = False
     known: tuple[str, ...] = ()
 
@@ -55,18 +55,21 @@ class Format:
 
 
 FORMATS = (
-    Format("azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", Clock.DATE),
+    Format("azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", ArrivalUnit.DATE),
     Format(
-        "burstgpt", "Timestamp", "Request tokens", "Response tokens", Clock.SECONDS,
+        "burstgpt", "Timestamp", "Request tokens", "Response tokens", ArrivalUnit.SECONDS,
         known=("Model", "Total tokens", "Log Type", "Session ID", "Elapsed time"),
     ),
-    Format("mooncake", "timestamp", "input_length", "output_length", Clock.MILLISECONDS, known=("hash_ids",)),
     Format(
-        "vllm-log", "arrival_time", "input_toks", "output_toks", Clock.SECONDS,
+        "mooncake", "timestamp", "input_length", "output_length", ArrivalUnit.MILLISECONDS,
+        known=("hash_ids",),
+    ),
+    Format(
+        "vllm-log", "arrival_time", "input_toks", "output_toks", ArrivalUnit.SECONDS,
         known=("request_id", "queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts"),
     ),
     Format(
-        "plain", "arrival_s", "prompt_tokens", "output_tokens", Clock.SECONDS, relative=True,
+        "plain", "arrival_s", "prompt_tokens", "output_tokens", ArrivalUnit.SECONDS, relative=True,
         known=(
             "request", "worker", "first_token_s", "finish_s", "preemptions", "migrations", "outcome",
             "ttft_s", "tpot_s", "ttft_target_s", "tpot_target_s", "moves", "replays", "model",
@@ -162,7 +165,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
+class TableFile:
     """A file that can be scanned, and the columns it has."""
 
     path: Path
@@ -188,7 +191,7 @@ class Container:
         return frame.with_columns(pl.lit(False).alias("__blank"))
 
 
-def open_container(path: Path) -> Container:
+def open_container(path: Path) -> TableFile:
     """Find what kind of file `path` is, and its columns.
 
     Raises BadInput if it is missing, empty, not a regular file, packed, or none of the three kinds.
@@ -205,12 +208,12 @@ def open_container(path: Path) -> Container:
         raise BadInput(f"{path}: cannot be read: {one_line(error)}") from error
 
 
-def _by_content(path: Path, head: bytes) -> Container:
+def _by_content(path: Path, head: bytes) -> TableFile:
     for magic, packer in PACKED.items():
         if head.startswith(magic):
             raise BadInput(f"{path}: packed with {packer}; unpack it first")
     if head.startswith(b"PAR1"):
-        return Container(
+        return TableFile(
             path, Kind.PARQUET, tuple(pl.scan_parquet(path, glob=False).collect_schema().names())
         )
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -221,14 +224,14 @@ def _by_content(path: Path, head: bytes) -> Container:
     if start.startswith(b"["):
         raise BadInput(f"{path}: a JSON array; expected JSON lines, one object a line")
     if start.startswith(b"{"):
-        return Container(path, Kind.JSONL, _json_columns(path))
+        return TableFile(path, Kind.JSONL, _json_columns(path))
     separator = _separator(start)
     frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
     columns = tuple(frame.collect_schema().names())
     twice = [c for c in columns if "_duplicated_" in c and c.rsplit("_duplicated_", 1)[0] in columns]
     if twice:
         raise BadInput(f"{path}: column {twice[0].rsplit('_duplicated_', 1)[0]!r} stands twice in the header")
-    return Container(path, Kind.CSV, columns, separator)
+    return TableFile(path, Kind.CSV, columns, separator)
 
 
 def _separator(text: bytes) -> str:
@@ -259,7 +262,7 @@ def _json_object(path: Path, number: int, line: bytes) -> dict[str, object]:
     return value
 
 
-def blame(container: Container, error: BaseException) -> BadInput:
+def blame(container: TableFile, error: BaseException) -> BadInput:
     """The first fault of a file that polars could not parse, found by reading it line by line."""
     path = container.path
     try:

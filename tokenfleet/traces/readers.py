@@ -22,7 +22,16 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.workload import Workload
-from tokenfleet.traces.formats import ROW, UNREADABLE, Clock, Container, Match, blame, match, open_container
+from tokenfleet.traces.formats import (
+    ROW,
+    UNREADABLE,
+    ArrivalUnit,
+    Match,
+    TableFile,
+    blame,
+    match,
+    open_container,
+)
 from tokenfleet.traces.trace import Trace
 
 MOST_TOKENS = 100_000_000
@@ -59,7 +68,7 @@ def read_trace(path: str | Path) -> Trace:
     return _in_order(Path(path), form, table)
 
 
-def _numbers(container: Container, form: Match) -> tuple[pl.LazyFrame, list[Rule]]:
+def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule]]:
     """The columns as numbers, a fault column for each rule, blank and empty rows still in."""
     wanted = [form.arrival, form.prompt, form.output, *form.optional.values()]
     raw = container.scan(wanted)
@@ -67,7 +76,7 @@ def _numbers(container: Container, form: Match) -> tuple[pl.LazyFrame, list[Rule
         types = raw.collect_schema()
     except UNREADABLE as error:
         raise blame(container, error) from error
-    dated = form.format.clock is Clock.DATE or types[form.arrival].is_temporal()
+    dated = form.format.clock is ArrivalUnit.DATE or types[form.arrival].is_temporal()
     arrival = _date_ns(form.arrival, types[form.arrival]) if dated else _number(form.arrival)
     late = pl.lit(False) if dated else ~pl.col("arrival").is_between(0, LATEST_S)
     expected = f"a date and time, {DATE_FORM}" if dated else f"{form.format.clock}, not negative"
@@ -113,14 +122,14 @@ def _date_ns(column: str, kind: pl.DataType) -> pl.Expr:
     return pl.coalesce(here, there.dt.replace_time_zone(None)).dt.epoch("ns")
 
 
-def _collect(container: Container, frame: pl.LazyFrame) -> pl.DataFrame:
+def _collect(container: TableFile, frame: pl.LazyFrame) -> pl.DataFrame:
     try:
         return frame.collect(engine="streaming")
     except UNREADABLE as error:
         raise blame(container, error) from error
 
 
-def _first_fault(container: Container, table: pl.DataFrame, rule: Rule, fault: str) -> BadInput:
+def _first_fault(container: TableFile, table: pl.DataFrame, rule: Rule, fault: str) -> BadInput:
     row = int(table.filter(pl.col(fault))[ROW][0])
     raw = container.scan([rule.column]).filter(pl.col(ROW) == row).select(pl.col(rule.column).cast(pl.String))
     value = _collect(container, raw).item()
@@ -176,7 +185,7 @@ def _seconds(form: Match, arrival: NDArray[np.generic]) -> tuple[NDArray[np.floa
     first = arrival.min()
     if np.issubdtype(arrival.dtype, np.integer):  # dates: subtract before floats lose the nanoseconds
         return (arrival - first) / NS, float(first) / NS, 0.0
-    unit_s = 1e-3 if form.format.clock is Clock.MILLISECONDS else 1.0
+    unit_s = 1e-3 if form.format.clock is ArrivalUnit.MILLISECONDS else 1.0
     start_s, span_s = float(first) * unit_s, float(arrival.max() - first) * unit_s
     clock_start_s = start_s if start_s > EPOCH_S else None
     if form.format.relative and start_s <= span_s:

@@ -37,7 +37,7 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class ThirdsRatio:
     """The last third of a trace's time over its first, as ratios (1 = no drift); nan where undefined."""
 
     rate: float
@@ -65,7 +65,7 @@ class Shape:
     rates_rps: NDArray[np.float64]
     prompt: Tail
     output: Tail
-    drift: Drift
+    drift: ThirdsRatio
     half_width: float
     requests_needed: int
 
@@ -145,14 +145,14 @@ def _tail(tokens: NDArray[np.int64]) -> Tail:
     return Tail(float(tokens.mean()), float(p50), float(p95), float(p99), int(tokens.max()))
 
 
-def _drift(workload: Workload) -> Drift:
+def _drift(workload: Workload) -> ThirdsRatio:
     third_s = workload.duration_s / 3
     start_s = workload.arrival_s[0]
     early = workload.arrival_s < start_s + third_s
     late = workload.arrival_s >= start_s + 2 * third_s
     if third_s <= 0 or not early.any():
-        return Drift(math.nan, math.nan, math.nan)
-    return Drift(
+        return ThirdsRatio(math.nan, math.nan, math.nan)
+    return ThirdsRatio(
         rate=float(late.sum() / early.sum()),
         prompt_tokens=float(workload.prompt_tokens[late].mean() / workload.prompt_tokens[early].mean()),
         output_tokens=float(workload.output_tokens[late].mean() / workload.output_tokens[early].mean()),

@@ -44,7 +44,7 @@ from dataplane.live.gateway.placement import LeastLoaded, Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings
 from dataplane.live.gateway.waiting_room import WaitingSettings
 from dataplane.live.migration.move import MoveBudget
-from dataplane.live.pool.pool import Cluster, Host
+from dataplane.live.pool.pool import Host, WorkerPool
 from dataplane.live.pool.worker_kinds import Kinds
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         core.predict_anew = history.expected_tokens
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
-        cluster = Cluster(host, core, events, settings.max_workers, settings.kinds)
+        cluster = WorkerPool(host, core, events, settings.max_workers, settings.kinds)
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
         await cluster.start()

@@ -20,7 +20,7 @@ from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.migration.move import Move
-from dataplane.live.pool.pool import Cluster, Member
+from dataplane.live.pool.pool import Member, WorkerPool
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
@@ -45,7 +45,7 @@ class Operations:
         self,
         facts: FleetFacts,
         core: FleetCore,
-        cluster: Cluster,
+        cluster: WorkerPool,
         metrics: Metrics,
         events: EventLog,
         arrived: DemandCount,

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.refit import Drift, Refit
+from controlplane.perfmodel.refit import Refit, StepTimeChange
 from controlplane.perfmodel.step import StepModel, coefficients
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import Telemetry
@@ -79,7 +79,7 @@ class KindTimes:
             ratio = min(max(load.step_s / expected_s, before / 2), before * 2)
             self._factors[load.worker] = before + (ratio - before) / WORKER_STEPS
 
-    def _announce(self, drift: Drift) -> None:
+    def _announce(self, drift: StepTimeChange) -> None:
         way = "slower" if drift.ratio > 1 else "faster"
         self._events.record(
             time.time(),

@@ -39,7 +39,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class StepOutput:
     """One output: a token (None when a segment ends without), and why it ended."""
 
     segment: Segment
@@ -164,7 +164,7 @@ class Batch:
         step.jobs = orders.jobs
         return step
 
-    def finish(self, step: PlannedStep, now_s: float) -> list[Made]:
+    def finish(self, step: PlannedStep, now_s: float) -> list[StepOutput]:
         """Advance every segment that the step carried; those aborted meanwhile get no token."""
         outputs = []
         for segment, chunk in step.chunks:
@@ -189,13 +189,13 @@ class Batch:
         bisect.insort(self._waiting, segment, key=lambda s: s.rank)
         return False
 
-    def failed(self, name: str, now_s: float) -> Made | None:
+    def failed(self, name: str, now_s: float) -> StepOutput | None:
         """A load failed: its segment ends in an error, as vLLM's does under `kv_load_failure_policy=fail`."""
         segment = self._loading.pop(name, None) or self._segments.get(name)
         if segment is None:
             return None
         self._end(segment, now_s, failed=True)
-        return Made(segment, None, FinishReason.ERROR, segment.produced == 0)
+        return StepOutput(segment, None, FinishReason.ERROR, segment.produced == 0)
 
     def _carry(self, step: PlannedStep, segment: Segment, chunk: int) -> None:
         step.chunks.append((segment, chunk))
@@ -206,7 +206,7 @@ class Batch:
             step.prefill_tokens += chunk
             step.prefill_sum_sq += (segment.computed + chunk) ** 2 - segment.computed**2
 
-    def _produce(self, segment: Segment, now_s: float) -> Made:
+    def _produce(self, segment: Segment, now_s: float) -> StepOutput:
         params = segment.params
         token = self._noise.token(segment.state)
         produced = segment.produced + 1
@@ -223,7 +223,7 @@ class Batch:
             finish = FinishReason.LENGTH
         if finish is not None:
             self._end(segment, now_s)
-        return Made(segment, token, finish, is_first)
+        return StepOutput(segment, token, finish, is_first)
 
     # KV
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
-from dataplane.live.emulated.batch import Batch, Made, PlannedStep
+from dataplane.live.emulated.batch import Batch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
-from dataplane.live.engine_api.link import Event, Lost, Outputs, Refused, WorkerInfo
+from dataplane.live.engine_api.link import Event, Lost, Outputs, SegmentRefused, WorkerInfo
 from dataplane.live.engine_api.step_trace import Step, StepTrace
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -114,7 +114,7 @@ class EmulatedEngine:
         if self._lost is not None:
             return
         if len(self.batch) >= 4 * self._info.max_seqs and not request.abort_immediately:
-            await self._events.put(Refused(request.request_id, "its queue is full"))
+            await self._events.put(SegmentRefused(request.request_id, "its queue is full"))
             return
         is_leased = self.batch.add(request, time.monotonic())
         if is_leased is not None:
@@ -213,7 +213,7 @@ class EmulatedEngine:
         output = self.batch.failed(job.segment, time.monotonic())
         return [] if output is None else [self._output(output)]
 
-    def _output(self, made: Made) -> EngineCoreOutput:
+    def _output(self, made: StepOutput) -> EngineCoreOutput:
         segment = made.segment
         output = EngineCoreOutput(segment.id, [] if made.token is None else [made.token])
         output.finish_reason = made.finish

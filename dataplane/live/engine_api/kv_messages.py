@@ -53,7 +53,7 @@ UNBOUND = Pace()
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class KvLoad:
     """Take KV of positions [0, tokens) of `segment` from the rank servers at `addresses`.
 
     `inline`: load inside the step that admits the request (short tails), not between steps. `pace` is for
@@ -71,7 +71,7 @@ class Load:
 class Transfer:
     """What a segment asks of the connector when it is admitted, and when it ends."""
 
-    load: Load | None = None
+    load: KvLoad | None = None
     hold: bool = False
     drop: tuple[str, ...] = ()
 
@@ -106,7 +106,7 @@ def message_from(params: dict[str, Any] | None) -> Transfer | Control:
     load = None
     if "load" in body:
         addresses, segment, tokens, inline, pace = body["load"]
-        load = Load(tuple(addresses), segment, tokens, inline, Pace(*pace))
+        load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace))
     return Transfer(load, body["hold"], tuple(body["drop"]))
 
 

@@ -87,7 +87,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class SegmentRefused:
     """A worker would not take a segment (its queue is full, or the request cannot be read)."""
 
     segment: str
@@ -101,7 +101,7 @@ class Lost:
     reason: str
 
 
-Event = Outputs | Telemetry | Refused | Lost
+Event = Outputs | Telemetry | SegmentRefused | Lost
 
 
 class EngineLink(Protocol):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 
-from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, Load, Transfer, params_from
+from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, KvLoad, Transfer, params_from
 from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
 
@@ -103,7 +103,7 @@ def loader_request(
     request: EngineCoreRequest,
     output_token_ids: Sequence[int],
     segment: str,
-    load: Load,
+    load: KvLoad,
     drop: tuple[str, ...],
 ) -> EngineCoreRequest:
     """A request that brings `load.tokens` tokens of KV to an engine and holds them.

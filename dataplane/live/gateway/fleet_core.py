@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
-from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, Refused, Telemetry
+from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Telemetry
 from dataplane.live.engine_api.segment import obstacle_to_replay, segment_request
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreClient,
@@ -243,7 +243,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 for take in self.on_step:
                     take(event)
                 self._admission.look()
-            elif isinstance(event, Refused):
+            elif isinstance(event, SegmentRefused):
                 tracked = self.requests.listening_to(event.segment)
                 if tracked is not None:
                     self._replay(tracked, f"{at.worker} refused it: {event.reason}")

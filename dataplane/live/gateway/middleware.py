@@ -48,7 +48,7 @@ class DoorPolicy:
     closing: str = ""
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """The door's own answer to a request: an HTTP status and an error in OpenAI's shape."""
 
     def __init__(
@@ -84,12 +84,12 @@ def slo_from_headers(headers: dict[str, str], default: Slo) -> Slo:
     return Slo(target_s(TTFT_HEADERS, default.ttft_s), target_s(TPOT_HEADERS, default.tpot_s))
 
 
-def _bad_header(name: str, expected: str, value: str) -> Refused:
-    return Refused(400, "invalid_request_error", "invalid_header", f"{name}: {expected}, got {value[:40]!r}")
+def _bad_header(name: str, expected: str, value: str) -> Refusal:
+    return Refusal(400, "invalid_request_error", "invalid_header", f"{name}: {expected}, got {value[:40]!r}")
 
 
-def _too_busy(kind: str, message: str, wait_s: float) -> Refused:
-    return Refused(429, kind, "rate_limit_exceeded", message, max(1, int(wait_s + 0.999)))
+def _too_busy(kind: str, message: str, wait_s: float) -> Refusal:
+    return Refusal(429, kind, "rate_limit_exceeded", message, max(1, int(wait_s + 0.999)))
 
 
 class FrontDoor:
@@ -114,7 +114,7 @@ class FrontDoor:
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
         try:
             ticket = _admit(policy, scope, headers, request_id)
-        except Refused as refusal:
+        except Refusal as refusal:
             if refusal.status == 429:
                 policy.metrics.requests.labels("rate_limited", "any").inc()
             await _answer(refusal, request_id, send)
@@ -137,17 +137,17 @@ def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_
     path, method = scope["path"], scope["method"]
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
     if key is None and path not in OPEN_PATHS and method != "OPTIONS":
-        raise Refused(401, "invalid_request_error", "invalid_api_key", "the API key is missing or wrong")
+        raise Refusal(401, "invalid_request_error", "invalid_api_key", "the API key is missing or wrong")
     name = key.name if key else "anyone"
     if method != "POST" or key is None:
         return Ticket(request_id, name, policy.default_slo, PRIORITIES["normal"])
     if policy.closing:
-        raise Refused(503, "service_unavailable", "shutting_down", policy.closing, 5)
+        raise Refusal(503, "service_unavailable", "shutting_down", policy.closing, 5)
     if (
         headers.get("content-length", "0").isdigit()
         and int(headers.get("content-length", 0)) > MAX_BODY_BYTES
     ):
-        raise Refused(
+        raise Refusal(
             413, "invalid_request_error", "too_large", f"the body must be at most {MAX_BODY_BYTES} bytes"
         )
     slo = key.bounds.bounded(slo_from_headers(headers, policy.default_slo))
@@ -239,7 +239,7 @@ class _Reply:
         return own
 
 
-async def _answer(refusal: Refused, request_id: str, send: Send) -> None:
+async def _answer(refusal: Refusal, request_id: str, send: Send) -> None:
     body = refusal.body()
     headers = [
         (b"content-type", b"application/json"),

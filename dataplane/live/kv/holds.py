@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dataplane.live.engine_api.kv_messages import Load, Transfer
+from dataplane.live.engine_api.kv_messages import KvLoad, Transfer
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class LoadJob:
     """A load with its blocks allocated: `blocks` are the target's, from block `first` on."""
 
     segment: str
-    load: Load
+    load: KvLoad
     first: int
     blocks: list[int]
 

@@ -1,4 +1,4 @@
-"""A fleet without a gateway, for measurements and tests: the duties of `Fleet` in a move, and token streams.
+"""A fleet without a gateway, for measurements and tests: FleetCore's duties in a move, and token streams.
 
 There is no placement, no HTTP and no replay: a request is started on the worker that the caller names.
 `Stream.tokens` is what a client would see, with the time of each token.
@@ -15,7 +15,7 @@ from typing import Any
 
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
-from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, Refused, Telemetry
+from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Telemetry
 from dataplane.live.engine_api.segment import segment_request
 from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, FinishReason, SamplingParams
 from dataplane.live.migration.coordinator import Migrations
@@ -137,7 +137,7 @@ class BareFleet:
             if isinstance(event, Outputs):
                 for output in event.batch.outputs:
                     self._take(output)
-            elif isinstance(event, Refused):
+            elif isinstance(event, SegmentRefused):
                 self.refused[event.segment] = event.reason
             elif isinstance(event, Telemetry):
                 self.telemetry[event.worker] = event

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from controlplane.migration.protocol import CLOSED, Happened, Stage
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Control, Load, Transfer
+from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Control, KvLoad, Transfer
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo
 from dataplane.live.engine_api.segment import control_request, loader_request, obstacle_to_move
 from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -38,7 +38,7 @@ LOOK_S = 0.1  # how often a waiting copy looks whether both sides are still ther
 REMEMBERED_MOVES = 1000
 
 
-class Fleet(Protocol):
+class MovableFleet(Protocol):
     """What a move needs of FleetCore; the package docstring states each duty."""
 
     def running(self, request: RequestId) -> Running | None: ...
@@ -61,7 +61,7 @@ class RequestEnded(Exception):
 class Migrations:
     """The moves of one gateway's requests: those open, and the last ones closed."""
 
-    def __init__(self, fleet: Fleet, budget: MoveBudget) -> None:
+    def __init__(self, fleet: MovableFleet, budget: MoveBudget) -> None:
         self._fleet = fleet
         self._budget = budget
         # Several gateways may move requests to and from one worker; their ids must differ there.
@@ -203,7 +203,7 @@ class Migrations:
         # A short tail is loaded in the step that resumes; a long one would stop every other request of
         # the target for as long as it travels.
         inline = move.tail_tokens <= 4 * info.block_tokens
-        load = Load(info.kv_addresses, running.segment, tokens, inline)
+        load = KvLoad(info.kv_addresses, running.segment, tokens, inline)
         return Transfer(load, drop=() if loader is None else (loader,))
 
     async def _cut_over(self, move: Move, running: Running, transfer: Transfer) -> bool:
@@ -228,7 +228,7 @@ class Migrations:
         name = f"{move.id}-{len(move.stages)}"
         source = self._info(running.worker)
         pace = self._budget.pace(tokens * source.kv_bytes_per_token)
-        load = Load(source.kv_addresses, running.segment, tokens, pace=pace)
+        load = KvLoad(source.kv_addresses, running.segment, tokens, pace=pace)
         drop = () if previous is None else (previous,)
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
         try:

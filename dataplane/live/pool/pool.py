@@ -65,7 +65,7 @@ class Member:
     is_stopping: bool = False  # drained, and past being taken back
 
 
-class Cluster:
+class WorkerPool:
     """Keeps the wanted number of workers of each kind running behind one FleetCore."""
 
     def __init__(

@@ -36,7 +36,7 @@ from dataplane.live.engine_api.vllm_surface import (
 )
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
-from dataplane.live.worker.guests import Guest, Guests
+from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
@@ -76,7 +76,7 @@ class Worker:
         self._socket.setsockopt(SocketOption.SNDHWM, wire.QUEUED_BATCHES)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._info = worker_info(self._worker, self._core, f"tcp://{host}:{port}", door, os.getpid())
-        self._guests = Guests(self._socket, self._core.abort_requests_async)
+        self._peers = GatewayPeers(self._socket, self._core.abort_requests_async)
         self._trace = StepTrace(self._worker, self._info.kv_blocks)
         self._told_s = 0.0
         self._tasks = [self._spawn(work) for work in (self._listen, self._pump, self._beat)]
@@ -103,8 +103,8 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if hasattr(self, "_guests"):
-            await self._guests.dismiss_all("the worker was stopped")
+        if hasattr(self, "_peers"):
+            await self._peers.dismiss_all("the worker was stopped")
             self._context.destroy(linger=LINGER_MS)
         if hasattr(self, "_core"):
             await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
@@ -124,7 +124,7 @@ class Worker:
 
     async def _end(self, reason: str) -> None:
         self._lost = self._lost or reason
-        await self._guests.dismiss_all(self._lost)
+        await self._peers.dismiss_all(self._lost)
         if self._core.resources.engine_dead:
             unlink(self._shared)  # killed processes leave it behind
 
@@ -137,16 +137,16 @@ class Worker:
             if kind == wire.HELLO:
                 await self._greet(name, frames)
                 continue
-            guest = self._guests.get(name)
-            if guest is None:
+            peer = self._peers.get(name)
+            if peer is None:
                 continue  # never greeted, or dropped; it has been told
-            guest.heard_s = time.monotonic()
+            peer.heard_s = time.monotonic()
             if kind == wire.ADD:
-                await self._add(guest, decoder, frames)
+                await self._add(peer, decoder, frames)
             elif kind == wire.ABORT:
-                await self._guests.abort(guest, wire.unpack(frames[0].bytes))
+                await self._peers.abort(peer, wire.unpack(frames[0].bytes))
             elif kind == wire.BYE:
-                await self._guests.drop(guest, "")
+                await self._peers.drop(peer, "")
 
     async def _greet(self, name: bytes, frames: Sequence[Any]) -> None:
         try:
@@ -162,23 +162,23 @@ class Worker:
                 f"it runs vllm {vllm_version}, wire {wire.WIRE_VERSION}; this gateway {theirs}, {version}"
             )
         else:
-            await self._guests.welcome(name, wire.pack(asdict(self._info)))
+            await self._peers.welcome(name, wire.pack(asdict(self._info)))
             return
         await self._socket.send_multipart([name, wire.LOST, wire.pack(refusal)])
 
-    async def _add(self, guest: Guest, decoder: MsgpackDecoder, frames: Sequence[Any]) -> None:
+    async def _add(self, peer: GatewayPeer, decoder: MsgpackDecoder, frames: Sequence[Any]) -> None:
         segment = wire.unpack(frames[0].bytes)
         try:
             request = decoder.decode(frames[1:])
         except Exception as error:  # whatever a codec may raise on a frame that is not a request
-            guest.offer([wire.REFUSED, wire.pack([segment, f"it cannot be read: {error}"])])
+            peer.offer([wire.REFUSED, wire.pack([segment, f"it cannot be read: {error}"])])
             return
-        if len(self._guests) >= 4 * self._info.max_seqs and not request.abort_immediately:
-            guest.offer([wire.REFUSED, wire.pack([segment, "its queue is full"])])
+        if len(self._peers) >= 4 * self._info.max_seqs and not request.abort_immediately:
+            peer.offer([wire.REFUSED, wire.pack([segment, "its queue is full"])])
             return
         message = message_of(request)
         if not (isinstance(message, Control) and message.verb == "release"):
-            self._guests.admit(guest, segment)  # an output will come for it
+            self._peers.admit(peer, segment)  # an output will come for it
         await self._core.add_request_async(request)
 
     async def _pump(self) -> None:
@@ -192,7 +192,7 @@ class Worker:
                 did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
                 stats.kv_connector_stats = None  # ours; read just now
             if did_something:  # an engine that holds KV steps on without work, a thousand times a second
-                await self._guests.deliver(batch)
+                await self._peers.deliver(batch)
 
     def _observe(self, stats: Any, ended_s: float) -> bool:
         """Take a step's statistics in; return whether it computed anything."""
@@ -212,16 +212,16 @@ class Worker:
 
     def _tell_load(self, now_s: float) -> None:
         self._told_s = now_s
-        self._guests.offer_all([wire.LOAD, wire.pack(asdict(self._trace.telemetry(now_s)))])
+        self._peers.offer_all([wire.LOAD, wire.pack(asdict(self._trace.telemetry(now_s)))])
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(wire.ALIVE_EVERY_S)
             now_s = time.monotonic()
             self._tell_load(now_s)
-            for guest in self._guests.silent(now_s):
-                log.warning("gateway %s fell silent; its requests are aborted", guest.name.hex())
-                await self._guests.drop(guest, "silent for too long")
+            for peer in self._peers.silent(now_s):
+                log.warning("gateway %s fell silent; its requests are aborted", peer.name.hex())
+                await self._peers.drop(peer, "silent for too long")
 
 
 def _answer(segment: str, answer: str) -> EngineCoreOutput:

@@ -13,7 +13,7 @@ from zmq.constants import SocketOption, SocketType
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import wire
-from dataplane.live.engine_api.link import Event, Lost, Outputs, Refused, Telemetry, WorkerInfo
+from dataplane.live.engine_api.link import Event, Lost, Outputs, SegmentRefused, Telemetry, WorkerInfo
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -121,7 +121,7 @@ class WorkerLink:
             return wire.noun_from(frames[0].bytes, Telemetry)
         if kind == wire.REFUSED:
             segment, reason = wire.unpack(frames[0].bytes)
-            return Refused(segment, reason)
+            return SegmentRefused(segment, reason)
         if kind == wire.LOST:
             return Lost(wire.unpack(frames[0].bytes))
         return None

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
-from tokenfleet.compare.http_overhead import Steps, learned_overheads_s, read_steps
+from tokenfleet.compare.http_overhead import FleetSteps, learned_overheads_s, read_steps
 
 HEADER = "prefill_tokens,sequences,context_tokens,step_s,prefill_sum_sq,worker,at_s\n"
 
 
-def steps(*rows: tuple[float, float, int, str]) -> Steps:
+def steps(*rows: tuple[float, float, int, str]) -> FleetSteps:
     """Rows of (end_s, step_s, prefill_tokens, worker)."""
     end, lasted, tokens, worker = zip(*sorted(rows), strict=True)
-    return Steps(np.array(end), np.array(lasted), np.array(tokens, float), np.array(worker))
+    return FleetSteps(np.array(end), np.array(lasted), np.array(tokens, float), np.array(worker))
 
 
-def learned(ttft_s: float, fleet: Steps, tokens: int = 100) -> list[float]:
+def learned(ttft_s: float, fleet: FleetSteps, tokens: int = 100) -> list[float]:
     """The hops of one request sent at 10 s."""
     found = learned_overheads_s(np.array([10.0]), np.array([tokens]), np.array([ttft_s]), fleet)
     return [round(float(way_s), 6) for way_s in found]

@@ -74,7 +74,7 @@ def test_a_composed_profile_says_what_it_is_made_of(
 def test_what_there_are_no_tables_for_is_refused(
     model: str, gpu: str, tp: int, error: type[Exception], says: str
 ) -> None:
-    from tokenfleet.profiles.predict import Asked, predicted_profile
+    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
     with pytest.raises(error, match=says):
-        predicted_profile(Asked(model, gpu, tp, 0.001), date(2026, 1, 1))
+        predicted_profile(PredictedWorker(model, gpu, tp, 0.001), date(2026, 1, 1))

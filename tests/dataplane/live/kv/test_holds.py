@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.live.engine_api.kv_messages import Control, Load, Pace, Transfer, message_from, params_from
+from dataplane.live.engine_api.kv_messages import Control, KvLoad, Pace, Transfer, message_from, params_from
 from dataplane.live.kv.holds import Holds
 
-LOADER = Transfer(Load(("somewhere",), "source", 64), hold=True)
+LOADER = Transfer(KvLoad(("somewhere",), "source", 64), hold=True)
 PLAIN = Transfer()
 
 
@@ -87,7 +87,7 @@ def test_a_resting_loader_that_is_aborted_frees_its_blocks_once():
 
 def test_only_a_loader_rests_and_only_once():
     holds = Holds(16)
-    plain = Transfer(Load(("a",), "source", 64))
+    plain = Transfer(KvLoad(("a",), "source", 64))
     holds.admitted("plain", plain, range(4), 64)
     assert not holds.arrived("plain", 0.0)
     resting(holds)
@@ -148,7 +148,7 @@ def test_a_table_is_told_again_only_when_it_has_grown():
 )
 def test_only_what_the_cache_lacks_is_loaded(cached, first, blocks):
     holds = Holds(16)
-    transfer = Transfer(Load(("a",), "source", 70))
+    transfer = Transfer(KvLoad(("a",), "source", 70))
     tokens = holds.tokens_to_load("s", transfer, cached)
     assert tokens == 70 - cached
     holds.admitted("s", transfer, range(5), tokens)
@@ -158,7 +158,7 @@ def test_only_what_the_cache_lacks_is_loaded(cached, first, blocks):
 
 def test_a_segment_loads_once_and_recomputes_after_a_preemption():
     holds = Holds(16)
-    transfer = Transfer(Load(("a",), "source", 64))
+    transfer = Transfer(KvLoad(("a",), "source", 64))
     holds.admitted("s", transfer, range(4), holds.tokens_to_load("s", transfer, 0))
     assert holds.tokens_to_load("s", transfer, 0) == 0
 
@@ -225,7 +225,7 @@ def test_blocks_used_and_free_always_add_up(events):
             st.one_of(
                 st.none(),
                 st.builds(
-                    Load,
+                    KvLoad,
                     st.lists(st.text()).map(tuple),
                     st.text(),
                     st.integers(0, 10**6),

@@ -27,7 +27,7 @@ CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class PlanReplay:
     """Latencies (seconds) and attainment of the replay, and the step times that would have been right.
 
     With decode and prefill `decode` and `prefill` times as long as the profile says, mean TPOT and median
@@ -42,7 +42,7 @@ class Replayed:
     left: tuple[float, float]
 
 
-def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> Replayed:
+def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanReplay:
     """Replay the requests of `rows` (history_files.SCHEMA; all with tokens) on the plan's fleet.
 
     `own_profiles` are the texts of those the plan was made with, empty for the library's. Raises BadInput
@@ -74,7 +74,7 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> Repla
         decode, prefill = _bounded(decode * left[0]), _bounded(prefill * left[1])
         found = outcome(decode, prefill)
     left = (observed_tpot_s / np.nanmean(found.tpot_s), observed_ttft_s / np.nanmedian(found.ttft_s))
-    return Replayed(
+    return PlanReplay(
         first.ttft_s, first.tpot_s, first.attainment, decode, prefill, (float(left[0]), float(left[1]))
     )
 

@@ -23,7 +23,7 @@ Frames = Sequence[Any]
 RETRY_S = 0.005
 
 
-class Guest:
+class GatewayPeer:
     """One connected gateway."""
 
     def __init__(self, name: bytes, socket: Any) -> None:
@@ -35,7 +35,7 @@ class Guest:
         self.sender = asyncio.get_running_loop().create_task(self._send(socket))
 
     def offer(self, frames: Frames) -> None:
-        """Queue a message; a full queue marks the guest as overrun."""
+        """Queue a message; a full queue marks the peer as overrun."""
         try:
             self._queue.put_nowait(frames)
         except asyncio.QueueFull:
@@ -52,7 +52,7 @@ class Guest:
                 return
 
     async def _put(self, socket: Any, frames: Frames) -> None:
-        """Hand a message to ZMQ; never waits inside the socket, where one slow guest would stop them all."""
+        """Hand a message to ZMQ; never waits inside the socket, where one slow peer would stop them all."""
         while True:
             try:
                 await socket.send_multipart([self.name, *frames], flags=Flag.DONTWAIT, copy=False)
@@ -61,86 +61,86 @@ class Guest:
                 await asyncio.sleep(RETRY_S)
 
 
-class Guests:
+class GatewayPeers:
     """All connected gateways of one worker."""
 
     def __init__(self, socket: Any, abort: Callable[[list[str]], Awaitable[None]]) -> None:
         self._socket = socket
         self._abort = abort
-        self._guests: dict[bytes, Guest] = {}
-        self._owner: dict[str, Guest] = {}
+        self._peers: dict[bytes, GatewayPeer] = {}
+        self._owner: dict[str, GatewayPeer] = {}
         self._encoder = MsgpackEncoder()
 
     def __len__(self) -> int:
         """Segments under way."""
         return len(self._owner)
 
-    def get(self, name: bytes) -> Guest | None:
-        return self._guests.get(name)
+    def get(self, name: bytes) -> GatewayPeer | None:
+        return self._peers.get(name)
 
     async def welcome(self, name: bytes, info: bytes) -> None:
         """Connect a gateway."""
-        if name not in self._guests:
-            self._guests[name] = Guest(name, self._socket)
-        self._guests[name].offer([wire.WELCOME, info])
+        if name not in self._peers:
+            self._peers[name] = GatewayPeer(name, self._socket)
+        self._peers[name].offer([wire.WELCOME, info])
 
-    def admit(self, guest: Guest, segment: str) -> None:
+    def admit(self, peer: GatewayPeer, segment: str) -> None:
         """Register a segment as this gateway's."""
-        self._owner[segment] = guest
-        guest.segments.add(segment)
+        self._owner[segment] = peer
+        peer.segments.add(segment)
 
-    async def abort(self, guest: Guest, segments: Iterable[str]) -> None:
+    async def abort(self, peer: GatewayPeer, segments: Iterable[str]) -> None:
         """End the segments that belong to this gateway; those of others are left alone."""
-        mine = [s for s in segments if s in guest.segments]
+        mine = [s for s in segments if s in peer.segments]
         for segment in mine:
-            self._forget(guest, segment)
+            self._forget(peer, segment)
         if mine:
             await self._abort(mine)
 
     async def deliver(self, batch: EngineCoreOutputs) -> None:
         """Queue a step's outputs for the gateways of their segments, and its statistics for all."""
-        outputs: dict[Guest, list[Any]] = {}
+        outputs: dict[GatewayPeer, list[Any]] = {}
         for output in batch.outputs:
-            guest = self._owner.get(output.request_id)
-            if guest is None:
+            peer = self._owner.get(output.request_id)
+            if peer is None:
                 continue  # aborted, or its gateway left
-            outputs.setdefault(guest, []).append(output)
+            outputs.setdefault(peer, []).append(output)
             if output.finish_reason is not None:
-                self._forget(guest, output.request_id)
-        for guest in tuple(self._guests.values()):
-            batch.outputs = outputs.get(guest, [])
+                self._forget(peer, output.request_id)
+        for peer in tuple(self._peers.values()):
+            batch.outputs = outputs.get(peer, [])
             if batch.outputs or batch.scheduler_stats is not None:
-                guest.offer([wire.OUTPUTS, *self._encoder.encode(batch)])
-            if guest.overrun:
-                await self.drop(guest, "it did not take its outputs in time")
+                peer.offer([wire.OUTPUTS, *self._encoder.encode(batch)])
+            if peer.overrun:
+                await self.drop(peer, "it did not take its outputs in time")
 
     def offer_all(self, frames: Frames) -> None:
         """Queue a message for every gateway."""
-        for guest in self._guests.values():
-            guest.offer(frames)
+        for peer in self._peers.values():
+            peer.offer(frames)
 
-    def silent(self, now_s: float) -> list[Guest]:
+    def silent(self, now_s: float) -> list[GatewayPeer]:
         """Gateways not heard of for too long."""
-        return [g for g in self._guests.values() if now_s - g.heard_s > wire.SILENCE_S]
+        return [g for g in self._peers.values() if now_s - g.heard_s > wire.SILENCE_S]
 
-    async def drop(self, guest: Guest, reason: str) -> None:
+    async def drop(self, peer: GatewayPeer, reason: str) -> None:
         """Disconnect a gateway and end its segments; an empty reason means that it closed the link."""
-        self._guests.pop(guest.name, None)
-        guest.sender.cancel()
-        await self.abort(guest, tuple(guest.segments))
+        self._peers.pop(peer.name, None)
+        peer.sender.cancel()
+        await self.abort(peer, tuple(peer.segments))
         if reason:
             try:
                 await asyncio.wait_for(
-                    self._socket.send_multipart([guest.name, wire.LOST, wire.pack(reason)]), 0.5
+                    self._socket.send_multipart([peer.name, wire.LOST, wire.pack(reason)]), 0.5
                 )
             except (ZMQError, TimeoutError):
-                log.info("gateway %s could not be told: %s", guest.name.hex(), reason)
+                log.info("gateway %s could not be told: %s", peer.name.hex(), reason)
 
     async def dismiss_all(self, reason: str) -> None:
         """Disconnect every gateway."""
-        for guest in tuple(self._guests.values()):
-            await self.drop(guest, reason)
+        for peer in tuple(self._peers.values()):
+            await self.drop(peer, reason)
 
-    def _forget(self, guest: Guest, segment: str) -> None:
-        guest.segments.discard(segment)
+    def _forget(self, peer: GatewayPeer, segment: str) -> None:
+        peer.segments.discard(segment)
         self._owner.pop(segment, None)

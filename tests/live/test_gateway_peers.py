@@ -14,7 +14,7 @@ from dataplane.live.engine_api.vllm_surface import (
     MsgpackDecoder,
     SchedulerStats,
 )
-from dataplane.live.worker.guests import Guests
+from dataplane.live.worker.gateway_peers import GatewayPeers
 
 pytestmark = pytest.mark.live
 
@@ -48,11 +48,11 @@ def run(story):
         async def abort(segments):
             aborted.extend(segments)
 
-        guests = Guests(socket, abort)
-        await guests.welcome(b"g", b"info")
-        await guests.welcome(b"h", b"info")
-        await story(guests, socket, aborted)
-        await guests.dismiss_all("the end")
+        peers = GatewayPeers(socket, abort)
+        await peers.welcome(b"g", b"info")
+        await peers.welcome(b"h", b"info")
+        await story(peers, socket, aborted)
+        await peers.dismiss_all("the end")
 
     asyncio.run(play())
 
@@ -70,10 +70,10 @@ async def breathe():
 
 
 def test_each_gateway_gets_the_outputs_of_its_own_segments():
-    async def story(guests, socket, aborted):
-        guests.admit(guests.get(b"g"), "mine")
-        guests.admit(guests.get(b"h"), "yours")
-        await guests.deliver(batch("mine", "yours", "nobody's"))
+    async def story(peers, socket, aborted):
+        peers.admit(peers.get(b"g"), "mine")
+        peers.admit(peers.get(b"h"), "yours")
+        await peers.deliver(batch("mine", "yours", "nobody's"))
         await breathe()
         assert (socket.outputs(b"g"), socket.outputs(b"h")) == (["mine"], ["yours"])
 
@@ -81,32 +81,32 @@ def test_each_gateway_gets_the_outputs_of_its_own_segments():
 
 
 def test_an_ended_segment_is_forgotten():
-    async def story(guests, socket, aborted):
-        guests.admit(guests.get(b"g"), "mine")
-        await guests.deliver(batch("mine", finish=FinishReason.LENGTH))
-        assert len(guests) == 0
+    async def story(peers, socket, aborted):
+        peers.admit(peers.get(b"g"), "mine")
+        await peers.deliver(batch("mine", finish=FinishReason.LENGTH))
+        assert len(peers) == 0
 
     run(story)
 
 
 def test_a_gateway_cannot_end_anothers_segment():
-    async def story(guests, socket, aborted):
-        guests.admit(guests.get(b"g"), "mine")
-        await guests.abort(guests.get(b"h"), ["mine"])
-        assert (aborted, len(guests)) == ([], 1)
+    async def story(peers, socket, aborted):
+        peers.admit(peers.get(b"g"), "mine")
+        await peers.abort(peers.get(b"h"), ["mine"])
+        assert (aborted, len(peers)) == ([], 1)
 
     run(story)
 
 
 def test_a_gateway_that_takes_nothing_is_dropped_and_the_other_goes_on():
-    async def story(guests, socket, aborted):
+    async def story(peers, socket, aborted):
         socket.stuck.add(b"g")
-        guests.admit(guests.get(b"g"), "mine")
-        guests.admit(guests.get(b"h"), "yours")
+        peers.admit(peers.get(b"g"), "mine")
+        peers.admit(peers.get(b"h"), "yours")
         for _ in range(wire.QUEUED_BATCHES + 2):
-            await guests.deliver(batch("mine", "yours"))
+            await peers.deliver(batch("mine", "yours"))
             await breathe()
-        assert guests.get(b"g") is None
+        assert peers.get(b"g") is None
         assert aborted == ["mine"]
         assert len(socket.outputs(b"h")) == wire.QUEUED_BATCHES + 2
 
@@ -114,23 +114,23 @@ def test_a_gateway_that_takes_nothing_is_dropped_and_the_other_goes_on():
 
 
 def test_a_gateway_that_cannot_be_routed_to_is_dropped_with_its_segments():
-    async def story(guests, socket, aborted):
+    async def story(peers, socket, aborted):
         socket.gone.add(b"g")
-        guests.admit(guests.get(b"g"), "mine")
+        peers.admit(peers.get(b"g"), "mine")
         await breathe()
-        await guests.deliver(batch("mine"))
+        await peers.deliver(batch("mine"))
         await breathe()
-        await guests.deliver(batch("mine"))
-        assert guests.get(b"g") is None
+        await peers.deliver(batch("mine"))
+        assert peers.get(b"g") is None
         assert aborted == ["mine"]
 
     run(story)
 
 
 def test_silence_is_noticed():
-    async def story(guests, socket, aborted):
-        guest = guests.get(b"g")
-        assert guests.silent(guest.heard_s + wire.SILENCE_S) == []
-        assert guest in guests.silent(guest.heard_s + wire.SILENCE_S + 0.1)
+    async def story(peers, socket, aborted):
+        peer = peers.get(b"g")
+        assert peers.silent(peer.heard_s + wire.SILENCE_S) == []
+        assert peer in peers.silent(peer.heard_s + wire.SILENCE_S + 0.1)
 
     run(story)
