@@ -89,7 +89,7 @@ def fork(data: Path, since: str, now_s: float, into: Path) -> Fork:
 
 
 def recent(data: Path, since: str, asked_s: float, now_s: float) -> pl.DataFrame:
-    """The rows of history of one model (history_files.SCHEMA). Raises BadInput, also for none at all."""
+    """The rows of history of one model (history.files.SCHEMA). Raises BadInput, also for none at all."""
     folder = data / "history"
     if not folder.is_dir():
         raise BadInput(

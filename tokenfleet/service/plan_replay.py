@@ -43,7 +43,7 @@ class PlanReplay:
 
 
 def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanReplay:
-    """Replay the requests of `rows` (history_files.SCHEMA; all with tokens) on the plan's fleet.
+    """Replay the requests of `rows` (history.files.SCHEMA; all with tokens) on the plan's fleet.
 
     `own_profiles` are the texts of those the plan was made with, empty for the library's. Raises BadInput
     where the plan's profiles are not to be had any more.

@@ -34,7 +34,7 @@ class Pace:
 
     At most `bytes_per_s` (0: no bound), and at work for at most `share` of the time in each process that
     copies, but never slower than `least_bytes_per_s`, for it must end. With `turn_s` a copy works in about
-    half of all turns of so many seconds (`kv_pace.is_turn`), all this in those: what it costs can then be
+    half of all turns of so many seconds (`rate_limit.is_turn`), all this in those: what it costs can then be
     told from the turns without.
     """
 

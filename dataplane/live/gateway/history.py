@@ -78,7 +78,7 @@ class History:
                 tell(self.lengths)
 
     def _row(self, tracked: Tracked, outcome: str) -> dict[str, object]:
-        """A request as history_files.SCHEMA has it: numbers and names, without its text."""
+        """A request as history.files.SCHEMA has it: numbers and names, without its text."""
         return {
             # The gateway's clock has no date; its distance to now does.
             "arrival_s": round(time.time() - (time.monotonic() - tracked.arrival_s), 6),

@@ -225,5 +225,5 @@ class Worker:
 
 
 def _answer(segment: str, answer: str) -> EngineCoreOutput:
-    """The output that answers a begin or a loader (transfer.py)."""
+    """The output that answers a begin or a loader (kv_messages.py)."""
     return EngineCoreOutput(segment, [], finish_reason=ANSWERS[answer])
