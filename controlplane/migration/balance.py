@@ -15,9 +15,8 @@ priority and short go first: they are copied soonest, and nobody important waits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import islice
 
 from controlplane.errors import BadInput
@@ -46,35 +45,22 @@ from controlplane.types import RequestId, WorkerId
 _TRIED = 8  # requests of a source that are looked at for one target: the order puts the likely ones first
 
 
-class Order(StrEnum):
-    """Which of a source's requests goes."""
-
-    SHORT_FIRST = "short-first"  # the paper: low priority first, then short
-    LAST_COME = "last-come"  # the published code: the newest that has a token, low priority first
-
-
 @dataclass(frozen=True, slots=True)
 class MoveSettings:
     """When and how much to move; thresholds in steps (tokens per request, see virtual_usage).
 
-    `pressure`: a worker fuller than this share is a source too. `most`: moves of one heartbeat.
-    `most_tokens`: their KV, a bandwidth budget. `rest_s`: a request that moved, or a pair turned round, waits
-    so long. `check_after`: the target must stay freer than the source was (the published code does not look).
-    `waiting`: a head of line that fits elsewhere at once goes there instead, with nothing to copy. `price`:
-    a move must gain more than it costs, where speeds are known. `drains`: draining workers are emptied.
+    `pressure`: a worker fuller than this share is a source too. `drains`: draining workers are emptied.
+    `price`: a move must gain more than it costs, where speeds are known. `most`: moves of one heartbeat.
+    `rest_s`: a request that moved, or a pair turned round, waits so long.
     """
 
     reading: Reading = PAPER
     out_below: float = 160.0
     in_above: float = 160.0
     pressure: float | None = None
-    order: Order = Order.SHORT_FIRST
-    check_after: bool = True
-    waiting: bool = True
     drains: bool = True
     price: Price | None = None
     most: int = 64
-    most_tokens: int = 1 << 40
     rest_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -82,8 +68,33 @@ class MoveSettings:
             raise BadInput(f"moves: out_below {self.out_below:g} must not exceed in_above {self.in_above:g}")
         if self.pressure is not None and not 0 <= self.pressure <= 1:
             raise BadInput(f"moves: pressure: must be within 0 and 1, got {self.pressure:g}")
-        if self.most < 0 or self.most_tokens < 0 or not self.rest_s >= 0:
-            raise BadInput("moves: most, most_tokens and rest_s must not be negative")
+        if self.most < 0 or not self.rest_s >= 0:
+            raise BadInput("moves: most and rest_s must not be negative")
+
+    def in_order(self, requests: Sequence[RunningRequest]) -> Iterable[RunningRequest]:
+        """A source's running requests, the one that should go first: low priority, then short."""
+        return sorted(requests, key=lambda r: (r.priority, r.tokens, r.request))
+
+    def requeues(self, target: Seen, request: RunningRequest) -> bool:
+        """Whether a head of line goes to the target, which admits it now: no queue, memory and a seat free.
+
+        There is nothing to copy. A token for each that runs is left to grow into.
+        """
+        room = target.free_tokens - target.load.running - 1
+        seats = target.worker.max_seqs - target.load.running
+        return target.load.waiting == 0 and seats > 0 and request.tokens + 1 <= room
+
+    def helps(self, source: Seen, target: Seen, request: RunningRequest) -> bool:
+        """Whether the target stays freer than the source was, and the move gains more than it costs."""
+        after = with_request(target.load, request)
+        capacity = target.worker.capacity_tokens
+        if freeness(after, capacity, False, self.reading) <= source.freeness:
+            return False
+        used = virtual_usage(source.load, source.worker.capacity_tokens, False, self.reading)
+        share = virtual_usage(after, capacity, False, self.reading) / capacity
+        if share >= (used - request.tokens) / source.worker.capacity_tokens:
+            return False
+        return self.price is None or _pays(self.price, source, target, request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,6 @@ def plan_moves(
         key=lambda s: (-s.freeness, s.worker.worker),
     )
     moves: list[tuple[Migrate | Reassign, WorkerId]] = []
-    tokens = 0
     for source, target in _pairs(sources, targets):
         if len(moves) >= settings.most:
             break
@@ -147,10 +157,6 @@ def plan_moves(
         if chosen is None:
             continue
         request, waits = chosen
-        if not waits:
-            if tokens + request.tokens > settings.most_tokens:
-                continue
-            tokens += request.tokens
         here, there, reason = source.worker.worker, target.worker.worker, _reason(source, target)
         if waits:
             moves.append((Reassign(request.request, here, there, reason), here))
@@ -182,13 +188,11 @@ def choose(
         return r.request not in recent.requests and r.request not in snapshot.moving
 
     waiting = source.worker.waiting
-    if waiting and settings.waiting and free(waiting[0]) and _takes_at_once(target, waiting[0]):
+    if waiting and free(waiting[0]) and settings.requeues(target, waiting[0]):
         return waiting[0], True
     low_only = _full_for_headroom_alone(settings, source)
     free_ones = (
-        r
-        for r in _in_order(settings.order, source.worker.requests)
-        if free(r) and not (low_only and r.priority)
+        r for r in settings.in_order(source.worker.requests) if free(r) and not (low_only and r.priority)
     )
     same_kind = source.worker.kind == target.worker.kind
     for r in islice(free_ones, _TRIED if same_kind else 0):
@@ -225,40 +229,13 @@ def _key(s: Seen) -> tuple[float, WorkerId]:
     return s.freeness, s.worker.worker
 
 
-def _in_order(order: Order, requests: Sequence[RunningRequest]) -> Iterator[RunningRequest]:
-    if order is Order.LAST_COME:
-        newest = (r for r in reversed(requests) if r.generated != 0)
-        return iter(sorted(newest, key=lambda r: r.priority))
-    return iter(sorted(requests, key=lambda r: (r.priority, r.tokens, r.request)))
-
-
-def _takes_at_once(target: Seen, request: RunningRequest) -> bool:
-    """Whether a prompt would be admitted there now: nobody waits, memory and a seat are free.
-
-    A token for each that runs is left to grow into.
-    """
-    room = target.free_tokens - target.load.running - 1
-    seats = target.worker.max_seqs - target.load.running
-    return target.load.waiting == 0 and seats > 0 and request.tokens + 1 <= room
-
-
 def _may_go(settings: MoveSettings, source: Seen, target: Seen, r: RunningRequest) -> bool:
     if target.load.running + target.load.waiting >= target.worker.max_seqs:
         return False
     room = target.free_tokens - target.load.waiting_tokens
     if r.tokens + target.load.running + 1 > room:
         return False
-    if source.worker.state == DRAINING or not settings.check_after:
-        return True
-    after = with_request(target.load, r)
-    capacity = target.worker.capacity_tokens
-    if freeness(after, capacity, False, settings.reading) <= source.freeness:
-        return False
-    used = virtual_usage(source.load, source.worker.capacity_tokens, False, settings.reading)
-    share = virtual_usage(after, capacity, False, settings.reading) / capacity
-    if share >= (used - r.tokens) / source.worker.capacity_tokens:
-        return False
-    return settings.price is None or _pays(settings.price, source, target, r)
+    return source.worker.state == DRAINING or settings.helps(source, target, r)
 
 
 def _pays(price: Price, source: Seen, target: Seen, r: RunningRequest) -> bool:

@@ -12,25 +12,16 @@ Llumnix (OSDI '24), Algorithm 1. Of a request r on a worker of M tokens:
 F is in tokens per request: the steps a worker can still do before its memory is full, as every request
 takes one token a step. Freeness is never NaN, so it orders workers strictly and weakly.
 
-The published code differs from the paper: it counts the demand of all that wait (`Demand.ALL_WAITING`).
-Its execution headroom fills the worker up to 1,600 tokens: `high_load_tokens`.
+The paper's headroom fills the worker up to 1,600 tokens: `high_load_tokens`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from controlplane.errors import BadInput
 from controlplane.snapshot import DRAINING, Load, RunningRequest, WorkerLoad
-
-
-class Demand(StrEnum):
-    """Whose demand counts of those that wait at a worker."""
-
-    HEAD_OF_LINE = "head-of-line"  # the paper
-    ALL_WAITING = "all-waiting"  # the published code
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +32,15 @@ class Reading:
     others move away and it stays fast (the paper's 1,600); None: priorities only order queues and moves.
     """
 
-    demand: Demand = Demand.HEAD_OF_LINE
     high_load_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.high_load_tokens is not None and self.high_load_tokens < 0:
             raise BadInput(f"virtual usage: high_load_tokens: must not be negative: {self.high_load_tokens}")
+
+    def queued_tokens(self, load: Load) -> int:
+        """The demand that counts of those that wait: the head's."""
+        return load.head_tokens
 
 
 PAPER = Reading()
@@ -63,8 +57,7 @@ def virtual_usage(load: Load, capacity_tokens: int, draining: bool, reading: Rea
     """ΣV of a worker in tokens; infinite while it drains."""
     if draining:
         return math.inf
-    queued = load.head_tokens if reading.demand is Demand.HEAD_OF_LINE else load.waiting_tokens
-    return load.held_tokens + queued + headroom_tokens(load, capacity_tokens, reading)
+    return load.held_tokens + reading.queued_tokens(load) + headroom_tokens(load, capacity_tokens, reading)
 
 
 def freeness(load: Load, capacity_tokens: int, draining: bool, reading: Reading = PAPER) -> float:

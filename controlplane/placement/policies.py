@@ -81,24 +81,16 @@ class PlacementSettings:
     `theta` in [0, 1]: how much of the expected outputs counts in (b). `gamma` in (0, 1]: share of KV that
     may be promised in (e). `tolerance`, at least 0: how many others' failures (expected, fractional) a
     request's last chance to meet its TTFT is worth in (d); 0 is the paper. `context_weight`: w of
-    capacity_norm. `use_*`: a constraint switched off, for ablations. `high_load_tokens`: for `freeness`,
+    capacity_norm. `high_load_tokens`: for `freeness`,
     the load at which a worker with a high-priority request counts as full for normal ones, and one without
     for high ones, so that the high keep together (see migration.virtual_usage); None: all are alike.
-    `as_reported`: `freeness` knows of a worker what it told at the end of its last step, the load as it was
-    when that began, as a scheduler does that does not count what it sends out itself; simulated workers
-    report, live ones are counted at once.
     """
 
     theta: float = 0.5
     gamma: float = 0.95
     tolerance: float = 0.5
     context_weight: float = 1.0
-    use_b: bool = True
-    use_c: bool = True
-    use_d: bool = True
-    use_e: bool = True
     high_load_tokens: int | None = None
-    as_reported: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.theta <= 1.0:
@@ -114,9 +106,9 @@ class PlacementSettings:
         """The settings as the row that compiled code reads."""
         row = np.zeros(KNOBS)
         row[THETA], row[GAMMA], row[TOLERANCE] = self.theta, self.gamma, self.tolerance
-        row[CONTEXT_WEIGHT], row[AS_REPORTED] = self.context_weight, self.as_reported
+        row[CONTEXT_WEIGHT] = self.context_weight
         row[HIGH_LOAD] = -1.0 if self.high_load_tokens is None else self.high_load_tokens
-        row[USE_B], row[USE_C], row[USE_D], row[USE_E] = self.use_b, self.use_c, self.use_d, self.use_e
+        row[[USE_B, USE_C, USE_D, USE_E]] = True
         return row
 
 

@@ -9,7 +9,7 @@ names kinds is followed in each of them by itself, one that does not in all of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -33,16 +33,13 @@ Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]
 class ElasticSettings:
     """`start`: workers that serve at the beginning. `cold_start_s`: launch to serving.
 
-    `never_ready`: launches (0 = the first) whose worker never comes up; it is given up after `start_limit_s`.
-    `last_first`: scaling in takes the highest slot, whatever it holds, as some published systems do.
+    A worker that is not ready after `start_limit_s` is given up.
     `start_kinds`: in place of `start`, how many of each kind. `usd_per_h`: of a worker, by kind.
     """
 
     start: int = 1
     cold_start_s: float = 60.0
     start_limit_s: float = 600.0
-    never_ready: frozenset[int] = frozenset()
-    last_first: bool = False
     start_kinds: Mapping[str, int] | None = None
     usd_per_h: Mapping[str, float] = field(default_factory=dict)
 
@@ -51,6 +48,14 @@ class ElasticSettings:
             raise BadInput(f"elastic fleet: start_kinds: must not be negative, got {dict(self.start_kinds)}")
         if self.start < 0 or not 0 <= self.cold_start_s < inf or not self.start_limit_s > 0:
             raise BadInput(f"elastic fleet: need start and cold_start_s of at least 0, got {self}")
+
+    def ready_after_s(self, launch: int) -> float:
+        """Seconds from a launch (0 = the first) to serving; inf where the worker never comes up."""
+        return self.cold_start_s
+
+    def drained(self, emptiest: int, serving: Collection[int]) -> int:
+        """The slot that scaling in takes, of those that serve."""
+        return emptiest
 
 
 @dataclass(slots=True)
@@ -151,7 +156,7 @@ class Elastic:
             Standing(WorkerId(str(w)), s.state, s.since_s, self._requests(w) + (w in busy))
             for w, s in here.items()
         ]
-        serving = sorted((w for w, s in here.items() if s.state == SERVES), reverse=True)
+        serving = {w for w, s in here.items() if s.state == SERVES}
         for step in steps_to(wanted, standing, now_s, self._settings.start_limit_s, "the target"):
             if isinstance(step, Launch):
                 for _ in range(step.workers):
@@ -159,8 +164,8 @@ class Elastic:
                 continue
             w = int(step.worker)
             if isinstance(step, Drain):
-                if self._settings.last_first:
-                    w = serving.pop(0)
+                w = self._settings.drained(w, serving)
+                serving.remove(w)
                 self.slots[w].state, self.slots[w].since_s = DRAINS, now_s
                 self.record.drains += 1
                 change_worker(led, self._run.engines, self._run.cluster, w, DRAIN)
@@ -207,8 +212,7 @@ class Elastic:
         free = [w for w, of in enumerate(self.kinds) if w not in self.slots and (kind is None or of == kind)]
         if not free:  # those that drain hold the rest; looked at again at the next heartbeat
             return
-        stuck = self._launched in self._settings.never_ready
-        ready_s = inf if stuck else now_s + self._settings.cold_start_s
+        ready_s = now_s + self._settings.ready_after_s(self._launched)
         self.slots[free[0]] = Slot(STARTS, now_s, now_s, ready_s)
         self._launched += 1
         self.record.launches += 1

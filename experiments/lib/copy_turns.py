@@ -1,4 +1,7 @@
-"""Step times in turns with copying against turns without (`dataplane.live.kv.rate_limit.is_turn`).
+"""Copies that work in turns, and step times in turns with copying against turns without.
+
+An engine that is started with `worker_extension_cls=EXTENSION` copies KV in about half of all turns of TURN_S,
+and waits in the others, so that what copying costs can be told from the turns without.
 
 Tokens come at `times`, one a step. The steps of a turn are counted with fractions, by time, so that a step
 across its end counts in both turns: counted whole, long steps would be likelier to be counted, wherever a
@@ -8,17 +11,42 @@ copying, less that of the one without, and less what contexts have grown between
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.live.kv.rate_limit import is_turn
+from dataplane.live.kv.rate_limit import Pacer
 
 Times = NDArray[np.float64]
 LEAD_S = 0.03  # the step that a message falls into began before it
 EVENT_S = 0.16  # from there to the end of the steps that it may make longer
 BESIDE_S = 0.27  # of undisturbed steps, on either side
+
+
+TURN_S = 0.2
+CLOCK_S = 1e-6  # more than the clock may be off by when a turn begins
+EXTENSION = "experiments.lib.worker_in_turns.InTurns"
+
+
+def is_turn(now_s: float, turn_s: float) -> bool:
+    """Whether copies work now, by the clock that all processes of a machine share.
+
+    Turns with copying and without follow each other as in the Thue-Morse sequence: each four (eight, ...)
+    of them are balanced against whatever grows steadily (or bends) meanwhile, and none of it is periodic.
+    """
+    return int(now_s // turn_s).bit_count() % 2 == 1
+
+
+class TurnPacer(Pacer):
+    """The rests of one copy, and its waits for turns."""
+
+    def wait(self, done: int) -> None:
+        super().wait(done)
+        while not is_turn(now_s := time.monotonic(), TURN_S):
+            time.sleep((now_s // TURN_S + 1) * TURN_S - now_s + CLOCK_S)
+            self._began_s += time.monotonic() - now_s
 
 
 def steps(times: Times, start_s: float, end_s: float) -> float:

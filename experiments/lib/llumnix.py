@@ -11,9 +11,10 @@ generated traces (mean absolute log error 4.8 %). All else is predicted.
 Workloads. Lengths to the token (tokenfleet.traces.distributions); gaps from the same random stream. Seeds
 other than the published one redraw the gaps alone.
 
-Policies. Those of the artifact's flags. Its migrate load counts all that wait, its thresholds are in blocks.
+Policies. Those of the artifact's flags. Its migrate load counts all that wait (the paper: the head), its
+thresholds are in blocks, it moves the newest request that has a token and does not look at what comes after.
 Its dispatcher knows an instance's load as the instance noted it when its last step began, told when that
-step ended, and does not count what it has sent out since (`PlacementSettings.as_reported`): from a long
+step ended, and does not count what it has sent out since (`AsReported`): from a long
 prompt's arrival to the end of its prefill, seconds, all that arrive go to the one that looked best before it.
 Ours counts every dispatch at once.
 """
@@ -21,18 +22,21 @@ Ours counts every dispatch at once.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.control import Settings
-from controlplane.migration.balance import MoveSettings, Order
-from controlplane.migration.usage import Demand, Reading
+from controlplane.migration.balance import MoveSettings, Seen
+from controlplane.migration.usage import Reading
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.constraints import AS_REPORTED
 from controlplane.placement.policies import PlacementSettings
+from controlplane.snapshot import Load, RunningRequest
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
@@ -77,19 +81,47 @@ def workload(name: str, rate_rps: float, seed: int, cv: float = 1.0, requests: i
     return Workload(arrivals, prompts, outputs).take(slice(0, requests))
 
 
+class AllWaiting(Reading):
+    """Virtual usage with the demand of all that wait."""
+
+    def queued_tokens(self, load: Load) -> int:
+        return load.waiting_tokens
+
+
+class PublishedMoves(MoveSettings):
+    """Defragmentation: the newest request with a token goes, low priority first, whatever comes of it."""
+
+    def in_order(self, requests: Sequence[RunningRequest]) -> Iterable[RunningRequest]:
+        newest = (r for r in reversed(requests) if r.generated != 0)
+        return sorted(newest, key=lambda r: r.priority)
+
+    def requeues(self, target: Seen, request: RunningRequest) -> bool:
+        return False
+
+    def helps(self, source: Seen, target: Seen, request: RunningRequest) -> bool:
+        return True
+
+
+class AsReported(PlacementSettings):
+    """A dispatcher that knows of a worker what it told at the end of its last step, as it began that step."""
+
+    def knobs(self) -> NDArray[np.float64]:
+        row = super().knobs()
+        row[AS_REPORTED] = True
+        return row
+
+
 def published_moves(threshold_blocks: float, priorities: bool) -> ControlSettings:
-    """The artifact's migration: defragmentation, newest request first, no look at what comes after."""
-    reading = Reading(Demand.ALL_WAITING, HIGH_LOAD_TOKENS if priorities else None)
+    """The artifact's migration."""
+    reading = AllWaiting(HIGH_LOAD_TOKENS if priorities else None)
     steps = threshold_blocks * BLOCK
-    moves = MoveSettings(
-        reading, steps, steps, None, Order.LAST_COME, check_after=False, waiting=False, rest_s=0.0
-    )
+    moves = PublishedMoves(reading, steps, steps, rest_s=0.0)
     return ControlSettings(Settings(moves, shed=None), beat_s=BEAT_S, errors=False)
 
 
 def our_moves(priorities: bool = False) -> ControlSettings:
     """Ours: the paper's virtual usage, waiting requests requeued, moves that must help, forecasts mended."""
-    reading = Reading(Demand.HEAD_OF_LINE, HIGH_LOAD_TOKENS if priorities else None)
+    reading = Reading(HIGH_LOAD_TOKENS if priorities else None)
     return ControlSettings(Settings(MoveSettings(reading)), beat_s=BEAT_S)
 
 
@@ -113,7 +145,7 @@ class System:
         )
 
 
-HEARD = PlacementSettings(as_reported=True)
+HEARD = AsReported()
 ROUND_ROBIN = System("Round-Robin", "round-robin")
 INFAAS = System("INFaaS++", "freeness", settings=HEARD)
 OURS = System("ours", "freeness+migrate", our_moves())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -104,10 +104,17 @@ def instances_wanted(seen: Snapshot, low: float, high: float) -> int:
     return seen.wanted - 1 if after > high and not drains and len(there) > 1 else seen.wanted
 
 
+class LastFirst(ElasticSettings):
+    """Scaling in takes the last instance, whatever it holds."""
+
+    def drained(self, emptiest: int, serving: Collection[int]) -> int:
+        return max(serving)
+
+
 def scaled(system: System, trace: Workload, low: float, high: float) -> dict[str, float]:
     """The metrics of one run under the published scaler, the average number of instances among them."""
     control = system.control or ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S, errors=False)
-    elastic = ElasticSettings(START, START_S, last_first=True)
+    elastic = LastFirst(START, START_S)
     return measured(system, trace, control, elastic, by_freeness(control.tick, low, high))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from experiments.lib.llumnix import (
     ROUND_ROBIN,
     SLO,
     WORKERS,
+    AsReported,
     Curves,
     System,
     a10,
@@ -112,7 +112,7 @@ def by_stream(names: Iterable[str], seeds: range, parts: Parts, paper: Curves) -
 def figure_13(cvs: Iterable[float], seeds: range, parts: Parts) -> Points:
     """High and normal requests apart, with and without priorities."""
     headroom = PlacementSettings(high_load_tokens=HIGH_LOAD_TOKENS)
-    heard = replace(headroom, as_reported=True)
+    heard = AsReported(high_load_tokens=HIGH_LOAD_TOKENS)
     base = llumnix("S-S")
     systems = (
         System("Llumnix-base", base.policy, base.control, base.settings),

@@ -21,7 +21,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from controlplane.perfmodel.capacity import fluid_workers
+from controlplane.placement.constraints import USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.policies import PlacementSettings, Policy
 from experiments.lib.fewest_workers import CASES, TARGETS, Case, Lengths, Question, sharegpt, steady_workers
 from experiments.lib.public_data import SHAREGPT
@@ -30,11 +34,23 @@ from experiments.lib.results import bar, flags, show
 RATES = (5.0, 10.0, 20.0)
 POLICIES = tuple(p for p in Policy if p != Policy.EXACT)
 EXACT_RATE = 5.0
+CONSTRAINTS = {"b": USE_B, "c": USE_C, "d": USE_D, "e": USE_E}
+
+
+@dataclass(frozen=True)
+class Without(PlacementSettings):
+    """A constraint switched off."""
+
+    constraint: str = ""
+
+    def knobs(self) -> NDArray[np.float64]:
+        row = super().knobs()
+        row[CONSTRAINTS[self.constraint]] = False
+        return row
+
+
 ABLATION = {
-    "without (b)": PlacementSettings(use_b=False),
-    "without (c)": PlacementSettings(use_c=False),
-    "without (d)": PlacementSettings(use_d=False),
-    "without (e)": PlacementSettings(use_e=False),
+    **{f"without ({name})": Without(constraint=name) for name in CONSTRAINTS},
     "tolerance 0 (the paper's d)": PlacementSettings(tolerance=0.0),
     "theta 0": PlacementSettings(theta=0.0),
     "theta 1": PlacementSettings(theta=1.0),

@@ -34,6 +34,8 @@ from numpy.typing import NDArray
 
 from controlplane.types import WorkerId
 from experiments.lib.copy_turns import (
+    EXTENSION,
+    TURN_S,
     Times,
     extra_s,
     growth,
@@ -48,7 +50,6 @@ from experiments.lib.two_workers import A, B, Pair, on_two_workers
 
 BYSTANDERS = 4  # on each worker
 CONTEXT = 200
-TURN_S = 0.2
 LENGTHS, QUICK_LENGTHS = (1024, 4096), (1024,)
 SECONDS, QUICK_SECONDS = 180.0, 20.0
 TOKENS_A_ROUND = 4096  # of requests that move, before all streams start anew
@@ -238,7 +239,7 @@ def main() -> int:
     found = {run: asked.resume.read(name) for run, name in runs.items()}
 
     async def story(pair: Pair) -> None:
-        pair = await pair.budgeted(**budget, turn_s=TURN_S)
+        pair = await pair.budgeted(**budget)
         for (kind, i), name in runs.items():
             if found[kind, i] is None:
                 measured = await measure(pair, kind, (asked.seed, kind[1], i), seconds)
@@ -246,7 +247,12 @@ def main() -> int:
 
     if None in found.values():
         on_two_workers(
-            story, fat=True, dtype="bfloat16", max_model_len=16000, kv_cache_memory_bytes=1280 << 20
+            story,
+            fat=True,
+            dtype="bfloat16",
+            max_model_len=16000,
+            kv_cache_memory_bytes=1280 << 20,
+            worker_extension_cls=EXTENSION,
         )
     pooled = [[Found(**f) for i in range(asked.runs) for f in found[kind, i]] for kind in kinds]
     rows = [row(of, asked.seed) for of in pooled]

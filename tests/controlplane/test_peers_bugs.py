@@ -116,6 +116,11 @@ def test_a_target_that_one_request_alone_breaks_inflates_no_fleet():
     assert sizes[1] <= 3
 
 
+class NeverReady(ElasticSettings):
+    def ready_after_s(self, launch):
+        return np.inf
+
+
 def test_a_worker_that_never_becomes_ready_is_given_up_when_the_demand_is_gone():
     p = profile(capacity=4096)
     times = np.concatenate([np.sort(np.random.default_rng(0).uniform(0, 60, 500)), [500.0]])
@@ -128,7 +133,7 @@ def test_a_worker_that_never_becomes_ready_is_given_up_when_the_demand_is_gone()
         workload,
         [WorkerSpec(p)] * 6,
         Slo(2.0, 0.1),
-        ElasticSettings(1, 20.0, start_limit_s=3600.0, never_ready=frozenset(range(99))),
+        NeverReady(1, 20.0, start_limit_s=3600.0),
         ControlSettings(Settings(MoveSettings(), scaling=scaling), beat_s=1.0),
     )
     assert np.isfinite(outcome.finish_s).all()

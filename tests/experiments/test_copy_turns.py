@@ -3,19 +3,23 @@
 import numpy as np
 import pytest
 
-from dataplane.live.kv.rate_limit import is_turn
+from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.kv import rate_limit
+from dataplane.live.kv.rate_limit import Share
+from experiments.lib import copy_turns
 from experiments.lib.copy_turns import (
+    TURN_S,
+    TurnPacer,
     extra_s,
     growth,
     idle_pair,
+    is_turn,
     middle_mean,
     pairs,
     slower,
     steps,
     working_s,
 )
-
-TURN_S = 0.2
 
 
 def tokens(rng, seconds, cost, grows=0.0, event_s=None, event_cost_s=0.0):
@@ -72,3 +76,47 @@ def test_turns_are_counted_and_found():
     assert working_s(0.0, 160 * TURN_S, TURN_S) == pytest.approx(80 * TURN_S, abs=1e-6)
     for at in pairs(3.0, 9.0, TURN_S):
         assert working_s(at, at + 2 * TURN_S, TURN_S) == pytest.approx(TURN_S, abs=1e-6)
+
+
+class Clock:
+    """Wall and processor time; sleeping passes the first, working both."""
+
+    def __init__(self):
+        self.now_s = self.worked_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def thread_time(self):
+        return self.worked_s
+
+    def sleep(self, seconds):
+        assert seconds > 0
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("pace", [Pace(10e6), Pace(share=0.01), Pace(1e5, 0.001, 20e6)])
+def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(monkeypatch, pace):
+    clock = Clock()
+    monkeypatch.setattr(rate_limit, "time", clock)
+    monkeypatch.setattr(copy_turns, "time", clock)
+
+    def copied_s(pacer):
+        began_s, when = clock.now_s, []
+        pacer.wait(0)
+        for piece in range(400):
+            when.append(clock.now_s)
+            clock.now_s, clock.worked_s = clock.now_s + 0.001, clock.worked_s + 0.001
+            pacer.wait((piece + 1) * 1e6)
+        return clock.now_s - began_s, when
+
+    whole_s, _ = copied_s(rate_limit.Pacer(pace, Share()))
+    in_turns_s, when = copied_s(TurnPacer(pace, Share()))
+    assert all(is_turn(at, TURN_S) for at in when)
+    assert in_turns_s == pytest.approx(2 * whole_s, rel=0.15)
+
+
+def test_every_two_turns_hold_one_of_each_kind_in_no_regular_order():
+    kinds = [is_turn(0.2 * (turn + 0.5), 0.2) for turn in range(64)]
+    assert all(a != b for a, b in zip(kinds[::2], kinds[1::2], strict=True))
+    assert 0 < sum(kinds[::2]) < 32

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
-from controlplane.snapshot import Load, Snapshot, WorkerLoad
-from controlplane.types import WorkerId
+from controlplane.migration.balance import Recent, look, plan_moves
+from controlplane.migration.usage import freeness
+from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
+from controlplane.types import RequestId, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
-from experiments.lib.llumnix import a10, llumnix, metrics, published, workload
+from experiments.lib.llumnix import AllWaiting, a10, llumnix, metrics, published, published_moves, workload
 from experiments.lib.llumnix_scaling import instances_wanted
 from experiments.lib.llumnix_serving import with_priority
 from experiments.scaling.llumnix_figures import judge
@@ -75,6 +77,23 @@ def test_thresholds_are_the_authors_and_some_requests_are_made_important():
         assert llumnix(trace).control.tick.moves.out_below == steps
     plain = Workload(np.arange(4.0), np.ones(4), np.ones(4))
     assert list(with_priority(plain, np.array([True, False, False, True])).priority) == [1, 0, 0, 1]
+
+
+def test_the_published_code_counts_all_that_wait_and_moves_the_newest_with_a_token_whatever_comes_of_it():
+    load = Load(running=1, held_tokens=600, waiting=2, head_tokens=400, waiting_tokens=1000)
+    assert freeness(load, 2000, False, AllWaiting()) == (2000 - 600 - 1000) / 2
+    requests = [RunningRequest(RequestId(n), 100, p, g) for n, p, g in (("old", 0, 9), ("new", 0, 1))]
+    requests += [RunningRequest(RequestId("newest"), 30, 0, 0), RunningRequest(RequestId("high"), 30, 1, 4)]
+    moves = published_moves(3, False).tick.moves
+    assert [r.request for r in moves.in_order(requests)] == ["new", "old", "high"]
+    workers = [
+        WorkerLoad(WorkerId(name), "serving", 1600, (request,) * 2, load=Load(2, held))
+        for name, request, held in (("full", requests[0], 1550), ("free", requests[1], 0))
+    ]
+    snapshot = Snapshot(0.0, tuple(workers), 2)
+    seen = look(snapshot, moves.reading)
+    [(move, source)] = plan_moves(moves, Recent(), snapshot, seen)
+    assert (move.request, source, move.target) == ("old", "full", "free")
 
 
 def fleet(*each, wanted=None):

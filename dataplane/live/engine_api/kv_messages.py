@@ -33,15 +33,12 @@ class Pace:
     """How fast a copy may go; the default is as fast as it can.
 
     At most `bytes_per_s` (0: no bound), and at work for at most `share` of the time in each process that
-    copies, but never slower than `least_bytes_per_s`, for it must end. With `turn_s` a copy works in about
-    half of all turns of so many seconds (`rate_limit.is_turn`), all this in those: what it costs can then be
-    told from the turns without.
+    copies, but never slower than `least_bytes_per_s`, for it must end.
     """
 
     bytes_per_s: float = 0.0
     share: float = 1.0
     least_bytes_per_s: float = 0.0
-    turn_s: float = 0.0
 
     @property
     def fixed_bytes_per_s(self) -> float:

@@ -13,17 +13,6 @@ import time
 
 from dataplane.live.engine_api.kv_messages import Pace
 
-CLOCK_S = 1e-6  # more than the clock may be off by when a turn begins
-
-
-def is_turn(now_s: float, turn_s: float) -> bool:
-    """Whether copies that take turns work now, by the clock that all processes of a machine share.
-
-    Turns with copying and without follow each other as in the Thue-Morse sequence: each four (eight, ...)
-    of them are balanced against whatever grows steadily (or bends) meanwhile, and none of it is periodic.
-    """
-    return int(now_s // turn_s).bit_count() % 2 == 1
-
 
 class Share:
     """The time that the copies of one process have used together; safe to use from several threads."""
@@ -48,14 +37,6 @@ class Pacer:
 
     def wait(self, done: int) -> None:
         """Rest before the first piece and after each; `done` are the bytes copied so far."""
-        pace = self._pace
-        self._rest(done)
-        while pace.turn_s > 0 and not is_turn(now_s := time.monotonic(), pace.turn_s):
-            idle_s = (now_s // pace.turn_s + 1) * pace.turn_s - now_s + CLOCK_S
-            time.sleep(idle_s)
-            self._began_s += time.monotonic() - now_s
-
-    def _rest(self, done: int) -> None:
         pace = self._pace
         if pace.bytes_per_s <= 0 and pace.share >= 1:
             return

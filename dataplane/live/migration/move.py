@@ -37,7 +37,7 @@ class MoveBudget:
     `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet, `bytes_per_s`
     what one worker's pre-copies take together (0: no bound) and `share` the part of a core's time they work
     for, unless a copy would then not end in time. `stage_s` is how long one pre-copy may take, a wait for
-    room on the target included. `turn_s` is for measurements (`Pace`).
+    room on the target included.
     """
 
     concurrent: int = 16
@@ -46,13 +46,12 @@ class MoveBudget:
     share: float = 1.0
     stage_s: float = 10.0
     max_stages: int = 8
-    turn_s: float = 0.0
 
     def pace(self, size: float) -> Pace:
         """How fast a pre-copy of `size` bytes may go: it ends within half of `stage_s`, or its request would
         go on making tokens faster than they are copied."""
         bytes_per_s = max(0.0, self.bytes_per_s) / self.per_worker
-        return Pace(bytes_per_s, self.share, 2 * size / self.stage_s, self.turn_s)
+        return Pace(bytes_per_s, self.share, 2 * size / self.stage_s)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration.usage import (
-    Demand,
     Reading,
     freeness,
     headroom_tokens,
@@ -20,8 +19,8 @@ from controlplane.snapshot import Load, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 CAPACITY = 13_616  # LLaMA-7B on an A10
-PAPER, CODE = Reading(), Reading(Demand.ALL_WAITING, high_load_tokens=1600)
-READINGS = (PAPER, CODE, Reading(high_load_tokens=1600), Reading(Demand.ALL_WAITING))
+HIGH = Reading(high_load_tokens=1600)
+READINGS = (Reading(), HIGH)
 
 requests = st.builds(
     lambda name, tokens, high: RunningRequest(RequestId(str(name)), tokens, high),
@@ -39,8 +38,7 @@ workers = st.builds(
 def of_one_request(worker: WorkerLoad, i: int, waits: bool, reading: Reading) -> float:
     """The paper's CalcVirtualUsage, for one request."""
     if waits:
-        counts = i == 0 or reading.demand is Demand.ALL_WAITING
-        return worker.waiting[i].tokens if counts else 0.0
+        return worker.waiting[i].tokens if i == 0 else 0.0
     high = sum(r.priority for r in worker.requests)
     if not worker.requests[i].priority or reading.high_load_tokens is None:
         return worker.requests[i].tokens
@@ -79,10 +77,9 @@ def test_a_draining_worker_is_infinitely_full_whatever_it_holds():
     assert freeness(Load(running=3, held_tokens=30), CAPACITY, True) == -math.inf
 
 
-def test_only_the_head_of_the_queue_counts_and_the_published_code_counts_all():
+def test_only_the_head_of_the_queue_counts():
     load = Load(running=1, held_tokens=600, waiting=2, head_tokens=400, waiting_tokens=1000)
     assert freeness(load, 2000, False) == (2000 - 600 - 400) / 2
-    assert freeness(load, 2000, False, Reading(Demand.ALL_WAITING)) == (2000 - 600 - 1000) / 2
 
 
 def test_freeness_is_negative_when_the_head_asks_for_more_than_there_is():
@@ -91,9 +88,9 @@ def test_freeness_is_negative_when_the_head_asks_for_more_than_there_is():
 
 def test_one_high_priority_request_fills_a_worker_up_to_its_headroom():
     load = Load(running=2, held_tokens=500, high=1)
-    assert headroom_tokens(load, CAPACITY, CODE) == CAPACITY - 1600
-    assert freeness(load, CAPACITY, False, CODE) == (1600 - 500) / 2
-    assert headroom_tokens(Load(running=2, held_tokens=500), CAPACITY, CODE) == 0
+    assert headroom_tokens(load, CAPACITY, HIGH) == CAPACITY - 1600
+    assert freeness(load, CAPACITY, False, HIGH) == (1600 - 500) / 2
+    assert headroom_tokens(Load(running=2, held_tokens=500), CAPACITY, HIGH) == 0
 
 
 @given(workers, requests, st.sampled_from(READINGS))

@@ -9,6 +9,7 @@ from invariants import check
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.constraints import AS_REPORTED, USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.types import EngineMode, Slo
@@ -206,9 +207,14 @@ def test_who_waits_past_patience_is_placed_regardless():
 
 
 def test_spread_without_constraints_is_the_emptiest_worker():
-    off = PlacementSettings(use_b=False, use_c=False, use_d=False, use_e=False)
+    class Unconstrained(PlacementSettings):
+        def knobs(self):
+            row = super().knobs()
+            row[[USE_B, USE_C, USE_D, USE_E]] = False
+            return row
+
     workload = load(8.0, 100)
-    outcome = simulate(workload, [WorkerSpec(profile())] * 4, SLO, "spread", settings=off)
+    outcome = simulate(workload, [WorkerSpec(profile())] * 4, SLO, "spread", settings=Unconstrained())
     assert np.bincount(outcome.worker, minlength=4).min() > 15
 
 
@@ -281,6 +287,13 @@ def test_a_workload_with_more_classes_than_targets_is_refused():
         simulate(replace(load(1.0, 2), slo_class=np.array([0, 1])), [WorkerSpec(profile())], SLO)
 
 
+class AsReported(PlacementSettings):
+    def knobs(self):
+        row = super().knobs()
+        row[AS_REPORTED] = True
+        return row
+
+
 def test_a_dispatcher_that_hears_once_a_step_herds_until_the_step_ends():
     # A prefill of 0.2 s on an idle fleet, six arrivals during it, four after it.
     arrival_s = np.concatenate([[0.0], np.linspace(0.01, 0.15, 6), np.linspace(0.25, 0.26, 4)])
@@ -288,7 +301,7 @@ def test_a_dispatcher_that_hears_once_a_step_herds_until_the_step_ends():
     workload = Workload(arrival_s, prompts, np.full(11, 50))
     fleet = [WorkerSpec(profile())] * 2
     counted = simulate(workload, fleet, SLO, "freeness")
-    heard = simulate(workload, fleet, SLO, "freeness", settings=PlacementSettings(as_reported=True))
+    heard = simulate(workload, fleet, SLO, "freeness", settings=AsReported())
     assert sorted(np.bincount(counted.worker[:7], minlength=2)) == [3, 4]
     # Idle is what worker 0 was when it was last heard of.
     assert set(heard.worker[:7]) == {0}
@@ -303,6 +316,6 @@ def test_a_step_reports_the_load_it_began_with():
     prompts = np.array([2000, 10, 1900, 2000, 10, 10, 10])
     workload = Workload(arrival_s, prompts, np.full(7, 50))
     fleet = [WorkerSpec(profile())] * 2
-    heard = simulate(workload, fleet, SLO, "freeness", settings=PlacementSettings(as_reported=True))
+    heard = simulate(workload, fleet, SLO, "freeness", settings=AsReported())
     assert heard.worker[0] == 0
     assert len(set(heard.worker[3:])) == 1, "the second long prefill is not heard of while it runs"

@@ -83,7 +83,11 @@ def test_a_fleet_at_zero_is_woken_by_the_first_request_and_goes_back():
 
 
 def test_a_worker_that_never_comes_up_is_given_up_and_replaced():
-    stuck = ElasticSettings(1, cold_start_s=5.0, start_limit_s=30.0, never_ready=frozenset({0, 1}))
+    class Stuck(ElasticSettings):
+        def ready_after_s(self, launch):
+            return np.inf if launch < 2 else self.cold_start_s
+
+    stuck = Stuck(1, cold_start_s=5.0, start_limit_s=30.0)
     outcome, record = run(traffic(), stuck)
     assert np.isfinite(outcome.finish_s).all()
     fine, plain = run(traffic(), ElasticSettings(1, cold_start_s=5.0))
@@ -115,8 +119,13 @@ def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
     assert outcome.preemptions.sum() == 0
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that(last_first):
+class LastFirst(ElasticSettings):
+    def drained(self, emptiest, serving):
+        return max(serving)
+
+
+@pytest.mark.parametrize(("settings", "slot"), [(ElasticSettings, 0), (LastFirst, 2)])
+def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that(settings, slot):
     # One long request on every worker; then the first worker's ends.
     workload = Workload(np.array([0.0, 0.1, 0.2]), np.full(3, 60), np.array([20, 900, 900]))
     states = []
@@ -125,9 +134,9 @@ def test_the_emptiest_worker_is_drained_or_the_last_one_where_a_system_does_that
         states.append([w.state for w in seen.workers])
         return state, [Scale(2, "a test")] if 3.0 < seen.now_s < 3.6 else []
 
-    run(workload, ElasticSettings(3, last_first=last_first), decide=shrink, policy="jsq+migrate")
+    run(workload, settings(3), decide=shrink, policy="jsq+migrate")
     drained = next((n for s in states for n, one in enumerate(s) if one == "draining"), 0)
-    assert drained == (2 if last_first else 0)
+    assert drained == slot
 
 
 def test_the_same_inputs_give_the_same_fleet():

@@ -8,7 +8,7 @@ from made_moves import check, profile
 
 from controlplane.control import Settings
 from controlplane.errors import BadInput
-from controlplane.migration.balance import MoveSettings, Order
+from controlplane.migration.balance import MoveSettings
 from controlplane.migration.overload import ShedSettings, peak_tokens
 from controlplane.migration.protocol import Stage
 from controlplane.placement.ledger import (
@@ -273,21 +273,6 @@ def test_policies_that_cannot_be_moved_or_do_not_exist_are_refused():
         simulate(workload, [WorkerSpec(profile())], SLO, "jsq+fly")
     with pytest.raises(BadInput, match="beat_s"):
         ControlSettings(beat_s=0.0)
-
-
-def test_last_come_moves_the_newest(monkeypatch):
-    asked = []
-    begin = Moves.begin
-    monkeypatch.setattr(
-        Moves, "begin", lambda self, a, now_s: (asked.append(int(a.request)), begin(self, a, now_s))
-    )
-    # All on worker 0: worker 1 becomes ready when they run.
-    workload = Workload(np.linspace(0, 0.1, 5), np.full(5, 150), np.full(5, 300))
-    workers = [WorkerSpec(profile()), WorkerSpec(profile(), ready_s=0.9)]
-    settings = MoveSettings(out_below=60, in_above=60, order=Order.LAST_COME)
-    run = begun(workload, workers, policy="jsq+migrate")
-    drive(run, ControlSettings(Settings(settings, shed=None), beat_s=1.0))
-    assert asked[0] == 4
 
 
 def test_the_counted_loads_are_those_of_the_lists():

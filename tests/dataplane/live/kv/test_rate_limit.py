@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import rate_limit as kv_pace
-from dataplane.live.kv.rate_limit import Pacer, Share, is_turn
+from dataplane.live.kv.rate_limit import Pacer, Share
 
 
 class Clock:
@@ -68,26 +68,6 @@ def test_the_tighter_bound_counts(clock):
 @pytest.mark.parametrize("bound", [Pace(1e5, 1.0, 20e6), Pace(0.0, 0.001, 20e6), Pace(1e5, 0.001, 20e6)])
 def test_a_copy_that_must_end_goes_faster_than_its_bounds(clock, bound):
     assert copy(clock, Pacer(bound, Share()), 100) == pytest.approx(5.0, rel=0.01)
-
-
-@pytest.mark.parametrize("pace", [Pace(10e6), Pace(share=0.01), Pace(1e5, 0.001, 20e6)])
-def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(clock, pace):
-    whole_s = copy(clock, Pacer(pace, Share()), 400)
-    began_s, in_turns = clock.now_s, []
-    pacer = Pacer(Pace(pace.bytes_per_s, pace.share, pace.least_bytes_per_s, 0.2), Share())
-    pacer.wait(0)
-    for piece in range(400):
-        in_turns.append(is_turn(clock.now_s, 0.2))
-        clock.work(0.001)
-        pacer.wait((piece + 1) * 1e6)
-    assert all(in_turns)
-    assert clock.now_s - began_s == pytest.approx(2 * whole_s, rel=0.15)
-
-
-def test_every_two_turns_hold_one_of_each_kind_in_no_regular_order():
-    kinds = [is_turn(0.2 * (turn + 0.5), 0.2) for turn in range(64)]
-    assert all(a != b for a, b in zip(kinds[::2], kinds[1::2], strict=True))
-    assert 0 < sum(kinds[::2]) < 32
 
 
 def test_what_a_copy_waited_for_without_working_is_not_counted(clock):
