@@ -1,7 +1,7 @@
 """Copies that work in turns, and step times in turns with copying against turns without.
 
-An engine that is started with `worker_extension_cls=EXTENSION` copies KV in about half of all turns of TURN_S,
-and waits in the others, so that what copying costs can be told from the turns without.
+An engine that is started with `worker_extension_cls=EXTENSION` copies KV in about half of all turns of TURN_S
+seconds, and waits in the others, so that what copying costs can be told from the turns without.
 
 Tokens come at `times`, one a step. The steps of a turn are counted with fractions, by time, so that a step
 across its end counts in both turns: counted whole, long steps would be likelier to be counted, wherever a

@@ -27,8 +27,8 @@ class Pair:
 
     async def budgeted(self, **budget: Any) -> Pair:
         """The same workers under another budget of moves; this pair must not be used any more."""
-        from dataplane.live.migration.bare_fleet import BareFleet
         from dataplane.live.migration.move import MoveBudget
+        from experiments.lib.bare_fleet import BareFleet
 
         await self.fleet.close()
         return Pair(BareFleet(list(self.fleet.links.values()), MoveBudget(**budget)), self.actors)
@@ -52,9 +52,9 @@ def on_two_workers(
     import ray
     import zmq.asyncio
 
-    from dataplane.live.migration.bare_fleet import BareFleet
     from dataplane.live.worker.launch import Place, launch_worker, start_ray
     from dataplane.live.worker.link import WorkerLink
+    from experiments.lib.bare_fleet import BareFleet
 
     async def run(folder: str) -> Any:
         token = secrets.token_hex(8)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -86,14 +85,11 @@ class Round:
                     self.ends[output.request_id] = output.finish_reason.name
 
     async def send(self, name: str, prompt: list[int]) -> None:
-        from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
         from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+        from experiments.lib.bare_fleet import token_request
 
         CURRENT_TICKET.set(Ticket(name, "experiment", SLO, 0))
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-        await self.core.add_request_async(
-            EngineCoreRequest(name, prompt, None, params, None, time.time(), None, None, None)
-        )
+        await self.core.add_request_async(token_request(name, prompt, {"max_tokens": TOKENS}))
 
     async def fault(self, what: str, whom: str, stage: Stage | None, name: str) -> str:
         """Move a stream and let the fault happen at a stage of the move; the move's outcome."""

@@ -106,9 +106,9 @@ class TwoWorkers:
     async def _play(self, story: Any, budget: dict[str, float]) -> None:
         import zmq.asyncio
 
-        from dataplane.live.migration.bare_fleet import BareFleet
         from dataplane.live.migration.move import MoveBudget
         from dataplane.live.worker.link import WorkerLink
+        from experiments.lib.bare_fleet import BareFleet
 
         context = zmq.asyncio.Context()
         links = [await WorkerLink.connect(w.info.endpoint, self._token, context) for w in self.workers]

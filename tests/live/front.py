@@ -1,7 +1,6 @@
 """A front end without HTTP, over a FleetCore of emulated engines in this process."""
 
 import asyncio
-import time
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
@@ -57,21 +56,10 @@ class Front:
                     self.ends.setdefault(output.request_id, asyncio.Event()).set()
 
     async def send(self, name, prompt=(1, 2, 3), ticket=None, **params):
-        from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
         from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+        from experiments.lib.bare_fleet import token_request
 
-        settings = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True, "detokenize": False} | params
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=SamplingParams(**settings),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = token_request(name, prompt, {"max_tokens": 100} | params)
         ticket = ticket or Ticket(name, "test", SLO, 0)
         CURRENT_TICKET.set(ticket)
         self.ends.setdefault(name, asyncio.Event())

@@ -12,8 +12,8 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.engine_api.vllm_surface import FinishReason
-from dataplane.live.migration.bare_fleet import BareFleet
 from dataplane.live.migration.move import MoveBudget
+from experiments.lib.bare_fleet import BareFleet
 
 pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")

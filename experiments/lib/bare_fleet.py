@@ -56,6 +56,22 @@ class Stream:
         return self.finish
 
 
+def token_request(name: str, prompt: Sequence[int], params: Mapping[str, Any]) -> EngineCoreRequest:
+    """A request for token ids; greedy, and not ended by a token, unless `params` say so."""
+    settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | dict(params)
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=SamplingParams(**settings),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
 class BareFleet:
     """Streams over links, with a `Migrations` of its own."""
 
@@ -79,18 +95,7 @@ class BareFleet:
     async def start(self, worker: WorkerId, prompt: Sequence[int], params: Mapping[str, Any]) -> Stream:
         """Begin a request on a worker."""
         name = f"request-{id(self):x}-{next(self._ids)}"
-        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | dict(params)
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=SamplingParams(**settings),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = token_request(name, prompt, params)
         stream = Stream(request, worker, name)
         self._streams[stream.id] = self._listening[name] = stream
         await self.links[worker].add(segment_request(request, [], name, Transfer()))
