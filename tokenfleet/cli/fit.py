@@ -207,5 +207,5 @@ def _say(
     for speed in speeds:
         print(speed_text(speed))
     for cell in breaks:
-        print(f"the linear form breaks: {cell.says}")
+        print(f"the linear form breaks: {cell.text}")
     Console(stderr=True).print(f"wrote {out}", soft_wrap=True)

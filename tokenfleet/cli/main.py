@@ -29,7 +29,7 @@ class Verb(NamedTuple):
 
     module: str
     attribute: str
-    says: str
+    help: str
 
 
 VERBS = {
@@ -125,7 +125,7 @@ def _help() -> str:
         "",
         "How few GPUs meet your latency targets, and the fleet that runs on them.",
         "",
-        *(f"  {name:10} {verb.says}" for name, verb in VERBS.items()),
+        *(f"  {name:10} {verb.help}" for name, verb in VERBS.items()),
         "",
         _EPILOG,
         "Exit codes: 0 done, 1 no feasible answer, 2 bad input, 130 interrupted.",

@@ -30,7 +30,7 @@ class Burn(NamedTuple):
     short: str
     factor: float
     severity: str
-    says: str
+    summary: str
 
 
 BURNS = (
@@ -76,7 +76,7 @@ def rule_groups(slo: Slo, attainment: float) -> dict[str, Any]:
                 "expr": over,
                 "labels": {"severity": burn.severity},
                 "annotations": {
-                    "summary": f"The promise ({promise}) is being broken: {burn.says}",
+                    "summary": f"The promise ({promise}) is being broken: {burn.summary}",
                     "description": (
                         "{{ $value | humanizePercentage }} of the requests were late, failed or turned away;"
                         f" {share_text(budget)} may be. `tokenfleet fleet status` says what the fleet does,"

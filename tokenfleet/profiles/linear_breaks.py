@@ -30,7 +30,7 @@ class Break:
     error: float
 
     @property
-    def says(self) -> str:
+    def text(self) -> str:
         of = "sequences" if self.phase == "decode" else "prefill tokens"
         way = "too fast" if self.error < 0 else "too slow"
         return (

@@ -59,35 +59,35 @@ class PredictedWorker:
     max_seqs: int = MAX_SEQS
 
 
-def predicted_profile(asked: PredictedWorker, today: date) -> Profile:
+def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     """The composed profile. Raises BadInput or ProfileMissing saying what there are no tables for."""
     if importlib.util.find_spec("aiconfigurator_core") is None:
         raise BadInput(f"--predict: aiconfigurator-core is not installed; {INSTALL}")
-    system, model = system_of(asked.gpu), model_of(asked.model)
-    budget = asked.max_batched_tokens or (2048 if system in SMALL_BUDGET else 8192)
+    system, model = system_of(target.gpu), model_of(target.model)
+    budget = target.max_batched_tokens or (2048 if system in SMALL_BUDGET else 8192)
     longest = context_limit(model)
     with _quiet():
-        engine, engine_version = _engine(model, system, asked.tp_degree)
-        capacity, bytes_per_token = _kv(model, system, asked.tp_degree, budget, asked.max_seqs)
-        samples = grid_samples(engine, budget, asked.max_seqs, longest, capacity, asked.host_s)
+        engine, engine_version = _engine(model, system, target.tp_degree)
+        capacity, bytes_per_token = _kv(model, system, target.tp_degree, budget, target.max_seqs)
+        samples = grid_samples(engine, budget, target.max_seqs, longest, capacity, target.host_s)
         step, prefill = fit_step(samples), fit_prefill(samples)
-        mixed = mixed_error(engine, step.model, budget, asked.max_seqs, longest, capacity, asked.host_s)
+        mixed = mixed_error(engine, step.model, budget, target.max_seqs, longest, capacity, target.host_s)
     return Profile(
         model=canonical_model(Path(model).name if Path(model).is_dir() else model),
         gpu=canonical_gpus(system)[0],
-        tp_degree=asked.tp_degree,
+        tp_degree=target.tp_degree,
         step=step.model,
         kv=KvModel(capacity, BLOCK_TOKENS, bytes_per_token),
-        engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, asked.max_seqs),
+        engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, target.max_seqs),
         residuals=replace(step.residuals, unseen_relative=float(np.hypot(UNSEEN, mixed))),
         source=Source(
             "composed",
             f"aiconfigurator-core {VERSION}, operation tables of vLLM {engine_version} on {system}: kernel"
-            f" time only, {asked.host_s * 1e3:g} ms a step stated for the host; mixed steps of the tables"
+            f" time only, {target.host_s * 1e3:g} ms a step stated for the host; mixed steps of the tables"
             f" differ by {mixed:.0%} from one base + their parts",
             "Apache-2.0",
             today.isoformat(),
-            asked.host_s,
+            target.host_s,
         ),
         prefill=prefill.model,
         context_limit_tokens=longest,

@@ -31,7 +31,7 @@ class PlanReplay:
     """Latencies (seconds) and attainment of the replay, and the step times that would have been right.
 
     With decode and prefill `decode` and `prefill` times as long as the profile says, mean TPOT and median
-    TTFT of the replay come within `left` (ratios, observed / replayed) of what was observed.
+    TTFT of the replay come within `remaining` (ratios, observed / replayed) of what was observed.
     """
 
     ttft_s: np.ndarray
@@ -39,7 +39,7 @@ class PlanReplay:
     attainment: float
     decode: float
     prefill: float
-    left: tuple[float, float]
+    remaining: tuple[float, float]
 
 
 def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanReplay:
@@ -65,17 +65,23 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
     assert isinstance(observed_tpot_s, float)
     assert isinstance(observed_ttft_s, float)
     decode, prefill = 1.0, 1.0
-    first = found = outcome(1.0, 1.0)
-    left = (1.0, 1.0)
+    first = simulated = outcome(1.0, 1.0)
+    ratios = (1.0, 1.0)
     for _ in range(ROUNDS):
-        left = (observed_tpot_s / np.nanmean(found.tpot_s), observed_ttft_s / np.nanmedian(found.ttft_s))
-        if max(abs(left[0] - 1.0), abs(left[1] - 1.0)) < CLOSE:
+        ratios = (
+            observed_tpot_s / np.nanmean(simulated.tpot_s),
+            observed_ttft_s / np.nanmedian(simulated.ttft_s),
+        )
+        if max(abs(ratios[0] - 1.0), abs(ratios[1] - 1.0)) < CLOSE:
             break
-        decode, prefill = _bounded(decode * left[0]), _bounded(prefill * left[1])
-        found = outcome(decode, prefill)
-    left = (observed_tpot_s / np.nanmean(found.tpot_s), observed_ttft_s / np.nanmedian(found.ttft_s))
+        decode, prefill = _bounded(decode * ratios[0]), _bounded(prefill * ratios[1])
+        simulated = outcome(decode, prefill)
+    ratios = (
+        observed_tpot_s / np.nanmean(simulated.tpot_s),
+        observed_ttft_s / np.nanmedian(simulated.ttft_s),
+    )
     return PlanReplay(
-        first.ttft_s, first.tpot_s, first.attainment, decode, prefill, (float(left[0]), float(left[1]))
+        first.ttft_s, first.tpot_s, first.attainment, decode, prefill, (float(ratios[0]), float(ratios[1]))
     )
 
 

@@ -118,7 +118,7 @@ def scorecard(
         facts["bias"] = {
             "decode": _figures(replayed.decode),
             "prefill": _figures(replayed.prefill),
-            "left": {"tpot": _figures(replayed.left[0]), "ttft": _figures(replayed.left[1])},
+            "left": {"tpot": _figures(replayed.remaining[0]), "ttft": _figures(replayed.remaining[1])},
         }
     facts["says"] = _sentences(facts, replayed, why)
     return facts
@@ -208,10 +208,10 @@ def _sentences(facts: Mapping[str, Any], replayed: PlanReplay | None, why: str) 
             f"step times of the profile: decode x {replayed.decode:.3g}, prefill x {replayed.prefill:.3g}"
             " fit what was seen"
         )
-        if max(abs(ratio - 1.0) for ratio in replayed.left) > 0.1:
+        if max(abs(ratio - 1.0) for ratio in replayed.remaining) > 0.1:
             sentences.append(
-                f"with them TPOT is still {replayed.left[0]:.3g} and TTFT {replayed.left[1]:.3g} times the"
-                " replay's: other things than step times differ"
+                f"with them TPOT is still {replayed.remaining[0]:.3g} and TTFT {replayed.remaining[1]:.3g} times"
+                " the replay's: other things than step times differ"
             )
     return sentences
 

@@ -141,7 +141,7 @@ class Operations:
     def scale(self, workers: int, kind: str | None, reason: str) -> None:
         """Fix the number of workers, of a `kind` where there are several; the controller lets go of it."""
         kinds = self.cluster.kinds
-        named = kinds.only() if kind is None else kinds.known(kind)
+        named = kinds.only() if kind is None else kinds.checked_name(kind)
         self.cluster.scale({named: workers}, reason)
         self.auto = False
 

@@ -213,18 +213,18 @@ class EmulatedEngine:
         output = self.batch.failed(job.segment, time.monotonic())
         return [] if output is None else [self._output(output)]
 
-    def _output(self, made: StepOutput) -> EngineCoreOutput:
-        segment = made.segment
-        output = EngineCoreOutput(segment.id, [] if made.token is None else [made.token])
-        output.finish_reason = made.finish
-        if made.is_first:
+    def _output(self, produced: StepOutput) -> EngineCoreOutput:
+        segment = produced.segment
+        output = EngineCoreOutput(segment.id, [] if produced.token is None else [produced.token])
+        output.finish_reason = produced.finish
+        if produced.is_first:
             prompt = segment.tokens - segment.produced
             output.prefill_stats = PrefillStats()
             output.prefill_stats.set(prompt, segment.cached, 0)
             output.events, segment.events = segment.events, []
         wanted = segment.params.logprobs
-        if wanted is not None and made.token is not None:
-            output.new_logprobs = _logprobs(made.token, wanted)
+        if wanted is not None and produced.token is not None:
+            output.new_logprobs = _logprobs(produced.token, wanted)
         return output
 
     async def _tell(self, outputs: list[EngineCoreOutput]) -> None:

@@ -129,7 +129,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             tracked = self.requests.get(RequestId(request_id))
             if tracked is not None:
                 segment, link = tracked.segment, self._link_of(tracked)
-                self._end(tracked, "aborted" if tracked.ticket.left else "finished")
+                self._end(tracked, "aborted" if tracked.ticket.client_left else "finished")
                 if link is not None:
                     await link.abort([segment])
 
@@ -221,7 +221,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     async def abandon(self, ticket: Ticket) -> None:
         """The client of this ticket is gone: end all its requests, here and in the engines."""
-        ticket.left = True
+        ticket.client_left = True
         for tracked in [t for t in self.requests if t.ticket is ticket]:
             await self.abort_requests_async([tracked.id])
             self._tell_end(tracked, FinishReason.ABORT)

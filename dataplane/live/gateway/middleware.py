@@ -178,11 +178,11 @@ class _Body:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             # The server sends the same message once its answer is complete; then the client has not left.
-            self._ticket.left = not self._ticket.answered
+            self._ticket.client_left = not self._ticket.answered
         else:
             self._bytes += len(message.get("body", b""))
             if self._bytes > MAX_BODY_BYTES:  # it came without, or with a false, content-length
-                self._ticket.left = True
+                self._ticket.client_left = True
                 return {"type": "http.disconnect"}
             if not message.get("more_body", False):
                 self._is_read.set()

@@ -123,7 +123,7 @@ class Ticket:
     """One HTTP request. The first four come from the client, the rest is written by the fleet.
 
     `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
-    begun could not be finished; `left` that the client went away before its answer was complete (`answered`).
+    begun could not be finished; `client_left` that it went away before its answer was complete (`answered`).
     """
 
     id: str
@@ -133,7 +133,7 @@ class Ticket:
     worker: WorkerId | None = None
     rejection: Rejection | None = None
     failure: str | None = None
-    left: bool = False
+    client_left: bool = False
     answered: bool = False
 
 

@@ -56,7 +56,7 @@ class Holds:
         self._orders = StepOrders()
 
     @property
-    def held(self) -> int:
+    def held_segments(self) -> int:
         """Number of ended segments whose blocks are held."""
         return len(self._holds_until)
 

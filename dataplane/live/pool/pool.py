@@ -346,7 +346,7 @@ class WorkerPool:
     def _checked(self, kinds: Mapping[str, int]) -> dict[str, int]:
         """The numbers, in the kinds' order. Raises BadInput for an unknown kind or beyond a limit."""
         for name in kinds:
-            self.kinds.known(name)
+            self.kinds.checked_name(name)
         for kind in self.kinds:
             if kind.high is not None and kinds[kind.name] > kind.high:
                 raise BadInput(f"workers: {kind.name}: at most {kind.high}, got {kinds[kind.name]}")

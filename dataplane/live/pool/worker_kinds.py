@@ -89,7 +89,7 @@ class Kinds:
             raise BadInput(f"kind: this fleet has several, so say which: {', '.join(self.names)}")
         return self.names[0]
 
-    def known(self, name: str) -> str:
+    def checked_name(self, name: str) -> str:
         """The name, where there is such a kind; raises BadInput, naming those there are."""
         if name not in self._kinds:
             raise BadInput(f"kind: expected one of {', '.join(self.names)}, got {name!r}")

@@ -37,7 +37,7 @@ def test_a_knee_is_told_by_phase_size_and_direction() -> None:
     found = linear_breaks(grid(KNEE), robust=True)
     assert found[0].phase == "decode"
     # One line through a knee: too slow at its bend, too fast at its end.
-    ways = {cell.low >= 96: cell.says for cell in found if cell.phase == "decode" and cell.low >= 32}
+    ways = {cell.low >= 96: cell.text for cell in found if cell.phase == "decode" and cell.low >= 32}
     assert "too slow" in ways[False]
     assert "too fast" in ways[True]
     assert "sequences" in ways[True]
