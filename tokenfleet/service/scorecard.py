@@ -210,8 +210,8 @@ def _sentences(facts: Mapping[str, Any], replayed: PlanReplay | None, why: str) 
         )
         if max(abs(ratio - 1.0) for ratio in replayed.remaining) > 0.1:
             sentences.append(
-                f"with them TPOT is still {replayed.remaining[0]:.3g} and TTFT {replayed.remaining[1]:.3g} times"
-                " the replay's: other things than step times differ"
+                f"with them TPOT is still {replayed.remaining[0]:.3g} and TTFT {replayed.remaining[1]:.3g}"
+                " times the replay's: other things than step times differ"
             )
     return sentences
 
