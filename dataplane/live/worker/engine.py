@@ -39,7 +39,7 @@ DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 class KvDoor:
     """Where this engine's ranks serve their KV, and the secret a reader must know.
 
-    `cpu_clock`: steps also tell the processor time of the engine so far (profiled_engine.py).
+    `cpu_clock`: steps also tell the processor time of the engine so far (profiling.py).
     """
 
     addresses: tuple[str, ...]
