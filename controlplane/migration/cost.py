@@ -1,17 +1,18 @@
-"""What a move costs and what it gains, in request-seconds: a move must pay for itself.
+"""The price of a move and its gain, in request-seconds; a move is made only where it pays for itself.
 
 Cost. While `copy_s` = bytes / bandwidth lasts, every step of both workers is `slowdown` longer; the moved
 request pauses for `fixed_s`.
 
     cost = fixed_s + slowdown · copy_s · (b_source + b_target + 1)
 
-Gain, over the n steps the moved request should still take. It adds m = c2 + k2·tokens to every step it is
-part of, which its neighbours there are spared and its new ones bear; itself it changes step times.
+Gain, over the n steps that the moved request is still expected to take. It adds m = c2 + k2·tokens to every
+step that it is part of; its neighbours at the source are spared that and those at the target bear it, and its
+own step times change.
 
     gain = n · [ m·(b_source - 1 - b_target) + t_source - (t_target + m) ]
 
-Where something waits at the source for memory, the move also spares the head its wait, up to what the moved
-tokens give of the memory it lacks: the time until the source's next expected finish.
+Where a request waits at the source for memory, the move also spares the head of the queue its wait, up to the
+share of the missing memory that the moved tokens give: the time until the source's next expected finish.
 """
 
 from __future__ import annotations

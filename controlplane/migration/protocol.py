@@ -1,4 +1,4 @@
-"""One move of one request as a table of legal steps.
+"""The protocol of a move: a table of legal stages and transitions for one request.
 
 The source decodes on while its KV is copied (Llumnix's multi-stage pre-copy); only the last tokens are
 copied with the request stopped. A stage says who owns the client's stream, and what is held for the move:
@@ -11,10 +11,10 @@ copied with the request stopped. A stage says who owns the client's stream, and 
     ABORTED       source          nothing
     LOST          who replays it  nothing
 
-ABORTED is before the cut-over: the client's stream never left the source. LOST is after it: the target
-could not go on, and the request is replayed from its tokens. A request that still waits has no KV and
-cuts over at once. We differ from Llumnix in that the target pulls, so a source never waits for a push,
-and in that a request which ends by itself during a move is no failure of anyone.
+ABORTED is before the cut-over: the client's stream never left the source. LOST is after it: the target could
+not go on, and the request is replayed from its tokens. A request that still waits has no KV and cuts over at
+once. Unlike in Llumnix the target pulls, so a source never waits for a push, and a request that ends by
+itself during a move is not a failure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The rate to be ready for: the highest of the coming bins, at a stated quantile, by the best candidate.
+"""The rate forecast: the highest of the coming bins, at a stated quantile, by the best candidate.
 
 A launch made now serves only after the cold start, so what counts is the rate until then. Each candidate
-says, from the counts before, the mean rate of each of the next `lead` bins:
+gives, from the counts before, the mean rate of each of the next `lead` bins:
 
     last       the last bin again
     ewma       an exponentially weighted mean (weight 0.3)
@@ -9,10 +9,10 @@ says, from the counts before, the mean rate of each of the next `lead` bins:
     seasonal   one season ago
     scaled     one season ago, times how the last hour's bins compare to those a season before
 
-To the highest of these goes the `quantile` of the candidate's own past errors (relative, so that busy hours
-do not lend their errors to quiet ones). The candidate with the least pinball loss at that quantile over the
-past is taken: it is scored on forecasts made before what they foretold, as they would have been made then.
-What traffic was like need not last (a steady hour's best is a climb's worst), so older losses may count less.
+To the highest of these is added the `quantile` of the candidate's own past errors (relative, so that busy
+hours do not lend their errors to quiet ones). The candidate with the least pinball loss at that quantile over
+the past is taken, scored on forecasts as they would have been made at the time. Past traffic need not last (a
+steady hour's best is a climb's worst), so older losses may count less.
 """
 
 from __future__ import annotations

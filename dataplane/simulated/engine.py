@@ -1,6 +1,6 @@
-"""One simulated engine: who comes, what happens at a step boundary, and what is then known.
+"""One simulated engine: admission, step boundaries, and the state that is known after each.
 
-Between two things that matter (a request finishes, KV runs out, somebody arrives who can be admitted) a
+Between two events that matter (a request finishes, KV runs out, a request arrives that can be admitted) a
 worker only repeats decode steps whose length grows by the same amount each time, so a whole run of n steps
 lasts n·a + growth·n(n-1)/2 and is jumped at once. The result is that of going step by step (tests do).
 """

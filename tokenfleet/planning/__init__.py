@@ -1,1 +1,1 @@
-"""The rooms of the planner: what is asked, what is tried, how sure an answer is, and why it is so."""
+"""The planner: its request and inputs, the search for a fleet, its certainty, and its reasons."""

@@ -1,4 +1,4 @@
-"""The smallest worker count that passes, in few trials: gallop away from a guess, then bisect."""
+"""The search for the smallest worker count that passes: gallop away from a guess, then bisect."""
 
 from __future__ import annotations
 

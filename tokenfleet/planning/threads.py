@@ -1,6 +1,6 @@
-"""Simulations side by side. The compiled simulator releases the GIL, so threads are enough.
+"""Simulations side by side on threads, and the watch that is told of a plan's progress.
 
-Whoever watches a plan being made: told of each stage and each simulation. This one does not look.
+The compiled simulator releases the GIL, so threads are enough.
 """
 
 from __future__ import annotations

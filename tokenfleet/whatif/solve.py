@@ -1,13 +1,10 @@
-"""Plan a family of scenarios: the one function that every process, here or elsewhere, runs.
+"""The planning of one family of scenarios: the function that every process, local or remote, runs.
 
 A *family* are scenarios of the same requests, targets, policy, engine mode and seed. They differ in what
-needs no simulation of its own, so they are planned by one process, which remembers its replays.
-
-Replays remembered across scenarios: other prices, kinds on offer or attainments need no new simulation.
-
-A replay is a function of requests, workers, targets, policy, seed and world; prices, confidence and what else
-is on offer are none of its arguments. So scenarios that differ only there share their replays, and their
-plans are the very ones they would have had alone.
+needs no simulation of its own, so one process plans them and remembers its replays. A replay is a function of
+requests, workers, targets, policy, seed and draw; prices, confidence and what else is on offer are none of
+its arguments. So scenarios that differ only there share their replays, and their plans are those that each
+would have alone.
 """
 
 from __future__ import annotations

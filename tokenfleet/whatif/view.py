@@ -1,4 +1,4 @@
-"""What-ifs for programs and people: JSON, a table for the terminal, and a page with the plot."""
+"""The views of a grid: JSON, a table for the terminal, and a page with the plot."""
 
 from __future__ import annotations
 
