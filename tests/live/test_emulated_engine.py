@@ -109,9 +109,9 @@ def test_a_loader_rests_until_its_request_follows_and_is_never_computed():
         await asyncio.gather(bystander.until(5), stream.until(5))
         before, _ = b.steps()
         moving = asyncio.ensure_future(fleet.move(stream, B))
-        while not any(b.batch._holds.rests(s.id) for s in b.batch.segments()):
+        while not any(b.batch._holds.is_pinned(s.id) for s in b.batch.segments()):
             await asyncio.sleep(0)
-        (loader,) = (s for s in b.batch.segments() if b.batch._holds.rests(s.id))
+        (loader,) = (s for s in b.batch.segments() if b.batch._holds.is_pinned(s.id))
         assert (loader.blocks, b.batch.running, b.batch.waiting) == (800 // 16, 1, 0)
         move = await moving
         await stream.until(len(stream.tokens) + 5)
@@ -135,7 +135,7 @@ def test_a_resting_loader_that_is_aborted_or_forgotten_is_let_go():
         load = KvLoad(a.info.kv_addresses, stream.segment, 96)
         for ended_by in ("abort", "deadline"):
             await b.add(loader_request(stream.request, stream.tokens, f"move-{ended_by}", load, ()))
-            while not b.batch._holds.rests(f"move-{ended_by}"):
+            while not b.batch._holds.is_pinned(f"move-{ended_by}"):
                 await asyncio.sleep(0)
             assert b.batch.free_blocks == b.batch.total_blocks - 6
             if ended_by == "abort":

@@ -177,7 +177,7 @@ class Batch:
 
     def loaded(self, name: str, now_s: float) -> bool:
         """A load between steps has arrived: its segment goes to the head of its rank, unless it is a loader,
-        which rests (True)."""
+        whose KV stays pinned (True)."""
         segment = self._loading.pop(name, None)
         if segment is None:
             return False
@@ -233,8 +233,8 @@ class Batch:
     def _inherited_blocks(self, segment: Segment) -> int:
         """Blocks of the loaders that this segment takes over from."""
         drop = segment.transfer.drop
-        resting = sum(self._segments[loader].blocks for loader in drop if self._holds.rests(loader))
-        return resting + sum(self._held_blocks.get(loader, 0) for loader in drop)
+        pinned = sum(self._segments[loader].blocks for loader in drop if self._holds.is_pinned(loader))
+        return pinned + sum(self._held_blocks.get(loader, 0) for loader in drop)
 
     def _inherited_tokens(self, segment: Segment) -> int:
         """Their tokens that are a prefix of this segment: whole blocks, and at least one token to compute."""
@@ -299,6 +299,6 @@ class Batch:
     def _free(self, names: list[str]) -> None:
         for name in names:
             self.free_blocks += self._held_blocks.pop(name, 0)
-            resting = self._segments.pop(name, None)
-            if resting is not None:
-                self.free_blocks += resting.blocks
+            pinned = self._segments.pop(name, None)
+            if pinned is not None:
+                self.free_blocks += pinned.blocks

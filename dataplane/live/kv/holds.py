@@ -51,7 +51,7 @@ class Holds:
         self._holds_until: dict[str, float] = {}
         self._loaded: set[str] = set()
         self._coming: set[str] = set()  # loaders whose load is under way
-        self._resting: set[str] = set()  # loaders that have arrived, held without having ended
+        self._pinned: set[str] = set()  # loaders that have arrived, held without having ended
         self._offered_blocks: dict[str, int] = {}
         self._orders = StepOrders()
 
@@ -63,15 +63,15 @@ class Holds:
     @property
     def loaders(self) -> int:
         """Number of segments that are in the engine only to load; it counts them as waiting requests."""
-        return len(self._coming) + len(self._resting)
+        return len(self._coming) + len(self._pinned)
 
     def is_leased(self, segment: str) -> bool:
         """Whether a move has begun on a segment that has not ended."""
         return segment in self._leases
 
-    def rests(self, segment: str) -> bool:
+    def is_pinned(self, segment: str) -> bool:
         """Whether a loader's KV has arrived and is pinned, the loader itself not to be computed."""
-        return segment in self._resting
+        return segment in self._pinned
 
     def take_freed(self) -> list[str]:
         """The segments let go since the last orders, for an engine whose ranks need not be told first."""
@@ -93,16 +93,16 @@ class Holds:
             self._withdraw(segment)
         if self._holds_until.pop(segment, None) is not None:
             self._withdraw(segment)
-            where = self._orders.dropped if segment in self._resting else self._orders.freed
-            self._resting.discard(segment)
+            where = self._orders.dropped if segment in self._pinned else self._orders.freed
+            self._pinned.discard(segment)
             where.append(segment)
 
     def arrived(self, segment: str, now_s: float) -> bool:
-        """A load between steps is complete; True if the segment is to rest as it is until it is released."""
+        """A load between steps is complete; True if the segment stays pinned as it is until it is released."""
         if segment not in self._coming:
             return False
         self._coming.discard(segment)
-        self._resting.add(segment)
+        self._pinned.add(segment)
         self._holds_until[segment] = now_s + self._hold_s
         return True
 
@@ -142,7 +142,7 @@ class Holds:
         """Whether the blocks of a segment that ends now are kept."""
         self._loaded.discard(segment)
         self._coming.discard(segment)
-        if segment in self._resting:  # aborted: the engine waits to hear that nothing is written there
+        if segment in self._pinned:  # aborted: the engine waits to hear that nothing is written there
             self.release(segment)
             return False
         leased = self._leases.pop(segment, None) is not None

@@ -22,21 +22,21 @@ class Share:
         self._free_s = float("-inf")
 
     def wait_s(self, now_s: float, worked_s: float, share: float) -> float:
-        """Seconds to rest after work of `worked_s` that ended now."""
+        """Seconds to pause after work of `worked_s` that ended now."""
         with self._lock:
             self._free_s = max(self._free_s, now_s - worked_s) + worked_s / share
             return self._free_s - now_s
 
 
 class Pacer:
-    """The rests of one copy, made in the thread that copies."""
+    """The pauses of one copy, made in the thread that copies."""
 
     def __init__(self, pace: Pace, share: Share) -> None:
         self._pace, self._share = pace, share
         self._began_s, self._worked_s = time.monotonic(), time.thread_time()
 
     def wait(self, done: int) -> None:
-        """Rest before the first piece and after each; `done` are the bytes copied so far."""
+        """Pause before the first piece and after each; `done` are the bytes copied so far."""
         pace = self._pace
         if pace.bytes_per_s <= 0 and pace.share >= 1:
             return

@@ -52,7 +52,7 @@ def test_a_loader_holds_what_it_brought_until_a_later_request_drops_it():
     assert holds.orders({}, (), 0.0).freed == ["loader"]
 
 
-def resting(holds, now_s=0.0):
+def pinned(holds, now_s=0.0):
     """A loader whose KV has arrived."""
     holds.admitted("loader", LOADER, range(4), holds.tokens_to_load("loader", LOADER, 0))
     holds.orders({}, (), now_s)
@@ -61,7 +61,7 @@ def resting(holds, now_s=0.0):
 
 def test_a_loader_that_has_arrived_rests_until_it_is_dropped_and_is_then_ended_by_its_engine():
     holds = Holds(16)
-    resting(holds)
+    pinned(holds)
     assert (holds.held_segments, holds.loaders) == (1, 1)
     holds.admitted("next", Transfer(drop=("loader",)), range(4), 0)
     orders = holds.orders({}, (), 0.0)
@@ -72,14 +72,14 @@ def test_a_loader_that_has_arrived_rests_until_it_is_dropped_and_is_then_ended_b
 
 def test_a_resting_loader_ends_at_its_deadline_too():
     holds = Holds(16, hold_s=10.0)
-    resting(holds, 5.0)
+    pinned(holds, 5.0)
     assert holds.orders({}, (), 14.9).dropped == []
     assert holds.orders({}, (), 15.1).dropped == ["loader"]
 
 
 def test_a_resting_loader_that_is_aborted_frees_its_blocks_once():
     holds = Holds(16)
-    resting(holds)
+    pinned(holds)
     assert not ended(holds, "loader", LOADER, aborted=True)
     holds.release("loader")
     assert holds.orders({}, (), 0.0).dropped == ["loader"]
@@ -90,7 +90,7 @@ def test_only_a_loader_rests_and_only_once():
     plain = Transfer(KvLoad(("a",), "source", 64))
     holds.admitted("plain", plain, range(4), 64)
     assert not holds.arrived("plain", 0.0)
-    resting(holds)
+    pinned(holds)
     assert not holds.arrived("loader", 0.0)
 
 

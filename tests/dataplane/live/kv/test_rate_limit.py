@@ -1,4 +1,4 @@
-"""A copy rests as long as its pace asks, by a clock of the test's own."""
+"""A copy pauses as long as its pace asks, by a clock of the test's own."""
 
 import pytest
 from hypothesis import given
