@@ -98,7 +98,7 @@ class Holds:
             where.append(segment)
 
     def arrived(self, segment: str, now_s: float) -> bool:
-        """A load between steps is complete; True if the segment stays pinned as it is until it is released."""
+        """A load between steps is complete; True if the segment stays pinned until it is released."""
         if segment not in self._coming:
             return False
         self._coming.discard(segment)
