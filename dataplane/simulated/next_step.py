@@ -70,12 +70,8 @@ def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
             break
         if taken > 0 and tokens + length > k[MAX_BATCHED]:
             break
-        dequeue(led, w, r)
-        led.requests[r].phase = PREFILLING
-        led.running[w, led.workers[w].running_n] = r
-        led.workers[w].running_n += 1
+        admit(led, eng, w, r)
         led.workers[w].queued_tokens -= length
-        eng.requests[r].computed = 0
         eng.requests[r].chunk = length
         used += need
         taken += 1
@@ -88,6 +84,16 @@ def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
     led.workers[w].boundary_s = eng.workers[w].next_s
     led.workers[w].gains = 0
     return True
+
+
+@compiled
+def admit(led: Ledger, eng: Engines, w: int, r: int) -> None:
+    """Take a waiting request into the batch, to be prefilled from its first token on."""
+    dequeue(led, w, r)
+    led.requests[r].phase = PREFILLING
+    led.running[w, led.workers[w].running_n] = r
+    led.workers[w].running_n += 1
+    eng.requests[r].computed = 0
 
 
 @compiled
@@ -165,17 +171,9 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
-    budget = int(k[MAX_BATCHED]) - led.workers[w].decoding
-    preempted = False
-    while True:
-        used, chunk = chunked_need(led, eng, w, budget, block)
-        if used <= capacity or led.workers[w].running_n <= 1:
-            break
-        newest = led.running[w, led.workers[w].running_n - 1]
-        if led.requests[newest].phase == DECODING:
-            budget += 1
-        preempt_newest(led, eng, w)
-        preempted = True
+    before = led.workers[w].running_n
+    used, chunk, budget = make_room(led, eng, w, block, capacity)
+    preempted = led.workers[w].running_n < before
     prefill, squares = 0, 0.0
     if chunk > 0:
         r = led.running[w, led.workers[w].running_n - 1]
@@ -191,11 +189,7 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         seats = led.workers[w].running_n + eng.workers[w].reserved_seats
         if seats > 0 and (seats >= k[MAX_SEQS] or used + need > capacity):
             break
-        dequeue(led, w, r)
-        led.requests[r].phase = PREFILLING
-        led.running[w, led.workers[w].running_n] = r
-        led.workers[w].running_n += 1
-        eng.requests[r].computed = 0
+        admit(led, eng, w, r)
         more, square = take_chunk(led, eng, w, r, chunk)
         prefill += more
         squares += square
@@ -212,6 +206,20 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     eng.workers[w].next_s = now_s + step_s * (1.0 + eng.workers[w].slowdown)
     led.workers[w].boundary_s = eng.workers[w].next_s
     led.workers[w].gains = 1
+
+
+@compiled
+def make_room(led: Ledger, eng: Engines, w: int, block: int, capacity: int) -> tuple[int, int, int]:
+    """Preempt until the next step fits; the KV blocks that it needs, the chunk in prefill, the budget."""
+    budget = int(led.coefficients[led.workers[w].variant][MAX_BATCHED]) - led.workers[w].decoding
+    while True:
+        used, chunk = chunked_need(led, eng, w, budget, block)
+        if used <= capacity or led.workers[w].running_n <= 1:
+            return used, chunk, budget
+        newest = led.running[w, led.workers[w].running_n - 1]
+        if led.requests[newest].phase == DECODING:
+            budget += 1
+        preempt_newest(led, eng, w)
 
 
 @compiled

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.uncertainty import NORMAL_MEAN_ABS
+from tokenfleet.cli.config import takes
 from tokenfleet.cli.terminal import console, show, warn
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
 
@@ -49,61 +50,60 @@ class ComparedFigure:
         return self.simulated / self.live - 1 if self.live > 0 else None
 
 
-def compare_command(
-    trace: Annotated[list[Path], typer.Option(help="requests to replay, any known format")],
-    endpoint: Annotated[str, typer.Option(help="the OpenAI endpoint, e.g. http://127.0.0.1:8000")],
-    profile: Annotated[Path, typer.Option(help="the workers' profile, as fitted")],
-    slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
-    control: Annotated[str | None, typer.Option(help="the fleet's control API: workers, moves")] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="of the endpoint; else the control API's")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="placement, as the fleet has it")] = "spread",
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the endpoint")] = None,
-    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0,
-    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
+@dataclass(frozen=True, slots=True)
+class CompareFlags:
+    """What `tokenfleet compare` is asked."""
+
+    trace: Annotated[list[Path], typer.Option(help="requests to replay, any known format")]
+    endpoint: Annotated[str, typer.Option(help="the OpenAI endpoint, e.g. http://127.0.0.1:8000")]
+    profile: Annotated[Path, typer.Option(help="the workers' profile, as fitted")]
+    slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")]
+    control: Annotated[str | None, typer.Option(help="the fleet's control API: workers, moves")] = None
+    workers: Annotated[int | None, typer.Option(min=1, help="of the endpoint; else the control API's")] = None
+    policy: Annotated[str, typer.Option(help="placement, as the fleet has it")] = "spread"
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the endpoint")] = None
+    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0
+    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None
     overhead: Annotated[
         str | None, typer.Option(help="HTTP's share of a first token; measured on lone requests if not given")
-    ] = None,
+    ] = None
     steps: Annotated[
         Path | None,
         typer.Option(help="the fleet's steps.csv (serve --data): learn HTTP's share there, under this load"),
-    ] = None,
+    ] = None
     per_request: Annotated[
         Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0,
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
-) -> int:
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+
+
+@takes(CompareFlags)
+def compare_command(asked: CompareFlags) -> int:
     """Hold the simulator against a running fleet.
 
     tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
     --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
     """
-    if output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {output_format!r}")
-    if control is None and workers is None:
-        raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
-    targets = parse_slo(slo)
-    fixed_s = None if overhead is None else parse_duration_s(overhead, "--overhead")
-    if fixed_s is not None and steps is not None:
-        raise BadInput("--steps: learns what --overhead says; give one of them")
+    targets, fixed_s = _checked(asked)
     from tokenfleet.compare.http_overhead import read_steps
     from tokenfleet.planning.inputs import known_policy, trimmed
     from tokenfleet.profiles.library import read_profile
     from tokenfleet.traces import read_traces
 
-    worker = read_profile(profile)
-    known_policy(policy)
-    if steps is not None:
-        read_steps(steps)  # what cannot be read is told before the replay
-    read = read_traces([str(path) for path in trace])
-    workload = trimmed(read.workload, window, rate_scale, read.name)
+    worker = read_profile(asked.profile)
+    known_policy(asked.policy)
+    if asked.steps is not None:
+        read_steps(asked.steps)  # what cannot be read is told before the replay
+    read = read_traces([str(path) for path in asked.trace])
+    workload = trimmed(read.workload, asked.window, asked.rate_scale, read.name)
     if not len(workload):
         raise BadInput(f"{read.name}: no requests to replay")
     warn(read.warnings)
-    run = asyncio.run(_replayed(workload, endpoint, api_key, control, worker, fixed_s, seed))
-    count = workers or run["workers"]
+    run = asyncio.run(
+        _replayed(workload, asked.endpoint, asked.api_key, asked.control, worker, fixed_s, asked.seed)
+    )
+    count = asked.workers or run["workers"]
     from dataplane.simulated.simulate import WorkerSpec, simulate
 
     replayed: Replay = run["replayed"]
@@ -112,26 +112,37 @@ def compare_command(
     if replayed.errors:
         warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
     overheads_s = run["overheads_s"]
-    if steps is not None:
-        overheads_s = _learned_s(replayed, steps, overheads_s)
-    outcome = simulate(replayed.workload, [WorkerSpec(worker)] * count, targets, policy, seed=seed)
+    if asked.steps is not None:
+        overheads_s = _learned_s(replayed, asked.steps, overheads_s)
+    outcome = simulate(
+        replayed.workload, [WorkerSpec(worker)] * count, targets, asked.policy, seed=asked.seed
+    )
+    lots = np.random.default_rng(asked.seed)
     simulated = {
-        "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, np.random.default_rng(seed)),
+        "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, lots),
         "tpot_s": outcome.tpot_s,
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
     }
     figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, run["counters"])
-    if per_request is not None:
-        _write_requests(per_request, replayed, simulated)
-    _say(
-        figures,
-        run | {"overheads_s": overheads_s},
-        count,
-        int(replayed.finished.sum()),
-        output_format,
-    )
+    if asked.per_request is not None:
+        _write_requests(asked.per_request, replayed, simulated)
+    run["overheads_s"] = overheads_s
+    _say(figures, run, count, int(replayed.finished.sum()), asked.output_format)
     return 0
+
+
+def _checked(asked: CompareFlags) -> tuple[Slo, float | None]:
+    """The targets, and HTTP's share where it is given; raises BadInput for flags that do not go together."""
+    if asked.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {asked.output_format!r}")
+    if asked.control is None and asked.workers is None:
+        raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
+    targets = parse_slo(asked.slo)
+    fixed_s = None if asked.overhead is None else parse_duration_s(asked.overhead, "--overhead")
+    if fixed_s is not None and asked.steps is not None:
+        raise BadInput("--steps: learns what --overhead says; give one of them")
+    return targets, fixed_s
 
 
 def compared(

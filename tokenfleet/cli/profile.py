@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from controlplane.errors import BadInput
+from tokenfleet.cli.config import takes
 from tokenfleet.cli.terminal import console
 from tokenfleet.durations import parse_duration_s
 
@@ -33,33 +35,37 @@ OUTLYING = 1.5
 EXTRA_VISITS = 2
 
 
-def profile_command(
-    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")],
-    out: Annotated[Path, typer.Option(help="the measurements (CSV); an unfinished one is continued")],
-    budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m",
-    repeats: Annotated[
-        int, typer.Option(min=1, max=50, help="of every grid point, after one to warm up")
-    ] = 3,
-    points: Annotated[int | None, typer.Option(min=1, help="at most so many grid points")] = None,
-    max_context: Annotated[int | None, typer.Option(min=64, help="longest context measured")] = None,
+@dataclass(frozen=True, slots=True)
+class ProfileFlags:
+    """What `tokenfleet profile` is asked."""
+
+    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")]
+    out: Annotated[Path, typer.Option(help="the measurements (CSV); an unfinished one is continued")]
+    budget: Annotated[str, typer.Option(help="stop after this long; run again to go on")] = "30m"
+    repeats: Annotated[int, typer.Option(min=1, max=50, help="of every grid point, after one to warm up")] = 3
+    points: Annotated[int | None, typer.Option(min=1, help="at most so many grid points")] = None
+    max_context: Annotated[int | None, typer.Option(min=64, help="longest context measured")] = None
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: processor time, for a CPU host that is busy otherwise")
-    ] = "wall",
-    cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0,
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table",
+    ] = "wall"
+    cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = ""
+    seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
     predict: Annotated[
         bool, typer.Option("--predict", help="no engine: compose a profile from operation tables")
-    ] = False,
-    gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1,
-    host: Annotated[
-        str, typer.Option(help="with --predict: the host's time a step, which no table has")
-    ] = "1ms",
+    ] = False
+    gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None
+    tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1
+    host: Annotated[str, typer.Option(help="with --predict: the host's time a step, which no table has")] = (
+        "1ms"
+    )
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@takes(ProfileFlags)
+def profile_command(asked: ProfileFlags) -> None:
     """Measure a real engine, or with --predict compose a profile without one.
 
     On a noisy host give more --repeats: points are visited in rounds, and from three on `fit` tells the
@@ -69,47 +75,48 @@ def profile_command(
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
     """
-    if output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {output_format!r}")
-    if predict:
-        _predict(model, gpu, tp, host, out, output_format)
+    if asked.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {asked.output_format!r}")
+    if asked.predict:
+        _predict(asked)
         return
-    if gpu is not None:
+    if asked.gpu is not None:
         raise BadInput("--gpu: only with --predict; an engine runs where it runs")
-    if clock not in ("wall", "cpu"):
-        raise BadInput(f"--clock: wall or cpu, got {clock!r}")
-    budget_s = parse_duration_s(budget, "--budget")
-    folder = Path(model).expanduser()
-    if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not (folder / "config.json").is_file():
-        raise BadInput(f"--model: {model}: no model folder (there is no config.json in it)")
-    if out.is_dir():
-        raise BadInput(f"--out: {out}: is a folder, expected a file")
+    if asked.clock not in ("wall", "cpu"):
+        raise BadInput(f"--clock: wall or cpu, got {asked.clock!r}")
+    budget_s = parse_duration_s(asked.budget, "--budget")
+    folder = Path(asked.model).expanduser()
+    if (asked.model.startswith((".", "/", "~")) or asked.model.count("/") > 1) and not (
+        folder / "config.json"
+    ).is_file():
+        raise BadInput(f"--model: {asked.model}: no model folder (there is no config.json in it)")
+    if asked.out.is_dir():
+        raise BadInput(f"--out: {asked.out}: is a folder, expected a file")
     if importlib.util.find_spec("vllm") is None:
         raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
-    _prepare_process(cores)
-    name = str(folder.resolve()) if folder.is_dir() else model
-    summary = asyncio.run(
-        _measure(name, engine_flags or [], out, budget_s, repeats, points, max_context, clock, seed)
-    )
-    _say(summary, out, output_format)
+    _prepare_process(asked.cores)
+    name = str(folder.resolve()) if folder.is_dir() else asked.model
+    summary = asyncio.run(_measure(asked, name, budget_s))
+    _say(summary, asked.out, asked.output_format)
 
 
-def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_format: str) -> None:
+def _predict(asked: ProfileFlags) -> None:
     from datetime import date
 
     from tokenfleet.profiles.library import write_profile
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
-    if gpu is None:
+    if asked.gpu is None:
         raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
-    host_s = parse_duration_s(host, "--host")
+    host_s = parse_duration_s(asked.host, "--host")
+    worker = PredictedWorker(asked.model, asked.gpu, asked.tp, host_s)
     with console(stderr=True).status("composing"):
-        profile = predicted_profile(PredictedWorker(model, gpu, tp, host_s), date.today())
-    write_profile(profile, out)
+        profile = predicted_profile(worker, date.today())
+    write_profile(profile, asked.out)
     residuals = profile.residuals
     summary: dict[str, Any] = {
         "schema": "tokenfleet.predicted/1",
-        "profile": str(out),
+        "profile": str(asked.out),
         "label": profile.label,
         "kv_tokens": profile.kv.capacity_tokens,
         "fit_error": residuals.mean_relative,
@@ -117,10 +124,10 @@ def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_
         "host_s": host_s,
         "says": profile.source.what,
     }
-    if output_format == "json":
+    if asked.output_format == "json":
         print(json.dumps(summary))
         return
-    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {out}")
+    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {asked.out}")
     print(
         f"fits its tables within {residuals.mean_relative:.1%} on average; {residuals.unseen_relative:.0%}"
         " is added for what they do not show"
@@ -128,44 +135,32 @@ def _predict(model: str, gpu: str | None, tp: int, host: str, out: Path, output_
     print(profile.source.what)
 
 
-async def _measure(
-    model: str,
-    flags: Sequence[str],
-    out: Path,
-    budget_s: float,
-    repeats: int,
-    points: int | None,
-    max_context: int | None,
-    clock: Any,
-    seed: int,
-) -> dict[str, Any]:
-    from dataclasses import replace
-
+async def _measure(asked: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
     from controlplane.perfmodel.design import grid
     from dataplane.live.gateway.server import parse_flags
     from dataplane.live.pool.ray_host import engine_settings_of
     from dataplane.live.worker.profiling import ProfiledEngine
     from tokenfleet.profiles.measurement_file import MeasurementFile
 
-    engine_settings = engine_settings_of(parse_flags(["--model", model, *flags]))
+    engine_settings = engine_settings_of(parse_flags(["--model", model, *(asked.engine_flags or [])]))
     began_s = time.monotonic()
     with console(stderr=True).status("starting the engine"):
-        engine = await ProfiledEngine.start(engine_settings, clock)
+        engine = await ProfiledEngine.start(engine_settings, "cpu" if asked.clock == "cpu" else "wall")
     try:
-        file = MeasurementFile(out, engine.environment())
+        file = MeasurementFile(asked.out, engine.environment())
         room = engine.room
-        if max_context is not None:
-            room = replace(room, max_context_tokens=min(room.max_context_tokens, max_context))
-        bursts = grid(room, np.random.default_rng(seed))[:points]
+        if asked.max_context is not None:
+            room = replace(room, max_context_tokens=min(room.max_context_tokens, asked.max_context))
+        bursts = grid(room, np.random.default_rng(asked.seed))[: asked.points]
         if not bursts:
             raise BadInput("profile: the engine's KV has no room for any grid point")
-        await _Visitor(engine, file, seed, began_s + budget_s).visit(bursts, repeats)
+        await _Visitor(engine, file, asked.seed, began_s + budget_s).visit(bursts, asked.repeats)
     finally:
         await engine.close()
     return {
         "points": len(bursts),
         "begun": len([b for b in bursts if b.name in file.visits]),
-        "done": len([b for b in bursts if file.visits.get(b.name, 0) >= repeats]),
+        "done": len([b for b in bursts if file.visits.get(b.name, 0) >= asked.repeats]),
         "seconds": time.monotonic() - began_s,
         "environment": engine.environment(),
     }

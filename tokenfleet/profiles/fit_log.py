@@ -13,6 +13,7 @@ simplex searches that need no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +34,8 @@ STEPS = (3e-2, 1e-2)  # of a logarithm, for the gradient: one changed admission 
 SIMPLEX = (0.4, -0.2, 0.05)  # sides of the simplex searches that follow, of a logarithm
 FEWEST_REQUESTS = 30
 _NO_TARGET = Slo(1e9, 1e9)
+
+Columns = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def fit_log(
     if many.sum() < FEWEST_REQUESTS // 2:
         raise BadInput("request log: too few requests with two or more output tokens")
 
-    def errors(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    def errors(x: Columns) -> Columns:
         outcome = replay(log, _with(around, x))
         e2e = outcome.finish_s - log.workload.arrival_s
         return np.concatenate(
@@ -98,12 +101,17 @@ def fit_log(
             ]
         )
 
-    def cost(x: NDArray[np.float64]) -> float:
+    best = _least(errors, _first_guess(log), np.random.default_rng(seed))
+    return _judged(log, _with(around, best), rows)
+
+
+def _least(errors: Callable[[Columns], Columns], first: Columns, rng: np.random.Generator) -> Columns:
+    """Where the errors are least: gradient searches from several starts, then simplexes around the best."""
+
+    def cost(x: Columns) -> float:
         return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))
 
-    rng = np.random.default_rng(seed)
-    first = _first_guess(log)
-    fits = []
+    found = []
     for k in range(STARTS):
         x = first + (rng.normal(0, 0.5, 4) if k else 0.0)
         for step in STEPS:
@@ -115,30 +123,26 @@ def fit_log(
                 f_scale=OUTLIER,
                 max_nfev=40,
             ).x
-        fits.append((cost(x), k, x))
-    best = min(fits, key=lambda row: row[:2])[2]
+        found.append((cost(x), k, x))
+    best = min(found, key=lambda row: row[:2])[2]
     for size in SIMPLEX:
+        corners = np.vstack([best, best + size * np.eye(4)])
         best = minimize(
             cost,
             best,
             method="Nelder-Mead",
-            options={
-                "initial_simplex": np.vstack([best, best + size * np.eye(4)]),
-                "maxfev": 300,
-                "xatol": 1e-4,
-                "fatol": 1e-6,
-            },
+            options={"initial_simplex": corners, "maxfev": 300, "xatol": 1e-4, "fatol": 1e-6},
         ).x
-    return _judged(log, _with(around, best), rows)
+    return np.asarray(best, float)
 
 
-def _with(profile: Profile, x: NDArray[np.float64]) -> Profile:
+def _with(profile: Profile, x: Columns) -> Profile:
     """A profile with the coefficients whose logarithms are `x`."""
     base, prefill, sequence, context = (float(v) for v in np.exp(x))
     return replace(profile, step=StepModel(base, prefill, sequence, context))
 
 
-def _first_guess(log: RequestLog) -> NDArray[np.float64]:
+def _first_guess(log: RequestLog) -> Columns:
     """Logarithms of rough coefficients: the fastest request shows the base, the shortest wait the prefill."""
     tpot = log.tpot_s[log.workload.output_tokens > 1]
     fastest = max(float(tpot.min()), 1e-6)

@@ -86,24 +86,25 @@ def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ())
     of_model = [(shelf, p) for shelf, p in shelves if p.model == wanted]
     if not of_model:
         raise ProfileMissing(f"model {model!r}: no profile ships; {_nearest(wanted, models)}")
-    matches: list[Profile] = []
     if gpus:
-        for gpu in gpus:
-            matches += _of_gpu(gpu, [p for _, p in of_model], sorted({p.gpu for _, p in shelves}))
+        shipped = sorted({p.gpu for _, p in shelves})
+        matches = [p for gpu in gpus for p in _of_gpu(gpu, [p for _, p in of_model], shipped)]
     else:
-        first = of_model[0][0]
-        matches = [p for shelf, p in of_model if shelf == first]
+        matches = [p for shelf, p in of_model if shelf == of_model[0][0]]
     if tps:
-        have = sorted({p.tp_degree for p in matches})
-        matches = [p for p in matches if p.tp_degree in tps]
-        if not matches:
-            degrees = ", ".join(str(n) for n in tps)
-            raise ProfileMissing(f"{wanted}: no profile at TP {degrees}; there is TP {_listed(have)}")
-    single: dict[tuple[str, int], Profile] = {}
-    for profile in matches:
-        # First wins: an earlier shelf, and there a measured before a composed one.
-        single.setdefault((profile.gpu, profile.tp_degree), profile)
+        matches = _of_degrees(tps, matches)
+    # First wins: an earlier shelf, and there a measured before a composed one.
+    single = {(p.gpu, p.tp_degree): p for p in reversed(matches)}
     return [single[key] for key in sorted(single)]
+
+
+def _of_degrees(tps: Sequence[int], profiles: Sequence[Profile]) -> list[Profile]:
+    matches = [p for p in profiles if p.tp_degree in tps]
+    if not matches:
+        degrees = ", ".join(str(n) for n in tps)
+        have = _listed(sorted({p.tp_degree for p in profiles}))
+        raise ProfileMissing(f"{profiles[0].model}: no profile at TP {degrees}; there is TP {have}")
+    return matches
 
 
 def _of_gpu(gpu: str, profiles: Iterable[Profile], gpus: Sequence[str]) -> list[Profile]:

@@ -81,6 +81,24 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
     A designed grid's steps are one a batch (`by_point`). With `tell` they are as at the machine's mean speed
     where the table says when they ran, and it is told of that speed; without, they are as measured.
     """
+    names, rows = _steps_table(path)
+    column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
+    try:
+        samples = StepSamples(**{name: column[name] for name in NEEDED}, prefill_sum_sq=_sum_sq(column))
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+    if "point" not in names or "repeat" not in names:
+        return samples
+    points, repeats = [row["point"] for row in rows], [row["repeat"] for row in rows]
+    if tell is not None and "at_s" in column:
+        speed = speed_of(samples, points, repeats, column["at_s"])
+        samples = replace(samples, step_s=samples.step_s / speed.slowness)
+        tell(speed)
+    return by_point(samples, points, repeats)
+
+
+def _steps_table(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns and rows of a table of steps; raises BadInput for a column that no step has."""
     names, rows = read_table(path, NEEDED)
     unknown = [name for name in names if name not in (*NEEDED, *OPTIONAL)]
     if unknown or len(set(names)) < len(names):
@@ -88,23 +106,14 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
         raise BadInput(f"{path}: column {odd!r}: expected {', '.join((*NEEDED, *OPTIONAL))}")
     if not rows:
         raise BadInput(f"{path}: no rows below the header")
-    column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
-    sum_sq = column.get("prefill_sum_sq")
-    if sum_sq is None and "prefill_sequences" in column:
-        # Prompts of one length are assumed where only their number is known.
-        sum_sq = column["prefill_tokens"] ** 2 / np.maximum(column["prefill_sequences"], 1)
-    try:
-        samples = StepSamples(**{name: column[name] for name in NEEDED}, prefill_sum_sq=sum_sq)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from error
-    if "point" in names and "repeat" in names:
-        points, repeats = [row["point"] for row in rows], [row["repeat"] for row in rows]
-        if tell is not None and "at_s" in column:
-            speed = speed_of(samples, points, repeats, column["at_s"])
-            samples = replace(samples, step_s=samples.step_s / speed.slowness)
-            tell(speed)
-        return by_point(samples, points, repeats)
-    return samples
+    return names, rows
+
+
+def _sum_sq(column: dict[str, NDArray[np.float64]]) -> NDArray[np.float64] | None:
+    if "prefill_sum_sq" in column or "prefill_sequences" not in column:
+        return column.get("prefill_sum_sq")
+    # Prompts of one length are assumed where only their number is known.
+    return np.asarray(column["prefill_tokens"] ** 2 / np.maximum(column["prefill_sequences"], 1), float)
 
 
 def read_table(path: Path, needed: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokenfleet.durations import duration_text
+from tokenfleet.planning.comparisons import Costed
 from tokenfleet.planning.result import Latency, Plan
 from tokenfleet.report.tables import share_text, usd_text, workers_text
 
@@ -149,60 +150,18 @@ def tail_figure(id_: str, title: str, latency: Latency, slo_s: float, target: fl
 
 def attainment_figure(plan: Plan) -> Figure:
     """Attainment against workers: on the trace, and the band of what other worlds would give."""
-    sure, target = plan.sure, plan.question.attainment
-    banded = sorted(sure)
-    data: list[Spec] = []
-    if banded:
-        data += [
-            _line(banded, [sure[n].high for n in banded], "high", color="--band", width=0, showlegend=False),
-            _line(
-                banded,
-                [sure[n].low for n in banded],
-                "bounds",
-                color="--band",
-                width=0,
-                fill="tonexty",
-                fillcolor="--band",
-            ),
-            _line(
-                banded,
-                [sure[n].expected for n in banded],
-                "expected",
-                color="--blue",
-                width=2.5,
-                mode="lines+markers",
-            ),
-        ]
-    counts = sorted(plan.on_trace)
-    data.append(
-        _line(
-            counts,
-            [plan.on_trace[n] for n in counts],
-            "trace",
-            color="--soft",
-            width=1.5,
-            mode="lines+markers",
-            dash="dot",
-        )
-    )
-    everyone = sorted({*banded, *counts})
-    data.append(
-        _line([everyone[0], everyone[-1]], [target, target], "target", color="--orange", width=2, dash="dash")
-    )
-    lowest = min([e.low for e in sure.values()] + list(plan.on_trace.values()))
+    target = plan.question.attainment
+    workers = sorted({*plan.sure, *plan.on_trace})
+    lowest = min([e.low for e in plan.sure.values()] + list(plan.on_trace.values()))
     floor = max(lowest, 1.0 - 12.0 * (1.0 - target))
     layout: Spec = {
-        "xaxis": {"title": {"text": "workers"}, "tickformat": "d", "dtick": max(1, len(everyone) // 8)},
+        "xaxis": {"title": {"text": "workers"}, "tickformat": "d", "dtick": max(1, len(workers) // 8)},
         "yaxis": {"title": {"text": "attainment (%)"}, "range": [floor * 100, 100.0 + (1.0 - floor) * 4]},
     }
-    rows = [
-        (
-            str(n),
-            share_text(plan.on_trace[n]) if n in plan.on_trace else "-",
-            share_text(sure[n].expected) if n in sure else "-",
-            f"{share_text(sure[n].low)} to {share_text(sure[n].high)}" if n in sure else "-",
-        )
-        for n in everyone
+    ends = [workers[0], workers[-1]]
+    data = [
+        *_attainment_lines(plan),
+        _line(ends, [target, target], "target", color="--orange", width=2, dash="dash"),
     ]
     caption = (
         f"The answer is the smallest count whose lower bound, at confidence {plan.question.confidence:g},"
@@ -214,8 +173,34 @@ def attainment_figure(plan: Plan) -> Figure:
         caption,
         _spec(data, layout),
         ("workers", "trace", "expected", "bounds"),
-        rows,
+        [_attainment_row(plan, n) for n in workers],
     )
+
+
+def _attainment_lines(plan: Plan) -> list[Spec]:
+    sure, banded, counts = plan.sure, sorted(plan.sure), sorted(plan.on_trace)
+    lines: list[Spec] = []
+    if banded:
+        high, low = [sure[n].high for n in banded], [sure[n].low for n in banded]
+        expected = [sure[n].expected for n in banded]
+        band: Spec = {"color": "--band", "width": 0}
+        lines += [
+            _line(banded, high, "high", **band, showlegend=False),
+            _line(banded, low, "bounds", **band, fill="tonexty", fillcolor="--band"),
+            _line(banded, expected, "expected", color="--blue", width=2.5, mode="lines+markers"),
+        ]
+    shares = [plan.on_trace[n] for n in counts]
+    dotted: Spec = {"color": "--soft", "width": 1.5, "mode": "lines+markers", "dash": "dot"}
+    return [*lines, _line(counts, shares, "trace", **dotted)]
+
+
+def _attainment_row(plan: Plan, workers: int) -> tuple[str, ...]:
+    on_trace = share_text(plan.on_trace[workers]) if workers in plan.on_trace else "-"
+    sure = plan.sure.get(workers)
+    if sure is None:
+        return (str(workers), on_trace, "-", "-")
+    bounds = f"{share_text(sure.low)} to {share_text(sure.high)}"
+    return (str(workers), on_trace, share_text(sure.expected), bounds)
 
 
 def cost_figure(plan: Plan) -> Figure:
@@ -242,15 +227,6 @@ def cost_figure(plan: Plan) -> Figure:
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
         "showlegend": False,
     }
-    rows = [
-        (
-            duration_text(c.slo.ttft_s),
-            duration_text(c.slo.tpot_s),
-            c.fleet.label if c.fleet else "not possible",
-            usd_text(c.fleet.usd_per_hour) if c.fleet else "-",
-        )
-        for c in plan.costed
-    ]
     caption = "Fleets of the same kind, sized on the trace as it is; orange is what was asked."
     return Figure(
         "cost",
@@ -258,8 +234,15 @@ def cost_figure(plan: Plan) -> Figure:
         caption,
         _spec(data, layout),
         ("TTFT", "TPOT", "fleet", "cost"),
-        rows,
+        [_cost_row(costed) for costed in plan.costed],
     )
+
+
+def _cost_row(costed: Costed) -> tuple[str, ...]:
+    targets = (duration_text(costed.slo.ttft_s), duration_text(costed.slo.tpot_s))
+    if costed.fleet is None:
+        return (*targets, "not possible", "-")
+    return (*targets, costed.fleet.label, usd_text(costed.fleet.usd_per_hour))
 
 
 def _line(

@@ -11,11 +11,21 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from controlplane.worker_type import WorkerType
 from tokenfleet import __version__
 from tokenfleet.durations import duration_text
-from tokenfleet.planning.result import Plan
+from tokenfleet.planning.result import Candidate, Plan
 from tokenfleet.report.figures import Figure, figures
-from tokenfleet.report.tables import facts, gpus_text, headline, share_text, usd_text
+from tokenfleet.report.tables import (
+    baseline_counts,
+    expected_text,
+    facts,
+    gpus_text,
+    headline,
+    least_text,
+    share_text,
+    usd_text,
+)
 
 PAGE = Path(__file__).with_name("report_page.html")
 
@@ -66,13 +76,12 @@ def _tiles(plan: Plan) -> str:
     best = plan.best
     if best is None:
         return ""
-    sure = best.estimate
     tiles = [
         ("workers", str(best.fleet.workers)),
         ("GPUs", str(best.fleet.gpus)),
         ("cost", usd_text(best.fleet.usd_per_hour)),
-        ("expected attainment", share_text(sure.expected if sure else best.on_trace)),
-        (f"at least, at confidence {plan.question.confidence:g}", share_text(sure.low) if sure else "-"),
+        ("expected attainment", expected_text(best)),
+        (f"at least, at confidence {plan.question.confidence:g}", least_text(best)),
     ]
     items = "".join(
         f"<li><b>{escape(value)}</b> <span class=soft>{escape(name)}</span></li>" for name, value in tiles
@@ -102,48 +111,42 @@ def _figure(figure: Figure) -> str:
 
 def _tables(plan: Plan) -> Iterable[str]:
     if plan.alternatives:
-        rows = [
-            (
-                c.fleet.label,
-                gpus_text(c.fleet.gpus),
-                usd_text(c.fleet.usd_per_hour),
-                share_text(c.estimate.expected if c.estimate else c.on_trace),
-                share_text(c.estimate.low) if c.estimate else "-",
-                c.note,
-            )
-            for c in plan.alternatives
-        ]
-        yield section("Alternatives", ("fleet", "GPUs", "cost", "expected", "at least", ""), rows)
+        columns = ("fleet", "GPUs", "cost", "expected", "at least", "")
+        yield section("Alternatives", columns, [_alternative(c) for c in plan.alternatives])
     if plan.baselines and plan.best:
         enough = [n for n, share in plan.on_trace.items() if share >= plan.question.attainment]
-        policies = [(plan.question.policy, str(min(enough)))]
-        policies += [
-            (b.policy, str(b.fleet.workers) if b.fleet else f"more than {b.tried}") for b in plan.baselines
-        ]
+        policies = [(plan.question.policy, str(min(enough))), *baseline_counts(plan)]
         yield section("Policies on the trace as it is", ("policy", "workers"), policies)
     if plan.passed_over:
-        yield section(
-            "Passed over", ("worker", "why"), [(p.worker_type.name, p.reason) for p in plan.passed_over]
-        )
+        passed = [(p.worker_type.name, p.reason) for p in plan.passed_over]
+        yield section("Passed over", ("worker", "why"), passed)
     yield section(
         "What this rests on",
         ("worker", "profile", "of", "mean error", "price of a GPU-hour"),
-        [
-            (
-                worker_type.name,
-                f"{worker_type.profile.source.kind}: {worker_type.profile.source.what}",
-                str(worker_type.profile.source.date),
-                f"{worker_type.profile.residuals.mean_relative:.1%}",
-                "not known"
-                if worker_type.usd_per_gpu_h is None
-                else f"${worker_type.usd_per_gpu_h:.2f} ({worker_type.priced})",
-            )
-            for worker_type in plan.worker_types
-        ],
+        [_basis(worker_type) for worker_type in plan.worker_types],
     )
     if plan.inputs.warnings:
         lines = "".join(f"<li>{escape(w)}</li>" for w in plan.inputs.warnings)
         yield f"<section><h2>Warnings</h2><ul>{lines}</ul></section>"
+
+
+def _alternative(candidate: Candidate) -> tuple[str, ...]:
+    fleet = candidate.fleet
+    cost = usd_text(fleet.usd_per_hour)
+    shares = (expected_text(candidate), least_text(candidate))
+    return (fleet.label, gpus_text(fleet.gpus), cost, *shares, candidate.note)
+
+
+def _basis(worker_type: WorkerType) -> tuple[str, ...]:
+    """A type of worker, its profile and its price."""
+    source, usd = worker_type.profile.source, worker_type.usd_per_gpu_h
+    return (
+        worker_type.name,
+        f"{source.kind}: {source.what}",
+        str(source.date),
+        f"{worker_type.profile.residuals.mean_relative:.1%}",
+        "not known" if usd is None else f"${usd:.2f} ({worker_type.priced})",
+    )
 
 
 def section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

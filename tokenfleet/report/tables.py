@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet.durations import duration_text
+from tokenfleet.planning.explain import Binding
 from tokenfleet.planning.fleet import apportioned
 from tokenfleet.planning.nearest import Nearest
 from tokenfleet.planning.result import Candidate, Plan
@@ -102,6 +103,26 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
+    yield from _measured_facts(plan, best)
+    if plan.binding is not None:
+        yield "what binds", _binding_text(plan.binding)
+    if plan.doubt is not None:
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in plan.doubt.shares.items())
+        yield "doubt comes from", shares or "nothing that these worlds show"
+    line = plan.line
+    if line is not None:
+        yield (
+            "worker line",
+            f"{line.workers_per_rps:.3g} x rate {line.intercept:+.2g}, rounded up (R² {line.r2:.4f})",
+        )
+    yield from _time_facts(plan, best)
+    if plan.baselines:
+        counts = [f"{name} {count}" for name, count in baseline_counts(plan)]
+        yield "other policies", ", ".join(counts) + " workers on the trace"
+
+
+def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
+    """How the best fleet does, and one of a worker fewer."""
     sure = best.estimate
     if sure is not None:
         yield (
@@ -116,25 +137,20 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
         expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
         words = f"{workers_text(fewer.workers)}: {share_text(expected)} expected; {fewer.fails}"
         yield "one fewer", words if fewer.workers else fewer.fails
-    bind = plan.binding
-    if bind is not None:
-        start_s, end_s = bind.window_s
-        helps = ", ".join(f"{name} {gain * 100:+.2f} points" for name, gain in bind.relief.items())
-        faster = "" if bind.rate_scale == 1.0 else f" at {bind.rate_scale:.3g} times the rate"
-        yield (
-            "what binds",
-            f"{_BINDS[bind.constraint]}, worst at {start_s:.0f}-{end_s:.0f} s with"
-            f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps})",
-        )
-    if plan.doubt is not None:
-        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in plan.doubt.shares.items())
-        yield "doubt comes from", shares or "nothing that these worlds show"
-    line = plan.line
-    if line is not None:
-        yield (
-            "worker line",
-            f"{line.workers_per_rps:.3g} x rate {line.intercept:+.2g}, rounded up (R² {line.r2:.4f})",
-        )
+
+
+def _binding_text(bind: Binding) -> str:
+    start_s, end_s = bind.window_s
+    helps = ", ".join(f"{name} {gain * 100:+.2f} points" for name, gain in bind.relief.items())
+    faster = "" if bind.rate_scale == 1.0 else f" at {bind.rate_scale:.3g} times the rate"
+    return (
+        f"{_BINDS[bind.constraint]}, worst at {start_s:.0f}-{end_s:.0f} s with"
+        f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps})"
+    )
+
+
+def _time_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
+    """The schedule, the spares for reclaimed workers, and what a cold start adds."""
     if plan.schedule is not None and plan.schedule.saved_share > 0:
         yield (
             "schedule",
@@ -155,14 +171,21 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
             f"{duration_text(plan.paid.cold_start_s)}: followed in time, the schedule takes"
             f" {plan.paid.worker_hours:.4g} worker-hours, on average {usd_text(usd)}",
         )
-    if plan.baselines:
-        yield (
-            "other policies",
-            ", ".join(
-                f"{b.policy} {b.fleet.workers if b.fleet else f'more than {b.tried}'}" for b in plan.baselines
-            )
-            + " workers on the trace",
-        )
+
+
+def baseline_counts(plan: Plan) -> list[tuple[str, str]]:
+    """Each other policy, and the workers that it needs on the trace."""
+    return [(b.policy, str(b.fleet.workers) if b.fleet else f"more than {b.tried}") for b in plan.baselines]
+
+
+def expected_text(candidate: Candidate) -> str:
+    """The attainment to be expected of a fleet."""
+    return share_text(candidate.estimate.expected if candidate.estimate else candidate.on_trace)
+
+
+def least_text(candidate: Candidate) -> str:
+    """The attainment that a fleet has at least, at the plan's confidence."""
+    return share_text(candidate.estimate.low) if candidate.estimate else "-"
 
 
 def nearest_text(near: Nearest) -> str:
@@ -188,8 +211,8 @@ def _alternatives(plan: Plan) -> Table:
             c.fleet.label,
             str(c.fleet.gpus),
             "?" if usd is None else f"{usd:,.2f}",
-            share_text(c.estimate.expected if c.estimate else c.on_trace),
-            share_text(c.estimate.low) if c.estimate else "-",
+            expected_text(c),
+            least_text(c),
             duration_text(c.ttft.at(0.99)),
             duration_text(c.tpot.at(0.99)),
             c.note,

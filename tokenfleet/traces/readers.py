@@ -13,6 +13,7 @@ first arrival comes later than the whole recording lasts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tokenfleet.traces.formats import (
     match,
     open_container,
 )
-from tokenfleet.traces.trace import Trace
+from tokenfleet.traces.trace import Trace, merged
 
 MOST_TOKENS = 100_000_000
 LATEST_S = 1e15  # beyond any date in milliseconds, far below where sums of squares overflow
@@ -50,6 +51,16 @@ class Rule:
     column: str
     fault: pl.Expr
     expected: str
+
+
+def read_traces(paths: Sequence[str | Path]) -> Trace:
+    """Read files and merge their requests in order of arrival.
+
+    Raises BadInput if there is no file, or any cannot be used.
+    """
+    if not paths:
+        raise BadInput("trace: no file given; expected at least one")
+    return merged([read_trace(path) for path in paths])
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -1,13 +1,22 @@
-"""A trace: a workload with its source and the corrections that reading it took."""
+"""A trace: a workload with its source and the corrections that reading it took; and several traces as one.
+
+Traces that all carry a real clock (dates, Unix times) are laid on it, so that what overlapped still
+overlaps. Traces whose clocks do not meet (a gap longer than all of them together), and traces of which any
+has only relative times, are overlaid: each keeps its own times and all begin at zero, as the services
+behind them would run side by side on one fleet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.workload import Workload
+
+COUNTS = ("out_of_order", "empty_outputs", "blank_rows")
 
 
 @dataclass(frozen=True)
@@ -38,3 +47,67 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.workload)
+
+
+def merged(traces: Sequence[Trace]) -> Trace:
+    """One trace of all the requests; ties keep the order of the traces."""
+    if len(traces) == 1:
+        return traces[0]
+    starts = _common_clock(traces)
+    first_s = min(starts) if starts else None
+    parts = [t.workload for t in traces]
+    arrival_s = _arrivals_s(parts, starts)
+    order = np.argsort(arrival_s, kind="stable")
+    slo_classes, slo_class = _one_list([(w.slo_classes, w.slo_class) for w in parts])
+    tenants, tenant = _one_list([(t.tenants, t.tenant) for t in traces])
+    columns = {
+        name: np.concatenate([getattr(w, name) for w in parts])[order]
+        for name in ("prompt_tokens", "output_tokens", "priority")
+    }
+    return Trace(
+        name=" + ".join(t.name for t in traces),
+        format=" + ".join(dict.fromkeys(t.format for t in traces)),
+        workload=Workload(
+            arrival_s=arrival_s[order], **columns, slo_class=slo_class[order], slo_classes=slo_classes
+        ),
+        warnings=_warnings(traces, overlaid=not starts),
+        clock_start_s=first_s,
+        tenant=tenant[order],
+        tenants=tenants,
+        **{name: sum(getattr(t, name) for t in traces) for name in COUNTS},
+    )
+
+
+def _arrivals_s(parts: Sequence[Workload], starts: Sequence[float]) -> NDArray[np.float64]:
+    """Everyone's arrivals since the first start; since the own one where the parts share no clock."""
+    offset_s = [start - min(starts) for start in starts] if starts else [0.0] * len(parts)
+    return np.concatenate([part.arrival_s + offset for part, offset in zip(parts, offset_s, strict=True)])
+
+
+def _warnings(traces: Sequence[Trace], overlaid: bool) -> list[str]:
+    warnings = [warning for t in traces for warning in t.warnings]
+    if overlaid and any(t.clock_start_s is not None for t in traces):
+        warnings.append(f"{len(traces)} traces without a clock in common; overlaid, each from its own start")
+    return warnings
+
+
+def _one_list(
+    labelled: Sequence[tuple[tuple[str, ...], NDArray[np.int64]]],
+) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """One list of names in place of several, and every index as one into it."""
+    all_names = tuple(dict.fromkeys(name for names, _ in labelled for name in names))
+    places = [np.array([all_names.index(name) for name in names])[index] for names, index in labelled]
+    return all_names, np.concatenate(places)
+
+
+def _common_clock(traces: Sequence[Trace]) -> list[float]:
+    """Each trace's start on the clock they share; empty if they share none."""
+    starts = [t.clock_start_s for t in traces if t.clock_start_s is not None]
+    if len(starts) < len(traces):
+        return []
+    spans = sorted((s, s + float(t.workload.arrival_s[-1])) for s, t in zip(starts, traces, strict=True))
+    longest_gap_s, covered_s = 0.0, spans[0][1]
+    for start_s, end_s in spans[1:]:
+        longest_gap_s = max(longest_gap_s, start_s - covered_s)
+        covered_s = max(covered_s, end_s)
+    return starts if longest_gap_s <= sum(end - start for start, end in spans) else []

@@ -7,6 +7,7 @@ place of its `engine` index.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -30,72 +31,57 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        r = self.registry
-        self.requests = Counter(
+        counter = functools.partial(Counter, registry=self.registry)
+        gauge = functools.partial(Gauge, registry=self.registry)
+        histogram = functools.partial(Histogram, registry=self.registry)
+        by_priority, by_worker = ["priority"], ["worker"]
+        self.requests = counter(
             "tokenfleet_requests",
             "Requests by how they ended: finished, failed, aborted, rejected, rate_limited",
             ["outcome", "priority"],
-            registry=r,
         )
-        self.slo = Counter(
+        self.slo = counter(
             "tokenfleet_slo_requests",
             "Finished requests by whether they met a target (ttft, tpot, or both)",
             ["target", "met", "priority"],
-            registry=r,
         )
-        self.ttft_s = Histogram(
+        self.ttft_s = histogram(
             "tokenfleet_time_to_first_token_seconds",
             "Arrival to first token at the gateway, queueing included",
-            ["priority"],
+            by_priority,
             buckets=LATENCY_BUCKETS_S,
-            registry=r,
         )
-        self.tpot_s = Histogram(
+        self.tpot_s = histogram(
             "tokenfleet_time_per_output_token_seconds",
             "(finish - first token) / (output tokens - 1), one figure a request",
-            ["priority"],
+            by_priority,
             buckets=TPOT_BUCKETS_S,
-            registry=r,
         )
-        self.queue_wait_s = Histogram(
-            "tokenfleet_queue_wait_seconds",
-            "Arrival to being placed on a worker",
-            ["priority"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=r,
+        wait = "Arrival to being placed on a worker"
+        self.queue_wait_s = histogram(
+            "tokenfleet_queue_wait_seconds", wait, by_priority, buckets=LATENCY_BUCKETS_S
         )
-        self.tokens = Counter("tokenfleet_output_tokens", "Tokens passed to clients", registry=r)
-        self.waiting = Gauge("tokenfleet_queue_requests", "Requests no worker has taken yet", registry=r)
-        self.workers = Gauge("tokenfleet_workers", "Workers by state", ["state"], registry=r)
-        self.running = Gauge("tokenfleet_worker_requests", "Requests on a worker", ["worker"], registry=r)
-        self.context = Gauge(
-            "tokenfleet_worker_context_tokens", "Tokens its decoding requests hold", ["worker"], registry=r
+        self.tokens = counter("tokenfleet_output_tokens", "Tokens passed to clients")
+        self.waiting = gauge("tokenfleet_queue_requests", "Requests no worker has taken yet")
+        self.workers = gauge("tokenfleet_workers", "Workers by state", ["state"])
+        self.running = gauge("tokenfleet_worker_requests", "Requests on a worker", by_worker)
+        context = "Tokens its decoding requests hold"
+        self.context = gauge("tokenfleet_worker_context_tokens", context, by_worker)
+        self.kv_used = gauge("tokenfleet_worker_kv_used_ratio", "Share of its KV blocks in use", by_worker)
+        self.step_s = gauge("tokenfleet_worker_step_seconds", "Duration of its last step", by_worker)
+        started = "Preemptions since it started"
+        self.preemptions = gauge("tokenfleet_worker_preemptions", started, by_worker)
+        self.migrations = counter("tokenfleet_migrations", "Moves of a request by outcome", ["outcome"])
+        downtime = "Cut-over to the first token from the target"
+        self.downtime_s = histogram(
+            "tokenfleet_migration_downtime_seconds", downtime, buckets=DOWNTIME_BUCKETS_S
         )
-        self.kv_used = Gauge(
-            "tokenfleet_worker_kv_used_ratio", "Share of its KV blocks in use", ["worker"], registry=r
-        )
-        self.step_s = Gauge(
-            "tokenfleet_worker_step_seconds", "Duration of its last step", ["worker"], registry=r
-        )
-        self.preemptions = Gauge(
-            "tokenfleet_worker_preemptions", "Preemptions since it started", ["worker"], registry=r
-        )
-        self.migrations = Counter(
-            "tokenfleet_migrations", "Moves of a request by outcome", ["outcome"], registry=r
-        )
-        self.downtime_s = Histogram(
-            "tokenfleet_migration_downtime_seconds",
-            "Cut-over to the first token from the target",
-            buckets=DOWNTIME_BUCKETS_S,
-            registry=r,
-        )
-        self.moved_bytes = Counter("tokenfleet_migration_bytes", "KV bytes copied by moves", registry=r)
-        self.replays = Counter(
+        self.moved_bytes = counter("tokenfleet_migration_bytes", "KV bytes copied by moves")
+        self.replays = counter(
             "tokenfleet_replays",
             "Segments begun anew from prompt and tokens, because a worker was lost or refused them",
-            registry=r,
         )
-        self.lost_workers = Counter("tokenfleet_workers_lost", "Workers that died", registry=r)
+        self.lost_workers = counter("tokenfleet_workers_lost", "Workers that died")
 
     def count_end(self, request: Tracked, outcome: str) -> None:
         """Count a request that is over; a finished one also against its SLO."""
