@@ -9,8 +9,10 @@ import time
 
 import numpy as np
 
-from controlplane.control import RunningRequest, Settings, Snapshot, State, WorkerLoad, tick
+from controlplane.control import Settings, State, tick
 from controlplane.perfmodel.step import StepModel
+from controlplane.scaler.load import LoadSettings
+from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 WALL_S = 0.05
@@ -45,7 +47,7 @@ def main() -> int:
         walls, actions = [], []
         for _ in range(5 if asked.quick else 40):
             began = time.perf_counter()
-            _, actions = tick(Settings(bounds=(1, 2000)), State(), snapshot)
+            _, actions = tick(Settings(load=LoadSettings(1, 2000)), State(), snapshot)
             walls.append(time.perf_counter() - began)
         rows.append(
             {

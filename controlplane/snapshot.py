@@ -1,4 +1,4 @@
-"""What the brain sees of a fleet, and what it may ask for: a snapshot in, actions out.
+"""Snapshots and actions: a fleet as the controller sees it, and what it may ask of the data plane.
 
 A plane that counts for itself (the simulated one, in compiled code) gives each worker's `Load`; for one
 that only lists requests (the live one) the load is added up from the list.
@@ -133,9 +133,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Move a request, with its KV if it runs."""
+    """Move a request that runs, with its KV."""
 
     request: RequestId
+    source: WorkerId
     target: WorkerId
     reason: str
 
@@ -169,4 +170,5 @@ class Scale:
     kinds: Mapping[str, int] = field(default_factory=dict)
 
 
-Action = Migrate | Reassign | Scale
+Move = Migrate | Reassign
+Action = Move | Scale

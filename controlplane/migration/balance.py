@@ -15,8 +15,8 @@ priority and short go first: they are copied soonest, and nobody important waits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from controlplane.errors import BadInput
@@ -24,8 +24,8 @@ from controlplane.migration.cost import Price, cost_s, gain_s
 from controlplane.migration.usage import (
     PAPER,
     Reading,
+    WorkerView,
     freeness,
-    freeness_of,
     headroom_tokens,
     virtual_usage,
     with_request,
@@ -33,12 +33,10 @@ from controlplane.migration.usage import (
 from controlplane.snapshot import (
     DRAINING,
     SERVING,
-    Load,
     Migrate,
+    Move,
     Reassign,
     RunningRequest,
-    Snapshot,
-    WorkerLoad,
 )
 from controlplane.types import RequestId, WorkerId
 
@@ -75,7 +73,7 @@ class MoveSettings:
         """A source's running requests, the one that should go first: low priority, then short."""
         return sorted(requests, key=lambda r: (r.priority, r.tokens, r.request))
 
-    def requeues(self, target: Seen, request: RunningRequest) -> bool:
+    def requeues(self, target: WorkerView, request: RunningRequest) -> bool:
         """Whether a head of line goes to the target, which admits it now: no queue, memory and a seat free.
 
         There is nothing to copy. A token for each that runs is left to grow into.
@@ -84,7 +82,7 @@ class MoveSettings:
         seats = target.worker.max_seqs - target.load.running
         return target.load.waiting == 0 and seats > 0 and request.tokens + 1 <= room
 
-    def helps(self, source: Seen, target: Seen, request: RunningRequest) -> bool:
+    def helps(self, source: WorkerView, target: WorkerView, request: RunningRequest) -> bool:
         """Whether the target stays freer than the source was, and the move gains more than it costs."""
         after = with_request(target.load, request)
         capacity = target.worker.capacity_tokens
@@ -97,113 +95,82 @@ class MoveSettings:
         return self.price is None or _pays(self.price, source, target, request)
 
 
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """When requests last moved, and between whom; only what is younger than `rest_s` matters."""
-
-    requests: Mapping[RequestId, float] = field(default_factory=dict)
-    pairs: Mapping[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
+Pairs = Container[tuple[WorkerId, WorkerId]]
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A worker with its load counted once, and its freeness."""
+def balance(
+    settings: MoveSettings, workers: Sequence[WorkerView], resting: Set[RequestId], recent: Pairs
+) -> list[Move]:
+    """This heartbeat's moves between `workers`, at most one each.
 
-    worker: WorkerLoad
-    load: Load
-    freeness: float
-
-    @property
-    def free_tokens(self) -> int:
-        """Memory that nothing holds."""
-        return self.worker.capacity_tokens - self.load.held_tokens
-
-
-def look(snapshot: Snapshot, reading: Reading) -> list[Seen]:
-    """The workers whose capacity is known and that are not starting, each counted once."""
-    seen = []
-    for w in snapshot.workers:
-        if w.capacity_tokens > 0 and w.state in (SERVING, DRAINING):
-            load = w.counted()
-            seen.append(Seen(w, load, freeness_of(w, load, reading)))
-    return seen
-
-
-def plan_moves(
-    settings: MoveSettings, recent: Recent, snapshot: Snapshot, seen: Sequence[Seen]
-) -> list[tuple[Migrate | Reassign, WorkerId]]:
-    """This heartbeat's moves with their sources, at most one a worker; `seen` as `look` gives it."""
-    sources = sorted(
-        (s for s in seen if _is_source(s, settings) and s.worker.worker not in snapshot.busy), key=_key
-    )
+    `resting`: requests that must stay where they are. `recent`: pairs (source, target) that are not turned
+    round yet.
+    """
+    sources = sorted((w for w in workers if _is_source(w, settings)), key=lambda w: (w.freeness, w.id))
     targets = sorted(
         (
-            s
-            for s in seen
-            if s.worker.state == SERVING
-            and s.freeness > settings.in_above
-            and not _is_source(s, settings)
-            and s.worker.worker not in snapshot.busy
+            w
+            for w in workers
+            if w.worker.state == SERVING and w.freeness > settings.in_above and not _is_source(w, settings)
         ),
-        key=lambda s: (-s.freeness, s.worker.worker),
+        key=lambda w: (-w.freeness, w.id),
     )
-    moves: list[tuple[Migrate | Reassign, WorkerId]] = []
+    moves: list[Move] = []
     for source, target in _pairs(sources, targets):
         if len(moves) >= settings.most:
             break
-        if (target.worker.worker, source.worker.worker) in recent.pairs:
+        if (target.id, source.id) in recent:
             continue
-        chosen = choose(settings, recent, snapshot, source, target)
+        chosen = _choose(settings, resting, source, target)
         if chosen is None:
             continue
         request, waits = chosen
-        here, there, reason = source.worker.worker, target.worker.worker, _reason(source, target)
         if waits:
-            moves.append((Reassign(request.request, here, there, reason), here))
+            moves.append(Reassign(request.request, source.id, target.id, _reason(source, target)))
         else:
-            moves.append((Migrate(request.request, there, reason), here))
+            moves.append(Migrate(request.request, source.id, target.id, _reason(source, target)))
     return moves
 
 
-def _pairs(sources: Sequence[Seen], targets: Sequence[Seen]) -> list[tuple[Seen, Seen]]:
+def _pairs(
+    sources: Sequence[WorkerView], targets: Sequence[WorkerView]
+) -> list[tuple[WorkerView, WorkerView]]:
     """Sources with targets, both in order: kind by kind, then those left over."""
     kinds = {s.worker.kind for s in sources}
     queues = {kind: iter([t for t in targets if t.worker.kind == kind]) for kind in kinds}
     found = [(s, next(queues[s.worker.kind], None)) for s in sources]
     pairs = [(s, t) for s, t in found if t is not None]
-    paired = {t.worker.worker for _, t in pairs}
-    others = [t for t in targets if t.worker.worker not in paired]
+    paired = {t.id for _, t in pairs}
+    others = [t for t in targets if t.id not in paired]
     return pairs + list(zip([s for s, t in found if t is None], others, strict=False))
 
 
-def choose(
-    settings: MoveSettings, recent: Recent, snapshot: Snapshot, source: Seen, target: Seen
+def _choose(
+    settings: MoveSettings, resting: Set[RequestId], source: WorkerView, target: WorkerView
 ) -> tuple[RunningRequest, bool] | None:
     """The request of `source` that should go to `target`, and whether it waits there; None if none may.
 
     Only one that waits may go to another kind of worker.
     """
-
-    def free(r: RunningRequest) -> bool:
-        return r.request not in recent.requests and r.request not in snapshot.moving
-
     waiting = source.worker.waiting
-    if waiting and free(waiting[0]) and settings.requeues(target, waiting[0]):
+    if waiting and waiting[0].request not in resting and settings.requeues(target, waiting[0]):
         return waiting[0], True
     low_only = _full_for_headroom_alone(settings, source)
     free_ones = (
-        r for r in settings.in_order(source.worker.requests) if free(r) and not (low_only and r.priority)
+        r
+        for r in settings.in_order(source.worker.requests)
+        if r.request not in resting and not (low_only and r.priority)
     )
     same_kind = source.worker.kind == target.worker.kind
     for r in islice(free_ones, _TRIED if same_kind else 0):
         if _may_go(settings, source, target, r):
             return r, False
     if source.worker.state == DRAINING:  # its queue must go, room or not
-        return next(((r, True) for r in waiting if free(r)), None)
+        return next(((r, True) for r in waiting if r.request not in resting), None)
     return None
 
 
-def _is_source(s: Seen, settings: MoveSettings) -> bool:
+def _is_source(s: WorkerView, settings: MoveSettings) -> bool:
     if s.worker.state == DRAINING:
         return settings.drains and s.load.running + s.load.waiting > 0
     if s.load.running + s.load.waiting < 2:
@@ -214,7 +181,7 @@ def _is_source(s: Seen, settings: MoveSettings) -> bool:
     return settings.pressure is not None and full > settings.pressure
 
 
-def _full_for_headroom_alone(settings: MoveSettings, s: Seen) -> bool:
+def _full_for_headroom_alone(settings: MoveSettings, s: WorkerView) -> bool:
     """Whether a worker is short of nothing but headroom: its high-priority requests, for whom it is, stay.
 
     To move them would carry the headroom from worker to worker, and leave the normal ones nowhere.
@@ -225,11 +192,7 @@ def _full_for_headroom_alone(settings: MoveSettings, s: Seen) -> bool:
     return freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
 
 
-def _key(s: Seen) -> tuple[float, WorkerId]:
-    return s.freeness, s.worker.worker
-
-
-def _may_go(settings: MoveSettings, source: Seen, target: Seen, r: RunningRequest) -> bool:
+def _may_go(settings: MoveSettings, source: WorkerView, target: WorkerView, r: RunningRequest) -> bool:
     if target.load.running + target.load.waiting >= target.worker.max_seqs:
         return False
     room = target.free_tokens - target.load.waiting_tokens
@@ -238,7 +201,7 @@ def _may_go(settings: MoveSettings, source: Seen, target: Seen, r: RunningReques
     return source.worker.state == DRAINING or settings.helps(source, target, r)
 
 
-def _pays(price: Price, source: Seen, target: Seen, r: RunningRequest) -> bool:
+def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningRequest) -> bool:
     if source.worker.step is None or target.worker.step is None:
         return True
     ends = min((o.remaining_tokens for o in source.worker.requests if o is not r), default=1)
@@ -254,8 +217,8 @@ def _pays(price: Price, source: Seen, target: Seen, r: RunningRequest) -> bool:
     return gain > cost_s(price, r.tokens, source.load, target.load)
 
 
-def _reason(source: Seen, target: Seen) -> str:
-    names = source.worker.worker, target.worker.worker
+def _reason(source: WorkerView, target: WorkerView) -> str:
+    names = source.id, target.id
     if source.worker.state == DRAINING:
         return f"{names[0]} is draining, {names[1]} has {_steps(target.freeness)} steps of memory left"
     full = [f"{s.load.held_tokens / s.worker.capacity_tokens:.0%}" for s in (source, target)]

@@ -1,29 +1,39 @@
-"""What corrects Aladdin: a worker whose forecast broke sheds to one with slack.
+"""Overload: workers whose forecasts broke give up requests, as Aladdin needs it once lengths err.
 
 Placement promised each worker a step time and a memory peak; lengths predicted wrongly break the promise.
 So both are forecast anew from what is there now, with the predictions renewed:
 
     (b) t_step(b, held + θ·still to come) <= tightest TPOT        (e) peak of KV <= γ·capacity
 
-(b = all at the worker, waiting ones included.) A worker that breaks either sheds the request with the most
-still to come for the least to copy, low priority first, to the worker of its kind with the most slack that
-keeps both with it. One request a worker and heartbeat: the next heartbeat looks again.
+(b = all at the worker, waiting ones included.)
+
+Shed. A worker that breaks either gives the request with the most still to come for the least to copy, low
+priority first, to the worker of its kind with the most slack that keeps both with it. One request a worker
+and heartbeat: the next heartbeat looks again.
+
+Reassign. Requests that have not started follow Algorithm 2 (placement.rebalance). An error alone is no harm:
+what waits stays where placement put it for as long as (b) and (e) hold there, and goes only where they go on
+holding with it, behind no more prompt tokens than are ahead of it now. One step model weighs the errors, so
+workers of one kind are looked at together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 
 from controlplane.errors import BadInput
-from controlplane.migration.balance import Recent, Seen
+from controlplane.migration.balance import Pairs
 from controlplane.migration.cost import Price
-from controlplane.migration.usage import with_request
+from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.step import StepModel
-from controlplane.snapshot import SERVING, Load, Migrate, RunningRequest, Snapshot
-from controlplane.types import WorkerId
+from controlplane.placement.heartbeat import NewRequest
+from controlplane.placement.rebalance import Error, rebalance
+from controlplane.placement.rebalance import Reassign as Outcast
+from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest
+from controlplane.types import RequestId, WorkerId
 
 # Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
 _LOOKED_AT = 4
@@ -92,7 +102,7 @@ def peak_tokens(requests: Sequence[RunningRequest]) -> int:
     return peak
 
 
-def forecast_of(s: Seen, settings: ShedSettings, also: RunningRequest | None = None) -> Forecast:
+def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | None = None) -> Forecast:
     """A worker's forecast, with another request there if one is given."""
     worker, load = s.worker, s.load
     everyone = _everyone(worker.requests, worker.waiting)
@@ -101,44 +111,57 @@ def forecast_of(s: Seen, settings: ShedSettings, also: RunningRequest | None = N
     return forecast(load, everyone, worker.capacity_tokens, worker.step, settings)
 
 
-def plan_shedding(
-    settings: ShedSettings,
-    recent: Recent,
-    snapshot: Snapshot,
-    seen: Sequence[Seen],
-    taken: frozenset[WorkerId],
-) -> list[tuple[Migrate, WorkerId]]:
-    """This heartbeat's moves, with their sources, off workers whose forecast broke.
+def shed(
+    settings: ShedSettings, workers: Sequence[WorkerView], resting: Set[RequestId], recent: Pairs
+) -> list[Migrate]:
+    """This heartbeat's moves between `workers`, off those whose forecast broke.
 
-    `taken` have a move already.
+    `resting` and `recent` as for `balance`.
     """
-    free = [s for s in seen if s.worker.worker not in taken and s.worker.worker not in snapshot.busy]
-    ahead = {s.worker.worker: forecast_of(s, settings) for s in free}
+    ahead = {w.id: forecast_of(w, settings) for w in workers}
     broken = sorted(
-        (s for s in free if ahead[s.worker.worker].worst > 1.0 + settings.margin and s.load.running > 1),
-        key=lambda s: (-ahead[s.worker.worker].worst, s.worker.worker),
+        (w for w in workers if ahead[w.id].worst > 1.0 + settings.margin and w.load.running > 1),
+        key=lambda w: (-ahead[w.id].worst, w.id),
     )
     if not broken:
         return []
     slack = sorted(
-        (s for s in free if s.worker.state == SERVING and ahead[s.worker.worker].worst < 1.0),
-        key=lambda s: (ahead[s.worker.worker].worst, s.worker.worker),
+        (w for w in workers if w.worker.state == SERVING and ahead[w.id].worst < 1.0),
+        key=lambda w: (ahead[w.id].worst, w.id),
     )
-    moves: list[tuple[Migrate, WorkerId]] = []
+    moves: list[Migrate] = []
     for source in broken:
         if len(moves) >= settings.most:
             break
         same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
         for target in list(islice(same_kind, _LOOKED_AT)):
-            if (target.worker.worker, source.worker.worker) in recent.pairs:
+            if (target.id, source.id) in recent:
                 continue
-            chosen = _choose(settings, recent, snapshot, source, target)
+            chosen = _choose(settings, resting, source, target)
             if chosen is not None:
-                reason = _reason(source, target, ahead[source.worker.worker], ahead[target.worker.worker])
-                moves.append((Migrate(chosen.request, target.worker.worker, reason), source.worker.worker))
+                reason = _reason(source, target, ahead[source.id], ahead[target.id])
+                moves.append(Migrate(chosen.request, source.id, target.id, reason))
                 slack.remove(target)
                 break
     return moves
+
+
+def reassign(
+    settings: ShedSettings,
+    workers: Sequence[WorkerView],
+    errors: Mapping[WorkerId, Error],
+    resting: Set[RequestId],
+) -> list[Reassign]:
+    """Algorithm 2's moves among serving workers of known speed, kind by kind.
+
+    `errors`: of the workers that have any. `resting`: requests that must stay where they are.
+    """
+    kinds: dict[str, dict[WorkerId, WorkerView]] = {}
+    for w in workers:
+        alike = kinds.setdefault(w.worker.kind, {})
+        if w.worker.state == SERVING and w.worker.step is not None:
+            alike[w.id] = w
+    return [move for serving in kinds.values() for move in _of_one_kind(settings, serving, errors, resting)]
 
 
 def _everyone(
@@ -148,14 +171,10 @@ def _everyone(
 
 
 def _choose(
-    settings: ShedSettings, recent: Recent, snapshot: Snapshot, source: Seen, target: Seen
+    settings: ShedSettings, resting: Set[RequestId], source: WorkerView, target: WorkerView
 ) -> RunningRequest | None:
     candidates = sorted(
-        (
-            r
-            for r in source.worker.requests
-            if r.request not in recent.requests and r.request not in snapshot.moving and r.remaining_tokens
-        ),
+        (r for r in source.worker.requests if r.request not in resting and r.remaining_tokens),
         key=lambda r: (r.priority, r.tokens - r.remaining_tokens, r.request),
     )
     room = target.free_tokens - target.load.waiting_tokens - target.load.running - 1
@@ -167,7 +186,7 @@ def _choose(
     return None
 
 
-def _pays(settings: ShedSettings, source: Seen, r: RunningRequest) -> bool:
+def _pays(settings: ShedSettings, source: WorkerView, r: RunningRequest) -> bool:
     """Whether what the source is spared over the request's life exceeds the pause and the interference."""
     price, step = settings.price, source.worker.step
     if price is None or step is None:
@@ -186,9 +205,61 @@ def _step_s(step: StepModel, sequences: int, context: float) -> float:
     return t
 
 
-def _reason(source: Seen, target: Seen, now: Forecast, there: Forecast) -> str:
+def _reason(source: WorkerView, target: WorkerView, now: Forecast, there: Forecast) -> str:
     what, share = ("step time", now.step) if now.step >= now.kv else ("KV peak", now.kv)
-    return (
-        f"{source.worker.worker} is forecast at {share:.0%} of its {what} limit,"
-        f" {target.worker.worker} at {there.worst:.0%}"
-    )
+    return f"{source.id} is forecast at {share:.0%} of its {what} limit, {target.id} at {there.worst:.0%}"
+
+
+def _of_one_kind(
+    settings: ShedSettings,
+    serving: Mapping[WorkerId, WorkerView],
+    errors: Mapping[WorkerId, Error],
+    resting: Set[RequestId],
+) -> list[Reassign]:
+    errors = {w: e for w, e in errors.items() if w in serving}
+    step = next((w.worker.step for w in serving.values()), None)
+    if len(errors) < 2 or step is None:
+        return []
+    waiting = {
+        w: [
+            (r.request, NewRequest(max(r.tokens, 1), max(r.remaining_tokens, 1)))
+            for r in at.worker.waiting
+            if r.request not in resting
+        ]
+        for w, at in serving.items()
+        if at.worker.waiting and forecast_of(at, settings).worst > 1.0
+    }
+    requests = {r.request: r for w in waiting for r in serving[w].worker.waiting}
+    ahead = _tokens_ahead(serving.values())
+
+    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[Outcast]) -> bool:
+        at, r = serving[worker], requests[request]
+        came = sum(max(requests[move.request].tokens, 1) for move in earlier if move.target == worker)
+        room = at.free_tokens - at.load.waiting_tokens - at.load.running
+        # A balance of decode steps is no reason to wait longer for the first token.
+        if came + max(r.tokens, 1) > room or came + at.load.waiting_tokens > ahead[request]:
+            return False
+        return forecast_of(at, settings, r).worst <= 1.0
+
+    weights = {w: e.weight_s(step) * 1e3 for w, e in errors.items()}
+    return [
+        Reassign(
+            m.request,
+            m.source,
+            m.target,
+            f"{m.source} has {weights[m.source]:+.2f} ms a step more than planned,"
+            f" {m.target} {weights[m.target]:+.2f}",
+        )
+        for m in rebalance(errors, waiting, step, may_take)
+    ]
+
+
+def _tokens_ahead(workers: Iterable[WorkerView]) -> dict[RequestId, int]:
+    """The prompt tokens ahead of every request that waits at a worker."""
+    ahead: dict[RequestId, int] = {}
+    for w in workers:
+        tokens = 0
+        for r in w.worker.waiting:
+            ahead[r.request] = tokens
+            tokens += r.tokens
+    return ahead

@@ -18,10 +18,12 @@ The paper's headroom fills the worker up to 1,600 tokens: `high_load_tokens`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
-from controlplane.snapshot import DRAINING, Load, RunningRequest, WorkerLoad
+from controlplane.snapshot import DRAINING, SERVING, Load, RunningRequest, WorkerLoad
+from controlplane.types import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,32 @@ def freeness(load: Load, capacity_tokens: int, draining: bool, reading: Reading 
     return (capacity_tokens - usage) / batch if batch else math.inf
 
 
-def freeness_of(worker: WorkerLoad, load: Load, reading: Reading = PAPER) -> float:
-    """F of a worker as seen, its load counted before."""
-    return freeness(load, worker.capacity_tokens, worker.state == DRAINING, reading)
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as the rules of migration look at it: its load counted once, and its freeness."""
+
+    worker: WorkerLoad
+    load: Load
+    freeness: float
+
+    @property
+    def id(self) -> WorkerId:
+        return self.worker.worker
+
+    @property
+    def free_tokens(self) -> int:
+        """Memory that nothing holds."""
+        return self.worker.capacity_tokens - self.load.held_tokens
+
+
+def worker_views(workers: Iterable[WorkerLoad], reading: Reading = PAPER) -> list[WorkerView]:
+    """The workers whose capacity is known and that are not starting."""
+    views = []
+    for w in workers:
+        if w.capacity_tokens > 0 and w.state in (SERVING, DRAINING):
+            load = w.counted()
+            views.append(WorkerView(w, load, freeness(load, w.capacity_tokens, w.state == DRAINING, reading)))
+    return views
 
 
 def with_request(load: Load, request: RunningRequest) -> Load:

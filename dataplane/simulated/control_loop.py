@@ -1,4 +1,4 @@
-"""The closed loop in simulated time: advance to the next heartbeat, look, tick, act.
+"""The closed loop in simulated time: advance to the next heartbeat, then run a round of the port.
 
 The brain is `controlplane.control.tick`, as it runs live. The exact policy's placement has a heartbeat of
 its own here. With an `Elastic` the number of workers is the brain's, too.
@@ -6,22 +6,26 @@ its own here. With an `Elastic` the number of workers is the brain's, too.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, nextafter
 
 import numpy as np
 
-from controlplane.control import Scale, Settings, State, tick
+from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.cost import Price
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import EXACT
 from controlplane.placement.rebalance import DeviationTracker
-from controlplane.snapshot import Snapshot
+from controlplane.port import Decide, Outcome, run_round
+from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.elastic import Decide, Elastic
+from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.heartbeat import HEARTBEAT_S, place_held
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import deviations, observe
@@ -55,13 +59,75 @@ class ControlSettings:
         return Price(per_token, self.bytes_per_s or 1.0, self.fixed_s, self.slowdown)
 
 
-@dataclass(slots=True)
-class Watch:
-    """What a heartbeat looks at beside the ledger, and remembers."""
+class SimulatedPlane:
+    """A run's engines behind the port, at the clock's present time; with an `Elastic` they may be scaled."""
 
-    elastic: Elastic | None = None
-    deviations: DeviationTracker | None = None
-    arrived: int = 0
+    def __init__(self, run: RunState, control: ControlSettings, elastic: Elastic | None = None) -> None:
+        self._run, self._watermark, self._elastic = run, control.watermark, elastic
+        self.moves = Moves(run, [control.price(profile) for profile in run.profiles])
+        acts = control.tick.moves is not None or control.tick.shed is not None
+        self._deviations = DeviationTracker() if control.errors and run.migrates and acts else None
+        self._arrived = 0  # by the last look
+        self.refusals: Counter[str] = Counter()
+
+    @property
+    def now_s(self) -> float:
+        return float(self._run.cluster.clock["now_s"][0])
+
+    def observe(self) -> Snapshot:
+        """The fleet now: its loads, Algorithm 2's errors, and what has arrived since the last look."""
+        run, now_s, elastic = self._run, self.now_s, self._elastic
+        view_all(run.ledger, run.engines, now_s)
+        moving = frozenset(move.request for move in self.moves.open)
+        states = None if elastic is None else elastic.states()
+        snapshot = observe(
+            run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._watermark, states
+        )
+        if self._deviations is not None:
+            snapshot = replace(snapshot, errors=deviations(self._deviations, run.ledger))
+        return snapshot if elastic is None else self._with_demand(snapshot, elastic)
+
+    def migrate(self, move: Migrate) -> str | None:
+        return self.moves.migrate(move, self.now_s)
+
+    def reassign(self, move: Reassign) -> str | None:
+        return self.moves.reassign(move, self.now_s)
+
+    def scale(self, change: Scale) -> str | None:
+        if self._elastic is None:
+            return "the fleet does not change its size"
+        self._elastic.scale(change, self.now_s)
+        return None
+
+    def report(self, outcomes: Sequence[Outcome]) -> None:
+        """Count what was refused, by why."""
+        self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
+
+    def _with_demand(self, snapshot: Snapshot, elastic: Elastic) -> Snapshot:
+        """The snapshot with what arrived since the last look, its lengths as predicted, and who waits."""
+        run = self._run
+        before, self._arrived = self._arrived, int(run.cluster.clock["arrived"][0])
+        new = slice(before, self._arrived)
+        classes = run.workload.slo_class[new]
+        by_class = tuple(
+            ClassArrivals(
+                run.slos[c],
+                int((classes == c).sum()),
+                float(run.workload.prompt_tokens[new][classes == c].sum()),
+                float(run.ledger.requests["predicted"][new][classes == c].sum()),
+            )
+            for c in np.unique(classes).tolist()
+        )
+        return replace(
+            snapshot,
+            wanted=elastic.wanted,
+            arrivals=self._arrived - before,
+            by_class=by_class,
+            waiting_requests=int(run.cluster.clock["held_n"][0]),
+            cold_start_s=elastic.cold_start_s,
+            drain_s=elastic.drain_s,
+            wanted_kinds=elastic.wanted_kinds,
+        )
 
 
 def drive(
@@ -73,33 +139,27 @@ def drive(
 ) -> Moves:
     """Run to the end by heartbeats; return what became of the moves.
 
-    `decide`: another brain than tick, for comparison. `state`: what the brain remembers at the start.
+    `decide`: in place of tick, for comparison. `state`: what it remembers at the start.
     """
-    told = control or ControlSettings()
-    led, eng, clock = run.ledger, run.engines, run.cluster.clock
-    moves = Moves(run, [told.price(profile) for profile in run.profiles])
+    control = control or ControlSettings()
     state = state or State()
-    settings = told.tick
-    decide = decide or (lambda state, seen: tick(settings, state, seen))
-    acts = settings.moves is not None or settings.shed is not None
-    watch = Watch(elastic, DeviationTracker() if told.errors and run.migrates and acts else None)
+    decide = decide or partial(tick, control.tick)
+    plane = SimulatedPlane(run, control, elastic)
+    led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
-    tick_s = told.beat_s if run.migrates or elastic is not None else inf
+    tick_s = control.beat_s if run.migrates or elastic is not None else inf
     while not _all_done(run) and not _given_up(run):
-        move_s = moves.next_s
         ready_s = inf if elastic is None else elastic.next_s
-        if elastic is not None and ready_s <= min(place_s, tick_s, move_s):
-            advance(led, eng, run.cluster, run.rules, nextafter(ready_s, -inf))
-            clock["now_s"] = ready_s
-            elastic.act(ready_s)
+        now_s = min(ready_s, moves.next_s, place_s, tick_s)
+        if elastic is not None and now_s == ready_s:
+            _advance_before(run, now_s)
+            elastic.act(now_s)
             continue
-        if move_s <= min(place_s, tick_s):
+        if now_s == moves.next_s < inf:
             # Up to, not including: an engine must not pass the boundary at which a request leaves or joins.
-            advance(led, eng, run.cluster, run.rules, nextafter(move_s, -inf))
-            clock["now_s"] = move_s
-            moves.act(move_s)
+            _advance_before(run, now_s)
+            moves.act(now_s)
             continue
-        now_s = min(place_s, tick_s)
         more = advance(led, eng, run.cluster, run.rules, now_s)
         clock["now_s"] = now_s
         if now_s == place_s:
@@ -107,67 +167,21 @@ def drive(
                 place_held(led, eng, run.cluster, run.rules, run.profiles[0], run.slos[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
-            state = _beat(run, told, state, moves, now_s, watch, decide)
-            tick_s = now_s + told.beat_s if elastic is not None else _next_beat_s(run, now_s, told.beat_s)
+            state = run_round(plane, decide, state)
+            if elastic is not None:
+                elastic.follow(now_s, moves.busy())
+                tick_s = now_s + control.beat_s
+            else:
+                tick_s = _next_beat_s(run, now_s, control.beat_s)
         if not more and not moves.open and elastic is None:
             break
     return moves
 
 
-def _beat(
-    run: RunState,
-    told: ControlSettings,
-    state: State,
-    moves: Moves,
-    now_s: float,
-    watch: Watch,
-    decide: Decide,
-) -> State:
-    view_all(run.ledger, run.engines, now_s)
-    moving = frozenset(move.request for move in moves.open)
-    elastic = watch.elastic
-    states = None if elastic is None else elastic.states()
-    seen = observe(run.ledger, run.profiles, now_s, moving, moves.busy(), told.watermark, states)
-    if watch.deviations is not None:
-        seen = replace(seen, errors=deviations(watch.deviations, run.ledger))
-    if elastic is not None:
-        seen = _with_demand(run, watch, elastic, seen)
-    state, actions = decide(state, seen)
-    for action in actions:
-        if not isinstance(action, Scale):
-            moves.begin(action, now_s)
-        elif elastic is not None:
-            elastic.scale(action, now_s)
-    if elastic is not None:
-        elastic.follow(now_s, moves.busy())
-    return state
-
-
-def _with_demand(run: RunState, watch: Watch, elastic: Elastic, seen: Snapshot) -> Snapshot:
-    """The snapshot with what arrived since the last one, with its lengths as predicted, and who waits."""
-    before, arrived = watch.arrived, int(run.cluster.clock["arrived"][0])
-    watch.arrived = arrived
-    new = slice(before, arrived)
-    classes = run.workload.slo_class[new]
-    by_class = tuple(
-        ClassArrivals(
-            run.slos[c],
-            int((classes == c).sum()),
-            float(run.workload.prompt_tokens[new][classes == c].sum()),
-            float(run.ledger.requests["predicted"][new][classes == c].sum()),
-        )
-        for c in np.unique(classes).tolist()
-    )
-    return replace(
-        seen,
-        wanted=elastic.wanted,
-        arrivals=arrived - before,
-        by_class=by_class,
-        waiting_requests=int(run.cluster.clock["held_n"][0]),
-        cold_start_s=elastic.cold_start_s,
-        drain_s=elastic.drain_s,
-        wanted_kinds=elastic.wanted_kinds,
-    )
+def _advance_before(run: RunState, now_s: float) -> None:
+    """Up to `now_s`, without what happens at it."""
+    advance(run.ledger, run.engines, run.cluster, run.rules, nextafter(now_s, -inf))
+    run.cluster.clock["now_s"] = now_s
 
 
 def _next_beat_s(run: RunState, now_s: float, beat_s: float) -> float:

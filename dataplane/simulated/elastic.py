@@ -9,24 +9,21 @@ names kinds is followed in each of them by itself, one that does not in all of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from controlplane.control import State
 from controlplane.errors import BadInput
 from controlplane.placement.ledger import NONE, OFF, SERVING, queue_first
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
-from controlplane.snapshot import Action, Scale, Snapshot
+from controlplane.snapshot import Scale
 from controlplane.types import WorkerId
 from dataplane.simulated.cluster import change_worker
 from dataplane.simulated.records import DRAIN, READY
 from dataplane.simulated.run import RunState
-
-Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]
 
 
 @dataclass(frozen=True, slots=True)

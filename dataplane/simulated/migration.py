@@ -43,6 +43,7 @@ from controlplane.placement.ledger import (
     stop_decoding,
 )
 from controlplane.snapshot import Migrate, Reassign
+from controlplane.types import RequestId
 from dataplane.simulated.cluster import hold
 from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
 from dataplane.simulated.next_step import blocks_of, drop_running
@@ -87,23 +88,31 @@ class Moves:
         """Workers at either end of a move."""
         return frozenset(w for move in self.open for w in (move.source, move.target))
 
-    def begin(self, action: Migrate | Reassign, now_s: float) -> None:
-        """Do what tick asks, if it is still possible: copy a running request, requeue a waiting one."""
+    def reassign(self, move: Reassign, now_s: float) -> str | None:
+        """Take a waiting request to the target's queue, or say why that is no longer possible."""
         led, eng = self._run.ledger, self._run.engines
-        r, target = int(action.request), int(action.target)
-        source = int(led.requests["worker"][r])
-        if source < 0 or source == target or led.workers["status"][target] != SERVING:
-            return
-        if isinstance(action, Reassign):
-            self.requeued += bool(requeue(led, eng, source, target, r, now_s))
-            return
+        r, source, target = int(move.request), self._at(move.request), int(move.target)
+        why = self._obstacle(source, target)
+        if why is None and not requeue(led, eng, source, target, r, now_s):
+            why = "it does not wait any more"
+        self.requeued += why is None
+        return why
+
+    def migrate(self, move: Migrate, now_s: float) -> str | None:
+        """Begin to copy a running request, or say why that is not possible."""
+        led, eng = self._run.ledger, self._run.engines
+        r, source, target = int(move.request), self._at(move.request), int(move.target)
+        why = self._obstacle(source, target)
+        if why is not None:
+            return why
         tokens = int(tokens_of(led, eng, source, r, now_s))
-        busy = self.busy()
-        if tokens == 0 or source in busy or target in busy:
-            return
+        if tokens == 0:
+            return "it does not decode"
+        if {source, target} & self.busy():
+            return "a worker is at an end of another move"
         if not reserve(led, eng, target, tokens, now_s):
             self.outcomes[step(Stage.PENDING, Happened.REFUSED)] += 1
-            return
+            return "the target has no room"
         price = self._price(source)
         block = self._run.profiles[int(led.workers["variant"][source])].kv.block_tokens
         copied = (tokens - 1) // block * block
@@ -120,6 +129,18 @@ class Moves:
                 int(eng.requests["preemptions"][r]),
             )
         )
+        return None
+
+    def _at(self, request: RequestId) -> int:
+        """The worker a request is on; NONE for no worker."""
+        return int(self._run.ledger.requests["worker"][int(request)])
+
+    def _obstacle(self, source: int, target: int) -> str | None:
+        if source in (NONE, target):
+            return "it is on no worker" if source == NONE else "it is there already"
+        if self._run.ledger.workers["status"][target] != SERVING:
+            return "the target does not serve"
+        return None
 
     def act(self, now_s: float) -> None:
         """Do what is due at `now_s`, all that happened before it being done."""

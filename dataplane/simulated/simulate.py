@@ -11,11 +11,12 @@ from controlplane.control import State
 from controlplane.placement.decide import PATIENCE
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import EXACT, PlacementSettings, Policy
+from controlplane.port import Decide
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings, drive
-from dataplane.simulated.elastic import Decide, Elastic, ElasticSettings, FleetRecord
+from dataplane.simulated.elastic import Elastic, ElasticSettings, FleetRecord
 from dataplane.simulated.run import OFFER_EVERY_S, Outcome, RunState, WorkerSpec, prepare
 
 __all__ = [

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from controlplane.control import Settings, State
 from controlplane.placement.policies import Policy
+from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.line import Speed
 from controlplane.scaler.regimes import Regimes, follow
@@ -23,7 +24,7 @@ from controlplane.scaler.target import HoldSettings, TargetSettings
 from controlplane.scaler.traffic import Demand
 from controlplane.types import ClassArrivals
 from controlplane.workload import Workload
-from dataplane.simulated.elastic import Decide, FleetRecord
+from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import (
     ControlSettings,
     ElasticSettings,

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.control import Settings
-from controlplane.migration.balance import MoveSettings, Seen
-from controlplane.migration.usage import Reading
+from controlplane.migration.balance import MoveSettings
+from controlplane.migration.usage import Reading, WorkerView
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import AS_REPORTED
@@ -95,10 +95,10 @@ class PublishedMoves(MoveSettings):
         newest = (r for r in reversed(requests) if r.generated != 0)
         return sorted(newest, key=lambda r: r.priority)
 
-    def requeues(self, target: Seen, request: RunningRequest) -> bool:
+    def requeues(self, target: WorkerView, request: RunningRequest) -> bool:
         return False
 
-    def helps(self, source: Seen, target: Seen, request: RunningRequest) -> bool:
+    def helps(self, source: WorkerView, target: WorkerView, request: RunningRequest) -> bool:
         return True
 
 

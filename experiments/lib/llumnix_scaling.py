@@ -27,10 +27,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from controlplane.control import Action, Scale, Settings, State, tick
-from controlplane.snapshot import DRAINING, STARTING, Snapshot
+from controlplane.control import Settings, State, tick
+from controlplane.port import Decide
+from controlplane.scaler.load import LoadSettings
+from controlplane.snapshot import DRAINING, STARTING, Action, Scale, Snapshot
 from controlplane.workload import Workload
-from dataplane.simulated.elastic import Decide
 from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
 from experiments.lib.llumnix import (
     BEAT_S,
@@ -138,8 +139,8 @@ def measured(
 def ours(fill: float) -> ControlSettings:
     """Ours: tick's rule by load, aiming at so much of the KV, and its moves."""
     moves = our_moves()
-    by_load = replace(moves.tick, bounds=(1, WORKERS), high=fill, low=0.95 * fill, hold_s=HOLD_S, rise_s=0.0)
-    return replace(moves, tick=by_load)
+    load = LoadSettings(1, WORKERS, high=fill, low=0.95 * fill, rise_s=0.0, hold_s=HOLD_S)
+    return replace(moves, tick=replace(moves.tick, load=load))
 
 
 def averaged(runs: list[dict[str, float]]) -> dict[str, float]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from controlplane.control import Action, Scale, State
-from controlplane.snapshot import SERVING, STARTING, Snapshot
-from dataplane.simulated.elastic import Decide
+from controlplane.control import State
+from controlplane.port import Decide
+from controlplane.snapshot import SERVING, STARTING, Action, Scale, Snapshot
 
 
 def hpa(target: float, low: int, high: int) -> Decide:

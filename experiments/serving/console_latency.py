@@ -96,15 +96,15 @@ def streams(server: Server) -> Iterator[None]:
 
 def advise(server: Server, reason: str) -> None:
     """A decision that is only recorded."""
-    decision = {"kind": "scale", "workers": 3, "advisory": True, "reason": reason}
-    server.ask("POST", "/v1/decisions", decision)
+    decision = {"workers": 3, "advisory": True, "reason": reason}
+    server.ask("POST", "/v1/decisions/scale", decision)
 
 
 def move_one(server: Server, rng: np.random.Generator) -> None:
     """Move a request that runs, if there is one to move just now."""
     running = [r for r in server.ask("GET", "/v1/requests")["requests"] if r["output_tokens"] > 0]
     if running:
-        request = running[int(rng.integers(len(running)))]["request"]
+        request = running[int(rng.integers(len(running)))]["request_id"]
         try:
             server.ask("POST", "/v1/migrations", {"request_id": request})
         except OSError:  # it ended meanwhile

@@ -22,7 +22,7 @@ def worker(name, steps=100, waiting=0, state="serving", kind="a", **load):
 def request(name, at="a", output=10, expected=100, age_s=1.0, prompt=50):
     state = "waiting" if at is None else "decoding" if output else "prefilling"
     return {
-        "request": name, "worker": at, "state": state, "prompt_tokens": prompt, "output_tokens": output,
+        "request_id": name, "worker": at, "state": state, "prompt_tokens": prompt, "output_tokens": output,
         "expected_tokens": expected, "priority": "normal", "age_s": age_s,
         "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
     }  # fmt: skip

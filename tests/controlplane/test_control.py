@@ -4,21 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from controlplane.control import Migrate, Reassign, RunningRequest, Scale, Settings, Snapshot, State, tick
+from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.forecast import Forecast, ForecastSettings
 from controlplane.scaler.line import Speed
+from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.state import Outlook, ScalingSettings
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings
 from controlplane.scaler.worker_types import KindSettings
-from controlplane.snapshot import WorkerLoad
+from controlplane.snapshot import Migrate, Reassign, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
-STILL = Settings(moves=None, shed=None, bounds=(1, 8))
+STILL = Settings(moves=None, shed=None, load=LoadSettings(1, 8))
+
+
+def by_load(**more):
+    """No moves, and scaling by load alone."""
+    return replace(STILL, load=LoadSettings(1, 8, **more))
 
 
 def worker(name, tokens=(), waiting=(), state="serving", capacity=1000):
@@ -61,6 +67,14 @@ def test_what_was_asked_to_move_is_not_asked_again_until_it_has_rested():
     state, _ = tick(Settings(), state, at(0.2, *fleet))
     _, later = tick(Settings(), state, at(9.0, *fleet))
     assert later[0].request == first[0].request
+
+
+def test_what_is_on_the_move_stays_and_a_worker_at_an_end_of_a_move_takes_no_part():
+    fleet = worker("a", (500, 450)), worker("b", (10,))
+    for settings in (Settings(), Settings(moves=None)):
+        assert len(tick(settings, State(), at(0.0, *fleet))[1]) == 1
+        for part in ({"moving": frozenset({"a0", "a1"})}, {"busy": frozenset("a")}, {"busy": frozenset("b")}):
+            assert tick(settings, State(), at(0.0, *fleet, **part))[1] == [], part
 
 
 def test_every_worker_is_at_one_end_of_one_move_at_most():
@@ -110,7 +124,7 @@ def test_algorithm_2_keeps_to_workers_of_one_kind():
 def test_every_action_says_why():
     fleet = worker("a", (500, 450), (80,)), worker("b", (10,)), worker("c", (20, 10), state="draining")
     errors = {WorkerId("a"): Error(100, 1), WorkerId("b"): Error(-100, -1)}
-    settings = Settings(hold_s=0.0, bounds=(1, 8), high=0.4)
+    settings = Settings(load=LoadSettings(1, 8, hold_s=0.0, high=0.4))
     _, actions = tick(settings, State(), at(0.0, *fleet, errors=errors))
     assert len(actions) >= 2
     assert all(action.reason for action in actions)
@@ -118,12 +132,12 @@ def test_every_action_says_why():
 
 def test_nobody_there_is_no_reason_to_act():
     assert tick(Settings(), State(), at(0.0))[1] == []
-    assert tick(replace(STILL, hold_s=0.0), State(), at(0.0, wanted=2))[1] == []
+    assert tick(by_load(hold_s=0.0), State(), at(0.0, wanted=2))[1] == []
 
 
 def test_a_snapshot_without_figures_holds_the_fleet():
     unknown = worker("a", capacity=0), worker("b", capacity=0)
-    state, actions = tick(replace(STILL, hold_s=0.0), State(), at(50.0, *unknown))
+    state, actions = tick(by_load(hold_s=0.0), State(), at(50.0, *unknown))
     assert actions == []
     assert state.by_load is None
 
@@ -141,10 +155,10 @@ def test_the_fleet_grows_once_load_was_high_for_long_enough():
 def test_the_fleet_grows_by_as_many_as_the_load_asks_for():
     # 5,100 tokens of queue and KV: seven workers hold them at 75 %, five at 102 %.
     fleet = worker("a", (800,), (2000,)), worker("b", (900,), (1400,))
-    at_once = replace(STILL, rise_s=0.0)
+    at_once = by_load(rise_s=0.0)
     _, actions = tick(at_once, State(), at(0.0, *fleet))
     assert [a.workers for a in actions if isinstance(a, Scale)] == [7]
-    _, actions = tick(replace(at_once, high=1.02), State(), at(0.0, *fleet))
+    _, actions = tick(by_load(rise_s=0.0, high=1.02), State(), at(0.0, *fleet))
     assert [a.workers for a in actions if isinstance(a, Scale)] == [5]
 
 
@@ -176,7 +190,7 @@ def test_the_bounds_hold_whatever_the_load():
 def test_of_several_kinds_load_grows_the_cheapest_for_its_capacity_and_shrinks_the_dearest_it_can():
     kinds = KindSettings("big", Speed(STEP, 4000, 64), 3.0, high=1), KindSettings("small", None, 1.0)
     scaling = ScalingSettings(TargetSettings(None, None), kinds=kinds)
-    settings = replace(STILL, hold_s=0.0, rise_s=0.0, scaling=scaling)
+    settings = replace(by_load(hold_s=0.0, rise_s=0.0), scaling=scaling)
     big = replace(worker("b", (3600,), capacity=4000), kind="big")
     small = [replace(worker(f"s{i}", (900,)), kind="small") for i in range(2)]
 
@@ -196,8 +210,10 @@ def test_of_several_kinds_load_grows_the_cheapest_for_its_capacity_and_shrinks_t
 
 
 def test_thresholds_the_wrong_way_round_are_refused():
-    with pytest.raises(BadInput, match="control"):
-        Settings(high=0.2, low=0.3)
+    with pytest.raises(BadInput, match="low < high"):
+        LoadSettings(1, 8, high=0.2, low=0.3)
+    with pytest.raises(BadInput, match="least <= most"):
+        LoadSettings(3, 2)
 
 
 def by_demand(wanted, counts, state=None, fixed=None, start_s=0.0):
@@ -231,9 +247,7 @@ def test_demand_that_doubles_is_followed_within_three_bins_and_silence_brings_it
 
 
 def test_until_there_is_a_line_the_load_says_how_many():
-    unknown = Settings(
-        moves=None, shed=None, bounds=(1, 8), scaling=ScalingSettings(TargetSettings(None, None))
-    )
+    unknown = replace(STILL, scaling=ScalingSettings(TargetSettings(None, None)))
     state, seen = State(), []
     for now_s in (0.0, 5.0, 10.0):
         full = at(now_s, worker("a", (900,)), arrivals=5)

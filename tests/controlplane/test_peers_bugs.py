@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from made_moves import profile
 
-from controlplane.control import RunningRequest, Scale, Settings, Snapshot, State, WorkerLoad, tick
+from controlplane.control import Settings, State, tick
 from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.policies import JSQ, SPREAD
 from controlplane.scaler.line import Speed
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.snapshot import STARTING
+from controlplane.snapshot import STARTING, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance

@@ -10,7 +10,7 @@ from controlplane.placement.ledger import DECODING, DONE, generated
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.live.control.snapshot_builder import Seeing
+from dataplane.live.control.snapshot_builder import SnapshotBuilder
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.observe import deviations, loads
 from dataplane.simulated.simulate import WorkerSpec, prepare
@@ -55,7 +55,7 @@ def test_both_planes_see_the_same_errors_of_algorithm_2(seed, factor):
         load, [WorkerSpec(PROFILE)] * 3, Slo(1.0, 0.1), "jsq", settings=None, predictor=None,
         predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
     )  # fmt: skip
-    tracker, live = DeviationTracker(), Seeing()
+    tracker, live = DeviationTracker(), SnapshotBuilder()
     seen = 0
     for now_s in np.arange(0.1, 14, 0.1):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)

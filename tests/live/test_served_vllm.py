@@ -138,7 +138,7 @@ def spread(fleet):
         return
     target = next(name for name in there if name != decoding[0]["worker"])
     with contextlib.suppress(HTTPError):  # it has ended meanwhile, or the worker leaves
-        fleet.ask("POST", "/v1/migrations", {"request_id": decoding[0]["request"], "target": target})
+        fleet.ask("POST", "/v1/migrations", {"request_id": decoding[0]["request_id"], "target": target})
 
 
 # The last one, since it leaves one worker: another would take a cold start.

@@ -85,7 +85,7 @@ def migrate(
     """Move a running request, with its KV cache, to another worker."""
     order = {"request_id": request} | ({"target": worker} if worker else {})
     reply = context.obj.ask("POST", "/v1/migrations", order)
-    _show(reply, format, lambda r: [f"migration {r['id']}: {r['request']} {r['source']} → {r['target']}"])
+    _show(reply, format, lambda r: [f"migration {r['id']}: {r['request_id']} {r['source']} → {r['target']}"])
 
 
 @fleet_app.command()
@@ -199,7 +199,7 @@ def _decisions_table(decisions: list[dict[str, Any]]) -> Table:
     runs = groupby(decisions, lambda d: (d["kind"], d.get("worker") or "", d["reason"]))
     alike = [(what, list(members)) for what, members in runs]
     for (kind, worker, reason), members in alike[-SHOWN_DECISIONS:]:
-        requests = [d["request"] for d in members if d.get("request")]
+        requests = [d["request_id"] for d in members if d.get("request_id")]
         whom = requests[0] if len(requests) == 1 else f"{len(requests)} requests" if requests else ""
         at = datetime.fromtimestamp(members[0]["at_s"]).astimezone()
         table.add_row(f"{at:%H:%M:%S}", kind, f"{whom} {worker}".strip(), reason)
@@ -240,7 +240,7 @@ def _request_tables(reply: dict[str, Any]) -> list[Any]:
         table.add_column(name, no_wrap=True, justify="left" if name in ("state", "worker") else "right")
     for r in reply["requests"]:
         table.add_row(
-            r["request"],
+            r["request_id"],
             r["state"] if r["priority"] == "normal" else f"{r['state']}, {r['priority']}",
             r["worker"] or "–",
             str(r["prompt_tokens"]),

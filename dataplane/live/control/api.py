@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import Body, FastAPI, Header, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 
-from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
-from controlplane.snapshot import Fact
-from controlplane.types import RequestId, WorkerId
+from controlplane.snapshot import Fact, Scale
 from dataplane.http.rules import (
     ERRORS,
     OPEN_PATHS,
@@ -44,28 +42,25 @@ class MoveOrder(BaseModel):
     target: str | None = Field(None, min_length=1, max_length=64)
 
 
-class Decision(BaseModel):
-    """The controller's: a `scale` with `workers` (and `kinds`, in a fleet of several), or a `migrate` with
-    `request_id` and `target`.
-    """
+class ScaleDecision(BaseModel):
+    """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    kind: Literal["scale", "migrate"]
-    reason: str = Field(min_length=1, max_length=500)
-    advisory: bool = False
-    workers: int | None = Field(None, ge=0, le=10_000)
+    workers: int = Field(ge=0, le=10_000)
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
     facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
-    request_id: str | None = Field(None, min_length=1, max_length=256)
-    target: str | None = Field(None, min_length=1, max_length=64)
+    reason: str = Field(min_length=1, max_length=500)
+    advisory: bool = False
 
-    def action(self) -> Scale | Migrate:
-        """The decision as the core's noun. Raises BadInput when a field its kind needs is missing."""
-        if self.kind == "scale" and self.workers is not None:
-            return Scale(self.workers, self.reason, self.facts, self.kinds)
-        if self.kind == "migrate" and self.request_id is not None and self.target is not None:
-            return Migrate(RequestId(self.request_id), WorkerId(self.target), self.reason)
-        raise BadInput(f"decision: a {self.kind} needs other fields, see /openapi.json")
+
+class MoveDecision(BaseModel):
+    """The controller's: a request, and the worker it shall go to. `advisory`: only recorded."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    request_id: str = Field(min_length=1, max_length=256)
+    target: str = Field(min_length=1, max_length=64)
+    reason: str = Field(min_length=1, max_length=500)
+    advisory: bool = False
 
 
 def control_app(operations: Operations, key: str | None, extensions: Sequence[Extension] = ()) -> FastAPI:
@@ -139,11 +134,20 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
         """One move: stage, bytes, downtime, outcome."""
         return operations.migration(migration_id)
 
-    @app.post("/v1/decisions", status_code=202)
-    async def decide(decision: Annotated[Decision, Body()]) -> dict[str, str]:
-        """The controller's door: carry out, or where it is only advice record, what it decided."""
-        await operations.decide(decision.action(), decision.advisory)
-        return {"kind": decision.kind}
+    @app.post("/v1/decisions/scale", status_code=202)
+    async def decide_scale(decision: Annotated[ScaleDecision, Body()]) -> dict[str, int]:
+        """The controller's door: scale, or where it is only advice record it."""
+        change = Scale(decision.workers, decision.reason, decision.facts, decision.kinds)
+        operations.decide_scale(change, decision.advisory)
+        return {"workers": decision.workers}
+
+    @app.post("/v1/decisions/migrate", status_code=202)
+    async def decide_migrate(decision: Annotated[MoveDecision, Body()]) -> dict[str, str]:
+        """The controller's door: begin to move a request, or where it is only advice record it."""
+        await operations.decide_migrate(
+            decision.request_id, decision.target, decision.reason, decision.advisory
+        )
+        return {"request_id": decision.request_id}
 
     @app.get("/v1/events", response_class=EventSourceResponse)
     async def events(

@@ -1,8 +1,10 @@
-"""The controller: the one place that runs `tick`. A process of its own, which may die without harm.
+"""The controller: the process of a live fleet that decides, by a round of the port every heartbeat.
 
-It looks at the fleet through the control API and acts through it. While it is down gateways go on placing
-requests with what they know, and nothing is moved or scaled; started again, it begins with an empty state,
-but for the counts that forecasts are made from, where the fleet keeps data (demand_file).
+It looks at the fleet through the control API and acts through it, and may die without harm: gateways go on
+placing requests with what they know, and nothing is moved or scaled. Started again, it begins with an empty
+state, but for the counts that forecasts are made from, where the fleet keeps data. They are written when a
+bin closes, whole beside their place and then renamed into it, so that a controller killed at any time leaves
+those of some moments ago. Counts by bin, no requests.
 
 Run by the fleet as `python -m dataplane.live.control.controller`, its settings as JSON on stdin. It ends
 when its parent does.
@@ -16,29 +18,87 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from controlplane.control import Action, Scale, State, tick
-from controlplane.snapshot import Snapshot
+from controlplane.control import Settings, State, tick
+from controlplane.errors import BadInput
+from controlplane.port import Outcome, run_round
+from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
+from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from dataplane.kernel_cache import use_kernel_cache
-from dataplane.live.control.demand_store import DemandFile
 from dataplane.live.control.settings import ControllerSettings
-from dataplane.live.control.snapshot_builder import Seeing
+from dataplane.live.control.snapshot_builder import SnapshotBuilder
 
 HEARTBEAT_S = 0.5
 TIMEOUT_S = 5.0
+SCHEMA = "tokenfleet.demand/1"
 
 
-class ControlPort:
-    """The control API, as the controller uses it."""
+class LivePlane:
+    """The fleet behind its control API. Where it is advisory, decisions are told it, not done."""
 
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
+        self._builder = SnapshotBuilder(settings.speeds)
+        self._wanted = 0
         self._advised: tuple[object, ...] | None = None
+        self._silence = ""  # why the API did not answer since the last look
+
+    @property
+    def settings(self) -> Settings:
+        """Of tick, with what is known of the workers by now."""
+        return self._settings.tick(self._builder.speeds, self._builder.kv_bytes_per_token)
+
+    def observe(self) -> Snapshot:
+        """The fleet now. Raises OSError (urllib's errors are) where the API does not answer."""
+        now_s = time.monotonic()
+        fleet = self.ask("GET", "/v1/fleet")
+        self._wanted, self._silence = int(fleet["wanted_workers"]), ""
+        return self._builder.snapshot(fleet, self.ask("GET", "/v1/requests")["requests"], now_s)
+
+    def migrate(self, move: Migrate) -> str | None:
+        return self._move(move)
+
+    def reassign(self, move: Reassign) -> str | None:
+        """A move as any other: one that has no KV yet copies none."""
+        return self._move(move)
+
+    def scale(self, change: Scale) -> str | None:
+        """The same advice is given once."""
+        advice = (self._wanted, change.workers, change.kinds)
+        if self._settings.advisory and advice == self._advised:
+            return None
+        self._advised = advice
+        order = {"workers": change.workers, "kinds": change.kinds, "facts": change.facts}
+        return self._decided("scale", order, change.reason)
+
+    def report(self, outcomes: Sequence[Outcome]) -> None:
+        """Say what was refused; it is looked at again in the next round."""
+        for outcome in outcomes:
+            if outcome.refused is not None:
+                print(f"controller: {outcome.refused}", file=sys.stderr)
+
+    def _move(self, move: Migrate | Reassign) -> str | None:
+        return self._decided("migrate", {"request_id": move.request, "target": move.target}, move.reason)
+
+    def _decided(self, kind: str, order: dict[str, Any], reason: str) -> str | None:
+        """Post a decision; why it was refused, None where it was not."""
+        order |= {"reason": reason, "advisory": self._settings.advisory}
+        if self._silence:  # each try takes its time
+            return self._silence
+        try:
+            self.ask("POST", f"/v1/decisions/{kind}", order)
+        except urllib.error.HTTPError as error:
+            return f"refused: {error.read(300).decode(errors='replace')}"
+        except OSError as error:
+            self._silence = f"the control API does not answer: {error}"
+        return self._silence or None
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The reply's JSON. Raises OSError (urllib's errors are) when there is none."""
+        """The reply's JSON. Raises OSError when there is none."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._settings.control + path, data, method=method)
         request.add_header("content-type", "application/json")
@@ -47,39 +107,56 @@ class ControlPort:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             return json.load(reply)
 
-    def apply(self, action: Action, snapshot: Snapshot) -> None:
-        """Do it, or only say it where the fleet is advisory; the same advice is given once."""
-        kind = "scale" if isinstance(action, Scale) else "migrate"  # one that waits moves as one that runs
-        order: dict[str, Any] = {"kind": kind, "reason": action.reason, "advisory": self._settings.advisory}
-        if isinstance(action, Scale):
-            advice = (snapshot.wanted, action.workers, action.kinds)
-            if self._settings.advisory and advice == self._advised:
-                return
-            self._advised = advice
-            order |= {"workers": action.workers, "kinds": action.kinds, "facts": action.facts}
-        else:
-            order |= {"request_id": action.request, "target": action.target}
-        self.ask("POST", "/v1/decisions", order)
+
+class DemandFile:
+    """The scaler's counts on disk, for one controller at a time; `path` None keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._bins: list[int] | None = None
+
+    def read(self, settings: ScalingSettings | None, now_s: float) -> Scaling:
+        """The scaler's state as far as the file knows it; an empty one where it does not, with the reason."""
+        if self._path is None or settings is None or not self._path.exists():
+            return Scaling()
+        try:
+            said = json.loads(self._path.read_text(encoding="utf-8"))
+            if said["schema"] != SCHEMA:
+                raise BadInput(f"schema: expected {SCHEMA}, got {said['schema']}")
+            return resumed(settings, said["kept"], max(time.time() - float(said["unix_s"]), 0.0), now_s)
+        except (OSError, ValueError, KeyError, TypeError, BadInput) as error:
+            print(f"controller: {self._path}: the demand before is not known: {error}", file=sys.stderr)
+            return Scaling()
+
+    def write(self, state: Scaling, now_s: float) -> None:
+        """Keep the state's bins, if one has closed since the last time. A full disk ends nothing else."""
+        pasts = [outlook.past for outlook in (state.far, state.soon)]
+        bins = [0 if past is None else past.first_bin + len(past.closed) for past in pasts]
+        if self._path is None or bins == self._bins:
+            return
+        self._bins = bins
+        said: dict[str, Any] = {"schema": SCHEMA, "unix_s": time.time(), "kept": to_keep(state, now_s)}
+        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(said), encoding="utf-8")
+            os.replace(beside, self._path)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            print(f"controller: {self._path}: cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def run(settings: ControllerSettings) -> None:
-    """Tick until the parent is gone. What cannot be done now is looked at again in the next round."""
-    port, seeing = ControlPort(settings), Seeing(settings.speeds)
+    """A round each heartbeat until the parent is gone."""
+    plane = LivePlane(settings)
     file = DemandFile(None if settings.demand is None else Path(settings.demand))
-    scaling = settings.tick(seeing.speeds).scaling
-    state = State(scaling=file.read(scaling, time.monotonic()))
+    state = State(scaling=file.read(plane.settings.scaling, time.monotonic()))
     while os.getppid() == settings.parent:
         began_s = time.monotonic()
         try:
-            fleet = port.ask("GET", "/v1/fleet")
-            requests = port.ask("GET", "/v1/requests")["requests"]
-            snapshot = seeing.snapshot(fleet, requests, began_s)
-            state, actions = tick(settings.tick(seeing.speeds, seeing.kv_bytes_per_token), state, snapshot)
+            state = run_round(plane, lambda *seen: tick(plane.settings, *seen), state)
             file.write(state.scaling, began_s)
-            for action in actions:
-                port.apply(action, snapshot)
-        except urllib.error.HTTPError as error:
-            print(f"controller: refused: {error.read(300).decode(errors='replace')}", file=sys.stderr)
         except OSError as error:
             print(f"controller: the control API does not answer: {error}", file=sys.stderr)
         time.sleep(max(0.0, HEARTBEAT_S - (time.monotonic() - began_s)))

@@ -1,4 +1,4 @@
-"""The fleet as its operators see and steer it: plain values out, verbs in. HTTP is control_api.py's."""
+"""`Operations`: what operators and the controller see of a fleet, and the verbs that they steer it by."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from controlplane.control import Migrate, Scale
 from controlplane.errors import BadInput
+from controlplane.snapshot import Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import UnknownName
 from dataplane.live.control.settings import Autoscale
@@ -183,22 +183,28 @@ class Operations:
         move = self.core.migrations.open.get(tracked.id) or self.core.migrations.closed[-1]
         return _move_view(move)
 
-    async def decide(self, decision: Scale | Migrate, advisory: bool) -> None:
-        """Carry out what the controller decided, or only record it."""
-        kind = "scale" if isinstance(decision, Scale) else "migrate"
+    # The controller's decisions: carried out, or only recorded where they are advice.
+
+    def decide_scale(self, change: Scale, advisory: bool) -> None:
         if advisory:
-            said = {name: value for name, value in asdict(decision).items() if name != "reason"}
-            said |= said.pop("facts", {})
-            if not said.get("kinds"):
-                said.pop("kinds", None)
-            self.events.record(time.time(), f"advice-{kind}", decision.reason, **said)
-        elif isinstance(decision, Scale):
-            if not self.auto:  # an operator fixed the number while this was being decided
-                raise BadInput("decision: scale: the number of workers is an operator's now")
-            kinds = decision.kinds or {self.cluster.kinds.only(): decision.workers}
-            self.cluster.scale(kinds, decision.reason, decision.facts)
+            said: dict[str, Any] = {"workers": change.workers} | dict(change.facts)
+            if change.kinds:
+                said["kinds"] = dict(change.kinds)
+            self._advise("scale", change.reason, **said)
+            return
+        if not self.auto:  # an operator fixed the number while this was being decided
+            raise BadInput("decision: scale: the number of workers is an operator's now")
+        kinds = change.kinds or {self.cluster.kinds.only(): change.workers}
+        self.cluster.scale(kinds, change.reason, change.facts)
+
+    async def decide_migrate(self, name: str, target: str, reason: str, advisory: bool) -> None:
+        if advisory:
+            self._advise("migrate", reason, request_id=name, target=target)
         else:
-            await self.migrate(decision.request, decision.target, decision.reason)
+            await self.migrate(name, target, reason)
+
+    def _advise(self, kind: str, reason: str, **said: Any) -> None:
+        self.events.record(time.time(), f"advice-{kind}", reason, **said)
 
     def _known(self, worker: str) -> None:
         if self.cluster.state_of(WorkerId(worker)) is None:
@@ -234,7 +240,7 @@ def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -
 def _request_view(tracked: Tracked, now_s: float) -> dict[str, Any]:
     params = tracked.request.sampling_params
     return {
-        "request": tracked.id,
+        "request_id": tracked.id,
         "x_request_id": tracked.ticket.id,
         "key": tracked.ticket.key,
         "priority": PRIORITY_NAMES[tracked.ticket.priority],
@@ -256,7 +262,7 @@ def _request_view(tracked: Tracked, now_s: float) -> dict[str, Any]:
 def _move_view(move: Move) -> dict[str, Any]:
     return {
         "id": move.id,
-        "request": move.request,
+        "request_id": move.request,
         "source": move.source,
         "target": move.target,
         "mode": move.mode,

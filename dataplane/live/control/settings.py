@@ -15,6 +15,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.line import Speed
+from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
 from controlplane.scaler.worker_types import KindSettings
@@ -112,9 +113,9 @@ class ControllerSettings:
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
-        bounds = (max(self.autoscale.low, 1), self.autoscale.high)
+        load = LoadSettings(max(self.autoscale.low, 1), self.autoscale.high)
         kinds = tuple(replace(kind, speed=speeds.of(kind.kind)) for kind in self.kinds)
-        return replace(plain, bounds=bounds, scaling=self.autoscale.settings(speed, kinds))
+        return replace(plain, load=load, scaling=self.autoscale.settings(speed, kinds))
 
 
 def _speed(given: dict[str, Any]) -> Speed:

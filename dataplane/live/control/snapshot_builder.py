@@ -1,8 +1,8 @@
-"""The control API's replies as snapshots for `tick`: what is there, what has arrived, what went unexpected.
+"""Snapshots for `tick` from the control API's replies: workers, requests, arrivals, errors of Algorithm 2.
 
-Looking is comparing: arrivals are the difference of two counters, a request that is gone has finished, one
-whose expected length has grown has outlived its prediction (placement.rebalance keeps both as errors). So a
-`Seeing` remembers its last look; a new one knows nothing of before, and says so.
+Arrivals are the difference of two counters, a request that is gone has finished, one whose expected length
+has grown has outlived its prediction (placement.rebalance keeps both as errors). So a `SnapshotBuilder`
+remembers its last look; a new one knows nothing of before, and says so.
 
 What workers of each kind can do: as their profiles say, or as their last steps show.
 """
@@ -28,7 +28,7 @@ PRIORITIES = {"normal": 0, "high": 1}
 Row = Mapping[str, Any]
 
 
-class Seeing:
+class SnapshotBuilder:
     """Snapshots from replies. `speeds`: what workers can do, by kind; else it is learned from steps."""
 
     def __init__(self, speeds: Mapping[str, Speed] | None = None) -> None:
@@ -54,7 +54,7 @@ class Seeing:
             tuple(self._worker(w, placed.get(w["worker"], [])) for w in fleet["workers"]),
             int(fleet["wanted_workers"]),
             sum(_tokens(r) for r in waiting),
-            frozenset(RequestId(move["request"]) for move in fleet["moving"]),
+            frozenset(RequestId(move["request_id"]) for move in fleet["moving"]),
             frozenset(WorkerId(move[end]) for move in fleet["moving"] for end in ("source", "target")),
             self._errors(fleet["workers"], requests),
             None if arrived is None else sum(c.requests for c in arrived),
@@ -71,13 +71,13 @@ class Seeing:
         queued = int((w.get("telemetry") or {}).get("waiting", 0))
         fresh = sorted((r for r in placed if r["state"] == "prefilling"), key=lambda r: -float(r["age_s"]))
         queue = fresh[len(fresh) - min(queued, len(fresh)) :]
-        names = {r["request"] for r in queue}
+        names = {r["request_id"] for r in queue}
         speed = self.speeds.of(w["kind"])
         return WorkerLoad(
             WorkerId(w["worker"]),
             w["state"],
             int(w.get("kv_blocks", 0)) * int(w.get("block_tokens", 0)),
-            tuple(_running(r) for r in placed if r["request"] not in names),
+            tuple(_running(r) for r in placed if r["request_id"] not in names),
             tuple(_running(r) for r in queue),
             None if speed is None else speed.step,
             int(w.get("max_seqs", 1 << 30)),
@@ -90,12 +90,12 @@ class Seeing:
         place = {w: i for i, w in enumerate(steps)}
         rows = [r for r in requests if r["worker"] in place and r["state"] == "decoding"]
         decoding = Decoding(
-            np.array([r["request"] for r in rows], np.str_),
+            np.array([r["request_id"] for r in rows], np.str_),
             np.array([place[r["worker"]] for r in rows], np.int64),
             np.array([int(r["output_tokens"]) for r in rows], np.int64),
             np.array([int(r["expected_tokens"]) for r in rows], np.int64),
         )
-        there = np.array([r["request"] for r in requests], np.str_)
+        there = np.array([r["request_id"] for r in requests], np.str_)
         return self._deviations.look(steps, decoding, lambda gone: ~np.isin(gone, there))
 
 
@@ -105,7 +105,7 @@ def _tokens(r: Row) -> int:
 
 def _running(r: Row) -> RunningRequest:
     return RunningRequest(
-        RequestId(r["request"]),
+        RequestId(r["request_id"]),
         _tokens(r),
         PRIORITIES[r["priority"]],
         generated=int(r["output_tokens"]),

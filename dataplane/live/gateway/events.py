@@ -53,7 +53,7 @@ class EventLog:
 
     def about(self, request_id: str) -> list[Event]:
         """Events that name this request, oldest first."""
-        return [event for event in self._events if event.facts.get("request") == request_id]
+        return [event for event in self._events if event.facts.get("request_id") == request_id]
 
     @contextmanager
     def _following(self) -> Iterator[asyncio.Queue[Event]]:

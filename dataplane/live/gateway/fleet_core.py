@@ -214,7 +214,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         move = await self.migrations.migrate(request, target, why=reason)
         self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
         said = f"{reason}; {move.outcome}" + (f": {move.reason}" if move.reason else "")
-        facts = {"request": request, "worker": target, "source": move.source, "migration": move.id}
+        facts = {"request_id": request, "worker": target, "source": move.source, "migration": move.id}
         cost = {"bytes": move.bytes, "downtime_s": move.downtime_s}
         self.events.record(time.time(), "migrate", said, **facts, cost=cost)
         return move
@@ -397,4 +397,4 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     # Small things.
 
     def _record(self, kind: str, why: str, tracked: Tracked, **facts: object) -> None:
-        self.events.record(time.time(), kind, why, request=tracked.id, worker=tracked.worker, **facts)
+        self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from controlplane.migration.balance import Recent, look
+from controlplane.migration import overload
 from controlplane.migration.cost import Price
-from controlplane.migration.overload import ShedSettings, forecast, peak_tokens, plan_shedding
-from controlplane.migration.usage import PAPER
+from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
+from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import Hinge, StepModel
-from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
+from controlplane.snapshot import RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
@@ -28,11 +28,9 @@ def worker(name, sizes, state="serving", capacity=10_000, step=STEP, seqs=256):
     return WorkerLoad(WorkerId(name), state, capacity, running, (), step, seqs)
 
 
-def shed(*workers, settings=None, recent=None, taken=frozenset(), **more):
-    snapshot = Snapshot(0.0, workers, len(workers), **more)
-    seen = look(snapshot, PAPER)
-    moves = plan_shedding(settings or ShedSettings(), recent or Recent(), snapshot, seen, taken)
-    return [(move.request, source, move.target) for move, source in moves]
+def shed(*workers, settings=None, resting=frozenset(), recent=frozenset()):
+    moves = overload.shed(settings or ShedSettings(), worker_views(workers), resting, recent)
+    return [(move.request, move.source, move.target) for move in moves]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 12)), max_size=6))
@@ -95,14 +93,11 @@ def test_one_request_leaves_a_worker_and_one_arrives():
     assert len({m[1] for m in moves}) == len({m[2] for m in moves}) == len(moves) == 2
 
 
-def test_what_rests_moves_or_is_taken_stays():
+def test_what_rests_stays_and_a_pair_is_not_turned_round():
     slow, free = worker("a", [(3000, 300), (3000, 600)]), worker("b", [])
-    rests = Recent(requests={RequestId("a1"): 0.0})
-    assert shed(slow, free, recent=rests) == [("a0", "a", "b")]
-    assert shed(slow, free, moving=frozenset({RequestId("a0"), RequestId("a1")})) == []
-    assert shed(slow, free, taken=frozenset({WorkerId("b")})) == []
-    assert shed(slow, free, busy=frozenset({WorkerId("a")})) == []
-    assert shed(slow, free, recent=Recent(pairs={(WorkerId("b"), WorkerId("a")): 0.0})) == []
+    assert shed(slow, free, resting={"a1"}) == [("a0", "a", "b")]
+    assert shed(slow, free, resting={"a0", "a1"}) == []
+    assert shed(slow, free, recent={("b", "a")}) == []
     assert shed(slow, free, settings=ShedSettings(most=0)) == []
 
 

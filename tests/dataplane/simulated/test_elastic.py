@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_moves import check, profile
 
-from controlplane.control import Scale, Settings, State
+from controlplane.control import Settings, State
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.profile import Profile
@@ -16,9 +16,11 @@ from controlplane.scaler.line import Speed
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
 from controlplane.scaler.worker_types import KindSettings
+from controlplane.snapshot import Scale
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.simulated import control_loop as closed_loop
+from dataplane.simulated.control_loop import SimulatedPlane
+from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
 
 SLO = Slo(2.0, 0.1)
@@ -95,6 +97,17 @@ def test_a_worker_that_never_comes_up_is_given_up_and_replaced():
     assert fine.attainment > outcome.attainment > 0.5
 
 
+def check_every_round(monkeypatch):
+    """Every count is that of its list after every round."""
+    act = SimulatedPlane.report
+
+    def checked(plane, outcomes):
+        act(plane, outcomes)
+        check(plane._run, plane.moves)
+
+    monkeypatch.setattr(SimulatedPlane, "report", checked)
+
+
 def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
     n = 24
     workload = Workload(np.linspace(0.0, 5.0, n), np.full(n, 60), np.full(n, 400))
@@ -103,15 +116,14 @@ def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
         return state, [Scale(1, "a test")] if 6.0 < seen.now_s < 7.0 else []
 
     seen = []
-    beat = closed_loop._beat
+    follow = Elastic.follow
 
-    def checked(run, told, state, moves, now_s, *rest):
-        state = beat(run, told, state, moves, now_s, *rest)
-        check(run, moves)
-        seen.append(sum(run.ledger.workers["status"] != OFF))
-        return state
+    def noted(self, now_s, busy):
+        follow(self, now_s, busy)
+        seen.append(sum(self._run.ledger.workers["status"] != OFF))
 
-    monkeypatch.setattr(closed_loop, "_beat", checked)
+    monkeypatch.setattr(Elastic, "follow", noted)
+    check_every_round(monkeypatch)
     outcome, record = run(workload, ElasticSettings(4), decide=shrink)
     assert np.isfinite(outcome.finish_s).all()
     assert record.drains == 3
@@ -181,14 +193,7 @@ def run_mixed(*profiles, start, decide=None):
 
 
 def test_a_mix_shifts_with_demand_loses_nothing_and_costs_less_than_either_kind_alone(monkeypatch):
-    beat = closed_loop._beat
-
-    def checked(run, told, state, moves, now_s, *rest):
-        state = beat(run, told, state, moves, now_s, *rest)
-        check(run, moves)
-        return state
-
-    monkeypatch.setattr(closed_loop, "_beat", checked)
+    check_every_round(monkeypatch)
     outcome, record = run_mixed(SMALL, BIG, start={"made TP1": 1})
     assert np.isfinite(outcome.finish_s).all()
     busiest = max((kinds for at, kinds in record.kinds if 120 < at < 300), key=lambda k: k["big TP1"])

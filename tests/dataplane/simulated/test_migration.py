@@ -92,7 +92,7 @@ def one_mover(output=200, prompt=160, kv_bytes=1_000_000, target_busy=False, slo
         run, [ControlSettings(bytes_per_s=1e9, slowdown=slowdown).price(profile(kv_bytes=kv_bytes))]
     )
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
-    moves.begin(Migrate(RequestId("0"), WorkerId("1"), "asked"), 1.0)
+    moves.migrate(Migrate(RequestId("0"), WorkerId("0"), WorkerId("1"), "asked"), 1.0)
     return run, moves
 
 
@@ -145,7 +145,7 @@ def test_a_target_without_room_refuses_and_nothing_changes():
     run = begun(workload, [WorkerSpec(profile())] * 2)
     moves = Moves(run, [ControlSettings().price(profile())])
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
-    moves.begin(Migrate(RequestId("0"), WorkerId("1"), "asked"), 1.0)
+    moves.migrate(Migrate(RequestId("0"), WorkerId("0"), WorkerId("1"), "asked"), 1.0)
     assert not moves.open
     assert moves.outcomes[Stage.ABORTED] == 1
     stays = simulate(workload, [WorkerSpec(profile())] * 2, SLO, "round-robin")
@@ -157,7 +157,7 @@ def test_a_target_that_fails_before_the_stop_changes_nothing_for_the_request():
     run = begun(workload, [WorkerSpec(profile()), WorkerSpec(profile(), fails_s=((1.1, 9.0),))])
     moves = Moves(run, [ControlSettings(bytes_per_s=1e9, slowdown=0.0).price(profile())])
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
-    moves.begin(Migrate(RequestId("0"), WorkerId("1"), "asked"), 1.0)
+    moves.migrate(Migrate(RequestId("0"), WorkerId("0"), WorkerId("1"), "asked"), 1.0)
     stays = simulate(workload, [WorkerSpec(profile())], SLO, "round-robin")
     np.testing.assert_allclose(finish(run, moves).finish_s, stays.finish_s)
     assert moves.outcomes[Stage.ABORTED] == 1
@@ -182,7 +182,7 @@ def test_a_waiting_request_is_requeued_ahead_of_those_that_came_later():
     moves = Moves(run, [ControlSettings().price(profile())])
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
     assert list(run.ledger.requests["phase"]) == [DECODING, DECODING, QUEUED, QUEUED]
-    moves.begin(Reassign(RequestId("2"), WorkerId("0"), WorkerId("1"), "asked"), 1.0)
+    moves.reassign(Reassign(RequestId("2"), WorkerId("0"), WorkerId("1"), "asked"), 1.0)
     assert int(run.ledger.queue_head[0, 1]) == 2
     assert int(run.ledger.requests["next"][2]) == 3
     outcome = finish(run, moves)

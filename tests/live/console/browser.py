@@ -117,7 +117,7 @@ def submitted(tab: Tab) -> Any:
 def told(fleet: ServedFleet, reason: str) -> str:
     """Something the controller might advise, said through its own door; unlike anything said before."""
     said = f"{reason} {next(_marks)}"
-    fleet.ask("POST", "/v1/decisions", {"kind": "scale", "workers": 3, "advisory": True, "reason": said})
+    fleet.ask("POST", "/v1/decisions/scale", {"workers": 3, "advisory": True, "reason": said})
     return said
 
 

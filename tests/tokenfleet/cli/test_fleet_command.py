@@ -12,11 +12,11 @@ from tokenfleet.cli.main import main
 
 REPLAYED = {"at_s": 1e9, "kind": "replay", "worker": None, "reason": "w0 is gone"}
 DECIDED = [
-    *(REPLAYED | {"request": f"r{i}"} for i in range(17)),
+    *(REPLAYED | {"request_id": f"r{i}"} for i in range(17)),
     {"at_s": 1e9, "kind": "lost", "worker": "w0", "reason": "its process is gone"},
-    {"at_s": 1e9 + 60, "kind": "migrate", "request": "r3", "worker": "w1", "reason": "w2 is drained"},
-    {"at_s": 1e9 + 61, "kind": "migrate", "request": "r4", "worker": "w1", "reason": "w2 is drained"},
-    {"at_s": 1e9 + 62, "kind": "migrate", "request": "r5", "worker": "w3", "reason": "w2 is drained"},
+    {"at_s": 1e9 + 60, "kind": "migrate", "request_id": "r3", "worker": "w1", "reason": "w2 is drained"},
+    {"at_s": 1e9 + 61, "kind": "migrate", "request_id": "r4", "worker": "w1", "reason": "w2 is drained"},
+    {"at_s": 1e9 + 62, "kind": "migrate", "request_id": "r5", "worker": "w3", "reason": "w2 is drained"},
 ]  # fmt: skip
 SCALED = {
     "kind": "scale", "before": 1, "workers": 3, "reason": "7.5 requests/s: 3 workers",

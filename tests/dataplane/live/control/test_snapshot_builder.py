@@ -9,24 +9,25 @@ from controlplane.control import State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.cost import Price
 from controlplane.placement.rebalance import Error
-from controlplane.snapshot import Reassign, Scale, Snapshot
+from controlplane.port import run_round
+from controlplane.snapshot import Migrate, Reassign, Scale
 from controlplane.types import ClassArrivals, Slo
-from dataplane.live.control.controller import ControlPort
+from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import Autoscale, ControllerSettings
-from dataplane.live.control.snapshot_builder import Seeing
+from dataplane.live.control.snapshot_builder import SnapshotBuilder
 from dataplane.live.gateway.demand_count import since
 
 
 def test_arrivals_are_what_came_between_two_looks():
-    seeing = Seeing({"a": SPEED})
-    assert seeing.snapshot(fleet(worker("a"), arrivals=[counted(7)]), [], 0.0).arrivals is None
-    seen = seeing.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 0.5)
+    builder = SnapshotBuilder({"a": SPEED})
+    assert builder.snapshot(fleet(worker("a"), arrivals=[counted(7)]), [], 0.0).arrivals is None
+    seen = builder.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 0.5)
     assert seen.arrivals == 3
     assert seen.by_class == (
         ClassArrivals(Slo(1.0, 0.1), 2, 100, 200),
         ClassArrivals(Slo(2.0, 0.1), 1, 50, 100),
     )
-    assert seeing.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 1.0).arrivals == 0
+    assert builder.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 1.0).arrivals == 0
 
 
 def test_counters_that_began_anew_are_no_silence():
@@ -37,7 +38,7 @@ def test_counters_that_began_anew_are_no_silence():
 
 
 def test_a_fixed_number_and_those_who_wait_are_seen():
-    seen = Seeing().snapshot(
+    seen = SnapshotBuilder().snapshot(
         fleet(worker("a"), auto=False), [request("r", None, 0), request("s", None, 0)], 0.0
     )
     assert (seen.fixed, seen.waiting_requests, seen.waiting_tokens) == (2, 2, 100)
@@ -46,62 +47,62 @@ def test_a_fixed_number_and_those_who_wait_are_seen():
 
 def test_the_youngest_without_a_token_are_an_engines_queue():
     fresh = [request("old", "a", 0, age_s=3.0), request("new", "a", 0, age_s=0.1), request("runs", "a", 5)]
-    (seen,) = Seeing().snapshot(fleet(worker("a", waiting=1)), fresh, 0.0).workers
+    (seen,) = SnapshotBuilder().snapshot(fleet(worker("a", waiting=1)), fresh, 0.0).workers
     assert [r.request for r in seen.waiting] == ["new"]
     assert sorted(r.request for r in seen.requests) == ["old", "runs"]
 
 
 def test_requests_that_end_early_or_outlive_their_prediction_are_errors():
-    seeing = Seeing()
+    builder = SnapshotBuilder()
     here = fleet(worker("a"), worker("b"))
-    assert not seeing.snapshot(here, [request("r"), request("s", "b")], 0.0).errors
+    assert not builder.snapshot(here, [request("r"), request("s", "b")], 0.0).errors
     # 20 steps on: r is gone 70 steps before its end; s made what was expected, and 50 more are now.
     later = fleet(worker("a", 120), worker("b", 190))
-    seen = seeing.snapshot(later, [request("s", "b", output=100, expected=150)], 1.0)
+    seen = builder.snapshot(later, [request("s", "b", output=100, expected=150)], 1.0)
     assert seen.errors == {"a": Error(-70, -1), "b": Error(50, 1)}
     end = fleet(worker("a", 200), worker("b", 250))
-    assert not seeing.snapshot(end, [], 2.0).errors  # the weights have faded, and s is over
+    assert not builder.snapshot(end, [], 2.0).errors  # the weights have faded, and s is over
 
 
 def test_a_request_that_moved_is_no_surprise():
-    seeing = Seeing()
-    seeing.snapshot(fleet(worker("a"), worker("b", 500)), [request("r")], 0.0)
-    moved = seeing.snapshot(fleet(worker("a", 110), worker("b", 510)), [request("r", "b", output=20)], 0.5)
+    builder = SnapshotBuilder()
+    builder.snapshot(fleet(worker("a"), worker("b", 500)), [request("r")], 0.0)
+    moved = builder.snapshot(fleet(worker("a", 110), worker("b", 510)), [request("r", "b", output=20)], 0.5)
     assert not moved.errors
-    gone = seeing.snapshot(fleet(worker("a", 110), worker("b", 520)), [], 1.0)
+    gone = builder.snapshot(fleet(worker("a", 110), worker("b", 520)), [], 1.0)
     assert gone.errors == {"a": Error(0, 0), "b": Error(-70, -1)}
 
 
 def test_errors_make_algorithm_2_act_on_what_waits():
-    seeing = Seeing({"a": SPEED})
+    builder = SnapshotBuilder({"a": SPEED})
     running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
-    seeing.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
+    builder.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
     outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
     queued = [request("q", "a", 0, expected=20, age_s=0.1)]
-    seen = seeing.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
-    settings = ControllerSettings("", None, False, 0).tick(seeing.speeds)
+    seen = builder.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
+    settings = ControllerSettings("", None, False, 0).tick(builder.speeds)
     _, actions = tick(settings, State(), seen)
     assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
 
 
 def test_speed_is_learned_from_steps_unless_it_was_given():
-    seeing = Seeing()
+    builder = SnapshotBuilder()
     for n in range(1, 81):
         b = 1 + n % 16
         load = worker("a", n, sequences=b, context_tokens=b * 100, step_s=0.01 + b * 1e-3)
-        seeing.snapshot(fleet(load), [], n / 2)
-    assert seeing.speeds.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
-    assert seeing.speeds.of("a").max_seqs == 32
-    assert Seeing({"a": SPEED}).speeds.of("a") is SPEED
+        builder.snapshot(fleet(load), [], n / 2)
+    assert builder.speeds.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
+    assert builder.speeds.of("a").max_seqs == 32
+    assert SnapshotBuilder({"a": SPEED}).speeds.of("a") is SPEED
 
 
 def test_moves_must_pay_once_speed_and_size_are_known():
-    seeing = Seeing({"a": SPEED})
-    seeing.snapshot(fleet(worker("a")), [], 0.0)
+    builder = SnapshotBuilder({"a": SPEED})
+    builder.snapshot(fleet(worker("a")), [], 0.0)
     told = ControllerSettings("", None, False, 0)
-    settings = told.tick(seeing.speeds, seeing.kv_bytes_per_token)
+    settings = told.tick(builder.speeds, builder.kv_bytes_per_token)
     assert settings.moves.price == settings.shed.price == Price(1000.0)
-    assert told.tick(Seeing().speeds).shed is None
+    assert told.tick(SnapshotBuilder().speeds).shed is None
 
 
 def test_settings_cross_the_pipe_unchanged():
@@ -115,19 +116,36 @@ def test_settings_cross_the_pipe_unchanged():
 
 def test_the_same_advice_is_given_once_and_decisions_always(monkeypatch):
     said = []
-    monkeypatch.setattr(ControlPort, "ask", lambda self, method, path, body: said.append(body))
-    seen = Snapshot(0.0, (), 2)
+    monkeypatch.setattr(LivePlane, "ask", lambda self, method, path, body: said.append(body))
     for advisory, times in ((True, 1), (False, 3)):
-        port = ControlPort(ControllerSettings("", None, advisory, 0))
+        plane = LivePlane(ControllerSettings("", None, advisory, 0))
         for _ in range(3):
-            port.apply(Scale(4, "a test", {"cost": {"workers": 2.0}}), seen)
+            plane.scale(Scale(4, "a test", {"cost": {"workers": 2.0}}))
         assert len(said) == times
         assert said[0]["facts"] == {"cost": {"workers": 2.0}}
         said.clear()
-    advised = ControlPort(ControllerSettings("", None, True, 0))
+    advised = LivePlane(ControllerSettings("", None, True, 0))
     for workers in (4, 5, 4):
-        advised.apply(Scale(workers, "a test"), seen)
+        advised.scale(Scale(workers, "a test"))
     assert [order["workers"] for order in said] == [4, 5, 4]
+
+
+def test_an_api_that_falls_silent_is_not_asked_again_before_the_next_look(monkeypatch, capsys):
+    tried = []
+
+    def ask(self, method, path, body=None):
+        if method == "GET":
+            return fleet() if path == "/v1/fleet" else {"requests": []}
+        tried.append(path)
+        raise OSError("timed out")
+
+    monkeypatch.setattr(LivePlane, "ask", ask)
+    plane = LivePlane(ControllerSettings("", None, False, 0))
+    actions = [Reassign("r", "a", "b", "a test"), Migrate("s", "a", "b", "a test"), Scale(4, "a test")]
+    for _ in range(2):
+        assert run_round(plane, lambda state, seen: (state, actions), State()) == State()
+    assert tried == ["/v1/decisions/migrate"] * 2
+    assert capsys.readouterr().err.count("does not answer: timed out") == 6
 
 
 @pytest.mark.parametrize("bounds", [(2, 1), (0, 0), (-1, 3)])

@@ -56,6 +56,6 @@ def test_a_follower_that_does_not_read_loses_its_oldest_and_holds_up_nobody():
 
 def test_events_about_a_request_are_found():
     log = EventLog()
-    log.record(0.0, "migrate", "x", request="r1")
-    log.record(0.0, "migrate", "x", request="r2")
-    assert [event.facts["request"] for event in log.about("r2")] == ["r2"]
+    log.record(0.0, "migrate", "x", request_id="r1")
+    log.record(0.0, "migrate", "x", request_id="r2")
+    assert [event.facts["request_id"] for event in log.about("r2")] == ["r2"]

@@ -1,0 +1,98 @@
+"""Scaling by load, where no line says what demand needs: used and waiting KV tokens over wanted capacity.
+
+Above `high` for `rise_s` without a break, as many workers are wanted as bring the load down to `high`; below
+`low` for `hold_s`, as few as would have kept it in the middle between the two all that time; within `least`
+and `most`. Of several kinds the one cheapest for its KV capacity grows, and the dearest shrinks whose going
+leaves the load below `high`. A snapshot without load figures holds everything: no news is not idleness.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from controlplane.errors import BadInput
+from controlplane.scaler.counts import present, said, stepped
+from controlplane.scaler.target import Held, HoldSettings, hold
+from controlplane.scaler.worker_types import KindSettings
+from controlplane.snapshot import SERVING, Scale, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """`least` and `most` workers; `high` and `low` are shares of KV capacity (above 1: what waits may be as
+    much more), to be crossed for `rise_s` and `hold_s`.
+    """
+
+    least: int
+    most: int
+    high: float = 0.75
+    low: float = 0.3
+    rise_s: float = 10.0
+    hold_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise BadInput(f"load: need 0 <= low < high, got {self.low:g} and {self.high:g}")
+        if not 0 <= self.least <= self.most:
+            raise BadInput(f"load: need 0 <= least <= most, got {self.least} and {self.most}")
+
+    def workers(self, wanted: int, used: int, each: float) -> int:
+        """How many workers of `each` capacity these used tokens ask for, when so many are wanted now."""
+        load = used / (each * wanted) if wanted else math.inf
+        needed = wanted
+        if load > self.high:
+            needed = math.ceil(used / (each * self.high))
+        elif load < self.low:
+            needed = min(math.ceil(used / (each * (self.low + self.high) / 2.0)), wanted - 1)
+        return min(max(needed, self.least), self.most)
+
+
+def scale_by_load(
+    settings: LoadSettings,
+    held: Held | None,
+    snapshot: Snapshot,
+    used_tokens: int,
+    kinds: Sequence[KindSettings] = (),
+) -> tuple[Held | None, Scale | None]:
+    """What is held now, and the change to ask for, if any.
+
+    `used_tokens`: KV that is held or waited for. `kinds`: what may be had, in a fleet of several.
+    """
+    known = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
+    if not known:
+        return held, None
+    wanted, low, high = snapshot.wanted, settings.least, settings.most
+    if low <= wanted <= high:
+        each = sum(w.capacity_tokens for w in known) / len(known)
+        if held is None or held.wanted != wanted:
+            held = Held(wanted)
+        needed = settings.workers(wanted, used_tokens, each)
+        held = hold(HoldSettings(settings.rise_s, settings.hold_s), held, needed, snapshot.now_s)
+        workers = held.wanted
+        if workers == wanted:
+            return held, None
+        over, limit, for_s = "above", settings.high, settings.rise_s
+        if workers < wanted:
+            over, limit, for_s = "below", settings.low, settings.hold_s
+        load = used_tokens / (each * wanted) if wanted else math.inf
+        why = f"load {load:.0%} has been {over} {limit:.0%} for {for_s:g} s"
+    else:
+        held, workers = None, min(max(wanted, low), high)
+        why = f"{wanted} workers are outside {low}..{high}"
+    if not kinds:
+        return held, Scale(workers, why)
+    capacity = dict.fromkeys((k.kind for k in kinds), sum(w.capacity_tokens for w in known) / len(known))
+    capacity |= {k.kind: float(k.speed.kv_capacity_tokens) for k in kinds if k.speed is not None}
+    capacity |= {w.kind: float(w.capacity_tokens) for w in known}
+
+    def may_go(rest: Mapping[str, int]) -> bool:
+        return used_tokens <= settings.high * sum(capacity.get(kind, 0.0) * n for kind, n in rest.items())
+
+    there = present(snapshot.wanted_kinds)
+    counts = stepped(kinds, capacity, there, workers, may_go)
+    if counts == there:
+        return held, None
+    named = {k.kind: 0 for k in kinds} | counts
+    return held, Scale(sum(counts.values()), f"{why}: {said(counts)}", kinds=named)
