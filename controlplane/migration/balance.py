@@ -1,4 +1,4 @@
-"""Who moves where: the least free workers shed to the most free, one request each.
+"""Balancing by freeness: the least free workers shed one request each to the most free.
 
     sources  F < out_below, or draining;   targets  F > in_above, not draining, no source
     pairs    sources by F rising with targets by F falling, each kind of worker by itself
@@ -7,9 +7,9 @@ KV moves between workers of one kind only. Sources left over are paired with tar
 kinds, for requests that have not started.
 
 A worker is never both, so no pair has its source for target, nor is there ever A→B with B→A; across
-heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source
-was, so that no move is undone by the next and a burst calls for no storm. Of a source's requests the low
-priority and short go first: they are copied soonest, and nobody important waits for them.
+heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source was,
+so that no move is undone by the next and a burst causes no storm of moves. Of a source's requests those of
+low priority and the short ones go first: they are copied soonest, and no important request waits for them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What a simulated engine does next, by its mode. The rules are those of docs/engine.md, which follows vLLM:
+"""The next step of a simulated engine, by its mode, and the KV room that bounds it.
+
+The rules are those of docs/engine.md, which follows vLLM:
 
 prefill-first  a step is a prefill of all that can be admitted, else a decode step
 chunked        every step carries one token for each decoding request, then prefill chunks up to a budget
 split          a prefill worker only prefills; a decode worker only decodes
 
-Whether the KV of a simulated engine has room: for how many steps, and who leaves when it has not.
+The KV room gives the number of steps that fit, and the requests to preempt when none does.
 """
 
 from __future__ import annotations

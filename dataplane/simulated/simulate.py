@@ -1,4 +1,4 @@
-"""A simulated fleet under a trace: who served what, and when each request had its tokens."""
+"""The simulation of a fleet on a trace: which worker served each request, and when it had its tokens."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Bounds on a fleet's attainment, from replays in many scenarios.
+"""Bounds on a fleet's attainment, from replays in many replicates.
 
-Each scenario is one draw of arrivals and one of coefficients. The traffic to come is one more of them, so
-that it is as likely to stand at any place among them: of W scenarios ordered by their share of misses, the
+Each replicate is one draw of arrivals and one of coefficients. The traffic to come is one more of them, so
+that it is as likely to stand at any place among them: of W replicates ordered by their share of misses, the
 next one does not exceed the r-th with probability r/(W + 1), however they scatter (a conformal bound). The
-bound at a confidence c is the scenario at r = ⌈c·(W + 1)⌉, and a fleet holds when so many scenarios meet the
-target; `worlds_for` says how many make that exact. Where W scenarios are too few (r > W), the bound is the
-worst of them or, on the logarithm of the share of misses, y = log((m + 1/2)/(n + 1)), that of a normal's next
-draw,
+bound at a confidence c is the replicate at r = ⌈c·(W + 1)⌉, and a fleet holds when so many replicates meet
+the target; `replicates_for` says how many make that exact. Where W replicates are too few (r > W), the bound
+is the worst of them or, on the logarithm of the share of misses, y = log((m + 1/2)/(n + 1)), that of a
+normal's next draw,
 
     mean(y) + t(W - 1, confidence) · sd(y) · sqrt(1 + 1/W)
 
-whichever is lower. Scenarios are made of the trace's own requests, so they hold no kind of miss that it does
+whichever is lower. Replicates are made of the trace's own requests, so they hold no kind of miss that it does
 not: Jeffreys' bound on a share of which nothing was seen is a floor to the doubt, and a short trace cannot
 show a high target whatever the fleet.
 """

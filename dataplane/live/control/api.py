@@ -1,4 +1,4 @@
-"""The control API: the fleet over HTTP, on a port of its own. Who may call, and errors: http_rules.py."""
+"""The control API: the fleet over HTTP on a port of its own, by the rules of dataplane.http."""
 
 from __future__ import annotations
 
