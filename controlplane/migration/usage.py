@@ -11,6 +11,8 @@ Llumnix (OSDI '24), Algorithm 1. Of a request r on a worker of M tokens:
 
 F is in tokens per request: the steps a worker can still do before its memory is full, as every request
 takes one token a step. Freeness is never NaN, so it orders workers strictly and weakly.
+
+The paper's headroom fills the worker up to 1,600 tokens: `high_load_tokens`.
 """
 
 from __future__ import annotations
