@@ -66,8 +66,8 @@ function tiles(plan) {
 }
 
 function sure({ attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilisation }) {
-  const worlds = a.worlds
-    ? `Judged in ${a.worlds} worlds that might as well have been (other arrivals, workers a little faster or slower), ` +
+  const judged = a.worlds
+    ? `Judged on ${a.worlds} bootstrap replicates (other arrivals, workers a little faster or slower), ` +
       `${share(a.low)} to ${share(a.high)} of the requests stay within both targets, with probability ${number(a.confidence, 4)}; ` +
       `on the trace as it is, ${share(a.on_trace)}.`
     : `On the trace as it is, ${share(a.on_trace)} of the requests stay within both targets.`;
@@ -76,7 +76,7 @@ function sure({ attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilis
     "div",
     {},
     make("h3", {}, "How sure"),
-    make("p", {}, worlds, doubt ? ` The doubt comes mostly from the ${doubt.mostly}.` : ""),
+    make("p", {}, judged, doubt ? ` The doubt comes mostly from the ${doubt.mostly}.` : ""),
     spares ? make("p", {}, spareText(spares)) : null,
     make(
       "p",
