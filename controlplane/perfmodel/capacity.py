@@ -1,4 +1,4 @@
-"""Capacity bounds: the fewest workers that could carry a load, and the best tensor-parallel degree.
+"""Capacity bounds: the fewest workers that could carry a load, and the most tokens a second of a GPU.
 
 **Fluid bound.** No policy can use fewer workers. Over a long time a worker of rate λ spends, each second,
 
@@ -20,14 +20,7 @@ z gives s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) wh
 TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each
 only adds workers. Up to a share 1 - attainment of the requests may miss; the heaviest are left out.
 
-**Tensor parallelism.** A model split over N GPUs takes
-
-    Eq 5   t(N) = a/N + comm·(N - 1)/N + c
-
-a step. Since (N - 1)/N = 1 - 1/N this is a'/N + c' with a' = a - comm and c' = c + comm: **only two
-parameters can be told from t(N)**, and only those are fitted. All-reduce follows no smooth law in N either (a
-machine with NVLink between pairs is 9 times slower at N = 4 than at N = 2), so it is a table learned per
-topology and N.
+**Decode throughput.** What tensor-parallel degrees are ranked by:
 
     Eq 6   T_N = b/(N·t(b))       tokens per second and GPU, at the largest batch that KV and TPOT allow
 
@@ -39,13 +32,11 @@ sizes).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from controlplane.errors import BadInput, Infeasible
 from controlplane.perfmodel.profile import Profile
@@ -54,30 +45,12 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 
 
-def fluid_workers(
-    rate_rps: float,
-    prompt_tokens: ArrayLike,
-    output_tokens: ArrayLike,
-    profile: Profile,
-    slo: Slo,
-    attainment: float = 1.0,
-) -> float:
-    """Workers below which no policy can serve this rate for long; not rounded, infinite if none can.
-
-    `prompt_tokens`, `output_tokens`, shape [requests], are a sample of the requests that arrive.
-    Raises BadInput for an empty sample, a negative rate, or an attainment outside (0, 1].
-    """
-    if not 0 <= rate_rps < float("inf"):
-        raise BadInput(f"rate: must be at least 0, got {rate_rps:g}")
-    return rate_rps * worker_seconds(prompt_tokens, output_tokens, profile, slo, attainment)
-
-
 def fluid_workers_of(workload: Workload, profile: Profile, slo: Slo, attainment: float = 1.0) -> int:
     """Workers below which no policy can serve this very trace; at least 1.
 
     What a request within its targets needs is done by its last deadline, so the work must fit between the
-    first arrival and the last deadline. Raises BadInput as `fluid_workers`; for a load no number of workers
-    can serve see `worker_seconds`, which is infinite then.
+    first arrival and the last deadline. Raises BadInput as `worker_seconds`, and for a load that no
+    number of workers can serve.
     """
     if len(workload) == 0:
         return 1
@@ -97,7 +70,11 @@ def worker_seconds(
     slo: Slo,
     attainment: float = 1.0,
 ) -> float:
-    """The least time a worker spends on a mean request of the sample; infinite where TPOT is out of reach."""
+    """The least time a worker spends on a mean request of the sample; infinite where TPOT is out of reach.
+
+    `prompt_tokens`, `output_tokens`, shape [requests]. At a rate λ no policy can do with fewer workers than λ
+    times as many for long. Raises BadInput for an empty sample or an attainment outside (0, 1].
+    """
     prompt, output = np.asarray(prompt_tokens, float), np.asarray(output_tokens, float)
     if prompt.ndim != 1 or prompt.shape != output.shape or len(prompt) == 0:
         raise BadInput("lengths: prompt_tokens and output_tokens must be equally long and not empty")
@@ -163,91 +140,6 @@ def _per_prefill_token_s(profile: Profile, longest: float) -> float:
     return float(np.min(profile.prefill.prefill_s(sizes, np.zeros_like(sizes)) / sizes))
 
 
-__all__ = [
-    "AllReduceTable",
-    "DecodeThroughput",
-    "TpScaling",
-    "all_reduce_table",
-    "best_tp",
-    "decode_throughput",
-    "fit_tp_scaling",
-    "fluid_workers",
-    "fluid_workers_of",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class TpScaling:
-    """Eq 5's identifiable form: `divided_s` shrinks with the degree, `fixed_s` does not."""
-
-    divided_s: float
-    fixed_s: float
-
-    def time_s(self, tp_degree: ArrayLike) -> NDArray[np.float64]:
-        """Seconds at each degree."""
-        return np.asarray(self.divided_s / np.asarray(tp_degree, float) + self.fixed_s, float)
-
-
-def fit_tp_scaling(tp_degree: ArrayLike, time_s: ArrayLike) -> TpScaling:
-    """a/N + c by non-negative least squares on relative error.
-
-    Raises BadInput with fewer than two different degrees: a and c could not be told apart.
-    """
-    n, t = np.asarray(tp_degree, float), np.asarray(time_s, float)
-    if n.shape != t.shape or len(np.unique(n)) < 2:
-        raise BadInput("tp scaling: times at two or more different degrees are needed to tell a/N from c")
-    if not ((n >= 1).all() and np.isfinite(t).all() and (t > 0).all()):
-        raise BadInput("tp scaling: degrees must be at least 1, times positive and finite")
-    (a, c), _ = nnls(np.column_stack([1 / n, np.ones_like(n)]) / t[:, None], np.ones(len(t)))
-    return TpScaling(float(a), float(c))
-
-
-@dataclass(frozen=True)
-class AllReduceTable:
-    """Measured all-reduce times of one topology: for each degree, sizes in order [points] and seconds."""
-
-    topology: str
-    rows: Mapping[int, tuple[NDArray[np.float64], NDArray[np.float64]]]
-
-    def __post_init__(self) -> None:
-        for n, (size, seconds) in self.rows.items():
-            if len(size) < 2 or size.shape != seconds.shape or (np.diff(size) <= 0).any():
-                raise BadInput(f"all-reduce {self.topology}: TP {n}: two or more sizes in order are needed")
-            if not ((size > 0).all() and (seconds > 0).all() and np.isfinite(seconds).all()):
-                raise BadInput(f"all-reduce {self.topology}: TP {n}: sizes and times must be positive")
-
-    def time_s(self, size: ArrayLike, tp_degree: int) -> NDArray[np.float64]:
-        """Seconds of one all-reduce of each size, in the unit the table was measured in.
-
-        Interpolated between measured sizes on logarithmic scales; below the smallest size the latency of
-        the smallest holds, above the largest the bandwidth of the largest. Nothing is made up for a degree
-        that was not measured: raises BadInput with those that were. One GPU reduces nothing: 0.
-        """
-        wanted = np.asarray(size, float)
-        if tp_degree == 1:
-            return np.zeros_like(wanted)
-        if tp_degree not in self.rows:
-            known = ", ".join(str(n) for n in sorted(self.rows))
-            raise BadInput(f"all-reduce {self.topology}: TP {tp_degree} was not measured; there is {known}")
-        sizes, seconds = self.rows[tp_degree]
-        inside = np.clip(wanted, sizes[0], sizes[-1])
-        t = np.exp(np.interp(np.log(inside), np.log(sizes), np.log(seconds)))
-        return np.asarray(t * np.maximum(wanted / sizes[-1], 1.0), float)
-
-
-def all_reduce_table(
-    topology: str, tp_degree: ArrayLike, size: ArrayLike, seconds: ArrayLike
-) -> AllReduceTable:
-    """A table from raw measurements, shape [measurements]: the median of each (degree, size)."""
-    n, x, t = (np.asarray(v, float) for v in (tp_degree, size, seconds))
-    rows = {}
-    for degree in np.unique(n):
-        sizes = np.unique(x[n == degree])
-        medians = np.array([np.median(t[(n == degree) & (x == s)]) for s in sizes])
-        rows[int(degree)] = (sizes, medians)
-    return AllReduceTable(topology, rows)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeThroughput:
     """Eq 6 for one profile: the batch it decodes at, and what that yields per GPU."""
@@ -292,24 +184,3 @@ def decode_throughput(
         batch, bound = low, "slo"
     seconds = step_s(batch)
     return DecodeThroughput(profile, batch, seconds, batch / seconds / profile.tp_degree, bound)
-
-
-def best_tp(
-    profiles: Iterable[Profile],
-    tpot_s: float,
-    mean_context_tokens: float,
-    mean_kv_tokens: float | None = None,
-) -> list[DecodeThroughput]:
-    """Eq 6 of each profile that reaches the TPOT, best per GPU first; of equals the smaller degree first.
-
-    Raises Infeasible, saying why, when none does.
-    """
-    found, reasons = [], []
-    for profile in profiles:
-        try:
-            found.append(decode_throughput(profile, tpot_s, mean_context_tokens, mean_kv_tokens))
-        except Infeasible as error:
-            reasons.append(str(error))
-    if not found:
-        raise Infeasible("; ".join(reasons) or "eq 6: no profiles to choose from")
-    return sorted(found, key=lambda row: (-row.tokens_per_s_per_gpu, row.profile.tp_degree))

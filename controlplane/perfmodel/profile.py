@@ -135,15 +135,6 @@ class Profile:
         )
         return replace(self, engine=engine)
 
-    def without_host(self) -> Profile:
-        """The same worker without the host time that was stated for it: kernels only."""
-        host_s = self.source.host_s
-        step = replace(self.step, base_s=max(self.step.base_s - host_s, 0.0))
-        prefill = self.prefill
-        if prefill is not None:
-            prefill = replace(prefill, base_s=max(prefill.base_s - host_s, 0.0))
-        return replace(self, step=step, prefill=prefill, source=replace(self.source, host_s=0.0))
-
     def alone_ttft_s(self, prompt_tokens: int) -> float:
         """Seconds to the first token of a request that has an idle worker to itself."""
         if self.engine.mode != EngineMode.CHUNKED:

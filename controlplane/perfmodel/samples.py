@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,14 +76,6 @@ class StepSamples:
         """Which distinct batch each sample repeats, numbered in order of (prefill, sequences, context)."""
         _, point = np.unique(np.column_stack(self.batch), axis=0, return_inverse=True)
         return np.asarray(point, np.int64).reshape(-1)
-
-    def without_repeats(self) -> StepSamples:
-        """Each distinct batch once, with the median of its times: a grid's points then weigh alike."""
-        point = self.points
-        first = np.unique(point, return_index=True)[1]
-        once = self.take(first)
-        median = np.array([np.median(self.step_s[point == k]) for k in range(len(first))])
-        return replace(once, step_s=median)
 
 
 def concatenated(parts: list[StepSamples]) -> StepSamples:

@@ -128,20 +128,6 @@ def _expected_outputs(
     return out
 
 
-def mispredicted(
-    output_tokens: ArrayLike, bias: float, sigma: float, rng: np.random.Generator
-) -> NDArray[np.float64]:
-    """Predictions for an experiment: the truth, times 1 + `bias`, times log-normal noise of mean 1.
-
-    `sigma` is the noise's standard deviation in the logarithm; no prediction is below one token.
-    """
-    if not (bias > -1 and sigma >= 0):
-        raise BadInput(f"mispredicted: bias must exceed -1 and sigma be at least 0, got {bias} and {sigma}")
-    truth = np.asarray(output_tokens, float)
-    noise = np.exp(sigma * rng.standard_normal(truth.shape) - sigma * sigma / 2)
-    return np.asarray(np.maximum(truth * (1.0 + bias) * noise, 1.0))
-
-
 def _tokens(name: str, column: ArrayLike) -> NDArray[np.int64]:
     values = np.asarray(column)
     if values.ndim != 1:

@@ -117,9 +117,3 @@ def observe(demand: Demand, now_s: float, arrivals: float | None) -> Demand:
         open_count=open_count,
         seen_s=now_s,
     )
-
-
-def recent_rps(demand: Demand, bins: int) -> float | None:
-    """The mean rate of the last `bins` bins, those known; None when none is."""
-    last = [c for c in demand.closed[-bins:] if c is not None]
-    return sum(last) / (len(last) * demand.bin_s) if last else None

@@ -86,7 +86,7 @@ def steady_workers(rate_rps: float, lengths: Lengths, profile: Profile, slo: Slo
         b·ctx <= M,                                     b = x·D·(step time as it then is)
 
     ctx is the context averaged over decode steps. Not a bound (prompts prefilled together, or a request
-    that is given up, cost less: see perfmodel.fluid), but where a fleet without any noise would stand.
+    that is given up, cost less: see perfmodel.capacity), but where a fleet without any noise would stand.
     """
     step, prefill = profile.step, profile.prefill
     assert prefill is not None

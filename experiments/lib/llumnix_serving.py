@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.perfmodel.capacity import fluid_workers
+from controlplane.perfmodel.capacity import worker_seconds
 from controlplane.placement.policies import PlacementSettings
 from controlplane.workload import Workload
 from experiments.lib.llumnix import (
@@ -161,7 +161,7 @@ def savings(names: Iterable[str], parts: Parts) -> list[dict[str, Any]]:
     for name in names:
         rate = RATES[name][-1]
         trace = workload(name, rate, 0)
-        bound = fluid_workers(trace.rate_rps, trace.prompt_tokens, trace.output_tokens, a10(), SLO)
+        bound = trace.rate_rps * worker_seconds(trace.prompt_tokens, trace.output_tokens, a10(), SLO)
 
         def p99(system: System, name: str, rate: float, workers: int) -> float:
             return served(system, name, rate, 0, parts, workers)["Prefill P99 s"]

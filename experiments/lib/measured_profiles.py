@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.perfmodel.fit import fit_phases, pooled
-from controlplane.perfmodel.kv import kv_capacity_tokens
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
+from dataplane.simulated.simulate import Outcome
 from experiments.lib.public_data import REQUEST_LOG, SPLITWISE_TABLE
 from experiments.lib.published_models import (
     GIB,
@@ -20,10 +22,11 @@ from experiments.lib.published_models import (
     MODELS,
     OTHER_BYTES,
     capacity_tokens,
+    kv_capacity_tokens,
     table_rows,
 )
 from tokenfleet.profiles.fit_log import fit_log
-from tokenfleet.profiles.measurements import read_request_log
+from tokenfleet.profiles.measurements import RequestLog, read_request_log
 
 # Splitwise's published measurements of vLLM. Left out: TP 2 rows from batch 32 on, which overflow the KV
 # memory; the power-capped rows, which are scaled copies; and batches of prompts that were not one step: those
@@ -71,7 +74,15 @@ def splitwise_samples(data: Path, model: str, gpu: str, tp_degree: int) -> StepS
         rows.append((prompt * batch, 0, 0, float(np.median(repeats)), batch * prompt**2))
     table = np.array(rows, float)
     samples = StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] / 1e3, table[:, 4])
-    return samples.without_repeats()
+    return without_repeats(samples)
+
+
+def without_repeats(samples: StepSamples) -> StepSamples:
+    """Each distinct batch once, with the median of its times: a grid's points then weigh alike."""
+    point = samples.points
+    first = np.unique(point, return_index=True)[1]
+    median = np.array([np.median(samples.step_s[point == k]) for k in range(len(first))])
+    return replace(samples.take(first), step_s=median)
 
 
 def splitwise_rows(data: Path, model: str, gpu: str, tp_degree: int) -> list[dict[str, str]]:
@@ -204,3 +215,28 @@ def rtx_profile(data: Path, learn_even: bool = False, seed: int = 0) -> Profile:
     )
     learn = np.arange(len(log.workload)) % 2 == 0  # the log's request ids are in order of arrival
     return fit_log(log, around, learn if learn_even else None, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class LogErrors:
+    """The errors of a simulated log, as fractions of the real figures."""
+
+    e2e_mape: float
+    tpot_mape: float
+    ttft_mean: float
+    ttft_p99: float
+    requests: int
+
+
+def log_errors(log: RequestLog, outcome: Outcome, rows: NDArray[np.bool_]) -> LogErrors:
+    """Errors over the requests marked in `rows`, shape [requests]."""
+    e2e = outcome.finish_s - log.workload.arrival_s
+    many = rows & (log.workload.output_tokens > 1)
+    ttft, real = outcome.ttft_s[rows], log.ttft_s[rows]
+    return LogErrors(
+        e2e_mape=float(np.mean(np.abs(e2e[rows] / log.e2e_s[rows] - 1))),
+        tpot_mape=float(np.mean(np.abs(outcome.tpot_s[many] / log.tpot_s[many] - 1))),
+        ttft_mean=float(ttft.mean() / real.mean() - 1),
+        ttft_p99=float(np.quantile(ttft, 0.99) / np.quantile(real, 0.99) - 1),
+        requests=int(rows.sum()),
+    )

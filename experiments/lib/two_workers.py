@@ -18,6 +18,9 @@ from experiments.lib.public_data import ROOT
 A, B = WorkerId("a"), WorkerId("b")
 
 
+RAY_ATTEMPTS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two started workers and a fleet of links to them; `actors` by name."""
@@ -39,6 +42,23 @@ class Pair:
             await asyncio.sleep(0.02)
 
 
+def start_ray(**options: Any) -> None:
+    """`ray.init`, tried again when Ray gives up on its own start: it waits 30 s, too few on a busy machine.
+
+    Raises what Ray raised last.
+    """
+    import ray
+
+    for attempt in range(RAY_ATTEMPTS):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises a bare Exception here
+            ray.shutdown()
+            if attempt + 1 == RAY_ATTEMPTS or "timed out" not in str(error):
+                raise
+
+
 def on_two_workers(
     story: Callable[[Pair], Awaitable[Any]],
     *,
@@ -52,7 +72,7 @@ def on_two_workers(
     import ray
     import zmq.asyncio
 
-    from dataplane.live.worker.launch import Place, launch_worker, start_ray
+    from dataplane.live.worker.launch import Place, launch_worker
     from dataplane.live.worker.link import WorkerLink
     from experiments.lib.bare_fleet import BareFleet
 

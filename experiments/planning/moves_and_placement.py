@@ -33,12 +33,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from controlplane.control import Settings
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.cost import Price
 from controlplane.migration.overload import ShedSettings
-from controlplane.placement.lengths import mispredicted
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, TARGETS, Lengths, sharegpt
@@ -151,6 +151,18 @@ class Asked:
 def allowed(target: float, requests: int) -> int:
     """The misses that a target allows."""
     return math.floor((1.0 - target) * requests + 1e-9)
+
+
+def mispredicted(
+    output_tokens: ArrayLike, bias: float, sigma: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """The truth, times 1 + `bias`, times log-normal noise of mean 1; at least one token.
+
+    `sigma` is the noise's standard deviation in the logarithm.
+    """
+    truth = np.asarray(output_tokens, float)
+    noise = np.exp(sigma * rng.standard_normal(truth.shape) - sigma * sigma / 2)
+    return np.asarray(np.maximum(truth * (1.0 + bias) * noise, 1.0))
 
 
 def drawn(lengths: Lengths, setting: Setting, seconds: float, seed: int) -> tuple[Workload, Any]:

@@ -16,7 +16,7 @@ reproduced where some load and target here saves as much, give or take five poin
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from controlplane.perfmodel.profile import Profile
@@ -60,10 +60,19 @@ SPLIT_P2C = Claim(
 )
 
 
+def without_host(profile: Profile) -> Profile:
+    """The same worker without the host time that was stated for it: kernels only."""
+    host_s, prefill = profile.source.host_s, profile.prefill
+    step = replace(profile.step, base_s=max(profile.step.base_s - host_s, 0.0))
+    if prefill is not None:
+        prefill = replace(prefill, base_s=max(prefill.base_s - host_s, 0.0))
+    return replace(profile, step=step, prefill=prefill)
+
+
 def composed(model: str, tp_degree: int) -> Profile:
     """The library's A100 profile, without host time, as the paper's engine would run it."""
     (profile,) = find_profiles(model, ["a100-sxm"], [tp_degree])
-    return profile.without_host().with_engine(EngineMode.PREFILL_FIRST, PREFILL_TOKENS)
+    return without_host(profile).with_engine(EngineMode.PREFILL_FIRST, PREFILL_TOKENS)
 
 
 def fewest(

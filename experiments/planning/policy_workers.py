@@ -12,7 +12,7 @@ the seeds.
              200 requests a second, so it is asked at 5 only, over fewer requests, and judged by them
   ablation   `spread` at 20 requests a second with a constraint off or a knob turned
 
-`bound` is perfmodel.fluid's: no policy can need less. `steady` is a noiseless fleet (fewest_workers.py).
+`bound` is perfmodel.capacity's: no policy can need less. `steady` is a noiseless fleet (fewest_workers.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.perfmodel.capacity import fluid_workers
+from controlplane.perfmodel.capacity import worker_seconds
 from controlplane.placement.constraints import USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.policies import PlacementSettings, Policy
 from experiments.lib.fewest_workers import CASES, TARGETS, Case, Lengths, Question, sharegpt, steady_workers
@@ -75,7 +75,7 @@ def row(
 ) -> dict[str, Any]:
     """The question's answer at both targets beside what bounds it."""
     bound = [
-        fluid_workers(rate, lengths.prompt, lengths.output, case.profile, case.slo, target)
+        rate * worker_seconds(lengths.prompt, lengths.output, case.profile, case.slo, target)
         for target in TARGETS
     ]
     needed = [question.fewest(target, first) for target, first in zip(TARGETS, bound, strict=True)]

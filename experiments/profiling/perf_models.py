@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.perfmodel.capacity import all_reduce_table, fit_tp_scaling
 from controlplane.perfmodel.fit import fit_phases, fit_step, pooled
 from experiments.lib.measured_profiles import (
     SPLITWISE,
@@ -45,6 +44,7 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import bar, flags, show
+from experiments.lib.tensor_parallel import all_reduce_table, fit_tp_scaling
 
 MEAN_BAR = 0.04
 VIDUR = {"a100_dgx": (2, 4, 8), "a100_pairwise_nvlink": (2, 4), "h100_dgx": (2, 4, 8)}

@@ -128,7 +128,8 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
     import quiet_vllm  # noqa: F401  # first
     import ray
 
-    from dataplane.live.worker.launch import Place, launch_worker, start_ray
+    from dataplane.live.worker.launch import Place, launch_worker
+    from experiments.lib.two_workers import start_ray
 
     # Ray would run its workers at the lowest priority, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")

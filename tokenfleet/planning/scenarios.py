@@ -186,11 +186,6 @@ class Drift:
     spread: NDArray[np.float64]
     freedom: float  # degrees of it; what Student's t is asked for
 
-    @property
-    def per_level(self) -> NDArray[np.float64]:
-        """Standard deviations of log rate, log prompts and log outputs, shape [3]."""
-        return np.asarray(np.sqrt((self.spread**2).sum(axis=1)))
-
     def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
         """The same requests at levels they might have gone to; none longer than the longest there was."""
         normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom

@@ -14,7 +14,7 @@ simplex searches that need no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,35 +38,10 @@ _NO_TARGET = Slo(1e9, 1e9)
 Columns = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class LogErrors:
-    """The errors of a simulated log, as fractions of the real figures."""
-
-    e2e_mape: float
-    tpot_mape: float
-    ttft_mean: float
-    ttft_p99: float
-    requests: int
-
-
 def replay(log: RequestLog, profile: Profile) -> Outcome:
     """The log's requests on one simulated worker."""
     # Any policy will do: there is one worker, and round-robin never holds a request back.
     return simulate(log.workload, [WorkerSpec(profile)], _NO_TARGET, "round-robin")
-
-
-def log_errors(log: RequestLog, outcome: Outcome, rows: NDArray[np.bool_]) -> LogErrors:
-    """Errors over the requests marked in `rows`, shape [requests]."""
-    e2e = outcome.finish_s - log.workload.arrival_s
-    many = rows & (log.workload.output_tokens > 1)
-    ttft, real = outcome.ttft_s[rows], log.ttft_s[rows]
-    return LogErrors(
-        e2e_mape=float(np.mean(np.abs(e2e[rows] / log.e2e_s[rows] - 1))),
-        tpot_mape=float(np.mean(np.abs(outcome.tpot_s[many] / log.tpot_s[many] - 1))),
-        ttft_mean=float(ttft.mean() / real.mean() - 1),
-        ttft_p99=float(np.quantile(ttft, 0.99) / np.quantile(real, 0.99) - 1),
-        requests=int(rows.sum()),
-    )
 
 
 def fit_log(

@@ -82,11 +82,6 @@ class Batch:
         return len(self._waiting) + sum(not s.transfer.hold for s in self._loading.values())
 
     @property
-    def held_blocks(self) -> int:
-        """Blocks of segments that ended and are kept for a move."""
-        return sum(self._held_blocks.values())
-
-    @property
     def is_idle(self) -> bool:
         """Nothing to compute now; loads or holds may still be under way."""
         return not self._running and not self._waiting

@@ -8,8 +8,6 @@ step after a pause has no such beginning and takes the time that the engine repo
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,13 +120,3 @@ class StepTrace:
         """Steps from number `since` on, as far as they are remembered, and the number to ask from next."""
         first = self._count - len(self._steps)
         return self._count, list(self._steps)[max(0, since - first) :]
-
-
-def measurements_csv(steps: Sequence[Step]) -> str:
-    """Steps as a measurements file."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for step in steps:
-        writer.writerow([getattr(step, column) for column in COLUMNS])
-    return text.getvalue()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,14 +67,6 @@ class Gateway:
         """Answer until SIGTERM or SIGINT, then end every stream and return."""
         address = f"http://{self.settings.host}:{self.settings.port}"
         await serve_http(FleetLLM(self.config, core, door), listening, address, self.arguments)
-
-
-def clean_environment(flags: Sequence[str]) -> dict[str, str]:
-    """Environment for vLLM in every process of the fleet; what the operator has set stays."""
-    wanted = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    if not any(flag.startswith("--logging") for flag in flags):
-        wanted["VLLM_LOGGING_LEVEL"] = "WARNING"
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 FRONT_DOOR = f"{FrontDoor.__module__}.{FrontDoor.__qualname__}"

@@ -25,7 +25,6 @@ PLACE_S = 30.0
 START_S = 1800.0  # a large model loads for minutes
 HEALTH_S = 5.0
 STOP_S = 20.0
-RAY_ATTEMPTS = 4
 ROOT = (
     Path(__file__).resolve().parents[3]
 )  # where our packages are, also for a checkout that is not installed
@@ -72,22 +71,6 @@ class RayWorker:
         with suppress(ray.exceptions.RayError, TimeoutError):  # dead or stuck: killed below
             await asyncio.wait_for(self.actor.stop.remote(), STOP_S)
         _end(self.actor, self.group)
-
-
-def start_ray(**options: Any) -> None:
-    """`ray.init`, tried again when Ray gives up on its own start: it waits 30 s, too few on a busy machine.
-
-    Raises what Ray raised last.
-    """
-    for attempt in range(RAY_ATTEMPTS):
-        try:
-            ray.init(**options)
-            return
-        except Exception as error:  # Ray raises a bare Exception here
-            ray.shutdown()
-            if attempt + 1 == RAY_ATTEMPTS or "timed out" not in str(error):
-                raise
-            log.warning("Ray did not start in time; trying again")
 
 
 async def launch_worker(

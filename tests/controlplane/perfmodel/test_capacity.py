@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.errors import BadInput
-from controlplane.perfmodel.capacity import fluid_workers, fluid_workers_of, worker_seconds
+from controlplane.errors import BadInput, Infeasible
+from controlplane.perfmodel.capacity import decode_throughput, fluid_workers_of, worker_seconds
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode, Slo
@@ -56,19 +56,16 @@ def test_no_fleet_that_meets_every_target_is_smaller_than_the_bound(
 
 @given(st.integers(0, 1000), st.floats(1.0, 3.0))
 @settings(max_examples=40)
-def test_the_bound_grows_with_rate_lengths_and_tighter_targets(seed: int, factor: float) -> None:
+def test_the_bound_grows_with_lengths_and_tighter_targets(seed: int, factor: float) -> None:
     rng = np.random.default_rng(seed)
     prompt, output = rng.integers(1, 2000, 50), rng.integers(1, 500, 50)
     for mode in (EngineMode.CHUNKED, EngineMode.PREFILL_FIRST):
         profile = worker(mode, hinges=(Hinge("sequences", 32, 1e-5), Hinge("prefill_tokens", 256, 1e-5)))
-        base = fluid_workers(10.0, prompt, output, profile, Slo(1, 0.06))
-        assert fluid_workers(10.0 * factor, prompt, output, profile, Slo(1, 0.06)) == pytest.approx(
-            base * factor
-        )
-        assert fluid_workers(10.0, prompt, output, profile, Slo(1, 0.06 / factor)) >= base - 1e-12
-        assert fluid_workers(10.0, np.ceil(prompt * factor), output, profile, Slo(1, 0.06)) >= base - 1e-12
-        assert fluid_workers(10.0, prompt, np.ceil(output * factor), profile, Slo(1, 0.06)) >= base - 1e-12
-        assert fluid_workers(10.0, prompt, output, profile, Slo(1, 0.06), 0.9) <= base
+        base = worker_seconds(prompt, output, profile, Slo(1, 0.06))
+        assert worker_seconds(prompt, output, profile, Slo(1, 0.06 / factor)) >= base - 1e-12
+        assert worker_seconds(np.ceil(prompt * factor), output, profile, Slo(1, 0.06)) >= base - 1e-12
+        assert worker_seconds(prompt, np.ceil(output * factor), profile, Slo(1, 0.06)) >= base - 1e-12
+        assert worker_seconds(prompt, output, profile, Slo(1, 0.06), 0.9) <= base
 
 
 def test_memory_binds_where_it_is_scarce() -> None:
@@ -92,11 +89,9 @@ def test_a_target_below_the_step_base_is_out_of_reach_of_any_number() -> None:
 def test_bad_arguments_are_refused() -> None:
     profile, slo = worker(EngineMode.CHUNKED), Slo(1, 0.05)
     with pytest.raises(BadInput, match="lengths"):
-        fluid_workers(1.0, [], [], profile, slo)
-    with pytest.raises(BadInput, match="rate"):
-        fluid_workers(-1.0, [1], [1], profile, slo)
+        worker_seconds([], [], profile, slo)
     with pytest.raises(BadInput, match="attainment"):
-        fluid_workers(1.0, [1], [1], profile, slo, 0.0)
+        worker_seconds([1], [1], profile, slo, 0.0)
     assert fluid_workers_of(Workload(np.zeros(0), np.zeros(0), np.zeros(0)), profile, slo) == 1
 
 
@@ -110,3 +105,38 @@ def test_aladdins_cases_have_the_bound_their_lengths_give() -> None:
     prefill = 300 * (0.011 + 9e-5 * 2048) / 2048
     by_hand = prefill + 7e-5 * steps + 4.6e-7 * context + 0.018 * count
     assert worker_seconds([300], [100], profile, slo) == pytest.approx(by_hand, rel=1e-9)
+
+
+def profile(tp: int, base_s: float, kv: int, hinges: tuple[Hinge, ...] = ()) -> Profile:
+    return Profile(
+        "m",
+        "g",
+        tp,
+        StepModel(base_s, 1e-4, 6.86e-5, 4.631e-7, hinges=hinges),
+        KvModel(kv),
+        EngineLimits("vllm", "", max_seqs=256),
+        Residuals(0, 0, 0, 0),
+        Source("measured", "made", "none", "2026-01-01"),
+    )
+
+
+def test_the_slo_bounds_one_batch_and_memory_another() -> None:
+    small = decode_throughput(profile(1, 0.0187, 59765), 0.030, 972.0)
+    assert small.bound == "slo"
+    assert small.step_s == pytest.approx(0.030)
+    assert small.batch == pytest.approx((0.030 - 0.0187) / (6.86e-5 + 4.631e-7 * 972))
+    loose = decode_throughput(profile(1, 0.0187, 59765), 0.100, 972.0)
+    assert loose.bound == "kv"
+    assert loose.batch == pytest.approx(59765 / 972)
+    many = decode_throughput(profile(1, 0.0187, 10**7), 1.0, 972.0)
+    assert (many.bound, many.batch) == ("sequences", 256)
+    kneed = decode_throughput(profile(1, 0.0187, 59765, (Hinge("sequences", 10, 1e-4),)), 0.030, 972.0)
+    assert kneed.step_s == pytest.approx(0.030)
+    assert kneed.batch < small.batch
+
+
+def test_a_target_no_degree_reaches_is_infeasible_with_the_reason() -> None:
+    with pytest.raises(Infeasible, match="one sequence of 972 tokens takes"):
+        decode_throughput(profile(1, 0.0187, 59765), 0.010, 972.0)
+    with pytest.raises(BadInput, match="must be positive"):
+        decode_throughput(profile(1, 0.0187, 59765), 0.030, 0.0)

@@ -150,14 +150,12 @@ def test_phases_are_fitted_apart() -> None:
     assert fit_prefill(apart).model == prefill.model
 
 
-def test_repeats_of_a_batch_are_judged_together_and_count_once_when_asked() -> None:
+def test_repeats_of_a_batch_are_judged_together() -> None:
     samples = grid(PLAIN)
     twice = concatenated([samples, samples])
     fold = folds(twice)
     n = len(samples)
     assert (fold[:n] == fold[n:]).all()
-    once = twice.without_repeats()
-    assert len(once) == len(np.unique(samples.points))
 
 
 def test_bad_samples_are_named() -> None:

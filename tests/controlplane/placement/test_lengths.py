@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from controlplane.placement.lengths import LengthTable, expected_output, mispredicted
+from controlplane.placement.lengths import LengthTable, expected_output
 
 histories = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 400)), min_size=1, max_size=120)
 
@@ -92,15 +92,6 @@ def test_a_constant_stays_until_it_is_reached(mean, generated, prompt):
         assert predicted == pytest.approx(mean)
 
 
-def test_mispredictions_have_the_bias_that_was_asked_for():
-    rng = np.random.default_rng(7)
-    truth = np.full(200_000, 300.0)
-    assert mispredicted(truth, 0.0, 0.5, rng).mean() == pytest.approx(300, rel=0.01)
-    assert mispredicted(truth, 0.2, 0.5, rng).mean() == pytest.approx(360, rel=0.01)
-    assert (mispredicted(truth, 0.0, 0.0, rng) == truth).all()
-    assert mispredicted([1], -0.9, 0.0, rng) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("prompt", "output", "said"),
     [
@@ -122,7 +113,5 @@ def test_other_unusable_arguments_are_refused():
         LengthTable.from_history([1], [1], bins=0)
     with pytest.raises(BadInput, match="mean"):
         LengthTable.constant(0.5)
-    with pytest.raises(BadInput, match="sigma"):
-        mispredicted([1], 0.0, -1.0, np.random.default_rng(0))
     with pytest.raises(BadInput, match="exceed grid"):
         LengthTable(np.array([0, 9]), np.array([0, 5]), np.array([[3.0, 4.0]]))

@@ -15,7 +15,7 @@ from controlplane.errors import BadInput
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Stop, Undrain, steps_to
 from controlplane.scaler.regimes import Regime, Regimes, change_points, follow, noise_of
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings, hold, target
-from controlplane.scaler.traffic import Demand, observe, recent_rps
+from controlplane.scaler.traffic import Demand, observe
 from controlplane.types import WorkerId
 
 LINE = TargetSettings(0.5, 0.2)
@@ -67,8 +67,6 @@ def test_only_the_newest_bins_are_remembered():
     demand = counted(range(20), seen=Demand(10.0, keep=6))
     assert demand.closed == tuple(range(14, 20))
     assert demand.first_bin == 14
-    assert recent_rps(demand, 2) == pytest.approx(1.85)
-    assert recent_rps(Demand(), 3) is None
 
 
 @pytest.mark.parametrize(("now_s", "arrivals"), [(-1.0, 0), (5.0, -1), (5.0, math.inf)])

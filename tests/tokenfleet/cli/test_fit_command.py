@@ -16,8 +16,9 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.measured_profiles import log_errors
 from tokenfleet.cli.main import main
-from tokenfleet.profiles.fit_log import fit_log, log_errors, replay
+from tokenfleet.profiles.fit_log import fit_log, replay
 from tokenfleet.profiles.library import read_profile
 from tokenfleet.profiles.measurements import (
     RequestLog,

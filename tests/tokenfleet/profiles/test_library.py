@@ -183,14 +183,6 @@ def test_the_library_has_what_it_promises() -> None:
         coefficient_row(profile)  # fits the layout of compiled code
 
 
-def test_the_stated_host_time_can_be_taken_off() -> None:
-    profile = find_profiles("llama-3.1-8b", ["h100"], [1])[0]
-    bare = profile.without_host()
-    assert profile.source.host_s > 0
-    assert bare.alone_tpot_s(500) == pytest.approx(profile.alone_tpot_s(500) - profile.source.host_s)
-    assert bare.without_host() == bare
-
-
 def test_more_gpus_of_a_kind_are_faster_alone() -> None:
     for gpu in ("a100-sxm", "h100-sxm", "h200-sxm"):
         steps = [p.alone_tpot_s(1000) for p in find_profiles("llama-3.1-70b", [gpu])]

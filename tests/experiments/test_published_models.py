@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.kv import ModelShape, kv_capacity_tokens
+from experiments.lib.published_models import ModelShape, kv_capacity_tokens
 
 LLAMA_8B = ModelShape(32, 8, 128, 8.03e9, 2, 131072)
 LLAMA_70B = ModelShape(80, 8, 128, 70.554e9)

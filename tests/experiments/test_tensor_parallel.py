@@ -1,6 +1,5 @@
-"""Tensor-parallel scaling, all-reduce tables, and the best degree."""
+"""Tensor-parallel scaling and all-reduce tables."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.errors import BadInput, Infeasible
-from controlplane.perfmodel.capacity import (
-    AllReduceTable,
-    all_reduce_table,
-    best_tp,
-    decode_throughput,
-    fit_tp_scaling,
-)
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
-from controlplane.perfmodel.step import Hinge, StepModel
+from controlplane.errors import BadInput
+from experiments.lib.tensor_parallel import AllReduceTable, all_reduce_table, fit_tp_scaling
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.001, 1.0))
@@ -86,48 +77,3 @@ def test_measured_all_reduce_has_a_cliff_that_no_law_in_n_has(bench_data: Path) 
     made = all_reduce_table("pairwise", kept[names[1]], kept[names[2]], kept[names[0]] / 1e3)
     # (N - 1)/N would say 1.5 times.
     assert made.time_s(16.8e6, 4) / made.time_s(16.8e6, 2) > 8
-
-
-def profile(tp: int, base_s: float, kv: int, hinges: tuple[Hinge, ...] = ()) -> Profile:
-    return Profile(
-        "m",
-        "g",
-        tp,
-        StepModel(base_s, 1e-4, 6.86e-5, 4.631e-7, hinges=hinges),
-        KvModel(kv),
-        EngineLimits("vllm", "", max_seqs=256),
-        Residuals(0, 0, 0, 0),
-        Source("measured", "made", "none", "2026-01-01"),
-    )
-
-
-def test_the_slo_bounds_one_batch_and_memory_another() -> None:
-    small = decode_throughput(profile(1, 0.0187, 59765), 0.030, 972.0)
-    assert small.bound == "slo"
-    assert small.step_s == pytest.approx(0.030)
-    assert small.batch == pytest.approx((0.030 - 0.0187) / (6.86e-5 + 4.631e-7 * 972))
-    loose = decode_throughput(profile(1, 0.0187, 59765), 0.100, 972.0)
-    assert loose.bound == "kv"
-    assert loose.batch == pytest.approx(59765 / 972)
-    many = decode_throughput(profile(1, 0.0187, 10**7), 1.0, 972.0)
-    assert (many.bound, many.batch) == ("sequences", 256)
-    kneed = decode_throughput(profile(1, 0.0187, 59765, (Hinge("sequences", 10, 1e-4),)), 0.030, 972.0)
-    assert kneed.step_s == pytest.approx(0.030)
-    assert kneed.batch < small.batch
-
-
-def test_the_best_degree_serves_most_per_gpu() -> None:
-    offers = [profile(1, 0.0187, 59765), profile(2, 0.010, 180_000), profile(4, 0.009, 420_000)]
-    ranked = best_tp(offers, 0.030, 972.0)
-    by_hand = [decode_throughput(p, 0.030, 972.0).tokens_per_s_per_gpu for p in offers]
-    assert ranked[0].tokens_per_s_per_gpu == max(by_hand)
-    assert [r.tokens_per_s_per_gpu for r in ranked] == sorted(by_hand, reverse=True)
-    only = best_tp([replace(offers[0], step=StepModel(0.05, 0, 0, 0)), offers[1]], 0.030, 972.0)
-    assert [r.profile.tp_degree for r in only] == [2]
-
-
-def test_a_target_no_degree_reaches_is_infeasible_with_the_reason() -> None:
-    with pytest.raises(Infeasible, match="one sequence of 972 tokens takes"):
-        best_tp([profile(1, 0.0187, 59765)], 0.010, 972.0)
-    with pytest.raises(BadInput, match="must be positive"):
-        decode_throughput(profile(1, 0.0187, 59765), 0.030, 0.0)
