@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.live.kv.rate_limit import Pacer
+from dataplane.live.kv.direct import Pacer
 
 Times = NDArray[np.float64]
 LEAD_S = 0.03  # the step that a message falls into began before it

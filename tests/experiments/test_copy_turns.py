@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dataplane.live.engine_api.kv_messages import Pace
-from dataplane.live.kv import rate_limit
-from dataplane.live.kv.rate_limit import Share
+from dataplane.live.kv import direct
+from dataplane.live.kv.direct import Share
 from experiments.lib import copy_turns
 from experiments.lib.copy_turns import (
     TURN_S,
@@ -98,7 +98,7 @@ class Clock:
 @pytest.mark.parametrize("pace", [Pace(10e6), Pace(share=0.01), Pace(1e5, 0.001, 20e6)])
 def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(monkeypatch, pace):
     clock = Clock()
-    monkeypatch.setattr(rate_limit, "time", clock)
+    monkeypatch.setattr(direct, "time", clock)
     monkeypatch.setattr(copy_turns, "time", clock)
 
     def copied_s(pacer):
@@ -110,7 +110,7 @@ def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(monkeypatch
             pacer.wait((piece + 1) * 1e6)
         return clock.now_s - began_s, when
 
-    whole_s, _ = copied_s(rate_limit.Pacer(pace, Share()))
+    whole_s, _ = copied_s(direct.Pacer(pace, Share()))
     in_turns_s, when = copied_s(TurnPacer(pace, Share()))
     assert all(is_turn(at, TURN_S) for at in when)
     assert in_turns_s == pytest.approx(2 * whole_s, rel=0.15)

@@ -13,7 +13,7 @@ from served_api import LARGE, SMALL, planners_of, serve_api
 from served_fleet import free_port
 
 from tokenfleet.cli.main import main
-from tokenfleet.service.database import VERSIONS, Database
+from tokenfleet.service.data_folder import VERSIONS, Database
 from tokenfleet.service.jobs import Jobs
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from checkout import ROOT
 
-from tokenfleet.profiles.measurement_file import beside
-from tokenfleet.profiles.measurements import read_measurements
+from tokenfleet.profiles.measurements import beside, read_measurements
 
 pytestmark = pytest.mark.live
 LONG_S = 300.0

@@ -86,7 +86,7 @@ def compare_command(asked: CompareFlags) -> int:
     --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
     """
     targets, fixed_s = _checked(asked)
-    from tokenfleet.compare.http_overhead import read_steps
+    from tokenfleet.compare.replay import read_steps
     from tokenfleet.planning.inputs import known_policy, trimmed
     from tokenfleet.profiles.library import read_profile
     from tokenfleet.traces import read_traces
@@ -189,7 +189,7 @@ def first_tokens_s(
 
 def _learned_s(replayed: Replay, steps: Path, lone_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """The way there and back as this replay took it, or as lone requests did where too little shows it."""
-    from tokenfleet.compare.http_overhead import learned_overheads_s, read_steps
+    from tokenfleet.compare.replay import learned_overheads_s, read_steps
 
     overheads_s = learned_overheads_s(
         replayed.sent_unix_s, replayed.workload.prompt_tokens, replayed.ttft_s, read_steps(steps)

@@ -23,10 +23,10 @@ from tokenfleet.cli.terminal import console
 from tokenfleet.durations import parse_duration_s
 
 if TYPE_CHECKING:
-    from controlplane.perfmodel.design import Burst
+    from controlplane.perfmodel.samples import Burst
     from dataplane.live.engine_api.step_trace import Step
     from dataplane.live.worker.profiling import ProfiledEngine
-    from tokenfleet.profiles.measurement_file import MeasurementFile
+    from tokenfleet.profiles.measurements import MeasurementFile
 
 SCHEMA = "tokenfleet.measured/1"
 # A visit is outlying when the slowest of its steps took this many times the median of that step's visits; it
@@ -136,11 +136,11 @@ def _predict(asked: ProfileFlags) -> None:
 
 
 async def _measure(asked: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
-    from controlplane.perfmodel.design import grid
+    from controlplane.perfmodel.samples import grid
     from dataplane.live.gateway.server import parse_flags
     from dataplane.live.pool.ray_host import engine_settings_of
     from dataplane.live.worker.profiling import ProfiledEngine
-    from tokenfleet.profiles.measurement_file import MeasurementFile
+    from tokenfleet.profiles.measurements import MeasurementFile
 
     engine_settings = engine_settings_of(parse_flags(["--model", model, *(asked.engine_flags or [])]))
     began_s = time.monotonic()

@@ -12,9 +12,8 @@ import yaml
 from controlplane.errors import BadInput
 from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.grafana import dashboard_text
-from tokenfleet.export.keda import keda
 from tokenfleet.export.kuberay import KEYS, kuberay
-from tokenfleet.export.production_stack import production_stack
+from tokenfleet.export.production_stack import keda, production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
 from tokenfleet.export.systemd import systemd_unit
 from tokenfleet.field_errors import nearest

@@ -1,14 +1,27 @@
-"""A fleet as values of vLLM's production-stack chart (0.1.x): one modelSpec for each group of workers."""
+"""A fleet as values of vLLM's production-stack chart (0.1.x), and its schedule as KEDA floors for them.
+
+The values have one modelSpec for each group of workers. The floors are minimum replica counts in whole
+minutes of a named time zone. A floor begins a cold start early. A trace of a day or less repeats daily; of a
+longer one each minute of the day takes the highest count of its days. Hours that the trace does not cover get
+the whole fleet. These are floors only: a trigger that reacts to load may add replicas.
+"""
 
 from __future__ import annotations
 
+import math
+from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from controlplane.errors import BadInput
 from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.kuberay import CORES_PER_GPU, MEMORY_PER_GPU_GI
+from tokenfleet.export.kubernetes import checked_object
 
 IMAGE, TAG = "vllm/vllm-openai", "v0.32.0"
+DAY = 1440  # minutes
+POLL_S, COOL_DOWN_S = 30, 300
 
 
 def spec_name(fleet: Deployment, number: int) -> str:
@@ -54,3 +67,115 @@ def production_stack(fleet: Deployment) -> dict[str, Any]:
         "servingEngineSpec": {"enableEngine": True, "modelSpec": specs},
         "routerSpec": {"enableRouter": True, "routingLogic": "roundrobin"},
     }
+
+
+def zone(name: str) -> ZoneInfo:
+    """The time zone of an IANA name. Raises BadInput."""
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise BadInput(f"--timezone: expected an IANA name such as Europe/Berlin, got {name!r}") from None
+
+
+def floors(fleet: Deployment, timezone: str, begins: str | None = None) -> list[int]:
+    """Workers wanted in each minute of the day, local time.
+
+    `begins`: the local time HH:MM of the trace's zero, for one that does not tell. Raises BadInput without
+    either, and where a plan has no schedule.
+    """
+    if not fleet.schedule:
+        raise BadInput("keda: the plan has no schedule; make one with `tokenfleet plan`")
+    first = _first_minute(fleet, timezone, begins)
+    wanted: list[int | None] = [None] * DAY
+    for span in fleet.schedule:
+        start = math.floor((span.start_s - fleet.cold_start_s) / 60.0 + first)
+        end = math.ceil(span.end_s / 60.0 + first)
+        for minute in range(start, min(end, start + DAY)):
+            count = wanted[minute % DAY]
+            wanted[minute % DAY] = span.workers if count is None else max(count, span.workers)
+    return [fleet.workers if n is None else max(n, 1) for n in wanted]
+
+
+def _first_minute(fleet: Deployment, timezone: str, begins: str | None) -> float:
+    """The minute of the local day at which the schedule's zero falls."""
+    where = zone(timezone)
+    if begins is not None:
+        try:
+            at = datetime.strptime(begins, "%H:%M")
+        except ValueError:
+            raise BadInput(f"--day-begins: expected HH:MM, got {begins!r}") from None
+        return at.hour * 60.0 + at.minute
+    if fleet.clock_start_s is None:
+        raise BadInput("keda: the trace has no time of day; say when it begins with --day-begins HH:MM")
+    local = datetime.fromtimestamp(fleet.clock_start_s, UTC).astimezone(where)
+    return local.hour * 60.0 + local.minute + local.second / 60.0
+
+
+def windows(by_minute: list[int]) -> list[tuple[int, int, int]]:
+    """(start, end, workers) of the stretches above the day's least; minutes of the day, end exclusive.
+
+    A stretch may pass midnight; then its end is before its start.
+    """
+    least = min(by_minute)
+    if all(n == least for n in by_minute):
+        return []
+    # Begin where the count changes, so that no stretch is cut in two by midnight.
+    turn = next(m for m in range(DAY) if by_minute[m] != by_minute[m - 1])
+    minutes = [(turn + i) % DAY for i in range(DAY)]
+    spans = []
+    for workers, group in groupby(minutes, key=lambda m: by_minute[m]):
+        run = list(group)
+        if workers > least:
+            spans.append((run[0], (run[-1] + 1) % DAY, workers))
+    return sorted(spans)
+
+
+def keda(fleet: Deployment, release: str, timezone: str, begins: str | None = None) -> list[dict[str, Any]]:
+    """A ScaledObject for each group's Deployment of the production-stack release `release`.
+
+    A mix is apportioned by its groups' share of the workers, rounded up, so floors are never too low.
+    """
+    by_minute = floors(fleet, timezone, begins)
+    objects = []
+    for number, group in enumerate(fleet.groups):
+        share = [min(math.ceil(n * group.workers / fleet.workers), group.workers) for n in by_minute]
+        name = f"{release}-{spec_name(fleet, number)}"
+        spans = windows(share) or [(0, DAY - 1, share[0])]  # KEDA wants a trigger, even for a constant
+        triggers = [
+            {
+                "type": "cron",
+                "metadata": {
+                    "timezone": timezone,
+                    "start": _cron(start),
+                    "end": _cron(end),
+                    "desiredReplicas": str(workers),
+                },
+            }
+            for start, end, workers in spans
+        ]
+        objects.append(
+            checked_object(
+                {
+                    "apiVersion": "keda.sh/v1alpha1",
+                    "kind": "ScaledObject",
+                    "metadata": {"name": f"{name}-floors"},
+                    "spec": {
+                        "scaleTargetRef": {
+                            "apiVersion": "apps/v1",
+                            "kind": "Deployment",
+                            "name": f"{name}-deployment-vllm",
+                        },
+                        "minReplicaCount": min(share),
+                        "maxReplicaCount": group.workers,
+                        "pollingInterval": POLL_S,
+                        "cooldownPeriod": COOL_DOWN_S,
+                        "triggers": triggers,
+                    },
+                }
+            )
+        )
+    return objects
+
+
+def _cron(minute: int) -> str:
+    return f"{minute % 60} {minute // 60} * * *"

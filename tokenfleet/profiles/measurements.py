@@ -1,22 +1,28 @@
-"""Readers of engine measurements: a table of steps (CSV) or a request log (JSONL).
+"""Engine measurements: a table of steps (CSV), which grows while it is measured, or a request log (JSONL).
 
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
 `prefill_sum_sq`, `prefill_sequences`, the labels `point` and `repeat` (of `tokenfleet profile`) or `worker`
 (of a running fleet's `steps.csv`), and `at_s`, Unix time: when that visit began, or the step was over.
 A log has one request a line with its arrival, first-token and last-token times and its token counts, under
 Tokenfleet's names or those of common vLLM benchmarks.
+
+`tokenfleet profile` appends to its table `M.csv` one visit to a grid point at a time. `M.csv.json` has the
+environment, how often each point was visited and the CSV's length after the last visit; anything beyond that
+length was being written when the process ended, and is cut off before the measurement continues.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +30,12 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
+from tokenfleet.files import write_files
 from tokenfleet.profiles.host_speed import HostSpeed, host_speed
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.step_trace import Step
+
 
 NEEDED = ("prefill_tokens", "sequences", "context_tokens", "step_s")
 OPTIONAL = ("prefill_sum_sq", "prefill_sequences", "repeat", "worker", "point", "at_s")
@@ -36,6 +47,7 @@ LOG_FIELDS = {
     "prompt_tokens": ("input_toks", "prompt_tokens", "input_tokens", "num_prefill_tokens"),
     "output_tokens": ("output_toks", "output_tokens", "num_decode_tokens"),
 }
+SCHEMA = "tokenfleet.measurements/3"
 
 
 @dataclass(frozen=True)
@@ -235,3 +247,84 @@ def _text(path: Path) -> str:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not a text file in UTF-8") from error
+
+
+class MeasurementFile:
+    """The two files at a path; opening them raises BadInput unless they are new or of this environment."""
+
+    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+        self.path, self.beside = path, beside(path)
+        self._environment = environment
+        self.visits: dict[str, int] = {}
+        self._bytes = 0
+        if self.beside.exists():
+            self._resume()
+        elif path.exists():
+            raise BadInput(f"{path}: is there already, without {self.beside.name}; give another --out")
+
+    def add(self, point: str, steps: Sequence[Step], at_s: float) -> None:
+        """Append the steps of one visit to a point, which began at `at_s` (Unix time)."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if self._bytes == 0:
+            columns = [f.name for f in fields(steps[0])]
+            writer.writerow([*columns, "point", "repeat", "at_s"])
+        visits = self.visits.get(point, 0) + 1
+        for step in steps:
+            values = [f"{v:.7g}" if isinstance(v, float) else v for v in astuple(step)]
+            writer.writerow([*values, point, visits, f"{at_s:.3f}"])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text.getvalue())
+            file.flush()
+            os.fsync(file.fileno())
+        self._bytes += len(text.getvalue().encode())
+        self.visits[point] = visits
+        state = {
+            "schema": SCHEMA,
+            "environment": self._environment,
+            "bytes": self._bytes,
+            "visits": self.visits,
+        }
+        write_files({self.beside: json.dumps(state, indent=1) + "\n"})
+
+    def _resume(self) -> None:
+        state = read_beside(self.path)
+        theirs = state["environment"]
+        for name in sorted({*theirs, *self._environment}):
+            here, there = self._environment.get(name), theirs.get(name)
+            if here != there:
+                raise BadInput(
+                    f"{self.path}: {name}: was measured with {there!r}, this engine has {here!r};"
+                    " give another --out"
+                )
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < state["bytes"]:
+            raise BadInput(f"{self.path}: has {size} bytes, {self.beside.name} says {state['bytes']}")
+        if size > state["bytes"]:
+            os.truncate(self.path, state["bytes"])
+        self.visits, self._bytes = dict(state["visits"]), int(state["bytes"])
+
+
+def beside(path: Path) -> Path:
+    """The path of a measurement file's environment."""
+    return path.with_name(path.name + ".json")
+
+
+def read_beside(path: Path) -> dict[str, Any]:
+    """The environment file of measurements at `path`. Raises BadInput for a file of another form."""
+    there = beside(path)
+    try:
+        state = json.loads(there.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{there}: cannot be read: {error}") from error
+    good = (
+        isinstance(state, dict)
+        and state.get("schema") == SCHEMA
+        and isinstance(state.get("environment"), dict)
+        and isinstance(state.get("bytes"), int)
+        and isinstance(state.get("visits"), dict)
+    )
+    if not good:
+        raise BadInput(f"{there}: expected the {SCHEMA} file that `tokenfleet profile` writes")
+    return dict(state)

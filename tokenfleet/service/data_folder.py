@@ -2,17 +2,67 @@
 
 DIR/tokenfleet.db   jobs, plans, what was served (SQLite)      DIR/uploads/   traces by content
 DIR/history/        finished requests (Parquet)                DIR/runner.lock
+
+The SQLite file's schema is brought up to date when it is opened; it is written one transaction at a time.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 
 from controlplane.errors import BadInput
 
 VARIABLE = "TOKENFLEET_DATA"
+# One script for each version of the schema; a script that has been released is never changed.
+VERSIONS = (
+    """
+    CREATE TABLE uploads (
+        id TEXT PRIMARY KEY, summary TEXT NOT NULL, bytes INTEGER NOT NULL, used_s REAL NOT NULL
+    ) STRICT;
+    CREATE TABLE jobs (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        idempotency_key TEXT UNIQUE,
+        state TEXT NOT NULL CHECK (state IN ('queued', 'running', 'done', 'failed', 'cancelled')),
+        question TEXT NOT NULL,
+        upload TEXT NOT NULL REFERENCES uploads (id),
+        timeout_s REAL NOT NULL,
+        progress REAL NOT NULL DEFAULT 0,
+        says TEXT NOT NULL DEFAULT 'waiting for its turn',
+        simulations INTEGER NOT NULL DEFAULT 0,
+        error TEXT,
+        cancel INTEGER NOT NULL DEFAULT 0,
+        attempts INTEGER NOT NULL DEFAULT 0,
+        created_s REAL NOT NULL,
+        started_s REAL,
+        finished_s REAL
+    ) STRICT;
+    CREATE INDEX jobs_by_state ON jobs (state, number);
+    CREATE TABLE plans (
+        id TEXT PRIMARY KEY,
+        source TEXT NOT NULL,
+        made_s REAL NOT NULL,
+        brief TEXT NOT NULL,
+        plan TEXT NOT NULL
+    ) STRICT;
+    -- One row for each time a job was begun: so that "none is run twice" can be looked up.
+    CREATE TABLE runs (
+        job TEXT NOT NULL, attempt INTEGER NOT NULL, started_s REAL NOT NULL, ended_s REAL, outcome TEXT,
+        PRIMARY KEY (job, attempt)
+    ) STRICT;
+    CREATE TABLE servings (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        plan TEXT NOT NULL REFERENCES plans (id), started_s REAL NOT NULL, ended_s REAL
+    ) STRICT;
+    """,
+)
+BUSY_S = 20.0
 
 
 def default_data_folder() -> Path:
@@ -62,3 +112,62 @@ class RunnerLock:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+class Database:
+    """One connection, shared by the threads of a process; transactions are short and one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file. Raises BadInput where it is of a newer schema or no database."""
+        self.path = path
+        self._lock = RLock()
+        try:
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            self._connection.row_factory = sqlite3.Row
+            # A reader never waits for a writer; every commit is on the disk before it is answered.
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._upgrade()
+        except sqlite3.Error as error:
+            raise BadInput(f"{path}: cannot be opened as a database: {error}") from None
+
+    def _upgrade(self) -> None:
+        with self.transaction() as cursor:
+            version = int(cursor.execute("PRAGMA user_version").fetchone()[0])
+            if version > len(VERSIONS):
+                raise BadInput(
+                    f"{self.path}: schema {version}, this version knows {len(VERSIONS)};"
+                    " use a newer tokenfleet, or another --data"
+                )
+            for script in VERSIONS[version:]:
+                # Not executescript, which would commit what came before it.
+                for statement in script.split(";"):
+                    cursor.execute(statement)
+            if version < len(VERSIONS):
+                cursor.execute(f"PRAGMA user_version = {len(VERSIONS)}")
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Cursor]:
+        """All of it or nothing; no other process writes meanwhile."""
+        with self._lock:
+            cursor = self._connection.cursor()
+            cursor.execute("BEGIN IMMEDIATE")
+            try:
+                yield cursor
+            except BaseException:
+                cursor.execute("ROLLBACK")
+                raise
+            cursor.execute("COMMIT")
+
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """The answer to a query that changes nothing."""
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfleet.planning.plan_file import PlanBrief, PlanFile, parse_plan
-from tokenfleet.service.database import Database
+from tokenfleet.service.data_folder import Database
 
 MOST_ATTEMPTS = 3  # a job that takes the service down with it is not begun for ever
 BRIEF = tuple(PlanBrief.model_fields)

@@ -24,8 +24,7 @@ from tokenfleet.durations import parse_window_s
 from tokenfleet.planning.inputs import chosen_profiles, known_policy
 from tokenfleet.profiles.library import find_profiles, library
 from tokenfleet.profiles.prices import read_prices
-from tokenfleet.service.data_folder import made_folder
-from tokenfleet.service.database import Database
+from tokenfleet.service.data_folder import Database, made_folder
 from tokenfleet.service.forks import fork
 from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace
 from tokenfleet.service.job_runner import JobRunner

@@ -17,8 +17,7 @@ from dataplane.history.files import read_history
 from dataplane.http.rules import UnknownName
 from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, Quantiles
-from tokenfleet.service.data_folder import default_data_folder
-from tokenfleet.service.database import Database
+from tokenfleet.service.data_folder import Database, default_data_folder
 from tokenfleet.service.jobs import Jobs, Plans, Serving
 from tokenfleet.service.plan_replay import PlanReplay, replay
 

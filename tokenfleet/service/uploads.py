@@ -13,7 +13,7 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from dataplane.http.rules import UnknownName
-from tokenfleet.service.database import Database
+from tokenfleet.service.data_folder import Database
 from tokenfleet.traces import Trace, read_trace
 
 SAMPLE = "sample_trace.csv"

@@ -1,4 +1,4 @@
-"""One-copy transport of KV bytes between two processes of one machine, by reading the other's memory.
+"""One-copy transport of KV bytes: reading the memory of another process of the machine, at a limited rate.
 
 `process_vm_readv` (Linux) needs nothing of the process that is read, whose core may be busy computing, and
 takes half the work of a socket. The kernel allows it between processes of one user, unless a policy forbids
@@ -6,6 +6,11 @@ it (Yama's ptrace_scope, a container's seccomp profile); then the socket carries
 
 The kernel itself says from the socket which process to read (`peer`): a number that was sent could mean
 another process, in another container.
+
+On a host whose cores are the accelerator a copy lengthens steps: it takes its processor time from the engines
+that compute there. Bytes per second say little of that, since the time a byte takes depends on the machine;
+so a copy, by memory or by socket, counts the processor time it used, and pauses (`Pacer`) until that is a
+small share of the time that has passed.
 """
 
 from __future__ import annotations
@@ -15,20 +20,61 @@ import errno
 import os
 import socket
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.live.kv.rate_limit import Pacer
+from dataplane.live.engine_api.kv_messages import Pace
 
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
 PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once is no cheaper
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
-
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 _libc: Any = ctypes.CDLL(None, use_errno=True)
+
+
+class Share:
+    """The time that the copies of one process have used together; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_s = float("-inf")
+
+    def wait_s(self, now_s: float, worked_s: float, share: float) -> float:
+        """Seconds to pause after work of `worked_s` that ended now."""
+        with self._lock:
+            self._free_s = max(self._free_s, now_s - worked_s) + worked_s / share
+            return self._free_s - now_s
+
+
+class Pacer:
+    """The pauses of one copy, made in the thread that copies."""
+
+    def __init__(self, pace: Pace, share: Share) -> None:
+        self._pace, self._share = pace, share
+        self._began_s, self._worked_s = time.monotonic(), time.thread_time()
+
+    def wait(self, done: int) -> None:
+        """Pause before the first piece and after each; `done` are the bytes copied so far."""
+        pace = self._pace
+        if pace.bytes_per_s <= 0 and pace.share >= 1:
+            return
+        now_s, worked_s = time.monotonic(), time.thread_time()
+        elapsed_s = now_s - self._began_s
+        rest_s = 0.0
+        if pace.bytes_per_s > 0:
+            rest_s = done / pace.bytes_per_s - elapsed_s
+        if pace.share < 1:
+            rest_s = max(rest_s, self._share.wait_s(now_s, worked_s - self._worked_s, pace.share))
+        if pace.least_bytes_per_s > 0:
+            rest_s = min(rest_s, done / pace.least_bytes_per_s - elapsed_s)
+        if rest_s > 0:
+            time.sleep(rest_s)
+        self._worked_s = worked_s
 
 
 class NotAllowed(OSError):

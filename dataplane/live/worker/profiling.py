@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.design import DECODE_STEPS, Burst, EngineRoom
+from controlplane.perfmodel.samples import DECODE_STEPS, Burst, EngineRoom
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
 from dataplane.live.engine_api.step_trace import COLUMNS, Step
 from dataplane.live.engine_api.vllm_surface import (

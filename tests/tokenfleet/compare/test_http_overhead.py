@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from controlplane.errors import BadInput
-from tokenfleet.compare.http_overhead import FleetSteps, learned_overheads_s, read_steps
+from tokenfleet.compare.replay import FleetSteps, learned_overheads_s, read_steps
 
 HEADER = "prefill_tokens,sequences,context_tokens,step_s,prefill_sum_sq,worker,at_s\n"
 

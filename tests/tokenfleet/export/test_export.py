@@ -23,8 +23,8 @@ from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, Span, WorkerGroup, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
 from tokenfleet.export.grafana import dashboard, dashboard_text
-from tokenfleet.export.keda import DAY, floors, keda, windows
 from tokenfleet.export.kubernetes import checked_object
+from tokenfleet.export.production_stack import DAY, floors, keda, windows
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
 from tokenfleet.planning.plan_file import parse_plan
 

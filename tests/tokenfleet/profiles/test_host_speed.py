@@ -10,8 +10,7 @@ from controlplane.errors import BadInput
 from dataplane.live.engine_api.step_trace import Step
 from tokenfleet.cli.fit import speed_text
 from tokenfleet.profiles.host_speed import HostSpeed, host_speed
-from tokenfleet.profiles.measurement_file import MeasurementFile
-from tokenfleet.profiles.measurements import read_measurements
+from tokenfleet.profiles.measurements import MeasurementFile, read_measurements
 
 BATCHES, VISITS = 30, 6
 Columns = NDArray[np.float64]

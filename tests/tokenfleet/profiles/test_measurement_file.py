@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.design import DECODE_STEPS, EngineRoom, grid
+from controlplane.perfmodel.samples import DECODE_STEPS, EngineRoom, grid
 from dataplane.live.engine_api.step_trace import Step
 from tokenfleet.cli.main import main
 from tokenfleet.cli.profile import is_outlying
-from tokenfleet.profiles.measurement_file import MeasurementFile, beside
-from tokenfleet.profiles.measurements import read_measurements
+from tokenfleet.profiles.measurements import MeasurementFile, beside, read_measurements
 
 HERE = {"vllm": "0.32.0", "device": "a", "clock": "wall"}
 

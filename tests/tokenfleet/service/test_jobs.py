@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from controlplane.errors import BadInput
-from tokenfleet.service.data_folder import RunnerLock
-from tokenfleet.service.database import VERSIONS, Database
+from tokenfleet.service.data_folder import VERSIONS, Database, RunnerLock
 from tokenfleet.service.jobs import MOST_ATTEMPTS, Jobs, Plans
 
 PLAN = {"schema": "tokenfleet.plan/1", "feasible": True, "workers": 2, "fleet": [], "gpus": 2}

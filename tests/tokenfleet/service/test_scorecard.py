@@ -14,7 +14,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
-from tokenfleet.service.database import Database
+from tokenfleet.service.data_folder import Database
 from tokenfleet.service.jobs import Plans
 from tokenfleet.service.scorecard import bias_of, scorecard_of
 

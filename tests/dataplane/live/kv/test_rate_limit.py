@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.live.engine_api.kv_messages import Pace
-from dataplane.live.kv import rate_limit as kv_pace
-from dataplane.live.kv.rate_limit import Pacer, Share
+from dataplane.live.kv import direct as kv_pace
+from dataplane.live.kv.direct import Pacer, Share
 
 
 class Clock:
