@@ -19,7 +19,7 @@ Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an action. `refused`: why it could not be begun; None: it was."""
+    """The outcome of an action. `refused`: why it could not be begun; None: it was."""
 
     action: Action
     refused: str | None = None
@@ -41,7 +41,7 @@ class DataPlane(Protocol):
         """Want another number of workers."""
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
-        """Take note of what came of a round's actions, in their order."""
+        """Record the outcomes of a round's actions, in their order."""
 
 
 def run_round(plane: DataPlane, decide: Decide, state: State) -> State:

@@ -36,7 +36,7 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker carries: counts of requests, tokens of KV.
+    """A worker's load: counts of requests, tokens of KV.
 
     `head_tokens` is what the head of its queue needs and cannot have yet, `waiting_tokens` what the whole
     queue needs. `high` counts running requests of high priority, `growth_tokens` the output that all on it
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker as last seen. `capacity_tokens` 0 = not known (it is starting).
+    """A worker as last observed. `capacity_tokens` 0 = not known (it is starting).
 
     `requests` run there in order of admission, `waiting` stand in its queue, its head first. `step` is its
     speed, for forecasts. `load`, where given, says the same as the lists. `kind` names what it is made
@@ -159,7 +159,7 @@ Facts = Mapping[Fact, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Want another number of workers. `facts`: what was seen, what was compared, and what it costs.
+    """Want another number of workers. `facts`: the observed rates, the compared counts, and the cost.
 
     `kinds`: how many of each, in a fleet of several kinds; they add up to `workers`.
     """

@@ -52,7 +52,7 @@ class WorkerType:
 
     @property
     def name(self) -> str:
-        """What tells it from the other types of a fleet, as plans print it."""
+        """The type's name within a fleet, as plans print it."""
         return f"{self.gpu} TP{self.tp_degree}" if self.gpu else f"TP{self.tp_degree}"
 
     @property
@@ -79,7 +79,7 @@ class WorkerType:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """So many workers of one type and one role."""
+    """A number of workers of one type and one role."""
 
     worker_type: WorkerType
     workers: int

@@ -45,7 +45,7 @@ _TRIED = 8  # requests of a source that are looked at for one target: the order 
 
 @dataclass(frozen=True, slots=True)
 class MoveSettings:
-    """When and how much to move; thresholds in steps (tokens per request, see virtual_usage).
+    """Thresholds and amounts of moving; thresholds in steps (tokens per request, see virtual_usage).
 
     `pressure`: a worker fuller than this share is a source too. `drains`: draining workers are emptied.
     `price`: a move must gain more than it costs, where speeds are known. `most`: moves of one heartbeat.

@@ -26,7 +26,7 @@ from controlplane.snapshot import Load, RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What moving takes: KV bytes a token, the link's rate, the pause, and how much longer steps get."""
+    """The price of a move: KV bytes a token, the link's rate, the pause, and the lengthening of steps."""
 
     bytes_per_token: float
     bytes_per_s: float = 2.4e9  # Gloo between hosts, as the paper measured it

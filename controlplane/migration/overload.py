@@ -42,7 +42,7 @@ _TRIED = 8
 
 @dataclass(frozen=True, slots=True)
 class ShedSettings:
-    """How strictly forecasts are read (as in PlacementSettings), and how far over the line one must be.
+    """The strictness of forecasts (as in PlacementSettings), and the margin over the line that breaks one.
 
     `margin`: the share by which a forecast must exceed its limit before anything moves. `most`: moves of
     one heartbeat. `price`: the pause and the copy must be worth less than the excess they end.
@@ -80,7 +80,7 @@ def forecast(
     step: StepModel | None,
     settings: ShedSettings,
 ) -> Forecast:
-    """Where a worker with this load is heading; `requests` are all there, waiting ones too."""
+    """The forecast of a worker with this load; `requests` are all there, waiting ones too."""
     held = load.held_tokens + load.waiting_tokens
     step_share = 0.0
     if step is not None and load.tpot_s < math.inf:

@@ -25,7 +25,7 @@ from controlplane.errors import IllegalStep
 
 
 class Stage(Enum):
-    """Where a move stands."""
+    """The stage of a move."""
 
     PENDING = auto()
     COPYING = auto()
@@ -36,7 +36,7 @@ class Stage(Enum):
 
 
 class Happened(Enum):
-    """What the coordinator learnt."""
+    """An event that the coordinator learns of."""
 
     WAITING = auto()  # the request has no token yet: nothing to copy
     ACCEPTED = auto()  # both sides are there; the source was told to keep the KV

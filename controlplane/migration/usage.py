@@ -28,7 +28,7 @@ from controlplane.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How usage is read.
+    """The reading of virtual usage.
 
     `high_load_tokens`: a worker that runs a high-priority request counts as full at this load, so that the
     others move away and it stays fast (the paper's 1,600); None: priorities only order queues and moves.
@@ -73,7 +73,7 @@ def freeness(load: Load, capacity_tokens: int, draining: bool, reading: Reading 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker as the rules of migration look at it: its load counted once, and its freeness."""
+    """A worker for the rules of migration: its load, counted once, and its freeness."""
 
     worker: WorkerLoad
     load: Load

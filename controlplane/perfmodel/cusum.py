@@ -32,7 +32,7 @@ VARIANCE_BLOCKS = 200  # memory of the variance
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Residuals have shifted: the sign tells where to, `steps` how many ago the shift seems to have begun."""
+    """A shift of the residuals: its sign, and how many `steps` ago it seems to have begun."""
 
     sign: int
     steps: int

@@ -205,7 +205,7 @@ def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
 
 
 def _held_out(samples: StepSamples, form: Form, robust: bool) -> NDArray[np.float64]:
-    """Absolute relative error of each sample under a fit that has not seen its batch."""
+    """The absolute relative error of each sample under a fit without its batch."""
     columns = columns_of(samples, form)
     fold = folds(samples)
     error = np.zeros(len(samples))
@@ -217,7 +217,7 @@ def _held_out(samples: StepSamples, form: Form, robust: bool) -> NDArray[np.floa
 
 
 def folds(samples: StepSamples) -> NDArray[np.int64]:
-    """Which fold judges each sample, shape [samples]; -1 = none, it is always learned from.
+    """The fold that judges each sample, shape [samples]; -1 = none, it is always learned from.
 
     Few batches are judged one by one. A batch that is alone at either end of a column stays: a fit without
     it would be judged on an extrapolation, which says nothing about predictions inside the range.

@@ -208,6 +208,6 @@ def _coefficients(step: StepModel) -> NDArray[np.float64]:
 
 
 def _columns(step: StepModel, batch: Batch) -> NDArray[np.float64]:
-    """What each coefficient is multiplied by in this step, shape [terms + hinges]."""
+    """The factor of each coefficient in this step, shape [terms + hinges]."""
     parts: list[Term | Hinge] = [*STEP_TERMS, *step.hinges]
     return np.array([float(part.regressor(batch)) for part in parts])

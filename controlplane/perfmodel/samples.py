@@ -76,13 +76,13 @@ class StepSamples:
 
     @property
     def batch(self) -> Batch:
-        """What the steps carried, as the model's terms read it; a Σ length² that was not recorded is 0."""
+        """The steps' contents in the model's terms; a Σ length² that was not recorded is 0."""
         sum_sq = np.zeros(len(self)) if self.prefill_sum_sq is None else self.prefill_sum_sq
         return Batch(self.prefill_tokens, self.sequences, self.context_tokens, sum_sq)
 
     @property
     def points(self) -> NDArray[np.int64]:
-        """Which distinct batch each sample repeats, numbered in order of (prefill, sequences, context)."""
+        """The number of each sample's distinct batch, in order of (prefill, sequences, context)."""
         _, point = np.unique(np.column_stack(self.batch), axis=0, return_inverse=True)
         return np.asarray(point, np.int64).reshape(-1)
 

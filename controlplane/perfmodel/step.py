@@ -30,7 +30,7 @@ Phase = Literal["decode", "prefill"]
 
 
 class Batch(NamedTuple):
-    """What steps carry: numbers, or arrays that broadcast (module docstring: P, b, C, S)."""
+    """The contents of steps: numbers, or arrays that broadcast (module docstring: P, b, C, S)."""
 
     prefill_tokens: Any
     sequences: Any
@@ -75,7 +75,7 @@ class Hinge:
         _not_negative("hinge", start=self.start, per_unit_s=self.per_unit_s)
 
     def regressor(self, batch: Batch) -> Any:
-        """What `per_unit_s` is multiplied by."""
+        """The factor of `per_unit_s`."""
         return np.maximum(
             (batch.sequences if self.of == "sequences" else batch.prefill_tokens) - self.start, 0.0
         )

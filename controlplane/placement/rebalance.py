@@ -64,7 +64,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What was planned for decoding requests when first seen on their workers; sorted by `request`."""
+    """The plan of decoding requests when first observed on their workers; sorted by `request`."""
 
     request: NDArray[Any]
     worker: Ints  # by the tracker's own numbers
@@ -74,7 +74,7 @@ class Planned:
 
 
 class DeviationTracker:
-    """The one record of early finishers and outlived predictions, from look to look.
+    """The record of early finishers and outlived predictions, from one observation to the next.
 
     A request is planned when first seen decoding on a worker; one that moves or is preempted is planned anew
     where it decodes next, and leaves no error behind.
@@ -185,5 +185,5 @@ def _next_move(
 
 
 def _load_s(size: NewRequest, step: StepModel) -> float:
-    """What a request adds to a decode step by its expected end."""
+    """A request's addition to a decode step by its expected end."""
     return Error(size.prompt_tokens + size.predicted_tokens, 1).weight_s(step)

@@ -143,7 +143,7 @@ def _filled(counts: Sequence[int | None]) -> Floats:
 
 
 def _said(name: str, rates: Floats, regimes: Floats, season: int, lead: int) -> Floats:
-    """What a candidate says at each origin: the highest mean rate of the next `lead` bins; NaN = nothing."""
+    """A candidate's forecast at each origin: the highest mean rate of the next `lead` bins; NaN = none."""
     n = len(rates)
     if name == "last":
         return rates.copy()
@@ -168,7 +168,7 @@ def _said(name: str, rates: Floats, regimes: Floats, season: int, lead: int) -> 
 
 
 def _lift(errors: Floats, quantile: float, lead: int) -> Floats:
-    """What is added at each origin, and now: the quantile of the errors known by then; NaN for too few.
+    """The margin added at each origin, and now: the quantile of the errors known by then; NaN for too few.
 
     An origin's error is known once its `lead` bins have come.
     """

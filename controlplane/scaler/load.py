@@ -39,7 +39,7 @@ class LoadSettings:
             raise BadInput(f"load: need 0 <= least <= most, got {self.least} and {self.most}")
 
     def workers(self, wanted: int, used: int, each: float) -> int:
-        """How many workers of `each` capacity these used tokens ask for, when so many are wanted now."""
+        """The number of workers of `each` capacity for these used tokens, when so many are wanted now."""
         load = used / (each * wanted) if wanted else math.inf
         needed = wanted
         if load > self.high:
@@ -56,7 +56,7 @@ def scale_by_load(
     used_tokens: int,
     kinds: Sequence[KindSettings] = (),
 ) -> tuple[Held | None, Scale | None]:
-    """What is held now, and the change to ask for, if any.
+    """The new state, and the change to ask for, if any.
 
     `used_tokens`: KV that is held or waited for. `kinds`: what may be had, in a fleet of several.
     """

@@ -64,7 +64,7 @@ Step = Launch | Drain | Undrain | Stop
 def steps_to(
     wanted: int, standing: Sequence[Standing], now_s: float, start_limit_s: float, reason: str
 ) -> list[Step]:
-    """What brings the fleet to `wanted` workers; `reason` is the target's.
+    """The actions that bring the fleet to `wanted` workers; `reason` is the target's.
 
     `start_limit_s`: a worker that has been starting for longer is given up (and replaced if still wanted).
     """

@@ -48,7 +48,7 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class Regimes:
-    """What the search remembers: the regime in progress, and when earlier ones began (bin numbers)."""
+    """The state of the search: the regime in progress, and when earlier ones began (bin numbers)."""
 
     current: Regime | None = None
     starts: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ def follow(regimes: Regimes, demand: Demand, strictness: float = 4.0) -> Regimes
 
 
 def change_points(counts: Sequence[int], strictness: float = 4.0) -> list[int]:
-    """Where a new regime begins in a series of counts: indexes, rising; empty for a steady series."""
+    """The indexes at which a new regime begins in a series of counts, rising; empty for a steady series."""
     if len(counts) < 2 * _LEAST_BINS:
         return []
     scaled = _anscombe(counts) / math.sqrt(noise_of(counts))

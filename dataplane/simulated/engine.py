@@ -72,7 +72,7 @@ def report(led: Ledger, w: int) -> None:
 
 @compiled
 def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
-    """Put a request into a worker's queue; it is looked at when the step in progress ends."""
+    """Put a request into a worker's queue; it is considered when the step in progress ends."""
     enqueue(led, w, r, at_head)
     tokens = led.requests[r].prompt + led.requests[r].key
     led.workers[w].unreported += 1

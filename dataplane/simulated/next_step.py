@@ -267,7 +267,7 @@ def blocks_after(led: Ledger, w: int, steps: int, block: int) -> int:
 
 @compiled
 def steps_with_room(led: Ledger, w: int, steps: int, block: int, capacity: int) -> int:
-    """How many of `steps` decode steps KV has room for; the first is known to fit."""
+    """The number of `steps` decode steps that KV has room for; the first is known to fit."""
     count = led.workers[w].running_n
     if led.workers[w].context + count * (steps + block - 1) <= capacity * block:
         return steps  # even with every last block nearly empty

@@ -61,12 +61,12 @@ def estimate(misses: Sequence[int], requests: Sequence[int], confidence: float) 
 
 
 def rank(worlds: int, confidence: float) -> int:
-    """How many of the worlds must hold; more than there are where they are too few to tell."""
+    """The number of worlds that must hold; more than there are where they are too few to tell."""
     return math.ceil(confidence * (worlds + 1) - 1e-9)
 
 
 def worlds_for(confidence: float) -> int:
-    """How many worlds to look at."""
+    """The number of worlds to replay."""
     needed = math.ceil(1.0 / (1.0 - confidence) - 1e-9) - 1
     return max(needed, WORLDS) if needed <= MOST_WORLDS else WORLDS
 
@@ -77,7 +77,7 @@ def most_showable(requests: int, confidence: float) -> float:
 
 
 def requests_needed(attainment: float, confidence: float) -> int:
-    """How many requests a trace must have for `attainment` to be showable with `confidence`."""
+    """The number of requests that a trace needs for `attainment` to be showable with `confidence`."""
     low, high = 1, 1
     while most_showable(high, confidence) < attainment:
         low, high = high, high * 2

@@ -95,7 +95,7 @@ class Paid(_Part):
 
 
 class ScheduleDetail(_Part):
-    """What following the schedule takes; `paid` where a cold start was given."""
+    """The cost of following the schedule; `paid` where a cold start was given."""
 
     paid: Paid | None = None
 
@@ -107,7 +107,7 @@ class Spares(_Part):
 
 
 class EngineLimits(_Part):
-    """What an engine takes into a step."""
+    """The limits of an engine's step."""
 
     max_batched_tokens: Count
     max_seqs: Count
@@ -125,7 +125,7 @@ class PlannedProfile(_Part):
 
 
 class PlanInputs(_Part):
-    """What the plan was made from."""
+    """The inputs of a plan."""
 
     rate_rps: Number | None
     profiles: list[PlannedProfile]

@@ -86,7 +86,7 @@ MOST_BYTES = 300_000_000  # of outcomes kept by one process; the least recently 
 
 
 def workload_digest(workload: Workload) -> str:
-    """What tells one workload from another, whatever it is called."""
+    """A digest that tells workloads apart by content."""
     digest = hashlib.sha256(repr(workload.slo_classes).encode())
     for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class"):
         digest.update(getattr(workload, name).tobytes())
@@ -112,7 +112,7 @@ class Memory:
         predictor: LengthTable,
         told: Callable[[], None],
     ) -> Worlds:
-        """Worlds, as `Worlds` makes them, that look here before they simulate."""
+        """The same as `Worlds` makes, with replays looked up here before they are simulated."""
         return _Remembering(workload, slo, policy, seed, predictor, told, memory=self)
 
     def get(self, key: tuple[Any, ...], most_misses: int | None, simulate: Callable[[], Outcome]) -> Outcome:
@@ -153,7 +153,7 @@ def size_of(outcome: Outcome) -> int:
 
 @dataclass(frozen=True)
 class _Remembering(Worlds):
-    """Worlds whose replays are looked up first."""
+    """Worlds whose replays are remembered."""
 
     memory: Memory = field(default_factory=Memory)
 
