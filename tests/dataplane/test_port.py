@@ -1,0 +1,148 @@
+"""One round, both planes: what the fleet is asked for is the same, whichever plane's adapter shows it."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from made_moves import profile
+from made_replies import fleet, request, worker
+
+from controlplane.control import Settings, State, tick
+from controlplane.migration.balance import MoveSettings
+from controlplane.migration.overload import ShedSettings
+from controlplane.placement.ledger import DECODING, DONE, QUEUED, generated
+from controlplane.port import DataPlane, Outcome, run_round
+from controlplane.scaler.load import LoadSettings
+from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.live.control import controller
+from dataplane.live.control.controller import LivePlane
+from dataplane.live.control.settings import ControllerSettings, speed_of
+from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
+from dataplane.simulated.elastic import Elastic, ElasticSettings
+from dataplane.simulated.simulate import WorkerSpec, prepare
+
+SLO = Slo(1.0, 0.1)
+PROFILE = profile(capacity=1024, seqs=32)
+KIND = str(PROFILE.variant)
+ASKED = Settings(
+    MoveSettings(out_below=30, in_above=40, rest_s=0.5),
+    ShedSettings(),
+    LoadSettings(2, 4, 0.6, 0.2, 0.3, 3.0),
+)
+
+
+class Told(DataPlane):
+    """A plane that only takes note, with the actions of each round."""
+
+    def __init__(self, snapshot=None):
+        self.snapshot, self.begun, self.outcomes = snapshot, [], []
+
+    def observe(self):
+        return self.snapshot
+
+    def migrate(self, move):
+        self.begun.append(("migrate", move))
+
+    def reassign(self, move):
+        self.begun.append(("reassign", move))
+        return "it has started"
+
+    def scale(self, change):
+        self.begun.append(("scale", change))
+
+    def report(self, outcomes):
+        self.outcomes.append(outcomes)
+
+
+def test_a_round_asks_by_a_verb_each_in_their_order_and_reports_what_came_of_them():
+    actions = [Scale(2, "a"), Migrate("r", "a", "b", "b"), Reassign("s", "a", "b", "c")]
+    plane, after = Told(Snapshot(3.0, (), 1)), State(scaling="after")
+    seen = []
+    state = run_round(plane, lambda *given: (seen.append(given), (after, actions))[1], State())
+    assert state is after
+    assert seen == [(State(), plane.snapshot)]
+    assert plane.begun == list(zip(("scale", "migrate", "reassign"), actions, strict=True))
+    assert plane.outcomes == [
+        [Outcome(actions[0]), Outcome(actions[1]), Outcome(actions[2], "it has started")]
+    ]
+
+
+def as_replies(plane, elastic):
+    """The simulated fleet as the control API would tell of it, by path."""
+    run, led = plane._run, plane._run.ledger
+    queued = np.bincount(led.requests["worker"][led.requests["phase"] == QUEUED], minlength=len(led.workers))
+    workers = [
+        worker(str(w), int(led.workers["step"][w]), int(queued[w]), state, KIND)
+        | {"kv_blocks": 0 if state == "starting" else 64}
+        for w, state in enumerate(elastic.states())
+        if state is not None
+    ]
+    requests = [
+        request(
+            str(r),
+            None if row["worker"] < 0 else str(row["worker"]),
+            int(generated(led, r)) if row["phase"] == DECODING else 0,
+            int(row["predicted"]),
+            plane.now_s - float(row["arrival_s"]),
+            int(row["prompt"]),
+        )
+        for r, row in enumerate(led.requests[: int(run.cluster.clock["arrived"][0])])
+        if row["phase"] != DONE
+    ]
+    moving = [
+        {"request_id": str(m.request), "source": str(m.source), "target": str(m.target)}
+        for m in plane.moves.open
+    ]
+    return {
+        "/v1/fleet": fleet(*workers, wanted=elastic.wanted) | {"moving": moving},
+        "/v1/requests": {"requests": requests},
+    }
+
+
+def brief(action):
+    return action.workers if isinstance(action, Scale) else (action.request, action.target)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    n = 150
+    load = Workload(np.sort(rng.gamma(2.0, 4.0, n)), rng.integers(20, 250, n), rng.integers(5, 150, n))
+    predicted = np.maximum(load.output_tokens * rng.lognormal(-0.3, 0.5, n), 1).astype(np.int64)
+    run = prepare(
+        load, [WorkerSpec(PROFILE)] * 4, SLO, "jsq+migrate", settings=None, predictor=None,
+        predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
+    )  # fmt: skip
+    elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
+    live = LivePlane(ControllerSettings("", None, False, 0, speeds={KIND: speed_of(PROFILE)}))
+    states, told, posted, done = [State()], {}, [], []
+    observe, report = SimulatedPlane.observe, SimulatedPlane.report
+
+    def ask(self, method, path, body=None):
+        if method == "GET":
+            return told[path]
+        posted.append(body["workers"] if path.endswith("scale") else (body["request_id"], body["target"]))
+        return {}
+
+    def observed(self):
+        """The live plane's round goes first, on the same fleet; what it asks for changes nothing."""
+        snapshot = observe(self)
+        told.update(as_replies(self, elastic))
+        monkeypatch.setattr(controller.time, "monotonic", lambda: self.now_s)
+        states[0] = run_round(live, partial(tick, ASKED), states[0])
+        return snapshot
+
+    def reported(self, outcomes):
+        assert posted == [brief(outcome.action) for outcome in outcomes], self.now_s
+        posted.clear()
+        done.extend(outcomes)
+        report(self, outcomes)
+
+    monkeypatch.setattr(LivePlane, "ask", ask)
+    monkeypatch.setattr(SimulatedPlane, "observe", observed)
+    monkeypatch.setattr(SimulatedPlane, "report", reported)
+    drive(run, ControlSettings(ASKED, bytes_per_s=1e8), elastic)
+    begun = {type(outcome.action) for outcome in done if outcome.refused is None}
+    assert begun == {Migrate, Reassign, Scale}
