@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -47,6 +47,22 @@ def write_files(contents: Mapping[Path, str]) -> None:
         # Whatever ended the work (an error, Ctrl-C), nothing half-written stays behind.
         for beside, _ in ready:
             Path(beside).unlink(missing_ok=True)
+
+
+def refuse_unwritable(paths: Iterable[Path]) -> None:
+    """Raise BadInput if one of the files could not be written, before the work whose result they take.
+
+    Folders that are missing are tried in the nearest one that is there; nothing is left behind.
+    """
+    for path in paths:
+        try:
+            if path.exists() and not path.is_file():
+                raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
+            folder = next(parent for parent in path.parents if parent.exists())
+            with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=folder):
+                pass
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def refuse_to_replace(path: Path, overwrite: bool) -> None:

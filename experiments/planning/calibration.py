@@ -47,7 +47,7 @@ from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.estimate import worlds_for
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads, threads
@@ -78,7 +78,7 @@ def said(plan: Plan, known: Workload, memory: Memory) -> float:
     assert plan.best is not None
     predictor = LengthTable.from_history(known.prompt_tokens, known.output_tokens)
     worlds = memory.worlds(known, asked.slo, asked.policy, asked.seed, predictor, lambda: None)
-    worlds = replace(worlds, drifts=asked.drifts)
+    worlds = replace(worlds, drifts=asked.drift)
     count = worlds_for(asked.confidence)
     hopeless = max(len(known) // 5, 1)  # as the planner breaks a world off, so that its replays are known
     replays = [worlds.replay(plan.best.fleet, w, max_misses=hopeless) for w in range(1, count + 1)]
@@ -116,7 +116,7 @@ def judged(
     memory = Memory()
     guess = 1
     for confidence in CONFIDENCES:
-        question = Question(slo, TARGET, confidence, seed=seed, drifts=drifts)
+        question = PlanRequest(slo, TARGET, confidence, seed=seed, drift=drifts)
         inputs = described("window", known, ())
         plan = make_plan(
             known, [worker_type], question, inputs, pool, explained=False, worlds_of=memory.worlds

@@ -29,7 +29,7 @@ from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.profiles.library import find_profiles
 
@@ -72,7 +72,7 @@ def planned(case: Case, hour: Workload, seed: int, pool: Threads) -> dict[str, A
     plan = make_plan(
         hour,
         [WorkerType.of(profile)],
-        Question(case.slo, attainment=TARGET, seed=seed),
+        PlanRequest(case.slo, attainment=TARGET, seed=seed),
         described("azure conv 2023", hour, ()),
         pool,
         explained=False,

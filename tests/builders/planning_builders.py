@@ -15,7 +15,7 @@ from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
 
@@ -72,7 +72,7 @@ def planned(
 ) -> Plan:
     """The plan of a small question; `asked` replaces fields of the question."""
     workload = poisson() if workload is None else workload
-    question = replace(Question(SLO, attainment=0.95, confidence=0.9), **asked)  # type: ignore[arg-type]
+    question = replace(PlanRequest(SLO, attainment=0.95, confidence=0.9), **asked)  # type: ignore[arg-type]
     with threads(2) as pool:
         return make_plan(
             workload,

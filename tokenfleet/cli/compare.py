@@ -15,9 +15,10 @@ from rich.table import Table
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.uncertainty import NORMAL_MEAN_ABS
-from tokenfleet.cli.config import takes
+from tokenfleet.cli.flags import takes
 from tokenfleet.cli.terminal import console, show, warn
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
+from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,18 +86,18 @@ def compare_command(asked: CompareFlags) -> int:
     tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
     --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
     """
-    targets, fixed_s = _checked(asked)
+    request, fixed_s = _checked(asked)
+    targets = request.slo
     from tokenfleet.compare.replay import read_steps
-    from tokenfleet.planning.inputs import known_policy, trimmed
+    from tokenfleet.planning.inputs import trimmed
     from tokenfleet.profiles.library import read_profile
     from tokenfleet.traces import read_traces
 
     worker = read_profile(asked.profile)
-    known_policy(asked.policy)
     if asked.steps is not None:
         read_steps(asked.steps)  # what cannot be read is told before the replay
     read = read_traces([str(path) for path in asked.trace])
-    workload = trimmed(read.workload, asked.window, asked.rate_scale, read.name)
+    workload = trimmed(read, request)
     if not len(workload):
         raise BadInput(f"{read.name}: no requests to replay")
     warn(read.warnings)
@@ -132,17 +133,19 @@ def compare_command(asked: CompareFlags) -> int:
     return 0
 
 
-def _checked(asked: CompareFlags) -> tuple[Slo, float | None]:
-    """The targets, and HTTP's share where it is given; raises BadInput for flags that do not go together."""
+def _checked(asked: CompareFlags) -> tuple[PlanRequest, float | None]:
+    """The request, and HTTP's share where it is given; raises BadInput for flags that do not go together."""
     if asked.output_format not in ("table", "json"):
         raise BadInput(f"--format: table or json, got {asked.output_format!r}")
     if asked.control is None and asked.workers is None:
         raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
-    targets = parse_slo(asked.slo)
+    request = PlanRequest(
+        parse_slo(asked.slo), policy=asked.policy, rate_scale=asked.rate_scale, window=asked.window
+    )
     fixed_s = None if asked.overhead is None else parse_duration_s(asked.overhead, "--overhead")
     if fixed_s is not None and asked.steps is not None:
         raise BadInput("--steps: learns what --overhead says; give one of them")
-    return targets, fixed_s
+    return request, fixed_s
 
 
 def compared(

@@ -20,7 +20,7 @@ from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.perfmodel.uncertainty import relative_error
 from controlplane.types import EngineMode
-from tokenfleet.cli.config import takes
+from tokenfleet.cli.flags import takes
 from tokenfleet.profiles.fit_log import fit_log
 from tokenfleet.profiles.host_speed import HostSpeed
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, write_profile

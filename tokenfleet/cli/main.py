@@ -18,7 +18,7 @@ import typer
 
 from controlplane.errors import ControlPlaneError, Infeasible
 from dataplane.kernel_cache import use_kernel_cache
-from tokenfleet.cli.config import take_option, with_config
+from tokenfleet.cli.flags import take_option, with_config
 from tokenfleet.field_errors import nearest
 
 DONE, INFEASIBLE, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130

@@ -18,7 +18,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.config import takes
+from tokenfleet.cli.flags import takes
 from tokenfleet.cli.terminal import console
 from tokenfleet.durations import parse_duration_s
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,38 +15,35 @@ import typer
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode
+from tokenfleet.cli.flags import takes_request
 from tokenfleet.cli.plan import OutputFormat
-from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
+from tokenfleet.durations import duration_text, parse_duration_s
+from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from controlplane.perfmodel.profile import Profile
+    from controlplane.workload import Workload
     from dataplane.simulated.simulate import Outcome, WorkerSpec
 
 SCHEMA = "tokenfleet.simulation/1"
 MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the memory
 
 
+@takes_request("slo", "model", "policy", "engine", "rate_scale", "window", "drop_too_long", "seed")
 def simulate_command(
     trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
-    slo: Annotated[str, typer.Option(help="both targets with units: ttft=1.6s,tpot=75ms")],
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
+    *,
     profile: Annotated[Path | None, typer.Option(help="the workers' profile file")] = None,
-    model: Annotated[str | None, typer.Option(help="or a model of the library, with --gpu and --tp")] = None,
-    gpu: Annotated[str | None, typer.Option(help="its GPU")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="its TP degree")] = None,
-    policy: Annotated[str, typer.Option(help="how requests are placed on workers")] = "spread",
-    engine: Annotated[EngineMode | None, typer.Option(help="engine mode instead of the profile's")] = None,
+    gpu: Annotated[str | None, typer.Option(help="or, with --model and --tp, their GPU")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="their TP degree")] = None,
+    request: PlanRequest,
     prefill_workers: Annotated[int | None, typer.Option(min=1, help="of the workers, in split mode")] = None,
     kv_transfer: Annotated[str, typer.Option(help="KV hand-over time in split mode")] = "0s",
     max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the engine's step budget")] = None,
     max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None,
-    rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0,
-    window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None,
-    drop_too_long: Annotated[
-        bool, typer.Option("--drop-too-long", help="leave out requests beyond the model's context")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="of policies that draw lots")] = 0,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
@@ -54,40 +52,31 @@ def simulate_command(
     tokenfleet simulate --trace day.csv --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
     """
-    targets = parse_slo(slo)
     transfer_s = parse_duration_s(kv_transfer, "--kv-transfer", unit_needed=False)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, show, warn
-    from tokenfleet.files import write_files
-    from tokenfleet.planning.inputs import chosen_profiles, known_policy, trimmed, within_context
-    from tokenfleet.traces import read_traces
+    from tokenfleet.files import refuse_unwritable, write_files
 
     if profile is not None and (gpu or tp):
         raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
-    profiles = chosen_profiles(
-        model, [gpu] if gpu else [], [tp] if tp else [], [profile] if profile else [], engine
+    request = replace(
+        request,
+        profiles=() if profile is None else (profile,),
+        gpu=(gpu,) if gpu else (),
+        tp=(tp,) if tp else (),
     )
-    if len(profiles) > 1:
-        names = ", ".join(str(p.variant) for p in profiles)
-        raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
-    worker = profiles[0].with_engine(max_batched_tokens=max_batched_tokens, max_seqs=max_seqs)
+    worker = _worker(request).with_engine(max_batched_tokens=max_batched_tokens, max_seqs=max_seqs)
     specs = _specs(worker, workers, prefill_workers)
-    known_policy(policy)
+    refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
-        read = read_traces([str(path) for path in trace])
-        workload = trimmed(read.workload, window, rate_scale, read.name)
-        workload, warnings = within_context(workload, profiles, drop_too_long, read.name)
-    warn([*read.warnings, *warnings])
-    longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
-    if longest > worker.kv.capacity_tokens:
-        raise BadInput(
-            f"{read.name}: the longest request has {longest} tokens,"
-            f" the worker's KV holds {worker.kv.capacity_tokens}"
-        )
+        workload, warnings = _workload(trace, request, worker)
+    warn(warnings)
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
-        outcome = simulate(workload, specs, targets, policy, seed=seed, transfer_s=transfer_s)
+        outcome = simulate(
+            workload, specs, request.slo, request.policy, seed=request.seed, transfer_s=transfer_s
+        )
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
@@ -96,6 +85,36 @@ def simulate_command(
     else:
         show([simulation_table(outcome)])
     return 0
+
+
+def _worker(request: PlanRequest) -> Profile:
+    """The one type of worker that is asked for. Raises BadInput, ProfileMissing."""
+    from tokenfleet.planning.inputs import chosen_profiles
+
+    found = chosen_profiles(request)
+    if len(found) > 1:
+        names = ", ".join(str(p.variant) for p in found)
+        raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
+    return found[0]
+
+
+def _workload(traces: list[Path], request: PlanRequest, worker: Profile) -> tuple[Workload, list[str]]:
+    """The requests that the worker can hold, and what there is to know of their trace. Raises BadInput."""
+    from tokenfleet.planning.inputs import trimmed, within_context
+    from tokenfleet.traces import read_traces
+    from tokenfleet.traces.check import doctor_warnings
+
+    read = read_traces([str(path) for path in traces])
+    workload = trimmed(read, request)
+    doctored = doctor_warnings(replace(read, workload=workload))
+    workload, warnings = within_context(workload, [worker], request.drop_too_long, read.name)
+    longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
+    if longest > worker.kv.capacity_tokens:
+        raise BadInput(
+            f"{read.name}: the longest request has {longest} tokens,"
+            f" the worker's KV holds {worker.kv.capacity_tokens}"
+        )
+    return workload, [*read.warnings, *doctored, *warnings]
 
 
 def _specs(worker: Any, workers: int, prefill_workers: int | None) -> list[WorkerSpec]:

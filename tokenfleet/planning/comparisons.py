@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from controlplane.types import Slo
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, ceiling, passes_on_trace
@@ -36,7 +36,7 @@ class Costed:
     fleet: Fleet | None
 
 
-def baselines(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -> tuple[Baseline, ...]:
+def baselines(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> tuple[Baseline, ...]:
     """What the usual policies need, sized like `sizing` on the trace as it is."""
     assert sizing.workers is not None
     cap = _HOPELESS * sizing.workers + 2
@@ -47,7 +47,7 @@ def baselines(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads)
     return tuple(pool.map(one, [p for p in BASELINES if p != question.policy]))
 
 
-def cost_by_slo(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -> tuple[Costed, ...]:
+def cost_by_slo(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> tuple[Costed, ...]:
     """How the fleet shrinks and grows as both targets are eased and tightened."""
     assert sizing.workers is not None
     found = sizing.workers
@@ -63,7 +63,7 @@ def cost_by_slo(worlds: Worlds, question: Question, sizing: Sizing, pool: Thread
     return tuple(pool.map(one, SLO_SCALES))
 
 
-def _fewest(worlds: Worlds, question: Question, sizing: Sizing, cap: int) -> Fleet | None:
+def _fewest(worlds: Worlds, question: PlanRequest, sizing: Sizing, cap: int) -> Fleet | None:
     """The smallest fleet of the sizing's kind on the trace, searched outwards from the answer's count."""
     assert sizing.workers is not None
     fresh = Sizing(sizing.worker_type, prefill_share=sizing.prefill_share, mix=sizing.mix)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +12,15 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.uncertainty import with_times
-from controlplane.placement.policies import read_policy
-from controlplane.types import EngineMode
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
 from tokenfleet.profiles.library import age_warning, canonical_model, find_profiles, read_profile
-from tokenfleet.profiles.prices import PriceList, read_prices
+from tokenfleet.profiles.prices import read_prices
 from tokenfleet.traces import Trace
+from tokenfleet.traces.check import doctor_warnings
 
 RATE_POINTS = 120
 MANY_REQUESTS = 200_000
@@ -59,117 +57,89 @@ class Bias:
 
 
 def gather(
-    trace: Trace,
-    *,
-    model: str | None,
-    gpus: Sequence[str] = (),
-    tps: Sequence[int] = (),
-    profiles: Sequence[Path] = (),
-    prices: Path | None = None,
-    spot: bool = False,
-    engine: str | None = None,
-    rate_scale: float = 1.0,
-    window: str | None = None,
-    drop_too_long: bool = False,
-    budgeted: bool = False,
-    price_scale: float = 1.0,
-    prompt_scale: float = 1.0,
-    output_scale: float = 1.0,
-    bias: Bias | None = None,
-    today: date | None = None,
+    trace: Trace, request: PlanRequest, bias: Bias | None = None, today: date | None = None
 ) -> Gathered:
     """Everything a plan needs, for a trace as read. Raises BadInput or ProfileMissing, one line each.
 
-    `price_scale` multiplies every price, `prompt_scale` and `output_scale` every length. `today` ages the
-    prices; without it none is called old. With `budgeted` every price must be known. `bias` lengthens the
-    step times of every kind of worker, and is said among the warnings.
+    `today` ages the prices; without it none is called old. `bias` lengthens the step times of every type of
+    worker, and is said among the warnings, as is what the trace doctor says of the trace.
     """
-    if profiles and (gpus or tps):
-        raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
-    found = chosen_profiles(model, gpus, tps, profiles, engine)
+    request.consistent()
+    profiles = chosen_profiles(request)
     if bias is not None:
-        found = [with_times(profile, bias.decode, bias.prefill) for profile in found]
-    worker_types, price_warnings = priced(found, read_prices(prices), spot, today)
-    if not 0.0 < price_scale < math.inf:
-        raise BadInput(f"--price-scale: must be positive, got {price_scale:g}")
-    if price_scale != 1.0:
-        worker_types = [_dearer(t, price_scale) for t in worker_types]
-    unpriced = sorted({t.profile.gpu for t in worker_types if t.usd_per_h is None})
-    if budgeted and unpriced:
-        raise BadInput(
-            f"--budget-usd-per-h: no price known for {', '.join(unpriced)}; give one with --prices"
-        )
-    workload = trimmed(trace.workload, window, rate_scale, trace.name)
-    workload = longer(workload, prompt_scale, output_scale)
-    workload, length_warnings = within_context(workload, found, drop_too_long, trace.name)
+        profiles = [with_times(profile, bias.decode, bias.prefill) for profile in profiles]
+    worker_types, price_warnings = priced(profiles, request, today)
+    trimmed_trace = replace(trace, workload=trimmed(trace, request))
+    doctored = doctor_warnings(trimmed_trace)
+    workload = longer(trimmed_trace.workload, request.prompt_scale, request.output_scale)
+    workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []
     if len(workload) > MANY_REQUESTS:
         slow = [
             f"{len(workload):,} requests are replayed a hundred times and more; --window plans a part sooner"
         ]
-    ages = old_profiles([o.profile for o in usable], today) if today else []
+    ages = old_profiles([t.profile for t in usable], today) if today else []
     biased = [bias.says] if bias is not None else []
-    warnings = (*biased, *trace.warnings, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow)
+    warnings = (
+        *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow,
+    )  # fmt: skip
     clock_s = trace.clock_start_s
-    if clock_s is not None and window is not None:
-        clock_s += parse_window_s(window)[0]
+    if clock_s is not None and request.window is not None:
+        clock_s += parse_window_s(request.window)[0]
     inputs = described(trace.name, workload, warnings)
-    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=rate_scale))
+    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=request.rate_scale))
 
 
-def chosen_profiles(
-    model: str | None, gpus: Sequence[str], tps: Sequence[int], files: Sequence[Path], engine: str | None
-) -> list[Profile]:
+def chosen_profiles(request: PlanRequest) -> list[Profile]:
     """The profiles asked for, in the engine mode asked for. Raises BadInput, ProfileMissing."""
-    if files:
-        found = [read_profile(path) for path in files]
+    model = request.model
+    if request.profiles:
+        found = [read_profile(path) for path in request.profiles]
         others = sorted({p.model for p in found})
         if len(others) > 1:
             raise BadInput(f"--profile: one model at a time, got {', '.join(others)}")
         if model is not None and not _same_model(model, others[0]):
-            raise BadInput(f"--profile: {files[0]} is of {others[0]}, --model says {model}")
+            raise BadInput(f"--profile: {request.profiles[0]} is of {others[0]}, --model says {model}")
     elif model is None:
         raise BadInput("--model: missing; name a model of the library, or give --profile files")
     else:
-        found = find_profiles(model, gpus, tps)
-    if engine is None:
-        return found
-    if engine not in list(EngineMode):
-        raise BadInput(f"--engine: one of {', '.join(EngineMode)}, got {engine!r}")
-    return [profile.with_engine(mode=EngineMode(engine)) for profile in found]
+        found = find_profiles(model, request.gpu, request.tp)
+    mode = request.engine
+    return found if mode is None else [profile.with_engine(mode=mode) for profile in found]
 
 
 def _same_model(asked: str, stated: str) -> bool:
     return canonical_model(asked) == canonical_model(stated)
 
 
-def known_policy(name: str) -> str:
-    """`name`, if it is a placement policy, moves or no moves. Raises BadInput listing them all."""
-    try:
-        read_policy(name)
-    except BadInput as refusal:
-        raise BadInput(f"--{refusal}") from None
-    return name
-
-
 def priced(
-    profiles: Sequence[Profile], prices: PriceList, spot: bool, today: date | None
+    profiles: Sequence[Profile], request: PlanRequest, today: date | None
 ) -> tuple[list[WorkerType], list[str]]:
-    """Offers with their prices; a missing or old price is said, never guessed."""
-    worker_types, warnings = [], []
+    """Types of worker with their prices; a missing or old price is said, never guessed.
+
+    Raises BadInput where there is a budget and a price is not known.
+    """
+    prices, scale = read_prices(request.prices), request.price_scale
+    worker_types, warnings, unpriced = [], [], set()
     for profile in profiles:
-        price = prices.usd_per_gpu_h(profile.gpu, spot=spot)
+        price = prices.usd_per_gpu_h(profile.gpu, spot=request.spot)
         if price is None:
+            unpriced.add(profile.gpu)
             warnings.append(f"{profile.gpu}: no price known; fleets with it are ranked by GPUs")
             worker_types.append(WorkerType.of(profile))
             continue
         old = price.age_warning(today) if today else None
         if old:
             warnings.append(f"{profile.gpu}: {old}")
-        kind = "spot" if spot else "on demand"
-        source = f"{kind}, {price.date}, {price.source}"
-        worker_types.append(WorkerType.of(profile, price.usd * profile.tp_degree, source))
+        source = f"{'spot' if request.spot else 'on demand'}, {price.date}, {price.source}"
+        usd_per_h = price.usd * profile.tp_degree * scale
+        source += f", times {scale:g}" if scale != 1.0 else ""
+        worker_types.append(WorkerType.of(profile, usd_per_h, source))
+    if request.budget_usd_per_h is not None and unpriced:
+        raise BadInput(
+            f"--budget-usd-per-h: no price known for {', '.join(sorted(unpriced))}; give one with --prices"
+        )
     return worker_types, sorted(set(warnings))
 
 
@@ -180,23 +150,19 @@ def old_profiles(profiles: Sequence[Profile], today: date) -> list[str]:
     return [old[0] + more] if old else []
 
 
-def trimmed(workload: Workload, window: str | None, rate_scale: float, name: str) -> Workload:
-    """The part of the workload inside the window, arriving `rate_scale` times as fast."""
-    if not 0.0 < rate_scale < math.inf:
-        raise BadInput(f"--rate-scale: must be positive, got {rate_scale:g}")
-    if window is not None:
-        start_s, end_s = parse_window_s(window)
+def trimmed(trace: Trace, request: PlanRequest) -> Workload:
+    """The part of a trace inside the window, arriving `rate_scale` times as fast. Raises BadInput."""
+    workload = trace.workload
+    if request.window is not None:
+        start_s, end_s = parse_window_s(request.window)
         workload = workload.window(start_s, end_s)
         if len(workload) == 0:
-            raise BadInput(f"{name}: no requests between {start_s:g} s and {end_s:g} s")
-    return workload.scaled(rate_scale) if rate_scale != 1.0 else workload
+            raise BadInput(f"{trace.name}: no requests between {start_s:g} s and {end_s:g} s")
+    return workload.scaled(request.rate_scale) if request.rate_scale != 1.0 else workload
 
 
 def longer(workload: Workload, prompt_scale: float, output_scale: float) -> Workload:
     """The same arrivals with prompts and outputs so many times as long, at least one token each."""
-    for flag, scale in (("--prompt-scale", prompt_scale), ("--output-scale", output_scale)):
-        if not 0.0 < scale < math.inf:
-            raise BadInput(f"{flag}: must be positive, got {scale:g}")
     if prompt_scale == output_scale == 1.0:
         return workload
     return replace(
@@ -261,14 +227,6 @@ def described(name: str, workload: Workload, warnings: Sequence[str]) -> Inputs:
     width_s = float(edges[1] - edges[0])
     curve = tuple((float(t), float(n) / width_s) for t, n in zip(edges, counts, strict=False))
     return Inputs(name, len(workload), workload.rate_rps, workload.duration_s, tuple(warnings), curve)
-
-
-def _dearer(worker_type: WorkerType, scale: float) -> WorkerType:
-    if worker_type.usd_per_h is None:
-        return worker_type
-    return replace(
-        worker_type, usd_per_h=worker_type.usd_per_h * scale, priced=f"{worker_type.priced}, times {scale:g}"
-    )
 
 
 def _rows(workload: Workload, keep: np.ndarray) -> Workload:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing
@@ -41,7 +41,7 @@ class DemandLine:
         return max(math.ceil(self.workers_per_rps * rate_rps + self.intercept), 1)
 
 
-def demand_line(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -> DemandLine | None:
+def demand_line(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> DemandLine | None:
     """The line for one kind of worker on this trace; None where too few rates say something."""
     assert sizing.workers is not None
     rate = worlds.workload.rate_rps
@@ -59,7 +59,7 @@ def demand_line(worlds: Worlds, question: Question, sizing: Sizing, pool: Thread
     return DemandLine(float(slope), float(intercept), r2, points, *map(float, lengths))
 
 
-def crossing(worlds: Worlds, question: Question, sizing: Sizing, rate_scale: float) -> float | None:
+def crossing(worlds: Worlds, question: PlanRequest, sizing: Sizing, rate_scale: float) -> float | None:
     """Workers, with a fraction, at which the trace `rate_scale` times as fast just meets the target.
 
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.

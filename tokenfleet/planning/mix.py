@@ -17,7 +17,7 @@ from controlplane.scaler.mix import MixOffer, cheapest_mix
 from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.sizing import Sizing, holds
 from tokenfleet.planning.threads import Threads
@@ -35,7 +35,7 @@ class Mixed:
 
 
 def cheaper_mix(
-    worlds: Worlds, question: Question, sizings: Sequence[Sizing], best: Fleet, pool: Threads
+    worlds: Worlds, question: PlanRequest, sizings: Sequence[Sizing], best: Fleet, pool: Threads
 ) -> Mixed | None:
     """A verified mix cheaper than `best`, or None. Split fleets are not mixed."""
     usable = [s for s in sizings if s.workers is not None and not s.worker_type.is_split]
@@ -72,7 +72,7 @@ def cheaper_mix(
     return None
 
 
-def fraction_needed(sizing: Sizing, question: Question) -> float:
+def fraction_needed(sizing: Sizing, question: PlanRequest) -> float:
     """Workers, with a fraction, at which a kind just meets the target on the trace."""
     assert sizing.workers is not None
     passed = sizing.on_trace[sizing.workers]

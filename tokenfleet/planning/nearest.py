@@ -10,7 +10,7 @@ from controlplane.perfmodel.capacity import fluid_workers_of
 from controlplane.types import Slo
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, confirm, nearest_possible, size_on_trace
@@ -33,14 +33,14 @@ class Nearest:
 
 
 def nearest_feasible(
-    worlds: Worlds, question: Question, sizings: Sequence[Sizing], pool: Threads
+    worlds: Worlds, question: PlanRequest, sizings: Sequence[Sizing], pool: Threads
 ) -> Nearest | None:
     """Of all kinds the least loosened target, the cheaper fleet among equals; None if nothing helps."""
     found = pool.map(lambda sizing: nearest_of_kind(worlds, question, sizing, pool), sizings)
     return min((n for n in found if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
 
 
-def nearest_of_kind(worlds: Worlds, question: Question, sizing: Sizing, pool: Threads) -> Nearest | None:
+def nearest_of_kind(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> Nearest | None:
     """The nearest target for one kind of worker, within the question's limits and at its confidence.
 
     First only what a lone request breaks is loosened; where that is not enough, both targets are.
@@ -76,7 +76,7 @@ def nearest_of_kind(worlds: Worlds, question: Question, sizing: Sizing, pool: Th
 
 
 def _first_step(
-    worlds: Worlds, question: Question, fleet: Fleet, base: Slo, which: tuple[bool, bool]
+    worlds: Worlds, question: PlanRequest, fleet: Fleet, base: Slo, which: tuple[bool, bool]
 ) -> int | None:
     """The least loosening of the targets in `which` that the fleet meets on the trace."""
     allowed = (1.0 - question.attainment) * len(worlds.workload)

@@ -24,7 +24,7 @@ from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.line import demand_line
 from tokenfleet.planning.mix import Mixed, cheaper_mix
 from tokenfleet.planning.nearest import nearest_feasible
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.scenarios import Doubted, Worlds
 from tokenfleet.planning.schedule import make_schedule, paid
@@ -41,7 +41,7 @@ STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say wha
 def make_plan(
     workload: Workload,
     worker_types: Sequence[WorkerType],
-    question: Question,
+    question: PlanRequest,
     inputs: Inputs,
     pool: Threads,
     watch: Watch | None = None,
@@ -62,7 +62,7 @@ def make_plan(
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
 
-    def serving(asked: Question) -> Plan:
+    def serving(asked: PlanRequest) -> Plan:
         worlds = worlds_of(
             workload,
             asked.slo,
@@ -71,7 +71,7 @@ def make_plan(
             LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
             watch.simulated,
         )
-        worlds = replace(worlds, drifts=asked.drifts)
+        worlds = replace(worlds, drifts=asked.drift)
         return _serving(
             Plan(asked, inputs, tuple(worker_types), None), worlds, pool, watch, explained, scheduled
         )
@@ -136,7 +136,7 @@ def _serving(
 
 
 def _confirm_cheapest(
-    worlds: Worlds, question: Question, possible: list[Sizing], pool: Threads, kinds: int
+    worlds: Worlds, question: PlanRequest, possible: list[Sizing], pool: Threads, kinds: int
 ) -> None:
     """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
 
@@ -201,7 +201,7 @@ def _explained(
     )
 
 
-def _as_sizing(worlds: Worlds, question: Question, mixed: Mixed, single: Sizing) -> Sizing:
+def _as_sizing(worlds: Worlds, question: PlanRequest, mixed: Mixed, single: Sizing) -> Sizing:
     """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
     count = mixed.fleet.workers
     sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
@@ -210,7 +210,7 @@ def _as_sizing(worlds: Worlds, question: Question, mixed: Mixed, single: Sizing)
     return sizing
 
 
-def _one_fewer(worlds: Worlds, question: Question, winner: Sizing, pool: Threads) -> OneFewer:
+def _one_fewer(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Threads) -> OneFewer:
     """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
     count = (winner.confirmed or 1) - 1
     if count < winner.fewest:
@@ -231,7 +231,7 @@ def _one_fewer(worlds: Worlds, question: Question, winner: Sizing, pool: Threads
     return OneFewer(count, on_trace, verdict, fails)
 
 
-def _binding(worlds: Worlds, question: Question, winner: Sizing, pool: Threads) -> Binding:
+def _binding(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Threads) -> Binding:
     """What binds at the largest fleet that fails the trace.
 
     Where that fleet is lost altogether (or there is none), no relief would show: then the smallest fleet that
@@ -286,7 +286,7 @@ def _candidate(worlds: Worlds, fleet: Fleet, verdict: Estimate | None, note: str
     )
 
 
-def _verdict(worlds: Worlds, question: Question, fleet: Fleet, pool: Threads) -> Estimate:
+def _verdict(worlds: Worlds, question: PlanRequest, fleet: Fleet, pool: Threads) -> Estimate:
     pairs = look(worlds, fleet, range(1, DOUBT_WORLDS + 1), pool)
     return estimate([m for m, _ in pairs], [n for _, n in pairs], question.confidence)
 

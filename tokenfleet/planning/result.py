@@ -15,7 +15,7 @@ from tokenfleet.planning.explain import Binding
 from tokenfleet.planning.fleet import Fleet, Spares
 from tokenfleet.planning.line import DemandLine
 from tokenfleet.planning.nearest import Nearest
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import Paid, Schedule
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -117,7 +117,7 @@ class Inputs:
 class Plan:
     """The answer to a question; `best` is None when it is infeasible, and `reason` says why."""
 
-    question: Question
+    question: PlanRequest
     inputs: Inputs
     worker_types: tuple[WorkerType, ...]
     best: Candidate | None

@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing
@@ -80,7 +80,9 @@ class _Window:
         return most if found is None else found
 
 
-def make_schedule(worlds: Worlds, question: Question, sizing: Sizing, full: Fleet, pool: Threads) -> Schedule:
+def make_schedule(
+    worlds: Worlds, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
+) -> Schedule:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through."""
     most = sizing.workers or full.workers
     end_s = float(worlds.workload.arrival_s[-1])

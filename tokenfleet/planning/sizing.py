@@ -21,7 +21,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.estimate import Estimate, estimate, rank, worlds_for
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds, missed
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads
@@ -75,7 +75,7 @@ class Sizing:
 
 
 def size_on_trace(
-    worlds: Worlds, question: Question, worker_type: WorkerType, guess: int | None = None
+    worlds: Worlds, question: PlanRequest, worker_type: WorkerType, guess: int | None = None
 ) -> Sizing:
     """The smallest count that meets the target on the trace as it is, or the reason why there is none.
 
@@ -114,7 +114,7 @@ def size_on_trace(
 
 
 def size_all(
-    worlds: Worlds, question: Question, worker_types: Sequence[WorkerType], pool: Threads
+    worlds: Worlds, question: PlanRequest, worker_types: Sequence[WorkerType], pool: Threads
 ) -> list[Sizing]:
     """Every kind sized on the trace, but for those whose load alone costs far more than the cheapest found.
 
@@ -135,7 +135,7 @@ def size_all(
     return sizings
 
 
-def floor(worlds: Worlds, question: Question, worker_type: WorkerType) -> Fleet:
+def floor(worlds: Worlds, question: PlanRequest, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
     if ceiling(worker_type.profile, worlds.workload, worlds.slo) < question.attainment:
@@ -151,7 +151,7 @@ def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
     return gpus > PAST_HOPE * cheapest[1]
 
 
-def passes_on_trace(worlds: Worlds, question: Question, sizing: Sizing, workers: int) -> bool:
+def passes_on_trace(worlds: Worlds, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
     """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
     allowed = (1.0 - question.attainment) * len(worlds.workload)
     if workers < sizing.fewest:
@@ -172,7 +172,7 @@ def passes_on_trace(worlds: Worlds, question: Question, sizing: Sizing, workers:
 
 
 def confirm(
-    worlds: Worlds, question: Question, sizing: Sizing, pool: Threads, most: int | None = None
+    worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads, most: int | None = None
 ) -> None:
     """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
 
@@ -201,7 +201,7 @@ def confirm(
         )
 
 
-def holds(worlds: Worlds, question: Question, fleet: Fleet, pool: Threads) -> tuple[bool, Estimate]:
+def holds(worlds: Worlds, question: PlanRequest, fleet: Fleet, pool: Threads) -> tuple[bool, Estimate]:
     """Whether a fleet's lower bound meets the target, over all worlds, or over so many that it cannot."""
     misses: list[int] = []
     requests: list[int] = []
@@ -215,7 +215,7 @@ def holds(worlds: Worlds, question: Question, fleet: Fleet, pool: Threads) -> tu
     return len(misses) == last and verdict.low >= question.attainment, verdict
 
 
-def open_still(misses: Sequence[int], requests: Sequence[int], question: Question) -> bool:
+def open_still(misses: Sequence[int], requests: Sequence[int], question: PlanRequest) -> bool:
     """Whether as many worlds as must hold still may."""
     last = worlds_for(question.confidence)
     failed = sum(m > (1.0 - question.attainment) * n for m, n in zip(misses, requests, strict=True))
@@ -268,7 +268,7 @@ def prefill_share(worker_type: WorkerType, worlds: Worlds) -> float:
     return prefill_s / (prefill_s + decode_s)
 
 
-def _meets(outcome: Outcome, question: Question) -> bool:
+def _meets(outcome: Outcome, question: PlanRequest) -> bool:
     return outcome.complete and outcome.attainment >= question.attainment
 
 

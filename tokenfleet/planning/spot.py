@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Spares, spares_for
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import OneFewer, Plan
 from tokenfleet.planning.schedule import Schedule, Stretch
 
 LEFT_TO_RECLAIMS = 0.5  # of the allowed misses, where the cheapest fleet leaves too few
 
 
-def with_spares(plan: Plan, question: Question, workload: Workload) -> Plan | None:
+def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan | None:
     """`plan`, of `question` or a stricter one, with the spares it needs; None where none are enough."""
     best = plan.best
     assert best is not None
@@ -48,13 +48,13 @@ def with_spares(plan: Plan, question: Question, workload: Workload) -> Plan | No
     )
 
 
-def stricter(question: Question) -> Question:
+def stricter(question: PlanRequest) -> PlanRequest:
     """The question with half of its allowed misses left to reclaims, and nothing said of them."""
     target = 1.0 - (1.0 - question.attainment) * LEFT_TO_RECLAIMS
     return replace(question, attainment=target, reclaims_per_h=None)
 
 
-def no_spares_do(plan: Plan, question: Question) -> Plan:
+def no_spares_do(plan: Plan, question: PlanRequest) -> Plan:
     """`plan` as infeasible: reclaims cost more than any number of spares mends, or than is allowed."""
     without = plan.best.fleet.label if plan.best else "-"
     reason = (
@@ -64,7 +64,7 @@ def no_spares_do(plan: Plan, question: Question) -> Plan:
     return replace(plan, question=question, best=None, reason=reason, schedule=None, one_fewer=None)
 
 
-def _within_limits(spares: Spares, question: Question) -> bool:
+def _within_limits(spares: Spares, question: PlanRequest) -> bool:
     usd = spares.bought.usd_per_hour
     if question.max_gpus is not None and spares.bought.gpus > question.max_gpus:
         return False

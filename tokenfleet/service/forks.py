@@ -35,7 +35,7 @@ class Fork:
 
 
 def asked_traces(
-    traces: Sequence[Path] | None, since: str | None, data: Path | None, bias_from: str | None = None
+    traces: Sequence[Path] | None, since: str | None, data: Path | None, is_biased: bool = False
 ) -> tuple[list[Path], tuple[str, ...]]:
     """The trace files that `--trace` names or `--since` makes, and what to warn of.
 
@@ -44,7 +44,7 @@ def asked_traces(
     if since is None:
         if not traces:
             raise BadInput("--trace: missing; name a trace, or --since 1h for what this fleet has served")
-        if data is not None and bias_from is None:
+        if data is not None and not is_biased:
             raise BadInput("--data: says where --since finds history; without it there is no use for it")
         return list(traces), ()
     if traces:

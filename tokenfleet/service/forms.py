@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from controlplane.types import EngineMode
+from controlplane.errors import BadInput, ControlPlaneError
+from controlplane.types import EngineMode, Slo
+from tokenfleet.field_errors import fault_line
 from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile
+from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
-Mode = Literal["chunked", "prefill-first", "split"]
-assert set(Mode.__args__) == set(EngineMode)  # type: ignore[attr-defined]
 
-Name = Annotated[str, Field(min_length=1, max_length=100)]
 INLINE_CHARACTERS = 4_000_000
 
 
@@ -55,50 +57,88 @@ class Targets(_Form):
     tpot_s: Annotated[float, Field(gt=0, le=3600, examples=[0.075])]
 
 
-class PlanOrder(_Form):
+FileText = Annotated[str, Field(min_length=1, max_length=100_000)]
+
+
+def _option_field(option: Option) -> tuple[Any, Any]:
+    """An option as a field over HTTP: lists for tuples, and for a file the text of it."""
+    plain: dict[type, Any] = {Slo: Targets, Path: FileText, EngineMode: Annotated[EngineMode, _AS_TEXT]}
+    item: Any = Annotated[plain.get(option.item, option.item), Field(), *option.item_constraints]
+    annotation = list[item] if option.is_list else item | None if option.default is None else item
+    says = f"{option.about.help}; {'each ' if option.is_list else ''}the text of a YAML file"
+    told = Field(description=says if option.kind == "file" else option.about.help)
+    default = ... if option.is_required else [] if option.is_list else option.default
+    return Annotated[annotation, *option.constraints, told], default
+
+
+_AS_TEXT = Field(strict=False)
+_FIELDS: dict[str, Any] = {option.field: _option_field(option) for option in options()}
+_Options = create_model("_Options", __base__=_Form, **_FIELDS)
+
+
+class PlanOrder(_Options):  # type: ignore[misc, valid-type]
     """What `tokenfleet plan` is asked, and how long it may take."""
 
     trace: UploadedTrace | InlineTrace | SampleTrace | HistoryTrace
-    slo: Targets
-    model: Annotated[Name | None, Field(examples=["llama-3.1-8b"])] = None
-    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
-    gpu: Annotated[list[Name], Field(max_length=32, description="only these; if empty, all known")] = []
-    tp: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(max_length=32)] = []
-    profiles: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=100_000)]],
-        Field(max_length=32, description="your own profiles, each the text of a YAML file"),
-    ] = []
-    prices: Annotated[
-        str | None, Field(max_length=100_000, description="your own price list, the text of a YAML file")
-    ] = None
-    spot: bool = False
-    engine: Mode | None = None
-    policy: Name = "spread"
-    cold_start_s: Annotated[
-        float | None, Field(gt=0, le=86_400, description="until an ordered worker serves")
-    ] = None
-    reclaims_per_h: Annotated[
-        float | None, Field(gt=0, le=60, description="how often an hour a spot worker is taken away")
-    ] = None
-    rate_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    prompt_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    output_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    price_scale: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    window: Annotated[str | None, Field(max_length=40, examples=["10m..20m"])] = None
-    budget_usd_per_h: Annotated[float | None, Field(gt=0)] = None
-    max_gpus: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
-    drop_too_long: bool = False
-    bias_from: Annotated[
-        str | None,
-        Field(
-            min_length=1, max_length=64, description="a kept plan (or `last`) whose scorecard's bias is taken"
-        ),
-    ] = None
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     timeout_s: Annotated[
         float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")
     ] = None
+
+    def request(self, folder: Path = Path()) -> PlanRequest:
+        """The options as the planner takes them; texts of files are files of `folder`, by `files`."""
+        values = {option.field: getattr(self, option.field) for option in options()}
+        for name, paths in self._paths(folder).items():
+            values[name] = tuple(paths) if isinstance(values[name], list) else paths[0]
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return PlanRequest(**values | {"slo": Slo(self.slo.ttft_s, self.slo.tpot_s)})
+
+    def files(self, folder: Path) -> dict[Path, str]:
+        """The files of `folder` that `request` names, and their texts."""
+        return {
+            path: text
+            for name, paths in self._paths(folder).items()
+            for path, text in zip(paths, _listed(getattr(self, name)), strict=True)
+        }
+
+    def _paths(self, folder: Path) -> dict[str, list[Path]]:
+        return {
+            option.field: [folder / f"{option.flag}-{i + 1}.yaml" for i in range(len(texts))]
+            for option in options()
+            if option.kind == "file" and (texts := _listed(getattr(self, option.field)))
+        }
+
+
+def _listed(value: list[str] | str | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+def read_order(question: dict[str, Any]) -> PlanOrder:
+    """An order as it was kept, by this version or another. Raises BadInput naming the field."""
+    try:
+        order: PlanOrder = PlanOrder.model_validate(question)
+    except ValidationError as error:
+        raise BadInput(fault_line("the order as it was kept", error)) from None
+    return order
+
+
+def command_of(question: dict[str, Any], trace: str) -> str | None:
+    """The command line that asks the same of a trace of that name; None for an order that cannot be read."""
+    try:
+        order = read_order(question)
+        request = order.request()
+    except ControlPlaneError:
+        return None
+    if isinstance(order.trace, HistoryTrace):
+        return command_line(request, ["--since", order.trace.since])
+    name = "examples/sample_trace.csv" if isinstance(order.trace, SampleTrace) else trace
+    return command_line(request, ["--trace", name])
+
+
+def in_field_names(refusal: str) -> str:
+    """A refusal with the names of fields in place of those of flags."""
+    for option in options():
+        refusal = re.sub(rf"--{option.flag}\b(?!-)", option.field, refusal)
+    return refusal
 
 
 class TraceSummary(BaseModel):
@@ -124,6 +164,10 @@ class JobBrief(BaseModel):
     simulations: int
     question: Annotated[dict[str, Any], Field(description="the order, defaults filled in")]
     trace: TraceSummary
+    command: Annotated[
+        str | None,
+        Field(description="the same on a terminal; null for an order of another version"),
+    ]
     brief: PlanBrief | None
     error: str | None
     created_s: Annotated[float, Field(description="Unix time")]
@@ -227,12 +271,29 @@ class Limits(BaseModel):
     job_timeout_s: float
 
 
+class KnownOption(BaseModel):
+    """An option of a plan. `name` is its field in an order, `key` its name in what-ifs and addresses."""
+
+    name: str
+    flag: str
+    key: str
+    label: str
+    help: str
+    kind: Kind
+    is_list: bool
+    default: Any
+    choices: list[str]
+    bounds: Annotated[dict[str, float], Field(description="gt, ge, lt, le; of durations in seconds")]
+    needs: Annotated[str, Field(description="the option without which it has no meaning, if there is one")]
+
+
 class Catalogue(BaseModel):
     """What a plan can be asked for here."""
 
     version: str
     models: list[KnownModel]
     gpus: list[KnownGpu]
+    options: list[KnownOption]
     policies: list[str]
     engine_modes: list[str]
     sample: TraceSummary | None

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from controlplane.errors import ControlPlaneError
-from controlplane.types import Slo
 from dataplane.kernel_cache import use_kernel_cache
-from tokenfleet.planning.inputs import gather, known_policy
+from tokenfleet.files import write_files
+from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.question import Question
 from tokenfleet.planning.threads import Watch, threads
-from tokenfleet.service.forms import PlanOrder
+from tokenfleet.service.forms import in_field_names, read_order
 from tokenfleet.service.parent_watch import end_with_asker
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
@@ -66,57 +65,23 @@ def say(to: TextIO, **what: Any) -> None:
     to.flush()
 
 
-def answer(asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
+def answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
     """The `tokenfleet.plan/1` to an order (forms.PlanOrder) whose trace lies at `trace_path`.
 
     Raises BadInput and its like, one line each.
     """
     # Read anew: a job may have waited for a service that knows more fields.
-    order = PlanOrder.model_validate(asked["question"]).model_dump()
-    question = Question(
-        Slo(**order["slo"]),
-        order["attainment"],
-        order["confidence"],
-        known_policy(order["policy"]),
-        order["seed"],
-        order["max_gpus"],
-        order["budget_usd_per_h"],
-        order["cold_start_s"],
-        order["reclaims_per_h"],
-    )
-    trace = replace(read_trace(asked["trace_path"]), name=asked["trace_name"])
+    order = read_order(job["question"])
+    trace = replace(read_trace(job["trace_path"]), name=job["trace_name"])
     with tempfile.TemporaryDirectory() as scratch:
-        gathered = gather(
-            trace,
-            model=order["model"],
-            gpus=order["gpu"],
-            tps=order["tp"],
-            profiles=[
-                _written(scratch, f"profile-{i + 1}.yaml", text) for i, text in enumerate(order["profiles"])
-            ],
-            prices=None if order["prices"] is None else _written(scratch, "prices.yaml", order["prices"]),
-            spot=order["spot"],
-            engine=order["engine"],
-            rate_scale=order["rate_scale"],
-            prompt_scale=order["prompt_scale"],
-            output_scale=order["output_scale"],
-            price_scale=order["price_scale"],
-            window=order["window"],
-            drop_too_long=order["drop_too_long"],
-            budgeted=order["budget_usd_per_h"] is not None,
-            bias=None if order["bias_from"] is None else kept_bias(Path(asked["data"]), order["bias_from"]),
-            today=date.today(),
-        )
-    with threads(asked["threads"]) as pool:
+        write_files(order.files(Path(scratch)))
+        request = order.request(Path(scratch))
+        bias = None if request.bias_from is None else kept_bias(Path(job["data"]), request.bias_from)
+        gathered = gather(trace, request, bias, date.today())
+    with threads(job["threads"]) as pool:
         return plan_json(
-            make_plan(gathered.workload, gathered.worker_types, question, gathered.inputs, pool, watch)
+            make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, watch)
         )
-
-
-def _written(folder: str, name: str, text: str) -> Path:
-    path = Path(folder) / name
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def main() -> int:
@@ -134,7 +99,7 @@ def main() -> int:
     try:
         say(out, plan=answer(json.loads(line), Teller(out)))
     except (ControlPlaneError, OSError) as error:
-        say(out, error=" ".join(str(error).split()))
+        say(out, error=in_field_names(" ".join(str(error).split())))
     except Exception as error:
         traceback.print_exc()
         say(out, error=f"internal error ({type(error).__name__}); the service's log has more")

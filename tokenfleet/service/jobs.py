@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenfleet.planning.plan_file import PlanBrief, PlanFile, parse_plan
 from tokenfleet.service.data_folder import Database
+from tokenfleet.service.forms import command_of
 
 MOST_ATTEMPTS = 3  # a job that takes the service down with it is not begun for ever
 BRIEF = tuple(PlanBrief.model_fields)
@@ -221,10 +222,12 @@ _SHOWN: Sequence[str] = (
 
 def _view(row: sqlite3.Row) -> dict[str, Any]:
     """A job as JSON says it (forms.JobBrief)."""
+    question, trace = json.loads(row["question"]), json.loads(row["trace"])
     return {
         **{name: row[name] for name in _SHOWN},
-        "question": json.loads(row["question"]),
-        "trace": json.loads(row["trace"]),
+        "question": question,
+        "trace": trace,
+        "command": command_of(question, trace["name"]),
         "brief": json.loads(row["brief"]) if row["brief"] else None,
     }
 

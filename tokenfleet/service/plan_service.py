@@ -15,18 +15,18 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.placement.policies import policy_names
 from controlplane.types import EngineMode
 from dataplane.history.files import history_span
 from dataplane.http.rules import Conflict, TooBusy, UnknownName
-from tokenfleet.durations import parse_window_s
-from tokenfleet.planning.inputs import chosen_profiles, known_policy
+from tokenfleet.planning.inputs import chosen_profiles
+from tokenfleet.planning.request import options
 from tokenfleet.profiles.library import find_profiles, library
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.service.data_folder import Database, made_folder
 from tokenfleet.service.forks import fork
-from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace
+from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace, in_field_names
 from tokenfleet.service.job_runner import JobRunner
 from tokenfleet.service.jobs import Jobs, Plans
 from tokenfleet.service.score_process import scorecard_beside
@@ -76,7 +76,7 @@ class PlanService:
         if order.bias_from not in (None, "last") and self.plans.text(order.bias_from or "") is None:
             raise UnknownName(f"bias_from: plan {order.bias_from}: no such plan is kept")
         trace = self._trace(order)
-        question = order.model_dump(exclude={"timeout_s"})
+        question = order.model_dump(mode="json", exclude={"timeout_s"})
         if isinstance(order.trace, InlineTrace):  # kept once, not in every list of jobs
             question["trace"] = {"upload": trace["id"]}
         timeout_s = min(order.timeout_s or self.limits.job_timeout_s, self.limits.job_timeout_s)
@@ -125,7 +125,9 @@ class PlanService:
                 "version": __version__,
                 "models": known_models(),
                 "gpus": known_gpus(),
-                **known_names(),
+                "options": known_options(),
+                "policies": policy_names(),
+                "engine_modes": [str(mode) for mode in EngineMode],
                 "sample": None
                 if sample is None
                 else summary_of(read_trace(sample), "sample", SAMPLE, sample.stat().st_size),
@@ -170,16 +172,32 @@ class PlanService:
 
 def _check(order: PlanOrder) -> None:
     """Raise BadInput or ProfileMissing for what the planner would refuse before it reads the trace."""
-    known_policy(order.policy)
-    if order.reclaims_per_h is not None and not order.spot:
-        raise BadInput("reclaims_per_h: only spot workers are reclaimed; give spot too")
-    if order.window is not None:
-        parse_window_s(order.window)
-    if order.profiles:
-        if order.gpu or order.tp:
-            raise BadInput("profiles: say which workers to plan with; leave out gpu and tp")
-    else:
-        chosen_profiles(order.model, order.gpu, order.tp, (), order.engine)
+    try:
+        request = order.request().consistent()
+        if not request.profiles:
+            chosen_profiles(request)
+    except ControlPlaneError as refusal:
+        raise type(refusal)(in_field_names(str(refusal))) from None
+
+
+def known_options() -> list[dict[str, Any]]:
+    """Every option of a plan (forms.KnownOption)."""
+    return [
+        {
+            "name": option.field,
+            "flag": option.flag,
+            "key": option.key,
+            "label": option.about.name,
+            "help": option.about.help,
+            "kind": option.kind,
+            "is_list": option.is_list,
+            "default": None if option.is_required else option.default,
+            "choices": option.choices,
+            "bounds": option.bounds,
+            "needs": option.about.needs,
+        }
+        for option in options()
+    ]
 
 
 def known_models() -> list[dict[str, Any]]:
@@ -220,8 +238,3 @@ def known_gpus() -> list[dict[str, Any]]:
         return {"usd_per_gpu_h": usd.usd, "date": usd.date.isoformat(), "source": usd.source}
 
     return [{"name": gpu, "on_demand": price(gpu, False), "spot": price(gpu, True)} for gpu in names]
-
-
-def known_names() -> dict[str, list[str]]:
-    """Policies and engine modes."""
-    return {"policies": policy_names(), "engine_modes": [str(mode) for mode in EngineMode]}

@@ -60,6 +60,18 @@ def check(trace: Trace) -> Checkup:
     return Checkup(trace, shape, tuple(each(trace, shape) for each in look))
 
 
+# The plan replays the trace, so bursts are in it, and says itself how sure its length lets it be.
+MISLEAD_A_PLAN = ("duplicates", "units", "resolution", "lengths", "gaps", "drift")
+
+
+def doctor_warnings(trace: Trace) -> list[str]:
+    """The findings that would mislead a plan made from the trace, a line each."""
+    if len(trace) == 0:
+        return []
+    warning = (f for f in check(trace).findings if f.warns and f.name in MISLEAD_A_PLAN)
+    return [f"{trace.name}: {finding.name}: {finding.words}" for finding in warning]
+
+
 def _order(trace: Trace, shape: Shape) -> Finding:
     if trace.out_of_order:
         return Finding(

@@ -8,52 +8,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from controlplane.errors import BadInput
-from controlplane.types import EngineMode
 from tokenfleet.durations import parse_duration_s
 from tokenfleet.field_errors import nearest
+from tokenfleet.planning.request import Kind, Option, PlanRequest, Role, options
 
 MOST_SCENARIOS = 200
 
-Role = Literal["promise", "choice", "circumstance"]
-Kind = Literal["duration", "share", "number", "count", "word", "switch", "file"]
 Changes = dict[str, str]
 Value = float | int | str | bool
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One thing to vary: its role, how its values read, and what a person calls it."""
+    """One thing to vary: its role, what a person calls it, and the option or options that it sets.
+
+    `part` is the target of the SLO that it sets, where it sets one.
+    """
 
     role: Role
-    kind: Kind
-    says: str
-    zero: bool = False  # whether 0 means something
+    name: str
+    options: tuple[Option, ...]
+    part: Literal["", "ttft", "tpot"] = ""
+
+    @property
+    def kind(self) -> Kind:
+        """How its values read."""
+        return "duration" if self.part else self.options[0].kind
+
+    def read(self, text: str, where: str) -> Any:
+        """A value of its options. Raises BadInput naming where."""
+        if not self.part:
+            return self.options[0].read(text, where)
+        seconds = parse_duration_s(text, where)
+        if not seconds > 0:
+            raise BadInput(f"{where}: must be positive, got {text}")
+        return seconds
+
+    def fields(self, request: PlanRequest, value: Any) -> dict[str, Any]:
+        """The fields of a request that a value sets."""
+        if self.part:
+            return {"slo": replace(request.slo, **{f"{self.part}_s": value})}
+        return {option.field: value for option in self.options}
 
 
-AXES: dict[str, Axis] = {
-    "rate": Axis("circumstance", "number", "traffic"),
-    "lengths": Axis("circumstance", "number", "prompt and output lengths"),
-    "lengths.prompt": Axis("circumstance", "number", "prompt lengths"),
-    "lengths.output": Axis("circumstance", "number", "output lengths"),
-    "price": Axis("circumstance", "number", "prices"),
-    "prices": Axis("circumstance", "file", "price list"),
-    "cold-start": Axis("circumstance", "duration", "cold start", zero=True),
-    "reclaims": Axis("circumstance", "number", "reclaims an hour of a spot worker", zero=True),
-    "slo.ttft": Axis("promise", "duration", "TTFT"),
-    "slo.tpot": Axis("promise", "duration", "TPOT"),
-    "attainment": Axis("promise", "share", "attainment"),
-    "confidence": Axis("promise", "share", "confidence"),
-    "gpu": Axis("choice", "word", "GPU"),
-    "tp": Axis("choice", "count", "TP degree"),
-    "policy": Axis("choice", "word", "policy"),
-    "engine": Axis("choice", "word", "engine mode"),
-    "spot": Axis("choice", "switch", "spot"),
-}
+def _axes() -> dict[str, Axis]:
+    """An axis for every option, by its key; one for each target, and one for both lengths."""
+    known = {option.key: option for option in options()}
+    slo = known.pop("slo")
+    both = known["lengths.prompt"], known["lengths.output"]
+    return {key: Axis(option.about.role, option.about.name, (option,)) for key, option in known.items()} | {
+        "lengths": Axis("circumstance", "prompt and output lengths", both),
+        "slo.ttft": Axis("promise", "TTFT", (slo,), "ttft"),
+        "slo.tpot": Axis("promise", "TPOT", (slo,), "tpot"),
+    }
+
+
+AXES = _axes()
 # Axes that say the same thing twice: together it would be unclear which one holds.
 _CLASHES = (("lengths", "lengths.prompt"), ("lengths", "lengths.output"))
 
@@ -91,45 +107,30 @@ def grid(varies: Sequence[str]) -> list[Changes]:
 
 def checked(key: str, value: str) -> Value:
     """A value of the grid as what it stands for. Raises BadInput naming the key."""
-    axis = AXES[key]
-    if axis.kind == "duration":
-        seconds = 0.0 if axis.zero and value == "0" else parse_duration_s(value, f"--vary: {key}")
-        if seconds == 0.0 and not axis.zero:
-            raise BadInput(f"--vary: {key}: must be positive, got {value}")
-        return seconds
-    if axis.kind in ("number", "share", "count"):
-        return _number(key, axis, value)
-    if axis.kind == "switch":
-        if value.lower() not in ("yes", "no"):
-            raise BadInput(f"--vary: {key}: expected yes or no, got {value!r}")
-        return value.lower() == "yes"
-    if key == "policy":
-        from tokenfleet.planning.inputs import known_policy
-
-        return known_policy(value)
-    if key == "engine" and value not in list(EngineMode):
-        raise BadInput(f"--vary: engine: one of {', '.join(EngineMode)}, got {value!r}")
-    return value
+    read = AXES[key].read(value, f"--vary: {key}")
+    if isinstance(read, tuple):
+        return read[0] if len(read) == 1 else "+".join(map(str, read))
+    return str(read) if isinstance(read, Path) else read
 
 
-def _number(key: str, axis: Axis, value: str) -> float | int:
-    try:
-        number = float(value)
-    except ValueError:
-        raise BadInput(f"--vary: {key}: expected a number, got {value!r}") from None
-    if axis.zero and number == 0.0:
-        return number
-    if not 0.0 < number < math.inf:
-        raise BadInput(f"--vary: {key}: must be positive, got {value}")
-    if axis.kind == "share" and number >= 1.0:
-        raise BadInput(f"--vary: {key}: must be below 1, got {value}")
-    if axis.kind != "count":
-        return number
-    if number != int(number):
-        raise BadInput(f"--vary: {key}: must be a whole number, got {value}")
-    return int(number)
+def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
+    """`request` with the changes of a cell. Raises BadInput where one has no meaning beside the others."""
+    after = request
+    for key, text in changes.items():
+        axis = AXES[key]
+        after = replace(after, **axis.fields(after, axis.read(text, f"--vary: {key}")))
+    if after.reclaims_per_h is not None and not after.spot:
+        if "reclaims" in changes:
+            raise BadInput("reclaims: only spot workers are reclaimed")
+        after = replace(after, reclaims_per_h=None)  # of the grid's spot scenarios, not of this one
+    if after.spot and "spot" in changes and after.reclaims_per_h is None:
+        raise BadInput(
+            "spot: how often are workers reclaimed? Give --reclaims-per-h, or vary reclaims: a spot fleet"
+            " without spares does not hold the target"
+        )
+    return after
 
 
 def is_numeric(key: str) -> bool:
     """Whether steps along an axis have a width."""
-    return AXES[key].kind in ("duration", "share", "number", "count")
+    return AXES[key].kind in ("duration", "number", "count")

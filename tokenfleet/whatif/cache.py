@@ -66,6 +66,11 @@ class Cache:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it has a folder."""
+        return self._folder is not None
+
     def get(self, task: Task) -> Result | None:
         """The result of a task planned before; None where there is none, or what is there cannot be read."""
         if self._folder is None:

@@ -94,7 +94,7 @@ def _says(
     clock: Clock,
 ) -> str:
     """The step as people think of it: a tighter target, more traffic, dearer prices."""
-    what = AXES[key].says
+    what = AXES[key].name
     if key in ("slo.ttft", "slo.tpot"):
         # Towards the tighter target, since that is what is bought.
         gain = f"{duration_text(x1 - x0)} of {what} ({duration_text(x1)} to {duration_text(x0)})"

@@ -120,7 +120,7 @@ def _against(found: Sequence[Scenario], key: str) -> Figure:
                 }
             )
     layout = {
-        "xaxis": {"title": {"text": f"{AXES[key].says} ({label})"}},
+        "xaxis": {"title": {"text": f"{AXES[key].name} ({label})"}},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
         "showlegend": len(series) > 1,
     }

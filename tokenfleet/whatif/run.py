@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.kernel_cache import use_kernel_cache
+from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
+from tokenfleet.planning.request import PlanRequest, command_line
 from tokenfleet.traces import Trace
-from tokenfleet.whatif.axes import Changes
+from tokenfleet.whatif.axes import Changes, changed
 from tokenfleet.whatif.cache import Cache
-from tokenfleet.whatif.scenario import Asked, Scenario, Task, changed, plan_command_line, prepared
+from tokenfleet.whatif.scenario import Scenario, Task, prepared
 from tokenfleet.whatif.solve import Family, Result, families, solve
 
 if TYPE_CHECKING:
@@ -38,9 +40,11 @@ _SCHEDULED = ("rate", "cold-start")
 
 def planned(
     trace: Trace,
-    asked: Asked,
+    request: PlanRequest,
     cells: Sequence[Changes],
     *,
+    source: Sequence[str] = (),
+    bias_of: Callable[[str], Bias] | None = None,
     jobs: int = 1,
     ray: str | None = None,
     cache: Cache | None = None,
@@ -49,13 +53,13 @@ def planned(
 ) -> tuple[list[Scenario], list[str]]:
     """The scenarios of the cells, in their order, and the warnings of their inputs.
 
-    `jobs` processors of this machine, or the Ray cluster at `ray`; the answer does not depend on which. Each
-    result is kept in `cache` once it is there. `told` is called after each. Raises BadInput where no cell
-    can be planned and all for the same reason.
+    `source` is where the trace comes from, in the words of a command line; `bias_of` finds a kept plan's
+    bias. `jobs` processors of this machine, or the Ray cluster at `ray`; the answer does not depend on
+    which. Each result is kept in `cache` once it is there. `told` is called after each. Raises BadInput
+    where no cell can be planned and all for the same reason.
     """
     cache = cache or Cache(None)
-    scheduled = asked.cold_start_s is not None or any(key in cells[0] for key in _SCHEDULED)
-    scenarios, tasks, warnings = _prepared(trace, asked, cells, scheduled, today)
+    scenarios, tasks, warnings = _prepared(trace, request, cells, source, bias_of, today)
     if not tasks and len({one.error for one in scenarios}) == 1:
         raise BadInput(scenarios[0].error)
     results: dict[int, Result] = {}
@@ -82,17 +86,24 @@ def _read(result: Result, one: Scenario) -> PlanFile | None:
 
 
 def _prepared(
-    trace: Trace, asked: Asked, cells: Sequence[Changes], scheduled: bool, today: date | None
+    trace: Trace,
+    request: PlanRequest,
+    cells: Sequence[Changes],
+    source: Sequence[str],
+    bias_of: Callable[[str], Bias] | None,
+    today: date | None,
 ) -> tuple[list[Scenario], list[Task], list[str]]:
     """Every scenario, with its reason where it cannot be planned, and the tasks of those that can."""
+    scheduled = request.cold_start_s is not None or any(key in cells[0] for key in _SCHEDULED)
     scenarios, tasks = [], []
     warnings: dict[str, None] = {}
     for number, changes in enumerate(cells):
         command = ""
         try:
-            after = changed(asked, changes)
-            command = plan_command_line(after)
-            task = prepared(number, trace, after, scheduled, today)
+            after = changed(request, changes)
+            command = command_line(after, source)
+            bias = bias_of(after.bias_from) if bias_of and after.bias_from else None
+            task = prepared(number, trace, after, scheduled, bias, today)
         except ControlPlaneError as refusal:
             scenarios.append(Scenario(changes, command, None, str(refusal)))
         else:

@@ -100,7 +100,7 @@ def test_an_infeasible_target_exits_1_and_says_what_is_possible(
         (["--gpu", "h100"], "--profile: says which workers"),
         (["--model", "llama-3.1-8b"], "--model says llama-3.1-8b"),
         (["--policy", "best"], "--policy: one of spread"),
-        (["--rate-scale", "0"], "--rate-scale: must be positive"),
+        (["--rate-scale", "0"], "--rate-scale: must be above 0"),
         (["--window", "20..10"], "--window: the end must come after"),
         (["--window", "90000..90001"], "no requests between"),
         (["--attainment", "1"], "--attainment"),

@@ -14,7 +14,7 @@ from controlplane.errors import BadInput
 from controlplane.scaler.worker_types import enough_stand, missing_share
 from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.fleet import Fleet, spares_for
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.profiles.library import write_profile
 
@@ -132,7 +132,7 @@ def test_where_reclaims_leave_no_fleet_the_plan_says_so() -> None:
 
 def test_replacements_take_time() -> None:
     with pytest.raises(BadInput, match="--cold-start"):
-        Question(planned().slo, reclaims_per_h=0.1)
+        PlanRequest(planned().slo, spot=True, reclaims_per_h=0.1).consistent()
 
 
 def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without_spot(
@@ -147,4 +147,4 @@ def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without
     assert plan(tmp_path, "--reclaims-per-h", "0.1") == 2
     assert "--spot" in capsys.readouterr().err
     assert plan(tmp_path, "--output-scale", "0") == 2
-    assert "--output-scale: must be positive" in capsys.readouterr().err
+    assert "--output-scale: must be above 0" in capsys.readouterr().err

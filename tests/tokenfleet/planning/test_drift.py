@@ -121,7 +121,7 @@ def test_a_plan_says_how_much_of_its_doubt_comes_from_where() -> None:
 
 def test_a_plan_that_lets_traffic_drift_doubts_more_and_says_why() -> None:
     workload = at_levels([32.0] * SPANS, each_s=4.0)
-    still, drifting = (planned(workload, explained=True, drifts=drifts) for drifts in (False, True))
+    still, drifting = (planned(workload, explained=True, drift=drift) for drift in (False, True))
     assert still.best is not None
     assert drifting.best is not None
     assert drifting.best.fleet.workers == still.best.fleet.workers
@@ -136,5 +136,5 @@ def test_a_plan_that_lets_traffic_drift_doubts_more_and_says_why() -> None:
 
 def test_where_a_fleet_only_just_holds_drift_takes_another_worker() -> None:
     workload = at_levels([34.0] * SPANS, each_s=4.0)
-    plans = [planned(workload, drifts=drifts) for drifts in (False, True)]
+    plans = [planned(workload, drift=drift) for drift in (False, True)]
     assert [plan.best.fleet.workers for plan in plans if plan.best is not None] == [2, 3]

@@ -14,7 +14,7 @@ from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.question import Question
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 
 
@@ -256,4 +256,4 @@ def test_nothing_to_plan_with_is_refused() -> None:
 )
 def test_a_question_without_sense_names_the_flag(asked: dict[str, float], flag: str) -> None:
     with pytest.raises(BadInput, match=flag):
-        Question(SLO, **asked)  # type: ignore[arg-type]
+        PlanRequest(SLO, **asked)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def database(folder):
     made = Database(folder / "tokenfleet.db")
     made.rows("PRAGMA synchronous = OFF")  # no power is lost here, and thousands of syncs take a minute
     with made.transaction() as cursor:
-        cursor.execute("INSERT OR IGNORE INTO uploads VALUES ('u', '{}', 0, 0)")
+        cursor.execute("INSERT OR IGNORE INTO uploads VALUES ('u', '{\"name\": \"u\"}', 0, 0)")
     return made
 
 

@@ -14,13 +14,14 @@ from planning_builders import SLO, planned, poisson, save, worker, worker_type
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatif import run
-from tokenfleet.whatif.axes import grid
+from tokenfleet.whatif.axes import changed, grid
 from tokenfleet.whatif.cache import Cache, key_of
 from tokenfleet.whatif.run import solved
-from tokenfleet.whatif.scenario import Asked, Scenario, changed, prepared
+from tokenfleet.whatif.scenario import Scenario, prepared
 from tokenfleet.whatif.solve import Memory, families
 from tokenfleet.whatif.view import whatif_json
 
@@ -40,9 +41,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(folder: Path, **more: object) -> Asked:
-    base = Asked(
-        (folder / "trace.csv",),
+def asked(folder: Path, **more: object) -> PlanRequest:
+    base = PlanRequest(
         SLO,
         attainment=0.95,
         profiles=(folder / "worker.yaml", folder / "slow.yaml"),
@@ -56,7 +56,8 @@ def trace(folder: Path) -> Trace:
 
 
 def whatif(folder: Path, *varies: str, **more: object) -> list[Scenario]:
-    found, _ = run.planned(trace(folder), asked(folder), grid(varies), **more)  # type: ignore[arg-type]
+    source = ["--trace", str(folder / "trace.csv")]
+    found, _ = run.planned(trace(folder), asked(folder), grid(varies), source=source, **more)  # type: ignore[arg-type]
     return found
 
 
@@ -77,11 +78,11 @@ def test_the_grid_is_every_combination_in_the_order_given() -> None:
         (["rate"], "expected rate=VALUE"),
         (["rate=1", "rate=2"], "given twice"),
         (["rate=fast"], "expected a number"),
-        (["rate=0"], "must be positive"),
+        (["rate=0"], "must be above 0"),
         (["rate=1,1.0"], "1.0 stands there twice"),
         (["tp=1.5"], "whole number"),
         (["slo.tpot=30"], "no unit"),
-        (["attainment=1"], "must be below 1"),
+        (["attainment=1"], "must be above 0 and below 1"),
         (["spot=maybe"], "expected yes or no"),
         (["policy=bestfit"], "best-fit"),
         (["engine=v1"], "one of chunked"),
@@ -148,7 +149,7 @@ def test_whatever_has_a_say_in_a_plan_is_in_its_key(folder: Path) -> None:
     read = trace(folder)
 
     def key(cell: dict[str, str], **more: object) -> str:
-        return key_of(prepared(0, read, changed(asked(folder, **more), cell), False, None))
+        return key_of(prepared(0, read, changed(asked(folder, **more), cell), False, None, None))
 
     cells = [{}, {"rate": "2"}, {"slo.ttft": "1s"}, {"slo.tpot": "1s"}, {"attainment": "0.9"}, {"price": "2"}]
     cells += [{"lengths.prompt": "2"}, {"lengths.output": "2"}, {"lengths": "2"}, {"confidence": "0.9"}]
@@ -167,14 +168,13 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
     """A question answered after others, from what they left behind, is answered as if it were the first."""
     from tokenfleet.planning.inputs import described
     from tokenfleet.planning.planner import make_plan
-    from tokenfleet.planning.question import Question
     from tokenfleet.planning.threads import threads
 
     workload, memory = poisson(), Memory()
     worker_types = [worker_type(), worker_type(worker(gpu="slow-gpu", slower=1.4), 1.0)]
     with threads(2) as pool:
         for changes in ({}, again):
-            question = replace(Question(SLO, attainment=0.95, confidence=0.9), **changes)  # type: ignore[arg-type]
+            question = replace(PlanRequest(SLO, attainment=0.95, confidence=0.9), **changes)  # type: ignore[arg-type]
             found = make_plan(
                 workload,
                 worker_types,
@@ -193,7 +193,9 @@ def test_other_prices_need_no_new_simulation(folder: Path) -> None:
 
     memory, counts = Memory(), []
     cells = [{"price": "1"}, {"price": "3"}, {"confidence": "0.9"}]
-    tasks = [prepared(i, trace(folder), changed(asked(folder), c), False, None) for i, c in enumerate(cells)]
+    tasks = [
+        prepared(i, trace(folder), changed(asked(folder), c), False, None, None) for i, c in enumerate(cells)
+    ]
     with threads(1) as pool:
         for task in tasks:
             make_plan(
@@ -233,7 +235,9 @@ def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
 
 def test_a_process_that_dies_is_an_error_and_not_a_hang(folder: Path) -> None:
     cells = grid(["rate=1,2,3,4"])
-    tasks = [prepared(i, trace(folder), changed(asked(folder), c), False, None) for i, c in enumerate(cells)]
+    tasks = [
+        prepared(i, trace(folder), changed(asked(folder), c), False, None, None) for i, c in enumerate(cells)
+    ]
     running = solved(families(tasks), 2)
     next(running)
     for child in multiprocessing.active_children():

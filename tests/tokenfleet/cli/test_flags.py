@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.config import take_option, with_config
+from tokenfleet.cli.flags import take_option, with_config
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The flags of a verb: a record with a field for each, and `--config FILE.yaml`.
+"""The flags of a verb: of a record, of a plan's options, and those that a `--config FILE.yaml` sets.
 
-The file holds flags without their dashes, as a mapping. Flags on the line win.
+A config file has a verb's flags, without their dashes, as a mapping. Flags on the line win.
 
 trace: [monday.csv, tuesday.csv]
 slo: {ttft: 400ms, tpot: 30ms}
@@ -12,11 +12,27 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
 
 from controlplane.errors import BadInput
 from tokenfleet.field_errors import nearest
+from tokenfleet.planning.request import Option, PlanRequest, options
+
+Command = Callable[..., int]
+
+TraceFiles = Annotated[
+    list[Path] | None, typer.Option(help="requests, any known format; repeat to merge several")
+]
+Since = Annotated[str | None, typer.Option(help="instead: what the fleet has served in the last 1h, 7d, …")]
+DataFolder = Annotated[
+    Path | None, typer.Option(help="the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
+]
+
 
 Flags = TypeVar("Flags")
 
@@ -37,6 +53,55 @@ def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..
         return run
 
     return decorated
+
+
+def takes_request(*only: str) -> Callable[[Command], Command]:
+    """A command whose parameter `request` is made of flags: of every option of a plan, or `only` of these.
+
+    Flags that are needed come first, the others where `request` stands.
+    """
+    taken = [option for option in options() if not only or option.field in only]
+
+    def made_of_flags(command: Command) -> Command:
+        def run(**values: Any) -> int:
+            given = {option.field: _value(option, values.pop(option.field)) for option in taken}
+            request = PlanRequest(**{name: value for name, value in given.items() if value is not None})
+            return command(request=request, **values)
+
+        flags = {option.field: _parameter(option) for option in taken}
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        at = list(own).index("request")
+        order = [*list(own.values())[:at], *flags.values(), *list(own.values())[at + 1 :]]
+        order = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in order]
+        order.sort(key=lambda p: (p.default is not p.empty, p.name not in flags and p.default is p.empty))
+        run.__signature__ = Signature(order, return_annotation=int)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in order}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return made_of_flags
+
+
+def _parameter(option: Option) -> Parameter:
+    """An option as a parameter that Typer makes a flag of."""
+    plain: Any = str if option.kind in ("slo", "duration") else option.item
+    annotation = plain
+    if option.is_list:
+        annotation = list[plain] | None
+    elif option.default is None:
+        annotation = plain | None
+    default = Parameter.empty if option.default is MISSING else None if option.is_list else option.default
+    flag = typer.Option(f"--{option.flag}", help=option.about.help)
+    return Parameter(
+        option.field, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, flag]
+    )
+
+
+def _value(option: Option, value: Any) -> Any:
+    """What a flag was given, as the option has it; None where it was not given."""
+    if option.is_list:
+        return tuple(value or ())
+    return option.read(value) if option.kind in ("slo", "duration") and value is not None else value
 
 
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -1,0 +1,365 @@
+"""What a plan is asked: every option once, with its type, default, help and bounds.
+
+The flags of `plan` and `whatif`, `--config` files, what-if's axes and the commands it prints, the HTTP form
+and the console's form are made from these fields. An option that is added here is in all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from controlplane.errors import BadInput
+from controlplane.types import EngineMode, Slo
+from tokenfleet.durations import parse_duration_s, parse_slo, parse_window_s
+from tokenfleet.field_errors import first_fault
+
+if TYPE_CHECKING:
+    from controlplane.worker_type import WorkerType
+
+Kind = Literal["slo", "duration", "number", "count", "switch", "choice", "file", "word"]
+# A promise is what clients are told, a choice how it is kept, a circumstance what is not ours to choose.
+Role = Literal["promise", "choice", "circumstance"]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What people are told of an option. `name` begins its sentences, `help` is its line in the help.
+
+    `flag` where it is not the field's name, `key` where what-ifs and addresses call it something shorter;
+    `needs` is the option without which it has no meaning.
+    """
+
+    name: str
+    help: str
+    role: Role = "circumstance"
+    flag: str = ""
+    key: str = ""
+    kind: Kind | None = None
+    needs: str = ""
+
+
+def known_policy(name: str) -> str:
+    """`name`, if it is a placement policy, moves or no moves. Raises BadInput listing them all."""
+    from controlplane.placement.policies import read_policy
+
+    try:
+        read_policy(name)
+    except BadInput as refusal:
+        raise BadInput(f"--{refusal}") from None
+    return name
+
+
+def known_window(text: str | None) -> str | None:
+    """`text`, if it is a part of a trace. Raises BadInput."""
+    if text is not None:
+        parse_window_s(text)
+    return text
+
+
+Scale = Annotated[float, Field(gt=0, le=1e6)]
+# 100 % is ill-defined: a two-token output behind one prefill misses any TPOT.
+Share = Annotated[float, Field(gt=0, lt=1)]
+Word = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A target, the workers to hold it with, and how the trace is to be read.
+
+    `attainment` of requests within `slo`, to be held with probability `confidence`. Raises BadInput for a
+    value out of its bounds, with the flag's name.
+    """
+
+    slo: Annotated[Slo, About("targets", "both targets with units: ttft=1.6s,tpot=75ms", "promise")]
+    model: Annotated[
+        Word | None,
+        Field(examples=["llama-3.1-8b"]),
+        About("model", "a model of the library, e.g. llama-3.1-8b"),
+    ] = None
+    attainment: Annotated[Share, About("attainment", "share of requests within both targets", "promise")] = (
+        0.99
+    )
+    confidence: Annotated[
+        float,
+        Field(ge=0.5, lt=1),
+        About("confidence", "probability that the share is reached", "promise"),
+    ] = 0.95
+    gpu: Annotated[
+        tuple[Word, ...],
+        Field(max_length=32),
+        About("GPU", "GPUs to consider (all that are known)", "choice"),
+    ] = ()
+    tp: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=1024)], ...],
+        Field(max_length=32),
+        About("TP degree", "TP degrees to consider (all that are known)", "choice"),
+    ] = ()
+    profiles: Annotated[
+        tuple[Path, ...],
+        Field(max_length=32),
+        About("profile", "profile files instead of the library", "choice", flag="profile"),
+    ] = ()
+    prices: Annotated[Path | None, About("price list", "price list instead of the shipped one")] = None
+    spot: Annotated[bool, About("spot", "spot prices instead of on demand", "choice")] = False
+    reclaims_per_h: Annotated[
+        float | None,
+        Field(ge=0, le=3600),
+        About(
+            "reclaims an hour of a spot worker",
+            "how often an hour a spot worker is taken away; buys spares",
+            key="reclaims",
+            needs="spot",
+        ),
+    ] = None
+    cold_start_s: Annotated[
+        float | None,
+        Field(ge=0, le=86_400),
+        About(
+            "cold start",
+            "until an ordered worker serves (2m): orders and pays for it in time",
+            flag="cold-start",
+            kind="duration",
+        ),
+    ] = None
+    engine: Annotated[
+        EngineMode | None, About("engine mode", "engine mode instead of the profile's", "choice")
+    ] = None
+    policy: Annotated[
+        Word,
+        AfterValidator(known_policy),
+        About("policy", "how requests are placed on workers", "choice", kind="choice"),
+    ] = "spread"
+    rate_scale: Annotated[Scale, About("traffic", "requests arrive this many times as fast", key="rate")] = (
+        1.0
+    )
+    prompt_scale: Annotated[
+        Scale, About("prompt lengths", "prompts are this many times as long", key="lengths.prompt")
+    ] = 1.0
+    output_scale: Annotated[
+        Scale, About("output lengths", "outputs are this many times as long", key="lengths.output")
+    ] = 1.0
+    price_scale: Annotated[Scale, About("prices", "prices are this many times as high", key="price")] = 1.0
+    window: Annotated[
+        str | None,
+        Field(max_length=40, examples=["10m..20m"]),
+        AfterValidator(known_window),
+        About("part of the trace", "only this part of the trace: 10m..20m"),
+    ] = None
+    budget_usd_per_h: Annotated[
+        float | None,
+        Field(gt=0, le=1e9),
+        About("dollars an hour at most", "most that may be spent", key="budget"),
+    ] = None
+    max_gpus: Annotated[
+        int | None, Field(ge=1, le=1_000_000), About("GPUs at most", "most GPUs that may be used")
+    ] = None
+    drop_too_long: Annotated[
+        bool,
+        About("requests too long left out", "leave out requests beyond the model's context"),
+    ] = False
+    bias_from: Annotated[
+        str | None,
+        Field(min_length=1, max_length=64),
+        About("bias", "a kept plan (or last): lengthen step times as its scorecard found"),
+    ] = None
+    drift: Annotated[
+        bool, About("drift", "let rate and lengths drift, as the trace shows and as is usual")
+    ] = False
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**31),
+        About("seed", "of every draw; the same seed gives the same answer"),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        for option in options_of(type(self)):  # type: ignore[arg-type]
+            object.__setattr__(self, option.field, option.checked(getattr(self, option.field)))
+
+    def consistent(self) -> PlanRequest:
+        """Itself. Raises BadInput where one option has no meaning beside the others."""
+        if self.profiles and (self.gpu or self.tp):
+            raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
+        if self.reclaims_per_h is not None:
+            if not self.spot:
+                raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")
+            if self.cold_start_s is None:
+                raise BadInput("--reclaims-per-h: needs --cold-start, how long a replacement takes")
+        return self
+
+    def most_workers(self, worker_type: WorkerType) -> int | None:
+        """The most workers of one type that the limits allow; None without a limit."""
+        caps = []
+        if self.max_gpus is not None:
+            caps.append(self.max_gpus // worker_type.gpus)
+        if self.budget_usd_per_h is not None and worker_type.usd_per_h:
+            # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
+            caps.append(int(self.budget_usd_per_h / worker_type.usd_per_h + 1e-9))
+        return min(caps, default=None)
+
+
+class Option:
+    """A field of a request, as faces need it: its names, its kind, its bounds, and text both ways."""
+
+    def __init__(self, field: str, annotation: Any, default: Any) -> None:
+        self.field, self.default = field, default
+        self.type, *self.metadata = get_args(annotation)
+        self.about: About = next(m for m in self.metadata if isinstance(m, About))
+        self.flag = self.about.flag or field.replace("_", "-")
+        self.key = self.about.key or self.flag
+        self.is_required = default is MISSING
+        self.is_list = get_origin(self.type) is tuple
+        one = get_args(self.type)[0] if self.is_list or NoneType in get_args(self.type) else self.type
+        self.item, self._item_metadata = _plain(one)
+        self._adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+
+    @property
+    def kind(self) -> Kind:
+        """How its values read."""
+        if self.about.kind:
+            return self.about.kind
+        kinds: dict[type, Kind] = {
+            Slo: "slo", bool: "switch", int: "count", EngineMode: "choice", Path: "file", float: "number",
+        }  # fmt: skip
+        return kinds.get(self.item, "word")
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """`gt`, `ge`, `lt` and `le` of one value."""
+        found = {}
+        for part in (*self._item_metadata, *self.metadata):
+            for bound in getattr(part, "metadata", ()):
+                for name in ("gt", "ge", "lt", "le"):
+                    if (limit := getattr(bound, name, None)) is not None:
+                        found[name] = limit
+        return found
+
+    @property
+    def constraints(self) -> list[Any]:
+        """What pydantic can check of the whole value, but for what the planner checks itself."""
+        return [m for m in self.metadata if isinstance(m, FieldInfo)]
+
+    @property
+    def item_constraints(self) -> list[Any]:
+        """What it can check of one item of a list, or of a value that may be left out."""
+        return self._item_metadata
+
+    @property
+    def choices(self) -> list[str]:
+        """What it can be, where that is a list."""
+        if self.item is EngineMode:
+            return [str(mode) for mode in EngineMode]
+        if self.kind == "choice":
+            from controlplane.placement.policies import policy_names
+
+            return policy_names()
+        return []
+
+    def checked(self, value: Any, where: str = "") -> Any:
+        """`value`, if it is one of the option's. Raises BadInput, by default with the flag's name."""
+        try:
+            return self._adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            fault = first_fault(error)[1]
+            if isinstance(value, int | float) and self.bounds:
+                fault = f"{_within(self.bounds)}, got {value:g}"
+            raise BadInput(f"{where or f'--{self.flag}'}: {fault}") from None
+
+    def read(self, text: str, where: str = "") -> Any:
+        """The value that a text stands for; of a list, its parts joined by `+`. Raises BadInput."""
+        where = where or f"--{self.flag}"
+        if self.is_list:
+            return self.checked(tuple(self._read(part, where) for part in text.split("+")), where)
+        return self.checked(self._read(text, where), where)
+
+    def _read(self, text: str, where: str) -> Any:
+        if self.kind == "slo":
+            return parse_slo(text)
+        if self.kind == "duration":
+            return 0.0 if text == "0" else parse_duration_s(text, where)
+        if self.kind == "switch":
+            if text.lower() not in ("yes", "no"):
+                raise BadInput(f"{where}: expected yes or no, got {text!r}")
+            return text.lower() == "yes"
+        if self.item is EngineMode and text not in list(EngineMode):
+            raise BadInput(f"{where}: one of {', '.join(EngineMode)}, got {text!r}")
+        if self.item in (int, float):
+            return self._number(text, where)
+        return self.item(text)
+
+    def _number(self, text: str, where: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise BadInput(f"{where}: expected a number, got {text!r}") from None
+        if self.item is float or not math.isfinite(number):
+            return number
+        if number != int(number):
+            raise BadInput(f"{where}: must be a whole number, got {text}")
+        return int(number)
+
+    def words(self, value: Any) -> list[str]:
+        """The flag with a value, for a command line; nothing for the default."""
+        if value == self.default:
+            return []
+        words = []
+        for one in value if self.is_list else (value,):
+            words += [f"--{self.flag}"] if one is True else [f"--{self.flag}", self._text(one)]
+        return words
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Slo):
+            return f"ttft={_seconds(value.ttft_s)},tpot={_seconds(value.tpot_s)}"
+        if self.kind == "duration":
+            return _seconds(value)
+        # repr, so that the very same number is read back
+        return repr(value) if isinstance(value, float) else str(value)
+
+
+@lru_cache
+def options_of(request: type) -> tuple[Option, ...]:
+    """The options of a request, in the order of its fields."""
+    hints = get_type_hints(request, include_extras=True)
+    return tuple(Option(field.name, hints[field.name], field.default) for field in fields(request))
+
+
+def options() -> tuple[Option, ...]:
+    """The options of a plan."""
+    return options_of(PlanRequest)
+
+
+def command_line(request: PlanRequest, source: Sequence[str]) -> str:
+    """The `tokenfleet plan` of a request, ready for a shell; `source` is where its trace comes from."""
+    words = [word for option in options() for word in option.words(getattr(request, option.field))]
+    return shlex.join(["tokenfleet", "plan", *source, *words])
+
+
+def _plain(annotation: Any) -> tuple[type, list[Any]]:
+    """A type without its metadata, and that."""
+    if get_origin(annotation) is Annotated:
+        plain, *metadata = get_args(annotation)
+        return plain, metadata
+    return annotation, []
+
+
+def _within(bounds: dict[str, float]) -> str:
+    """`must be above 0 and below 1`."""
+    says = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    return "must be " + " and ".join(f"{says[name]} {limit:.10g}" for name, limit in bounds.items())
+
+
+def _seconds(seconds: float) -> str:
+    """A duration that reads back as the very same number."""
+    millis = round(seconds * 1e3, 6)
+    if seconds < 1.0 and math.isclose(millis, round(millis)) and float(f"{millis:g}") * 1e-3 == seconds:
+        return f"{millis:g}ms"
+    return f"{seconds!r}s".replace(".0s", "s")
