@@ -218,7 +218,7 @@ def failing(deficit_s: float, saves_s: float) -> float:
 
 @compiled
 def kv_peak(led: Ledger, w: int, r: int) -> float:
-    """(e): the most KV tokens that worker `w` should ever hold with `r` and all it has, none added.
+    """(e): the most KV tokens that worker `w` should ever hold with all it has and `r`, unless that is NONE.
 
     Demand at step n is Σ (context + n) over requests that last n steps; it peaks where one ends.
     """
@@ -229,9 +229,10 @@ def kv_peak(led: Ledger, w: int, r: int) -> float:
         other = led.running[w, i]
         lasts[i] = remaining(led, w, other)
         holds[i] = led.requests[other].prompt + generated(led, other)
-    lasts[count] = max(led.requests[r].predicted - led.requests[r].key, 1)
-    holds[count] = led.requests[r].prompt + led.requests[r].key
-    count += 1
+    if r != NONE:
+        lasts[count] = max(led.requests[r].predicted - led.requests[r].key, 1)
+        holds[count] = led.requests[r].prompt + led.requests[r].key
+        count += 1
     for p in range(2):
         other = led.queue_head[p, w]
         while other != NONE:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.constraints import remaining
+from controlplane.placement.constraints import kv_peak, remaining
 from controlplane.placement.ledger import (
     DECODING,
     DONE,
@@ -57,33 +57,8 @@ def loads(led: Ledger) -> Table:
                 out[w, GROWTH] += max(led.requests[r].predicted - led.requests[r].key, 1)
                 out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
                 r = led.requests[r].next
-        out[w, PEAK] = peak_at(led, w)
+        out[w, PEAK] = kv_peak(led, w, NONE)
     return out
-
-
-@compiled
-def peak_at(led: Ledger, w: int) -> float:
-    """The most KV tokens a worker should ever hold, nobody added: Σ (tokens + n) at the worst step n."""
-    count = led.workers[w].running_n
-    lasts = np.empty(count + led.workers[w].queued, np.int64)
-    holds = np.empty(len(lasts), np.int64)
-    for i in range(count):
-        r = led.running[w, i]
-        lasts[i] = remaining(led, w, r)
-        holds[i] = led.requests[r].prompt + generated(led, r)
-    for p in range(2):
-        r = led.queue_head[p, w]
-        while r != NONE:
-            lasts[count] = max(led.requests[r].predicted - led.requests[r].key, 1)
-            holds[count] = led.requests[r].prompt + led.requests[r].key
-            count += 1
-            r = led.requests[r].next
-    order = np.argsort(lasts[:count])
-    held, peak = 0.0, 0.0
-    for i in range(count - 1, -1, -1):
-        held += holds[order[i]]
-        peak = max(peak, held + (count - i) * lasts[order[i]])
-    return peak
 
 
 @compiled

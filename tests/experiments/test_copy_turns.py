@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from made_clock import Clock
 
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct
@@ -78,23 +79,6 @@ def test_turns_are_counted_and_found():
         assert working_s(at, at + 2 * TURN_S, TURN_S) == pytest.approx(TURN_S, abs=1e-6)
 
 
-class Clock:
-    """Wall and processor time; sleeping passes the first, working both."""
-
-    def __init__(self):
-        self.now_s = self.worked_s = 100.0
-
-    def monotonic(self):
-        return self.now_s
-
-    def thread_time(self):
-        return self.worked_s
-
-    def sleep(self, seconds):
-        assert seconds > 0
-        self.now_s += seconds
-
-
 @pytest.mark.parametrize("pace", [Pace(10e6), Pace(share=0.01), Pace(1e5, 0.001, 20e6)])
 def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(monkeypatch, pace):
     clock = Clock()
@@ -106,7 +90,7 @@ def test_a_copy_that_takes_turns_works_in_those_only_and_at_its_pace(monkeypatch
         pacer.wait(0)
         for piece in range(400):
             when.append(clock.now_s)
-            clock.now_s, clock.worked_s = clock.now_s + 0.001, clock.worked_s + 0.001
+            clock.work(0.001)
             pacer.wait((piece + 1) * 1e6)
         return clock.now_s - began_s, when
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import dataclass
 
@@ -49,21 +48,3 @@ async def stream(
                 if chunk.get("usage"):
                     got.tokens = chunk["usage"]["completion_tokens"]
     return got
-
-
-async def begun(fleet, streams, running):
-    """Return once this many requests decode, or fewer than before do: some have ended already.
-
-    Raises what a stream of `running` failed with; a stream that has ended well was one too fast to see.
-    """
-    most = 0
-    while not any(task.done() for task in running):
-        requests = (await asyncio.to_thread(fleet.ask, "GET", "/v1/requests"))["requests"]
-        decoding = sum(r["output_tokens"] > 0 for r in requests)
-        if decoding >= streams or decoding < most:
-            return
-        most = decoding
-        await asyncio.sleep(0.01)
-    for task in running:
-        if task.done():
-            task.result()

@@ -4,9 +4,10 @@ import asyncio
 
 import httpx
 import pytest
-from raw_stream import begun, session, stream
+from raw_stream import session, stream
 from served_fleet import serve
 
+from experiments.lib.served import begun
 from tokenfleet.cli.main import main
 
 pytestmark = pytest.mark.live

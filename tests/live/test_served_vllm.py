@@ -7,7 +7,9 @@ import signal
 from urllib.error import HTTPError
 
 import psutil
-from raw_stream import begun, session, stream
+from raw_stream import session, stream
+
+from experiments.lib.served import begun
 
 STREAMS = 50
 

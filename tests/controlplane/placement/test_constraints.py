@@ -6,7 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_ledgers import NOW_S, At, Held, ledger_of, requests, rest_of, workers
 
-from controlplane.placement.constraints import ALL_TIME, failing, fits, harm, kv_peak, spare_s
+from controlplane.placement.constraints import (
+    ALL_TIME,
+    USE_B,
+    USE_C,
+    USE_D,
+    USE_E,
+    failing,
+    fits,
+    harm,
+    kv_peak,
+    spare_s,
+)
 from controlplane.placement.ledger import DECODE_ONLY, PREFILL_ONLY
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import EngineMode
@@ -66,8 +77,9 @@ def naive_kv_peak(at: At, asked: Held) -> int:
 
 
 def knobs_of(only: str, theta: float = 0.5, gamma: float = 1.0):
-    on = {f"use_{name}": name in only for name in "bcde"}
-    return PlacementSettings(theta=theta, gamma=gamma, **on).knobs()
+    row = PlacementSettings(theta=theta, gamma=gamma).knobs()
+    row[[USE_B, USE_C, USE_D, USE_E]] = [name in only for name in "bcde"]
+    return row
 
 
 def asked_harm(at: At, asked: Held, knobs, ttft_s: float = GENEROUS_S, late: bool = False) -> float:

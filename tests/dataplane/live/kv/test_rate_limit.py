@@ -3,31 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_clock import Clock
 
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct as kv_pace
 from dataplane.live.kv.direct import Pacer, Share
-
-
-class Clock:
-    """Wall and processor time; sleeping passes the first, working both."""
-
-    def __init__(self):
-        self.now_s = self.worked_s = 100.0
-
-    def monotonic(self):
-        return self.now_s
-
-    def thread_time(self):
-        return self.worked_s
-
-    def sleep(self, seconds):
-        assert seconds > 0
-        self.now_s += seconds
-
-    def work(self, seconds):
-        self.now_s += seconds
-        self.worked_s += seconds
 
 
 @pytest.fixture
