@@ -90,8 +90,13 @@ def plan_extension(service: PlanService) -> Extension:
 def plan_router(service: PlanService) -> APIRouter:
     """The routes over a service; who mounts them also enters `service.running()`."""
     router = APIRouter(prefix="/v1", tags=["plans"], responses=ERRORS)
-    followers = asyncio.Semaphore(MOST_FOLLOWERS)
+    _add_catalogue_and_traces(router, service)
+    _add_plans(router, service)
+    _add_following(router, service)
+    return router
 
+
+def _add_catalogue_and_traces(router: APIRouter, service: PlanService) -> None:
     @router.get("/catalogue", operation_id="get_catalogue")
     def catalogue() -> Catalogue:
         """Models, kinds of worker, prices and policies to plan with, and what history is here."""
@@ -126,6 +131,8 @@ def plan_router(service: PlanService) -> APIRouter:
             draft.unlink(missing_ok=True)
         return TraceSummary.model_validate(summary)
 
+
+def _add_plans(router: APIRouter, service: PlanService) -> None:
     @router.post("/plans", operation_id="order_plan", status_code=202, responses=_BUSY | _ORDERED)
     def order(
         response: Response,
@@ -160,6 +167,10 @@ def plan_router(service: PlanService) -> APIRouter:
         """Cancel a job: at once while it waits, within a moment while it runs."""
         return JobBrief.model_validate(service.cancel(job))
 
+
+def _add_following(router: APIRouter, service: PlanService) -> None:
+    followers = asyncio.Semaphore(MOST_FOLLOWERS)
+
     @router.get(
         "/plans/{job}/events",
         operation_id="follow_plan",
@@ -183,8 +194,6 @@ def plan_router(service: PlanService) -> APIRouter:
     def scorecard(job: JobId) -> Response:
         """What a kept plan (`last`: the one served last) predicted, and what the fleet under it did."""
         return JSONResponse(service.scorecard(job))
-
-    return router
 
 
 async def _changes(

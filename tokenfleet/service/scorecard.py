@@ -1,9 +1,15 @@
-"""A plan's scorecard: its predictions, its fleet's measurements, and the bias of its profile."""
+"""A plan's scorecard: its predictions, its fleet's measurements, and the bias of its profile.
+
+The traffic a plan was made for is never quite the traffic that comes. So the plan's fleet is replayed on the
+requests that it really got: only beside that does a difference in latency show the profile's own error, and
+by how much its step times are wrong.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +18,123 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.uncertainty import with_times
+from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
+from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.http.rules import UnknownName
+from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, Quantiles
+from tokenfleet.profiles.form import parse_profile
+from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.data_folder import Database, default_data_folder
 from tokenfleet.service.jobs import Jobs, Plans, Serving
-from tokenfleet.service.plan_replay import PlanReplay, replay
 
+ROUNDS = 4
+CLOSE = 0.01  # of a ratio to one: nearer than any profile is right
 SCHEMA = "tokenfleet.scorecard/1"
 FEWEST_REQUESTS = 100
 CAPACITY_WINDOW_S = 60.0
 CAPACITY_REQUESTS = 20  # fewer in a window say nothing about its attainment
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReplay:
+    """Latencies (seconds) and attainment of the replay, and the step times that would have been right.
+
+    With decode and prefill `decode` and `prefill` times as long as the profile says, mean TPOT and median
+    TTFT of the replay come within `remaining` (ratios, observed / replayed) of what was observed.
+    """
+
+    ttft_s: np.ndarray
+    tpot_s: np.ndarray
+    attainment: float
+    decode: float
+    prefill: float
+    remaining: tuple[float, float]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The step times that fit, and whether anything else differs."""
+        sentences = [
+            f"step times of the profile: decode x {self.decode:.3g}, prefill x {self.prefill:.3g}"
+            " fit what was seen"
+        ]
+        if max(abs(ratio - 1.0) for ratio in self.remaining) > 0.1:
+            sentences.append(
+                f"with them TPOT is still {self.remaining[0]:.3g} and TTFT {self.remaining[1]:.3g}"
+                " times the replay's: other things than step times differ"
+            )
+        return sentences
+
+
+def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanReplay:
+    """Replay the requests of `rows` (history.files.SCHEMA; all with tokens) on the plan's fleet.
+
+    `own_profiles` are the texts of those the plan was made with, empty for the library's. Raises BadInput
+    where the plan's profiles are not to be had any more.
+    """
+    workers = _workers(plan, own_profiles)
+    workload = Workload(
+        arrival_s=(rows["arrival_s"] - rows["arrival_s"][0]).to_numpy(),
+        prompt_tokens=rows["prompt_tokens"].to_numpy(),
+        output_tokens=rows["output_tokens"].to_numpy(),
+        priority=(rows["priority"] == "high").cast(pl.Int64).to_numpy(),
+    )
+    predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+
+    def outcome(decode: float, prefill: float) -> Outcome:
+        specs = [WorkerSpec(with_times(profile, decode, prefill), role=role) for profile, role in workers]
+        return simulate(workload, specs, plan.targets, plan.policy, predictor=predictor)
+
+    observed_tpot_s, observed_ttft_s = rows["tpot_s"].mean(), rows["ttft_s"].median()
+    assert isinstance(observed_tpot_s, float)
+    assert isinstance(observed_ttft_s, float)
+
+    def ratios_to(simulated: Outcome) -> tuple[float, float]:
+        tpot_s, ttft_s = np.nanmean(simulated.tpot_s), np.nanmedian(simulated.ttft_s)
+        return float(observed_tpot_s / tpot_s), float(observed_ttft_s / ttft_s)
+
+    decode, prefill = 1.0, 1.0
+    first = simulated = outcome(1.0, 1.0)
+    for _ in range(ROUNDS):
+        ratios = ratios_to(simulated)
+        if max(abs(ratios[0] - 1.0), abs(ratios[1] - 1.0)) < CLOSE:
+            break
+        decode, prefill = _bounded(decode * ratios[0]), _bounded(prefill * ratios[1])
+        simulated = outcome(decode, prefill)
+    remaining = ratios_to(simulated)
+    return PlanReplay(first.ttft_s, first.tpot_s, first.attainment, decode, prefill, remaining)
+
+
+def _bounded(factor: float) -> float:
+    return float(np.clip(factor, 0.05, 20.0))
+
+
+def _workers(plan: PlanFile, own_profiles: list[str]) -> list[tuple[Profile, Any]]:
+    """The plan's workers as (profile, role)."""
+    own = [parse_profile(text, "the plan's profile") for text in own_profiles]
+    workers = []
+    for part in plan.fleet:
+        kind = part.gpu, part.tp_degree
+        was = plan.profile_of(part)
+        now = [p for p in own if (p.gpu, p.tp_degree) == kind] or find_profiles(
+            was.model, [kind[0]], [kind[1]]
+        )
+        profile = now[0]
+        if (str(profile.source.kind), str(profile.source.date)) != (was.kind, was.date):
+            raise BadInput(
+                f"the plan's profile of {profile.label} is of {was.date} ({was.kind}), the one here of"
+                f" {profile.source.date} ({profile.source.kind}); the plan cannot be replayed"
+            )
+        if plan.engine_mode and profile.engine.mode != plan.engine_mode:
+            profile = profile.with_engine(mode=plan.engine_mode)
+        workers += [(profile, part.role)] * part.workers
+    return workers
 
 
 def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
@@ -76,42 +185,42 @@ def scorecard(
         "requests": len(finished),
         "not_served": len(over) - len(finished),
         "workers": {"planned": plan.workers, "seen": finished["worker"].drop_nulls().n_unique()},
-        "rate_rps": None,
-        "ttft_s": None,
-        "tpot_s": None,
-        "attainment": None,
-        "capacity": None,
-        "bias": None,
+        **dict.fromkeys(("rate_rps", "ttft_s", "tpot_s", "attainment", "capacity", "bias")),
         "says": [],
     }
     if not plan.feasible:
         facts["says"] = ["this plan found no fleet"]
-        return facts
-    if len(finished) < FEWEST_REQUESTS:
+    elif len(finished) < FEWEST_REQUESTS:
         facts["says"] = [
             f"{len(finished)} requests finished under this plan; {FEWEST_REQUESTS} are needed to compare"
         ]
-        return facts
-    finished = finished.sort("arrival_s")
+    else:
+        facts |= _compared(plan, finished.sort("arrival_s"), len(over), own)
+        facts["says"] = [*_sentences(facts), *facts["says"]]
+    return facts
+
+
+def _compared(plan: PlanFile, finished: pl.DataFrame, over: int, own: list[str]) -> dict[str, Any]:
+    """What was planned, predicted and observed, and the bias with a sentence on it."""
     replayed, why = None, ""
     try:
         replayed = replay(plan, own, finished)
     except BadInput as error:
         why = str(error)
     met = _met(finished, plan.targets)
-    share = float(met.sum()) / len(over)
     span_s = float(finished["arrival_s"][-1] - finished["arrival_s"][0])
-    facts |= {
-        "rate_rps": {"planned": plan.inputs.rate_rps, "observed": _figures((len(over) - 1) / span_s)},
+    facts: dict[str, Any] = {
+        "rate_rps": {"planned": plan.inputs.rate_rps, "observed": _figures((over - 1) / span_s)},
         "ttft_s": _latency(plan.ttft_s, replayed.ttft_s if replayed else None, finished["ttft_s"]),
         "tpot_s": _latency(plan.tpot_s, replayed.tpot_s if replayed else None, finished["tpot_s"]),
         "attainment": {
             "target": plan.attainment.target,
             "planned": plan.attainment.expected,
             "predicted": round(replayed.attainment, 6) if replayed else None,
-            "observed": round(share, 6),
+            "observed": round(float(met.sum()) / over, 6),
         },
         "capacity": _capacity(plan, finished, met),
+        "says": [f"no bias: {why}"],
     }
     if replayed:
         facts["bias"] = {
@@ -119,7 +228,7 @@ def scorecard(
             "prefill": _figures(replayed.prefill),
             "left": {"tpot": _figures(replayed.remaining[0]), "ttft": _figures(replayed.remaining[1])},
         }
-    facts["says"] = _sentences(facts, replayed, why)
+        facts["says"] = replayed.sentences
     return facts
 
 
@@ -189,29 +298,14 @@ def _capacity(plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_]) -> dic
     return {"planned_rps": plan.inputs.rate_rps, "carried_rps": rates[0], "failed_rps": rates[1]}
 
 
-def _sentences(facts: Mapping[str, Any], replayed: PlanReplay | None, why: str) -> list[str]:
-    sentences = []
-    attained = facts["attainment"]
+def _sentences(facts: Mapping[str, Any]) -> list[str]:
+    attained, workers = facts["attainment"], facts["workers"]
     verdict = "held" if attained["observed"] >= attained["target"] else "missed"
-    sentences.append(f"target {verdict}: {attained['observed']:.2%} of {attained['target']:.2%}")
+    sentences = [f"target {verdict}: {attained['observed']:.2%} of {attained['target']:.2%}"]
     if facts["not_served"]:
         sentences.append(f"{facts['not_served']} requests were turned away or failed, and count as missed")
-    if facts["workers"]["seen"] > facts["workers"]["planned"]:
-        sentences.append(
-            f"{facts['workers']['seen']} workers served, the plan has {facts['workers']['planned']}"
-        )
-    if replayed is None:
-        sentences.append(f"no bias: {why}")
-    else:
-        sentences.append(
-            f"step times of the profile: decode x {replayed.decode:.3g}, prefill x {replayed.prefill:.3g}"
-            " fit what was seen"
-        )
-        if max(abs(ratio - 1.0) for ratio in replayed.remaining) > 0.1:
-            sentences.append(
-                f"with them TPOT is still {replayed.remaining[0]:.3g} and TTFT {replayed.remaining[1]:.3g}"
-                " times the replay's: other things than step times differ"
-            )
+    if workers["seen"] > workers["planned"]:
+        sentences.append(f"{workers['seen']} workers served, the plan has {workers['planned']}")
     return sentences
 
 
