@@ -217,6 +217,29 @@ def failing(deficit_s: float, saves_s: float) -> float:
 
 
 @compiled
+def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
+    """Whether not even an idle worker of the fastest variant could still meet a request's TTFT.
+
+    `busy`: one as full as (b) lets it be instead, a step in progress. Who waits until only an idle worker
+    would do finds the few whose step happens to end just then, and no choice of where to do least harm.
+    """
+    tokens = led.requests[r].prompt + led.requests[r].key
+    due_s = led.requests[r].arrival_s + led.requests[r].ttft_s
+    for v in range(led.coefficients.shape[0]):
+        k = led.coefficients[v]
+        lasts_s = prefill_lasts_s(k, tokens, tokens, 0, 0)
+        if busy:
+            tpot_s = led.requests[r].tpot_s
+            lasts_s += tpot_s
+            if k[MODE] == CHUNKED:  # the step in progress has chunks of others, its own steps decode too
+                lasts_s += k[PREFILL_STEP] + k[PER_PREFILL] * k[MAX_BATCHED]
+                lasts_s += prefill_steps(k, tokens, 0) * max(tpot_s - decode_base_s(k, 0.0), 0.0)
+        if now_s + lasts_s <= due_s:
+            return False
+    return True
+
+
+@compiled
 def kv_peak(led: Ledger, w: int, r: int) -> float:
     """(e): the most KV tokens that worker `w` should ever hold with all it has and `r`, unless that is NONE.
 

@@ -23,14 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.types import Slo
+from controlplane.placement.constraints import prefill_lasts_s, remaining
+from controlplane.placement.ledger import DECODING, NONE, Ledger, generated
+from controlplane.placement.policies import PlacementSettings
+from controlplane.types import EngineMode, Slo
 
 Ints = NDArray[np.int64]
 
 _NS = 1e9
 _ROUNDING = 1e-6  # of a nanosecond: what float arithmetic may add to a whole number
 _UNLIMITED = 1 << 60
+_NO_TTFT_S = 1e9  # for requests that have their first token
+MOST_REQUESTS = 64  # of one heartbeat; the others wait for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,65 @@ class Placement:
     @property
     def held(self) -> int:
         return sum(w is None for w in self.worker)
+
+
+def heartbeat_of(
+    led: Ledger, rows: Ints, workers: Ints, profile: Profile, settings: PlacementSettings, now_s: float
+) -> Heartbeat:
+    """The heartbeat that places requests `rows` of a ledger on `workers` of it, all of one profile.
+
+    One SLO holds for all, the tightest: what is left of the TTFT to the request that needs its first token
+    soonest, and the least TPOT.
+    """
+    requests, k = led.requests[rows], led.coefficients[led.workers["variant"][workers]]
+    left_s = requests["ttft_s"] - (now_s - requests["arrival_s"])
+    due_s = min(left_s[np.isnan(requests["first_s"])].tolist(), default=_NO_TTFT_S)
+    prefill = profile.prefill
+    if prefill is None or profile.engine.mode == EngineMode.CHUNKED:
+        prefill = PrefillModel(profile.step.base_s, profile.step.per_prefill_token_s)
+    return Heartbeat(
+        requests=tuple(
+            NewRequest(int(r["prompt"] + r["key"]), max(int(r["predicted"] - r["key"]), 1)) for r in requests
+        ),
+        workers=tuple(worker_state(led, int(w), now_s) for w in workers),
+        step=profile.step,
+        prefill=prefill,
+        slo=Slo(max(due_s, 1e-6), float(requests["tpot_s"].min())),
+        kv_capacity_tokens=int((k[:, KV_BLOCKS] * k[:, BLOCK_TOKENS]).min()),
+        max_seqs=int(k[:, MAX_SEQS].min()),
+        theta=settings.theta,
+        gamma=settings.gamma,
+    )
+
+
+def worker_state(led: Ledger, w: int, now_s: float) -> WorkerState:
+    """What worker `w` of a ledger carries at `now_s`."""
+    worker = led.workers[w]
+    k = led.coefficients[worker["variant"]]
+    start_s = max(float(worker["boundary_s"]), now_s)
+    held, still, slack_s = [], [], inf
+    for i in range(int(worker["running_n"])):
+        r = int(led.running[w, i])
+        request = led.requests[r]
+        held.append(int(request["prompt"]) + int(generated(led, r)))
+        still.append(int(remaining(led, w, r)))
+        after_first = held[-1] - int(request["prompt"]) + int(worker["gains"]) - 1
+        saved_s = 0.0  # its first token comes at the boundary
+        if request["phase"] == DECODING:
+            saved_s = float(request["tpot_s"]) * after_first - (start_s - float(request["first_s"]))
+        slack_s = min(slack_s, saved_s)
+    queued_s = 0.0
+    for p in (1, 0):
+        r = int(led.queue_head[p, w])
+        while r != NONE:
+            request = led.requests[r]
+            held.append(int(request["prompt"] + request["key"]))
+            still.append(max(int(request["predicted"] - request["key"]), 1))
+            r = int(request["next"])
+    if worker["queued_tokens"] > 0:
+        work = float(worker["queued_tokens"])
+        queued_s = float(prefill_lasts_s(k, work, work, int(worker["decoding"]), float(worker["context"])))
+    return WorkerState(tuple(held), tuple(still), slack_s - queued_s, start_s - now_s + queued_s)
 
 
 def cost_of(beat: Heartbeat, worker: Sequence[int | None]) -> tuple[int, int]:

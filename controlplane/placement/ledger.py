@@ -70,6 +70,7 @@ REQUEST = np.dtype(
         ("predicted", np.int64),  # expected output tokens in all
         ("ends", np.int64),  # the worker's step count at which it is expected to finish
         ("arrival_s", np.float64),
+        ("held_s", np.float64),  # when it last began to wait in the cluster's queue
         ("first_s", np.float64),  # when its first token came; NaN until then
         ("ttft_s", np.float64),  # its targets
         ("tpot_s", np.float64),

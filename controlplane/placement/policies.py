@@ -43,6 +43,7 @@ from controlplane.placement.constraints import (
     spare_s,
 )
 from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, SERVING, Ledger
+from controlplane.placement.queue import QueueSettings
 
 
 class Policy(StrEnum):
@@ -84,6 +85,7 @@ class PlacementSettings:
     capacity_norm. `high_load_tokens`: for `freeness`,
     the load at which a worker with a high-priority request counts as full for normal ones, and one without
     for high ones, so that the high keep together (see migration.virtual_usage); None: all are alike.
+    `queue`: of requests that no worker takes.
     """
 
     theta: float = 0.5
@@ -91,6 +93,7 @@ class PlacementSettings:
     tolerance: float = 0.5
     context_weight: float = 1.0
     high_load_tokens: int | None = None
+    queue: QueueSettings = QueueSettings()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.theta <= 1.0:
@@ -216,7 +219,7 @@ def capacity_norm(
 
 @compiled
 def two_choices(led: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
-    """The less loaded of two workers drawn at random."""
+    """The less loaded of two workers drawn at random: by requests, then tokens held, then the first drawn."""
     count = 0
     for w in range(len(led.workers)):
         if led.workers[w].status == SERVING and serves(led, w, phase_role):
@@ -227,17 +230,27 @@ def two_choices(led: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
     second = int(draw[1] * max(count - 1, 1))
     if count > 1 and second >= first:
         second += 1
-    best, at = NONE, 0
+    one, other, at = NONE, NONE, 0
     for w in range(len(led.workers)):
         if led.workers[w].status == SERVING and serves(led, w, phase_role):
-            if (at in (first, second)) and (
-                best == NONE
-                or led.workers[w].decoding + led.workers[w].queued
-                < led.workers[best].decoding + led.workers[best].queued
-            ):
-                best = w
+            if at == first:
+                one = w
+            elif at == second:
+                other = w
             at += 1
-    return best
+    return one if other == NONE or not is_less_loaded(led, other, one) else other
+
+
+@compiled
+def is_less_loaded(led: Ledger, a: int, b: int) -> bool:
+    """Whether worker `a` has fewer requests than `b`, or as many that hold fewer tokens."""
+    more = led.workers[b].decoding + led.workers[b].queued - led.workers[a].decoding - led.workers[a].queued
+    if more != 0:
+        return more > 0
+    return (
+        led.workers[a].context + led.workers[a].queued_context
+        < led.workers[b].context + led.workers[b].queued_context
+    )
 
 
 @compiled

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.placement.decide import decide, hopeless
+from controlplane.placement.decide import decide
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODE_ONLY,
     DECODING,
+    DONE,
     DRAINING,
     HELD,
     NONE,
@@ -27,12 +28,20 @@ from controlplane.placement.ledger import (
     stop_decoding,
 )
 from controlplane.placement.policies import EXACT, JSQ, assign, in_turn
+from controlplane.placement.queue import (
+    begin_round,
+    hold,
+    is_empty,
+    leave,
+    offer,
+    overdue,
+    readmit,
+    refuse,
+    turned_away,
+)
 from dataplane.simulated.engine import arrive, begin_activity, count_miss, end_activity, view
 from dataplane.simulated.next_step import drop_running
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
-
-LATE = 2  # the queue of those whose TTFT is lost: they wait until it costs the others nothing
-REFUSALS = 4  # held requests that may find no place before the others are left for the next offer
 
 
 @compiled
@@ -58,12 +67,7 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
             clu.clock[0].timeline_at += 1
             change_worker(led, eng, clu, clu.timeline_worker[change], clu.timeline_what[change])
         elif arrival_s == now_s:
-            r = clu.clock[0].arrived
-            clu.clock[0].arrived += 1
-            view_all(led, eng, now_s)
-            # Who waits already goes first.
-            if rules.policy == EXACT or clu.clock[0].held_n > 0 or not place(led, eng, clu, rules, r):
-                hold(led, clu, led.requests[r].priority, r, False)
+            take_in(led, eng, clu, rules)
         elif transit_s == now_s:
             r = clu.transit[passing]
             clu.clock[0].transit_n -= 1
@@ -71,20 +75,51 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
             clu.transit_s[passing] = clu.transit_s[clu.clock[0].transit_n]
             place_decode(led, eng, clu, rules, r)
         elif boundary_s == now_s:
-            end_activity(led, eng, w)
-            while eng.total[0].handover_n > 0:
-                eng.total[0].handover_n -= 1
-                clu.transit[clu.clock[0].transit_n] = eng.handover[eng.total[0].handover_n]
-                clu.transit_s[clu.clock[0].transit_n] = now_s + rules.transfer_s
-                clu.clock[0].transit_n += 1
-            begin_activity(led, eng, w, now_s)
+            end_step(led, eng, clu, rules, w)
         else:
             offer_held(led, eng, clu, rules)
-        if clu.clock[0].held_n == 0:
+        if is_empty(clu.queue):
             clu.clock[0].offer_s = np.inf
         elif clu.clock[0].offer_s == np.inf and in_turn(led, 0, pool) != NONE:
             # With nobody serving no offer can succeed until somebody is ready.
             clu.clock[0].offer_s = now_s + rules.offer_every_s
+
+
+@compiled
+def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
+    """Place the next request to arrive, or let it wait: whoever waits already goes first."""
+    now_s, r = clu.clock[0].now_s, clu.clock[0].arrived
+    clu.clock[0].arrived += 1
+    view_all(led, eng, now_s)
+    if rules.policy != EXACT and is_empty(clu.queue) and place(led, eng, clu, rules, r):
+        return
+    out = turned_away(led, clu.queue, r)
+    if out != NONE:
+        turn_away(led, eng, clu, out)
+    if out != r:
+        hold(led, clu.queue, r, now_s)
+
+
+@compiled
+def turn_away(led: Ledger, eng: Engines, clu: Cluster, r: int) -> None:
+    """End a request that is not to be served."""
+    leave(led, clu.queue, r)
+    led.requests[r].phase = DONE
+    eng.requests[r].finish_s = np.inf
+    count_miss(eng, r)
+
+
+@compiled
+def end_step(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, w: int) -> None:
+    """End a worker's activity at its boundary, send off what is to decode elsewhere, and begin its next."""
+    now_s = clu.clock[0].now_s
+    end_activity(led, eng, w)
+    while eng.total[0].handover_n > 0:
+        eng.total[0].handover_n -= 1
+        clu.transit[clu.clock[0].transit_n] = eng.handover[eng.total[0].handover_n]
+        clu.transit_s[clu.clock[0].transit_n] = now_s + rules.transfer_s
+        clu.clock[0].transit_n += 1
+    begin_activity(led, eng, w, now_s)
 
 
 @compiled
@@ -132,6 +167,7 @@ def place(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> bool
     )
     if w == NONE:
         return False
+    leave(led, clu.queue, r)
     arrive(led, eng, w, r, now_s, False)
     return True
 
@@ -153,79 +189,25 @@ def place_decode(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) 
 
 
 @compiled
-def hold(led: Ledger, clu: Cluster, p: int, r: int, at_head: bool) -> None:
-    """Put a request into a queue of the cluster: its priority's, or LATE."""
-    led.requests[r].phase = HELD
-    led.requests[r].worker = NONE
-    clu.clock[0].held_n += 1
-    if clu.held_head[p] == NONE:
-        clu.held_head[p] = r
-        clu.held_tail[p] = r
-        led.requests[r].next = NONE
-    elif at_head:
-        led.requests[r].next = clu.held_head[p]
-        clu.held_head[p] = r
-    else:
-        led.requests[clu.held_tail[p]].next = r
-        clu.held_tail[p] = r
-        led.requests[r].next = NONE
-
-
-@compiled
 def offer_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
-    """Offer held requests again: high priority, normal, late; one that finds no place lets others pass."""
+    """Turn away who has waited too long, and offer the others again."""
+    now_s = clu.clock[0].now_s
     clu.clock[0].offer_s = np.inf
+    r = overdue(led, clu.queue, now_s)
+    while r != NONE:
+        turn_away(led, eng, clu, r)
+        r = overdue(led, clu.queue, now_s)
     if rules.policy == EXACT:
         return  # its heartbeat places them together
-    view_all(led, eng, clu.clock[0].now_s)
-    refused = 0
-    for p in (1, 0, LATE):
-        refused = offer_queue(led, eng, clu, rules, p, refused)
-
-
-@compiled
-def offer_queue(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, p: int, refused: int) -> int:
-    """Offer the requests of one queue until REFUSALS were refused; return how many were."""
-    before = NONE
-    r = clu.held_head[p]
-    while r != NONE and refused < REFUSALS:
-        following = led.requests[r].next
-        unlink_held(led, clu, p, before, r)
-        if p != LATE and np.isnan(led.requests[r].first_s) and hopeless(led, r, clu.clock[0].now_s, False):
+    view_all(led, eng, now_s)
+    begin_round(clu.queue)
+    r, has_lost = offer(led, clu.queue, now_s)
+    while r != NONE:
+        if has_lost:
             count_miss(eng, r)
-            hold(led, clu, LATE, r, False)
         elif not place(led, eng, clu, rules, r):
-            refused += 1
-            relink_held(led, clu, p, before, r, following)
-            before = r
-        r = following
-    return refused
-
-
-@compiled
-def unlink_held(led: Ledger, clu: Cluster, p: int, before: int, r: int) -> None:
-    """Take a request out of the cluster's queue; `before` stands in front of it there, or NONE."""
-    if before == NONE:
-        clu.held_head[p] = led.requests[r].next
-    else:
-        led.requests[before].next = led.requests[r].next
-    if clu.held_tail[p] == r:
-        clu.held_tail[p] = before
-    led.requests[r].next = NONE
-    clu.clock[0].held_n -= 1
-
-
-@compiled
-def relink_held(led: Ledger, clu: Cluster, p: int, before: int, r: int, following: int) -> None:
-    """Put it back where it stood."""
-    if before == NONE:
-        clu.held_head[p] = r
-    else:
-        led.requests[before].next = r
-    led.requests[r].next = following
-    if following == NONE:
-        clu.held_tail[p] = r
-    clu.clock[0].held_n += 1
+            refuse(clu.queue, r)
+        r, has_lost = offer(led, clu.queue, now_s)
 
 
 @compiled
@@ -238,10 +220,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
                 clu.transit_s[i] = clu.clock[0].now_s
     elif what == DRAIN:
         led.workers[w].status = DRAINING
-        while queue_first(led, w) != NONE:
-            r = queue_first(led, w)
-            leave_queue(led, w, r)
-            hold(led, clu, led.requests[r].priority, r, True)
+        take_queued(led, clu, w)
     else:
         view(led, eng, w, clu.clock[0].now_s)
         led.workers[w].status = OFF
@@ -254,11 +233,17 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
                 led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
             eng.requests[r].computed = 0
             eng.requests[r].chunk = 0
-            hold(led, clu, led.requests[r].priority, r, True)
-        while queue_first(led, w) != NONE:
-            r = queue_first(led, w)
-            leave_queue(led, w, r)
-            hold(led, clu, led.requests[r].priority, r, True)
+            readmit(led, clu.queue, r, clu.clock[0].now_s)
+        take_queued(led, clu, w)
         led.workers[w].queued_tokens = 0
         eng.workers[w].activity = IDLE
         eng.workers[w].next_s = np.inf
+
+
+@compiled
+def take_queued(led: Ledger, clu: Cluster, w: int) -> None:
+    """Put all that waits at a worker back into the cluster's queue."""
+    while queue_first(led, w) != NONE:
+        r = queue_first(led, w)
+        leave_queue(led, w, r)
+        readmit(led, clu.queue, r, clu.clock[0].now_s)

@@ -123,7 +123,7 @@ class SimulatedPlane:
             wanted=elastic.wanted,
             arrivals=self._arrived - before,
             by_class=by_class,
-            waiting_requests=int(run.cluster.clock["held_n"][0]),
+            waiting_requests=run.cluster.queue.waiting,
             cold_start_s=elastic.cold_start_s,
             drain_s=elastic.drain_s,
             wanted_kinds=elastic.wanted_kinds,
@@ -163,8 +163,8 @@ def drive(
         more = advance(led, eng, run.cluster, run.rules, now_s)
         clock["now_s"] = now_s
         if now_s == place_s:
-            if clock["held_n"][0] > 0:
-                place_held(led, eng, run.cluster, run.rules, run.profiles[0], run.slos[0], run.settings)
+            if run.cluster.queue.waiting:
+                place_held(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)
@@ -187,7 +187,7 @@ def _advance_before(run: RunState, now_s: float) -> None:
 def _next_beat_s(run: RunState, now_s: float, beat_s: float) -> float:
     """The next heartbeat; not before the next arrival when the fleet has nothing to do."""
     arrived = int(run.cluster.clock["arrived"][0])
-    idle = run.cluster.clock["held_n"][0] == 0 and np.isinf(run.engines.workers["next_s"]).all()
+    idle = run.cluster.queue.waiting == 0 and np.isinf(run.engines.workers["next_s"]).all()
     if idle and arrived < len(run.workload):
         return max(float(run.workload.arrival_s[arrived]), now_s) + beat_s
     return now_s + beat_s

@@ -229,7 +229,7 @@ class Elastic:
 
     def _offer_soon(self, now_s: float) -> None:
         clock = self._run.cluster.clock
-        if int(clock["held_n"][0]):
+        if self._run.cluster.queue.waiting:
             clock["offer_s"] = min(float(clock["offer_s"][0]), now_s + self._run.rules.offer_every_s)
 
     def _note(self, now_s: float) -> None:

@@ -42,9 +42,9 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
+from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
-from dataplane.simulated.cluster import hold
 from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
 from dataplane.simulated.next_step import blocks_of, drop_running
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
@@ -217,8 +217,7 @@ class Moves:
             release(led, eng, move.target, move.tokens)
         self.outcomes[step(move.stage, happened)] += 1
         if happened is Happened.RESUME_FAILED:
-            priority = int(led.requests["priority"][move.request])
-            hold(led, clu, priority, move.request, True)
+            readmit(led, clu.queue, move.request, now_s)
             clu.clock["offer_s"] = min(float(clu.clock["offer_s"][0]), now_s + self._run.rules.offer_every_s)
         self._slow((move.source, move.target), 0.0, now_s)
         move.at_s = inf

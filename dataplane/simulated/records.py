@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from controlplane.placement.constraints import Knobs
-from controlplane.placement.ledger import NONE, Floats, Ints, Records
+from controlplane.placement.ledger import Floats, Ints, Records
+from controlplane.placement.queue import Queue, QueueSettings, new_queue
 
 READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
 
@@ -18,7 +19,6 @@ CLOCK = np.dtype(
     [
         ("now_s", np.float64),
         ("arrived", np.int64),  # requests that have arrived
-        ("held_n", np.int64),
         ("offer_s", np.float64),  # when held requests are offered next; inf while there are none
         ("transit_n", np.int64),
         ("timeline_at", np.int64),
@@ -31,8 +31,7 @@ class Cluster(NamedTuple):
     """State of the run beyond ledger and engines."""
 
     clock: Records  # [1] of CLOCK
-    held_head: Ints  # [3] the cluster's queues, linked through the requests' `next`: normal, high, LATE
-    held_tail: Ints
+    queue: Queue  # requests that no worker has taken
     transit: Ints  # [requests] KV on its way to a decode worker,
     transit_s: Floats  # when it gets there
     # what happens to workers, in order of time
@@ -41,15 +40,14 @@ class Cluster(NamedTuple):
     timeline_what: Ints
 
 
-def new_cluster(requests: int, timeline: list[tuple[float, int, int]]) -> Cluster:
+def new_cluster(requests: int, timeline: list[tuple[float, int, int]], queue: QueueSettings) -> Cluster:
     """A cluster at time 0; `timeline` rows are (seconds, worker, READY | FAIL | DRAIN)."""
     rows = sorted(timeline)
     clock = np.zeros(1, CLOCK)
     clock["offer_s"] = np.inf
     return Cluster(
         clock=clock,
-        held_head=np.full(3, NONE, np.int64),
-        held_tail=np.full(3, NONE, np.int64),
+        queue=new_queue(queue),
         transit=np.zeros(requests, np.int64),
         transit_s=np.zeros(requests),
         timeline_s=np.array([r[0] for r in rows], np.float64),
@@ -97,7 +95,7 @@ JOB = np.dtype(
         ("output", np.int64),  # how long it really is
         ("computed", np.int64),  # prefill tokens done
         ("chunk", np.int64),  # prefill tokens in the step in progress
-        ("finish_s", np.float64),
+        ("finish_s", np.float64),  # NaN until it ends; inf for one that was turned away
         ("preemptions", np.int64),
         ("migrations", np.int64),
         ("missed", np.int64),  # 1 once it is known that a target is not met

@@ -69,7 +69,7 @@ class RunState:
         """What has become of the requests so far."""
         led, eng = self.ledger, self.engines
         finish_s = eng.requests["finish_s"]
-        ended = finish_s[~np.isnan(finish_s)]
+        ended = finish_s[np.isfinite(finish_s)]
         return Outcome(
             workload=self.workload,
             ttft_target_s=led.requests["ttft_s"],
@@ -81,7 +81,7 @@ class RunState:
             migrations=eng.requests["migrations"],
             busy_s=eng.workers["busy_s"],
             end_s=float(ended.max()) if len(ended) else 0.0,
-            complete=len(ended) == len(self.workload),
+            complete=not np.isnan(finish_s).any(),
             misses=int(eng.total["misses"][0]),
         )
 
@@ -169,7 +169,7 @@ def prepare(
         draws=np.random.default_rng(seed).random((requests, 2)),
     )
     engines = new_engines(len(workers), workload.output_tokens)
-    clusters = new_cluster(requests, timeline)
+    clusters = new_cluster(requests, timeline, (settings or PlacementSettings()).queue)
     return RunState(
         workload,
         ledger,
@@ -191,7 +191,10 @@ def _own_lengths(workload: Workload) -> LengthTable:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of each request; columns of shape [requests], absolute seconds, NaN = did not happen."""
+    """What became of each request; columns of shape [requests], absolute seconds, NaN = did not happen.
+
+    `finish_s` inf: turned away by a queue that was full, or by its time limit.
+    """
 
     workload: Workload
     ttft_target_s: NDArray[np.float64]
@@ -220,7 +223,7 @@ class Outcome:
     def met(self) -> NDArray[np.bool_]:
         """Whether each request finished within both its targets."""
         slow = self.tpot_s > self.tpot_target_s  # NaN compares false: judged by TTFT alone
-        return np.asarray(~np.isnan(self.finish_s) & (self.ttft_s <= self.ttft_target_s) & ~slow)
+        return np.asarray(np.isfinite(self.finish_s) & (self.ttft_s <= self.ttft_target_s) & ~slow)
 
     @property
     def attainment(self) -> float:

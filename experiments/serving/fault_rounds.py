@@ -23,6 +23,7 @@ import psutil
 from controlplane.migration.protocol import Stage
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
+from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import ENGINE_FLAGS, Server, begun, fleet, session, stream, tiny_model
@@ -62,14 +63,15 @@ class Round:
         from dataplane.live.gateway.events import EventLog
         from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
         from dataplane.live.gateway.metrics import Metrics
-        from dataplane.live.gateway.placement import LeastLoaded
+        from dataplane.live.gateway.placement import Placement
 
         fabric = Fabric(speed=2.0)
         self.engines = {
             worker: EmulatedEngine(worker, PROFILE, fabric)
             for worker in (WorkerId("a"), WorkerId("b"), WorkerId("c"))
         }
-        self.core = FleetCore(CoreSettings(8, SLO), LeastLoaded(), Metrics(), EventLog(), lambda _: TOKENS)
+        placement = Placement({}, 8, LengthTable.constant(TOKENS), np.random.default_rng(0))
+        self.core = FleetCore(CoreSettings(8, SLO), placement, Metrics(), EventLog(), lambda _: TOKENS)
         for engine in self.engines.values():
             self.core.attach(engine)
         self.tokens: dict[str, list[int]] = {}

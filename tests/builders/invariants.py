@@ -45,12 +45,11 @@ def check(state: RunState, now_s: float) -> None:
                 assert led.requests["phase"][r] == QUEUED
                 assert led.requests["worker"][r] == w
         _check_worker(state, w)
-    held = [
-        r for p in range(3) for r in _linked(state, state.cluster.held_head[p], state.cluster.held_tail[p])
-    ]
+    queue = state.cluster.queue
+    held = [r for at in range(4) for r in _linked(state, queue.head[at], queue.tail[at])]
     for r in held:
         put(r, "held")
-    assert len(held) == clock["held_n"]
+    assert len(held) == queue.waiting
     for r in state.cluster.transit[: int(clock["transit_n"])]:
         put(int(r), "on its way")
     for r, where in place.items():

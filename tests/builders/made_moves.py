@@ -57,7 +57,7 @@ def check(run, moves):
         if row["status"] == SERVING and there["activity"] == IDLE:
             assert not running
             assert not queue or promised[w]
-    held = int(clu.clock["held_n"][0])
+    held = clu.queue.waiting
     travelling = sum(m.stage is Stage.CUTTING_OVER for m in moves.open)
     assert int((phase[:arrived] == HELD).sum()) == held + travelling
     assert np.isnan(eng.requests["finish_s"][phase != DONE]).all()

@@ -1,16 +1,27 @@
 """What both planes keep or decide by the same code, fed the same story, comes out the same."""
 
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from made_replies import fleet, request, worker
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.ledger import DECODING, DONE, generated
+from controlplane.placement.ledger import DECODING, DONE, HELD, generated
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import PlacementSettings
+from controlplane.placement.queue import QueueSettings
 from controlplane.placement.rebalance import DeviationTracker
-from controlplane.types import EngineMode, Slo
+from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.admission import Admission
+from dataplane.live.gateway.placement import Placement
+from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.observe import deviations, loads
 from dataplane.simulated.simulate import WorkerSpec, prepare
@@ -65,3 +76,157 @@ def test_both_planes_see_the_same_errors_of_algorithm_2(seed, factor):
         assert errors == live.snapshot(*as_replies(run.ledger), now_s).errors
         seen += any(e.sequences for e in errors.values())
     assert seen > 20
+
+
+SEAT = replace(
+    PROFILE,
+    step=StepModel(0.05, 0.0, 0.0, 0.0),
+    prefill=PrefillModel(0.01, 1e-4),
+    engine=EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=8192, max_seqs=1),
+)
+EASY, STRICT = Slo(8.0, 1.0), Slo(0.3, 1.0)
+QUEUE = QueueSettings(max_requests=9, max_wait_s=5.0)
+LOST_S, BACK_S = 2.33, 4.35  # worker 0
+
+# Arrival, prompt, output, SLO, priority. Two fill the fleet; six that not even an idle worker could serve in
+# time come before anybody else, more than a round's refusals; those behind them have time, one is urgent.
+STORY = [
+    (0.001, 100, 40, EASY, 0),
+    (0.013, 100, 44, EASY, 0),
+    *[(0.113 + 0.01 * i, 4000, 8, STRICT, 0) for i in range(6)],
+    (0.317, 300, 12, EASY, 0),
+    (0.351, 200, 20, EASY, 1),
+    (0.407, 100, 9, EASY, 0),
+    (0.503, 100, 9, EASY, 0),  # the queue is full: a late one makes room
+    (0.511, 100, 9, EASY, 0),
+    (5.003, 100, 10, EASY, 0),
+    (5.009, 100, 6, EASY, 1),
+    (6.001, 4000, 8, STRICT, 0),
+]
+
+
+def simulated_story():
+    """Who was placed where, in order: (seconds, request, worker); and who was turned away, with the time."""
+    classes = [EASY, STRICT]
+    load = Workload(
+        np.array([row[0] for row in STORY]),
+        np.array([row[1] for row in STORY]),
+        np.array([row[2] for row in STORY]),
+        slo_class=np.array([classes.index(row[3]) for row in STORY]),
+        priority=np.array([row[4] for row in STORY]),
+    )
+    workers = [WorkerSpec(SEAT, fails_s=((LOST_S, BACK_S),)), WorkerSpec(SEAT)]
+    run = prepare(
+        load, workers, classes, "spread", settings=PlacementSettings(queue=QUEUE),
+        predictor=LengthTable.constant(20), predicted_tokens=None, seed=0, transfer_s=0.0, patience=4.0,
+        max_misses=None,
+    )  # fmt: skip
+    placed, away, at = [], {}, np.full(len(STORY), -1)
+    rows, finish_s = run.ledger.requests, run.engines.requests["finish_s"]
+    for tick in range(1, 20_000):
+        now_s = tick * 1e-3
+        advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
+        there = np.where(rows["phase"] == HELD, -1, rows["worker"])
+        for r in np.flatnonzero((there != at) & (there >= 0) & (load.arrival_s <= now_s)):
+            placed.append((now_s, int(r), int(there[r])))
+        for r in np.flatnonzero(np.isinf(finish_s)):
+            away.setdefault(int(r), now_s)
+        at = there
+    assert run.outcome().complete
+    return placed, away
+
+
+class Gateway:
+    """The gateway's admission and placement, by a made-up clock, before engines of one seat each."""
+
+    def __init__(self):
+        self.now_s, self.placed, self.away, self.seats = 0.0, [], {}, {}
+        self.placement = Placement({"": SEAT}, 2, LengthTable.constant(20), np.random.default_rng(0))
+        self.admission = Admission(
+            QUEUE, self.placement, self.begin, self.turn_away, clock=lambda: self.now_s
+        )
+        for w in "01":
+            self.attach(WorkerId(w))
+
+    def attach(self, worker):
+        self.seats[worker] = None
+        self.placement.attach(
+            WorkerInfo(worker, "emulated", "m", "", (), 16, 60_000, 1, 99_999, 1, 8192, 1, "", "", 0), ""
+        )
+        self.admission.look()
+
+    async def begin(self, tracked, worker):
+        """As FleetCore begins a segment; the engine's tokens come when the profile says."""
+        r, made = int(tracked.id), len(tracked.output_token_ids)
+        self.placed.append((self.now_s, r, int(worker)))
+        self.placement.put(tracked, worker, has_kv=False)
+        tracked.worker = worker
+        first_s = self.now_s + 0.01 + 1e-4 * (STORY[r][1] + made)
+        self.seats[worker] = (tracked, [first_s + 0.05 * i for i in range(STORY[r][2] - made)])
+
+    def turn_away(self, tracked, why):
+        self.away[int(tracked.id)] = self.now_s
+        self.end(tracked)
+
+    def end(self, tracked):
+        """As FleetCore._end."""
+        self.admission.discard(tracked)
+        self.placement.forget(tracked)
+
+    def lose(self, worker):
+        """As FleetCore._forget_worker, and its replays."""
+        self.placement.detach(worker)
+        tracked, _ = self.seats.pop(worker)
+        self.placement.take(tracked)
+        tracked.worker = None
+        self.admission.take_back(tracked)
+
+    def make_tokens(self):
+        for at, seat in list(self.seats.items()):
+            while seat is not None and seat[1] and seat[1][0] <= self.now_s:
+                tracked, _ = seat
+                self.placement.advance(at, [(tracked, 1)], seat[1].pop(0))
+                tracked.output_token_ids.append(7)
+                if not seat[1]:
+                    self.seats[at] = None
+                    self.end(tracked)
+
+    async def play(self):
+        coming = [
+            Tracked(
+                SimpleNamespace(request_id=str(r), prompt_token_ids=[1] * prompt, sampling_params=None),
+                Ticket(str(r), "", slo, priority), arrival_s, 20,
+            )
+            for r, (arrival_s, prompt, _, slo, priority) in enumerate(STORY)
+        ]  # fmt: skip
+        for tick in range(1, 20_000):
+            self.now_s = tick * 1e-3
+            if tick == round(LOST_S * 1e3):
+                self.lose(WorkerId("0"))
+            if tick == round(BACK_S * 1e3):
+                self.attach(WorkerId("0"))
+            self.make_tokens()
+            while coming and coming[0].arrival_s <= self.now_s:
+                await self.admission.take_in(coming.pop(0))
+            self.admission.look()
+            for _ in range(4):  # let the dispatcher offer whom it holds
+                await asyncio.sleep(0)
+        self.admission.close()
+        return self.placed, self.away
+
+
+async def gateway_story():
+    return await Gateway().play()
+
+
+def test_both_planes_place_and_turn_away_the_same_requests_in_the_same_order():
+    placed, away = simulated_story()
+    live_placed, live_away = asyncio.run(gateway_story())
+    assert [row[1:] for row in live_placed] == [row[1:] for row in placed]
+    # The simulated cluster offers every 10 ms, the gateway at once.
+    assert [row[0] for row in live_placed] == pytest.approx([row[0] for row in placed], abs=0.1)
+    assert live_away == pytest.approx(away, abs=0.1)
+    # The urgent one first and again when it has lost its worker, then those on time, the hopeless behind all:
+    # of these two make room for newcomers, and two wait as long as any may.
+    assert [r for _, r, _ in placed] == [0, 1, 9, 8, 9, 10, 11, 12, 2, 3, 14, 13, 15]
+    assert away.keys() == {4, 5, 6, 7}

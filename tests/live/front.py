@@ -2,8 +2,11 @@
 
 import asyncio
 
+import numpy as np
+
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
+from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 
 SLO = Slo(10.0, 1.0)
@@ -23,6 +26,13 @@ def profile(blocks=4096, max_seqs=64):
     )
 
 
+def unprofiled(workers=8):
+    """Placement on workers whose step times are not known."""
+    from dataplane.live.gateway.placement import Placement
+
+    return Placement({}, workers, LengthTable.constant(200), np.random.default_rng(0))
+
+
 class Front:
     """In AsyncLLM's place: sends requests, and keeps what comes back for each."""
 
@@ -31,14 +41,13 @@ class Front:
         from dataplane.live.gateway.events import EventLog
         from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
         from dataplane.live.gateway.metrics import Metrics
-        from dataplane.live.gateway.placement import LeastLoaded
 
         self.fabric = Fabric(speed=2.0)
         self.launch = lambda worker, other=None: EmulatedEngine(worker, other or profile, self.fabric)
         self.engines = {worker: self.launch(worker) for worker in workers}
         self.events = EventLog()
         self.core = FleetCore(
-            CoreSettings(8, SLO, waiting), placement or LeastLoaded(), Metrics(), self.events, lambda _: 200
+            CoreSettings(8, SLO, waiting), placement or unprofiled(), Metrics(), self.events, lambda _: 200
         )
         for engine in self.engines.values():
             self.core.attach(engine)

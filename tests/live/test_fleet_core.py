@@ -16,24 +16,24 @@ from controlplane.types import Slo, WorkerId
 
 def by_ledger(profile):
     from controlplane.placement.lengths import LengthTable
-    from dataplane.live.gateway.ledger_placement import LedgerPlacement
+    from dataplane.live.gateway.placement import Placement
 
-    return LedgerPlacement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0))
+    return Placement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0))
 
 
 def is_empty(placement):
     """Whether the ledger holds nothing, and its running sums have come back to zero."""
     counts = ("decoding", "context", "queued", "queued_tokens", "queued_context", "running_n")
-    return not placement._rows and all((placement._led.workers[name] == 0).all() for name in counts)
+    return not placement._rows and all((placement.ledger.workers[name] == 0).all() for name in counts)
 
 
 def play(story, workers=(A, B), waiting=None, ledger=False, **sizes):
     """Run a story on a fresh fleet; after it, no request and no KV block may be left anywhere."""
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
 
     async def run():
         placement = by_ledger(profile(**sizes)) if ledger else None
-        front = Front(workers, profile(**sizes), waiting or WaitingSettings(), placement)
+        front = Front(workers, profile(**sizes), waiting or QueueSettings(), placement)
         try:
             await asyncio.wait_for(story(front), 60)
             assert len(front.core.requests) == front.core.waiting == 0
@@ -102,7 +102,7 @@ def test_requests_outlive_the_loss_of_every_worker_if_another_comes_in_time(live
 
 
 def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
 
     async def story(front):
         ticket = await front.send("begun", [5, 6])
@@ -116,7 +116,7 @@ def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
         assert other.rejection is not None
         assert other.rejection.retry_after_s >= 1
 
-    play(story, waiting=WaitingSettings(max_wait_s=0.3))
+    play(story, waiting=QueueSettings(max_wait_s=0.3))
 
 
 def test_what_cannot_be_replayed_ends_in_an_error_and_never_wrongly(live_extra):
@@ -169,7 +169,7 @@ def test_streams_are_whole_whatever_moves_and_dies(live_extra, seed, ledger):
 
 def test_a_fleet_closes_in_the_middle_of_a_move(live_extra):
     async def story():
-        front = Front((A, B), profile(), WaitingSettings())
+        front = Front((A, B), profile(), QueueSettings())
         await front.send("r", [1] * 200, max_tokens=1000)
         await front.until("r", 3)
         moving = asyncio.ensure_future(front.core.move("r", B, "a test"))
@@ -178,7 +178,7 @@ def test_a_fleet_closes_in_the_middle_of_a_move(live_extra):
             moving.cancel()
             await asyncio.wait([moving])
 
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
 
     asyncio.run(story())
 
@@ -228,7 +228,7 @@ def test_a_client_that_leaves_ends_all_requests_of_its_ticket(live_extra):
 
 
 def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
 
     async def story(front):
         running = [f"r{i}" for i in range(4)]
@@ -242,7 +242,7 @@ def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
         assert front.finish["waits"] == "LENGTH"
         assert front.finish["refused"] == "ERROR"
 
-    play(story, max_seqs=2, waiting=WaitingSettings(max_requests=1))
+    play(story, max_seqs=2, waiting=QueueSettings(max_requests=1))
 
 
 def test_a_high_request_goes_ahead_of_normal_ones_that_wait(live_extra):
@@ -275,7 +275,7 @@ def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints
     from dataplane.live.gateway.request import Ticket
 
     async def story(front):
-        led = front.core.placement._led
+        led = front.core.placement.ledger
         for i in range(6):
             await front.send(f"r{i}", [i + 1] * 50, max_tokens=400)
         await asyncio.gather(*(front.until(f"r{i}", 30) for i in range(6)))

@@ -16,8 +16,8 @@ FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
 
 @pytest.fixture
 def play(live_extra, monkeypatch):
-    from dataplane.live.gateway.ledger_placement import LedgerPlacement
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
+    from dataplane.live.gateway.placement import Placement
     from dataplane.live.pool import pool as cluster
     from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
@@ -28,8 +28,8 @@ def play(live_extra, monkeypatch):
     def run(story, fast=1, slow=1, by_profile=False):
         async def scene():
             lengths = LengthTable.constant(200)
-            placement = LedgerPlacement(profiles, 8, lengths, np.random.default_rng(0))
-            front = Front((), profiles[SLOW], WaitingSettings(), placement if by_profile else None)
+            placement = Placement(profiles, 8, lengths, np.random.default_rng(0))
+            front = Front((), profiles[SLOW], QueueSettings(), placement if by_profile else None)
             host = FrontHost(front, profiles)
             kinds = Kinds([WorkerKind(fast, 2, "h100-sxm"), WorkerKind(slow, 1, "a100-sxm", high=2)])
             fleet = cluster.Cluster(host, front.core, front.events, 4, kinds)

@@ -11,7 +11,7 @@ from controlplane.types import WorkerId
 
 @pytest.fixture
 def play(live_extra, monkeypatch):
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
     from dataplane.live.pool import pool as cluster
     from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
@@ -19,7 +19,7 @@ def play(live_extra, monkeypatch):
 
     def run(story, workers=2, **sizes):
         async def scene():
-            front = Front((), profile(**sizes), WaitingSettings())
+            front = Front((), profile(**sizes), QueueSettings())
             host = FrontHost(front)
             fleet = cluster.Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(workers)]))
             try:
@@ -125,12 +125,12 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
 
 
 def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
-    from dataplane.live.gateway.waiting_room import WaitingSettings
+    from controlplane.placement.queue import QueueSettings
     from dataplane.live.pool.pool import WorkerPool
     from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
     async def scene():
-        front = Front((), profile(), WaitingSettings())
+        front = Front((), profile(), QueueSettings())
         host = FrontHost(front)
         host.failures = 1
         fleet = WorkerPool(host, front.core, front.events, 4, Kinds([WorkerKind(3)]))

@@ -154,10 +154,10 @@ def serve_command(
         raise BadInput(f"--control-host: {control_host} is reachable by others, so give --control-key")
 
     _prepare_process(verbose)
+    from controlplane.placement.queue import QueueSettings
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.fleet import FleetSettings, run_fleet
     from dataplane.live.gateway.server import GatewaySettings
-    from dataplane.live.gateway.waiting_room import WaitingSettings
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
@@ -179,7 +179,7 @@ def serve_command(
             control_key=control_key,
             keys=tuple(keys),
             slo=targets,
-            waiting=WaitingSettings(queue, queue_wait_s),
+            waiting=QueueSettings(queue, queue_wait_s),
             autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, saved),
             advisory=advisory,
             policy=placement,
@@ -243,10 +243,9 @@ def _prepare_process(verbose: bool) -> None:
 
 
 def _policy(name: str) -> Policy:
-    """A placement policy that decides request by request. Raises BadInput listing them."""
-    able = [policy.value for policy in Policy if policy is not Policy.EXACT]
-    if name not in able:
-        raise BadInput(f"--policy: one of {', '.join(able)}, got {name!r}")
+    """A placement policy by name; a fleet moves requests under any. Raises BadInput listing them."""
+    if name not in list(Policy):
+        raise BadInput(f"--policy: one of {', '.join(Policy)}, got {name!r}")
     return Policy(name)
 
 

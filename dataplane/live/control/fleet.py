@@ -22,6 +22,7 @@ import numpy as np
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
+from controlplane.placement.queue import QueueSettings
 from controlplane.scaler.worker_types import KindSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
@@ -37,12 +38,10 @@ from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History
-from dataplane.live.gateway.ledger_placement import LedgerPlacement
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
-from dataplane.live.gateway.placement import LeastLoaded, Placement
+from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings
-from dataplane.live.gateway.waiting_room import WaitingSettings
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.pool import Host, WorkerPool
 from dataplane.live.pool.worker_kinds import Kinds
@@ -71,7 +70,7 @@ class FleetSettings:
     control_key: str | None
     keys: tuple[ApiKey, ...]
     slo: Slo
-    waiting: WaitingSettings
+    waiting: QueueSettings
     autoscale: Autoscale | None = None
     advisory: bool = False
     policy: Policy = Policy.SPREAD
@@ -194,14 +193,18 @@ def _moves(settings: FleetSettings) -> MoveBudget:
 def _placement(
     settings: FleetSettings, history: History, profiles: Mapping[str, Profile], step_times: StepTimes | None
 ) -> Placement:
-    """By the core's `assign` where step times are known, by load alone where they are not."""
-    if step_times is None:
-        return LeastLoaded()
-    placement = LedgerPlacement(
-        profiles, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+    """By step times where they are known of every kind, else by KV and seats alone.
+
+    Raises BadInput where the exact policy is asked of a fleet that its program does not cover.
+    """
+    if settings.policy == Policy.EXACT and (step_times is None or len(profiles) > 1):
+        raise BadInput("--policy: exact: needs one kind of worker, and a profile of it")
+    known = {} if step_times is None else profiles
+    placement = Placement(
+        known, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
     )
     history.on_learnt.append(placement.learn)
-    for kind, times in step_times.kinds.items():
+    for kind, times in () if step_times is None else step_times.kinds.items():
         times.on_refit.append(partial(placement.refit, kind))
     return placement
 

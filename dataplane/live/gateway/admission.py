@@ -1,42 +1,73 @@
-"""Admission: place each request at once where a worker has room, and queue it where none has."""
+"""Admission: place each request at once where a worker has room, and queue it where none has.
+
+The queue is the control plane's (placement.queue), over the rows of the placement's ledger.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import numpy as np
+
+from controlplane.placement.exact import solve
+from controlplane.placement.heartbeat import MOST_REQUESTS
+from controlplane.placement.ledger import NONE
+from controlplane.placement.policies import Policy
+from controlplane.placement.queue import (
+    QueueSettings,
+    begin_round,
+    hold,
+    leave,
+    line_up,
+    new_queue,
+    offer,
+    offer_late,
+    overdue,
+    readmit,
+    refuse,
+    turned_away,
+)
 from controlplane.types import WorkerId
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Rejection, Tracked
-from dataplane.live.gateway.waiting_room import WaitingRoom, WaitingSettings
 
 LOOK_EVERY_S = 0.25
+HEARTBEAT_S = 0.05  # between two of the exact policy's heartbeats, at least
+SOLVE_LIMIT_S = 0.25  # for one heartbeat; past it `spread` places its requests
 
 
 class Admission:
     """The queue before the fleet. `begin` starts a request on a worker, `turn_away` ends it with a reason.
 
     `is_coming`: whether the first worker is starting; nobody is turned away for having waited for it.
+    `solved`: told of each heartbeat of the exact policy (its requests, whether it was solved in time).
     """
 
     def __init__(
         self,
-        settings: WaitingSettings,
+        settings: QueueSettings,
         placement: Placement,
         begin: Callable[[Tracked, WorkerId], Awaitable[None]],
         turn_away: Callable[[Tracked, str], None],
         is_coming: Callable[[], bool] = lambda: False,
+        solved: Callable[[int, bool], None] = lambda requests, in_time: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._placement, self._begin, self._turn_away = placement, begin, turn_away
-        self._is_coming = is_coming
-        self._room: WaitingRoom[Tracked] = WaitingRoom(settings)
+        self._settings, self._placement, self._clock = settings, placement, clock
+        self._begin, self._turn_away = begin, turn_away
+        self._is_coming, self._solved = is_coming, solved
+        self._queue = new_queue(settings)
+        self._waiting: dict[int, Tracked] = {}  # by their rows in the ledger
+        self._departures_s: deque[float] = deque(maxlen=32)
         self._wake = asyncio.Event()
         self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
 
     def __len__(self) -> int:
-        return len(self._room)
+        return len(self._waiting)
 
     @property
     def is_over(self) -> bool:
@@ -44,24 +75,31 @@ class Admission:
 
     async def take_in(self, tracked: Tracked) -> None:
         """Begin a new request on the worker that is chosen for it, or let it wait for one."""
-        now_s = time.monotonic()
-        worker = self._placement.choose(tracked, now_s) if len(self._room) == 0 else None
-        if worker is not None:
-            await self._begin(tracked, worker)
-            return
-        turned_away = self._room.offer(tracked, tracked.ticket.priority, now_s)
-        if turned_away is not None:
-            self._turn_away(turned_away, "the fleet is full and its queue is, too")
+        now_s = self._clock()
+        if not self._waiting and self._placement.policy != Policy.EXACT:
+            worker = self._placement.choose(tracked, now_s)
+            if worker is not None:
+                await self._begin(tracked, worker)
+                return
+        r = self._placement.row(tracked)
+        out = int(turned_away(self._placement.ledger, self._queue, r))
+        if out != NONE:
+            self._turn_away(self._waiting.get(out, tracked), "the fleet is full and its queue is, too")
+        if out != r:
+            hold(self._placement.ledger, self._queue, r, now_s)
+            self._waiting[r] = tracked
         self.look()
 
     def take_back(self, tracked: Tracked) -> None:
         """Put a request that has lost its worker back in line, ahead of newcomers."""
-        self._room.readmit(tracked, tracked.ticket.priority, tracked.arrival_s, time.monotonic())
+        r = self._placement.row(tracked)
+        readmit(self._placement.ledger, self._queue, r, self._clock())
+        self._waiting[r] = tracked
         self.look()
 
     def discard(self, tracked: Tracked) -> None:
-        """The request is over; somebody else may take its place."""
-        self._room.discard(tracked)
+        """The request is over; another may take its place."""
+        self._remove(self._placement.row(tracked))
         self.look()
 
     def look(self) -> None:
@@ -70,31 +108,83 @@ class Admission:
 
     def rejection(self, why: str) -> Rejection:
         """A refusal that says when to come back."""
-        return Rejection(why, self._room.retry_after_s(time.monotonic()))
+        return Rejection(why, self._retry_after_s(self._clock()))
 
     def close(self) -> None:
-        """Place nobody any more."""
+        """Place no more requests."""
         self._dispatcher.cancel()
 
+    def _remove(self, r: int) -> None:
+        if self._waiting.pop(r, None) is not None:
+            leave(self._placement.ledger, self._queue, r)
+
     async def _dispatch(self) -> None:
-        """Place what waits, in order of rank, whenever something may have changed."""
+        """Place what waits, in order, whenever something may have changed."""
         while True:
             with suppress(TimeoutError):  # not wait_for: before Python 3.12 it may swallow a cancellation
-                async with asyncio.timeout(LOOK_EVERY_S if len(self._room) else None):
+                async with asyncio.timeout(LOOK_EVERY_S if self._waiting else None):
                     await self._wake.wait()
             self._wake.clear()
-            now_s = time.monotonic()
-            for late in () if self._is_coming() else self._room.overdue(now_s):
-                self._turn_away(late, f"no worker had room within {self._room.settings.max_wait_s:g} s")
-            refused = 0
-            for waiting in self._room.in_order():
-                if waiting not in self._room:
-                    continue  # it ended while an earlier one was sent
-                worker = self._placement.choose(waiting.what, now_s)
-                if worker is not None:
-                    self._room.take(waiting, now_s)
-                    await self._begin(waiting.what, worker)
-                    continue
-                refused += 1
-                if refused == self._placement.refusals:
-                    break
+            if not self._is_coming():
+                self._turn_away_overdue(self._clock())
+            if self._placement.policy == Policy.EXACT:
+                await self._beat()
+            else:
+                await self._offer_in_order(self._placement.policy)
+
+    def _turn_away_overdue(self, now_s: float) -> None:
+        while (r := int(overdue(self._placement.ledger, self._queue, now_s))) != NONE:
+            self._turn_away(self._waiting[r], f"no worker had room within {self._settings.max_wait_s:g} s")
+
+    async def _offer_in_order(self, policy: Policy) -> None:
+        now_s = self._clock()
+        begin_round(self._queue)
+        while True:
+            r, has_lost = offer(self._placement.ledger, self._queue, now_s)
+            if r == NONE:
+                return
+            if not has_lost:
+                await self._offer(int(r), policy, now_s)
+
+    async def _offer(self, r: int, policy: Policy, now_s: float) -> None:
+        worker = self._placement.choose(self._waiting[r], now_s, policy=policy)
+        if worker is None:
+            refuse(self._queue, r)
+        else:
+            await self._send(r, worker)
+
+    async def _send(self, r: int, worker: WorkerId) -> None:
+        tracked = self._waiting[r]
+        self._remove(r)
+        self._departures_s.append(self._clock())
+        await self._begin(tracked, worker)
+
+    async def _beat(self) -> None:
+        """A heartbeat of the exact policy, solved beside the event loop, and late requests after it."""
+        now_s, queue = self._clock(), self._queue
+        line, lost = np.empty(MOST_REQUESTS, np.int64), np.empty(len(self._waiting), np.int64)
+        n, _ = line_up(self._placement.ledger, queue, now_s, line, lost)
+        asked = {r: self._waiting[r] for r in line[:n].tolist()}
+        heartbeat, workers = self._placement.heartbeat(line[:n], now_s)
+        if asked and workers:
+            found = await asyncio.to_thread(lambda: solve(heartbeat(), SOLVE_LIMIT_S))
+            self._solved(len(asked), found.proven)
+            if found.proven:
+                for (r, tracked), j in zip(asked.items(), found.worker, strict=True):
+                    still = self._waiting.get(r) is tracked
+                    if j is not None and still and self._placement.can_take(workers[j]):
+                        await self._send(r, workers[j])
+            else:
+                await self._offer_in_order(Policy.SPREAD)
+        begin_round(queue)
+        while (r := int(offer_late(self._placement.ledger, queue))) != NONE:
+            await self._offer(r, Policy.BEST_FIT, now_s)
+        await asyncio.sleep(HEARTBEAT_S)
+
+    def _retry_after_s(self, now_s: float) -> int:
+        """A whole number of seconds after which a place is likely: queue length over the recent pace."""
+        span_s = now_s - self._departures_s[0] if self._departures_s else 0.0
+        if span_s <= 0:
+            return max(1, round(min(60.0, self._settings.max_wait_s / 4)))
+        pace_rps = len(self._departures_s) / span_s
+        return max(1, min(60, round((len(self._waiting) + 1) / pace_rps)))

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
 from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Telemetry
@@ -38,7 +39,6 @@ from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked, tracked_from
-from dataplane.live.gateway.waiting_room import WaitingSettings
 from dataplane.live.migration.coordinator import Migrations
 from dataplane.live.migration.move import Move, MoveBudget, Running
 
@@ -55,7 +55,7 @@ class CoreSettings:
 
     slots: int
     default_slo: Slo
-    waiting: WaitingSettings = field(default_factory=WaitingSettings)
+    waiting: QueueSettings = field(default_factory=QueueSettings)
     moves: MoveBudget = field(default_factory=MoveBudget)
     max_unread: int = 256
     max_fruitless: int = 8
@@ -93,6 +93,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attached = Attachments(settings.slots)
         self._unread = Unread(settings.max_unread)
+        self._solved_in_time = True
         self.is_starting: Callable[[], bool] = lambda: False
         self.predict_anew: Callable[[int, int], int] | None = None
         self._admission = Admission(
@@ -101,6 +102,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             self._begin,
             self._turn_away,
             lambda: not self._attached and self.is_starting(),
+            self._note_heartbeat,
         )
 
     # What AsyncLLM calls.
@@ -395,6 +397,14 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._admission.close()
 
     # Small things.
+
+    def _note_heartbeat(self, requests: int, in_time: bool) -> None:
+        """Count a heartbeat of the exact policy; say so where the solver's time begins to run out."""
+        if not in_time and self._solved_in_time:
+            why = f"{requests} requests were not placed exactly in time; spread places them"
+            self.events.record(time.time(), "fallback", why)
+        self._solved_in_time = in_time
+        self.metrics.heartbeats.labels("exact" if in_time else "spread").inc()
 
     def _record(self, kind: str, why: str, tracked: Tracked, **facts: object) -> None:
         self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)

@@ -1,124 +1,307 @@
-"""Placement as the gateway calls it: choose a worker by the gateway's own live counts.
+"""Placement as the gateway calls it: the control plane's `decide` on a ledger of the gateway's own counts.
 
 Every change is counted here (a request put on a worker, its tokens, its end), so ten requests that arrive
-between two telemetry messages are spread over the workers. `LeastLoaded` needs no profile; `LedgerPlacement`
-(ledger_placement.py) asks the control plane.
+between two telemetry messages are spread over the workers. The ledger counts a worker's decode steps; here a
+step is a batch of outputs in which decoding requests got a token. A request that got none (preempted, or its
+chunk was left out of the step) is set back by one, so generated = key + step stays exact. Of a worker whose
+step times are not known, only its KV and its seats bound what it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from controlplane.types import WorkerId
+import numpy as np
+
+from controlplane.perfmodel.coefficients import (
+    BASE,
+    BLOCK_TOKENS,
+    KV_BLOCKS,
+    MAX_BATCHED,
+    MAX_SEQS,
+    PER_CONTEXT,
+    PRE_BASE,
+    WIDTH,
+    coefficient_row,
+    decode_base_s,
+)
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.decide import PATIENCE, decide, has_seat
+from controlplane.placement.heartbeat import Heartbeat, heartbeat_of
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODING,
+    DONE,
+    DRAINING,
+    HELD,
+    NONE,
+    OFF,
+    QUEUED,
+    SERVING,
+    Ints,
+    Ledger,
+    begin_decoding,
+    dequeue,
+    enqueue,
+    leave_queue,
+    new_ledger,
+    stop_decoding,
+)
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
+ROWS, SLOTS = 1024, 1024  # requests in the ledger to begin with, and at a worker at most
+RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
-class Placement(Protocol):
-    """The gateway's account of the fleet, and the choice made from it.
 
-    `refusals`: how many waiting requests may find no place before the others are left for the next look.
+class Placement:
+    """The gateway's account of the fleet, and the choices made from it.
+
+    `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once.
     """
 
+    def __init__(
+        self,
+        profiles: Mapping[str, Profile],
+        workers: int,
+        lengths: LengthTable,
+        rng: np.random.Generator,
+        policy: Policy = Policy.SPREAD,
+        settings: PlacementSettings | None = None,
+    ) -> None:
+        self._profiles = dict(profiles)
+        self._profile_rows = {kind: coefficient_row(profile) for kind, profile in profiles.items()}
+        rows = np.tile(next(iter(self._profile_rows.values()), np.zeros(WIDTH)), (workers, 1))
+        self._led = new_ledger(rows, np.arange(workers), ROWS, SLOTS, lengths)
+        self.policy = policy
+        self._settings = settings or PlacementSettings()
+        self._knobs = self._settings.knobs()
+        self._rng = rng
+        self._worker_rows: dict[WorkerId, int] = {}
+        self._workers: dict[int, WorkerId] = {}
+        self._kinds: dict[int, str] = {}
+        self._rows: dict[RequestId, int] = {}
+        self._free = list(range(ROWS))
+        # Compiled now rather than under the first client's request.
+        for moving in (False, True):
+            self._choose(0, 0.0, moving, policy)
+
     @property
-    def refusals(self) -> int: ...
+    def ledger(self) -> Ledger:
+        """The ledger now; it is another one after `row` had to make room."""
+        return self._led
+
+    def learn(self, lengths: LengthTable) -> None:
+        """Use another table for requests that outlive their prediction."""
+        self._led = self._led._replace(
+            length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
+            length_grid=np.ascontiguousarray(lengths.grid, np.int64),
+            length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+        )
+
+    def refit(self, kind: str, step: StepModel) -> None:
+        """Use other step times than the profile's from now on, for all workers of a kind."""
+        self._profiles[kind] = replace(self._profiles[kind], step=step)
+        row = coefficient_row(self._profiles[kind])
+        times = slice(BASE, PRE_BASE)
+        self._profile_rows[kind][times] = row[times]
+        for w in [w for w, its in self._kinds.items() if its == kind]:
+            self._led.coefficients[w, times] = row[times]
 
     def attach(self, info: WorkerInfo, kind: str) -> None:
         """A worker of a kind takes requests from now on."""
+        w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
+        self._worker_rows[info.worker], self._workers[w], self._kinds[w] = w, info.worker, kind
+        row = self._led.coefficients[w]
+        row[:] = self._profile_rows.get(kind, 0.0)
+        # The engine's own limits, whatever the profile's engine had.
+        row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
+        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, min(info.max_seqs, SLOTS)
+        self._led.workers[w]["status"] = SERVING
 
     def detach(self, worker: WorkerId) -> None:
         """A worker is gone; its requests must be put elsewhere or ended."""
+        w = self._worker_rows.pop(worker, None)
+        if w is None:
+            return
+        for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
+            self._leave(self._rows[request])
+        del self._workers[w], self._kinds[w]
+        blank = self._led.workers[w]
+        for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
+            blank[name] = 0
+        blank["status"], blank["boundary_s"] = OFF, -1.0
 
     def set_open(self, worker: WorkerId, is_open: bool) -> None:
         """Whether new requests may go to a worker (a draining one is closed)."""
+        self._led.workers[self._worker_rows[worker]]["status"] = SERVING if is_open else DRAINING
 
-    def choose(self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = ()) -> WorkerId | None:
-        """The worker for a request, or None when it had better wait."""
+    def choose(
+        self,
+        request: Tracked,
+        now_s: float,
+        exclude: Collection[WorkerId] = (),
+        policy: Policy | None = None,
+    ) -> WorkerId | None:
+        """The worker for a request, or None when it had better wait. `policy`: another than the fleet's."""
+        r = self.row(request)
+        barred = [self._worker_rows[w] for w in exclude if w in self._worker_rows]
+        status = self._led.workers["status"]
+        before = status[barred].copy()
+        status[barred] = OFF
+        try:
+            moving = self._led.requests[r]["phase"] != HELD
+            w = self._choose(r, now_s, moving, policy or self.policy)
+        finally:
+            status[barred] = before
+        return None if w == NONE else self._workers[w]
+
+    def _choose(self, r: int, now_s: float, moving: bool, policy: Policy) -> int:
+        # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
+        code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
+        led, knobs, draw = self._led, self._knobs, self._rng.random(2)
+        if not moving:
+            w = int(decide(led, code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+            return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
+        # One that must leave its worker goes somewhere now, whatever it breaks.
+        chosen = int(assign(led, code, knobs, r, now_s, True, ANY_PHASE, draw))
+        return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
+
+    def can_take(self, worker: WorkerId) -> bool:
+        """Whether a worker is open and has a seat."""
+        w = self._worker_rows.get(worker)
+        return w is not None and self._led.workers[w]["status"] == SERVING and bool(has_seat(self._led, w))
+
+    def heartbeat(self, rows: Ints, now_s: float) -> tuple[Callable[[], Heartbeat], list[WorkerId]]:
+        """The exact policy's problem of placing ledger `rows`, and its workers.
+
+        What builds it may be called on another thread: the ledger is copied here and now.
+        """
+        serving = [w for w in self._workers if self._led.workers[w]["status"] == SERVING]
+        led = Ledger._make(column.copy() for column in self._led)
+        (profile,) = self._profiles.values()
+        build = partial(heartbeat_of, led, rows, np.array(serving, np.int64), profile, self._settings, now_s)
+        return build, [self._workers[w] for w in serving]
 
     def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
         """A request is on a worker (again); `has_kv` when it brings its KV and needs no prefill there."""
+        r = self.row(request)
+        self._leave(r)
+        w = self._worker_rows[worker]
+        row = self._led.requests[r]
+        row["key"] = len(request.output_token_ids)
+        row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
+        enqueue(self._led, w, r, False)
+        if has_kv and row["key"] > 0:
+            self._begin_decoding(w, r, int(row["key"]))
 
     def advance(self, worker: WorkerId, got: Sequence[tuple[Tracked, int]], now_s: float) -> None:
         """A worker's step made tokens: (request, how many), before they join the requests' own lists."""
+        w = self._worker_rows.get(worker)
+        if w is None:
+            return
+        led, counts = self._led, {}
+        fresh: list[tuple[int, int]] = []
+        for request, tokens in got:
+            r = self._rows.get(request.id)
+            if r is None or tokens == 0:
+                continue
+            if led.requests[r]["phase"] == DECODING:
+                counts[r] = tokens
+            elif led.requests[r]["phase"] == QUEUED:
+                fresh.append((r, len(request.output_token_ids) + tokens))
+                if math.isnan(led.requests[r]["first_s"]):
+                    led.requests[r]["first_s"] = now_s
+        if counts:
+            self._step(w, counts)
+        for r, tokens in fresh:
+            self._begin_decoding(w, r, tokens)
+        at = led.workers[w]
+        step_s = decode_base_s(led.coefficients[w], float(at["decoding"]))
+        step_s += led.coefficients[w, PER_CONTEXT] * at["context"]
+        at["boundary_s"], at["gains"] = now_s + (step_s if at["decoding"] or at["queued"] else 0.0), 1
+
+    def _step(self, w: int, counts: dict[int, int]) -> None:
+        """One decode step: everyone is moved on by a token, then whoever got another number is set right."""
+        led, at = self._led, self._led.workers[w]
+        at["step"] += 1
+        at["context"] += sum(counts.values())
+        running = led.running[w, : at["running_n"]]
+        if len(counts) != at["decoding"]:
+            for r in running:
+                if int(r) not in counts:
+                    led.requests[r]["key"] -= 1
+        for r, tokens in counts.items():
+            if tokens != 1:
+                led.requests[r]["key"] += tokens - 1
 
     def take(self, request: Tracked) -> None:
         """A request is on no worker any more."""
+        r = self._rows.get(request.id)
+        if r is not None:
+            self._leave(r)
 
     def forget(self, request: Tracked) -> None:
         """A request is over."""
+        r = self._rows.pop(request.id, None)
+        if r is not None:
+            self._leave(r)
+            self._led.requests[r]["phase"] = DONE
+            self._free.append(r)
 
+    # The ledger's rows.
 
-@dataclass(slots=True)
-class Charge:
-    """One worker's load by the gateway's count: requests, and tokens they hold or are expected to hold."""
+    def row(self, request: Tracked) -> int:
+        """The request's row in the ledger, made when it is first asked for."""
+        r = self._rows.get(request.id)
+        if r is None:
+            if not self._free:
+                self._grow()
+            r = self._rows[request.id] = self._free.pop()
+            row = self._led.requests[r]
+            row["worker"] = row["next"] = NONE
+            row["phase"], row["priority"] = HELD, request.ticket.priority
+            row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
+            row["predicted"] = max(request.predicted_tokens, 1)
+            row["arrival_s"] = request.arrival_s
+            row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
+            row["ttft_s"], row["tpot_s"] = request.slo.ttft_s, request.slo.tpot_s
+        return r
 
-    info: WorkerInfo
-    requests: int = 0
-    expected_tokens: int = 0
-    open: bool = True
+    def _grow(self) -> None:
+        """Make room for twice as many requests."""
+        n = len(self._led.requests)
+        self._led = self._led._replace(requests=np.concatenate((self._led.requests, self._led.requests)))
+        self._free = list(range(n, 2 * n))
 
-    @property
-    def capacity_tokens(self) -> int:
-        return self.info.kv_blocks * self.info.block_tokens
+    def _begin_decoding(self, w: int, r: int, tokens: int) -> None:
+        led, at = self._led, self._led.workers[w]
+        dequeue(led, w, r)
+        at["queued_tokens"] -= led.requests[r]["prompt"] + led.requests[r]["key"]
+        if at["running_n"] < SLOTS:
+            led.running[w, at["running_n"]] = r
+            at["running_n"] += 1
+        begin_decoding(led, w, r, tokens)
 
-    def fits(self, tokens: int) -> bool:
-        return (
-            self.open
-            and self.requests < self.info.max_seqs
-            and (self.requests == 0 or self.expected_tokens + tokens <= self.capacity_tokens)
-        )
-
-
-class LeastLoaded:
-    """The open worker with room and the smallest share of its KV promised; SLOs play no part."""
-
-    refusals = 1  # nobody overtakes: a large request would wait for ever
-
-    def __init__(self) -> None:
-        self._charges: dict[WorkerId, Charge] = {}
-        self._shares: dict[str, tuple[WorkerId, int]] = {}
-
-    def attach(self, info: WorkerInfo, kind: str) -> None:
-        self._charges[info.worker] = Charge(info)
-
-    def detach(self, worker: WorkerId) -> None:
-        self._charges.pop(worker, None)
-
-    def set_open(self, worker: WorkerId, is_open: bool) -> None:
-        self._charges[worker].open = is_open
-
-    def choose(self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = ()) -> WorkerId | None:
-        tokens = _expected_tokens(request)
-        fitting = [
-            (charge.expected_tokens / charge.capacity_tokens, charge.requests, worker)
-            for worker, charge in self._charges.items()
-            if worker not in exclude and charge.fits(tokens)
-        ]
-        return min(fitting)[2] if fitting else None
-
-    def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
-        self.take(request)
-        charge = self._charges[worker]
-        tokens = _expected_tokens(request)
-        charge.requests += 1
-        charge.expected_tokens += tokens
-        self._shares[request.id] = (worker, tokens)
-
-    def advance(self, worker: WorkerId, got: Sequence[tuple[Tracked, int]], now_s: float) -> None:
-        """Nothing to do: promises were counted when they were made."""
-
-    def take(self, request: Tracked) -> None:
-        share = self._shares.pop(request.id, None)
-        charge = None if share is None else self._charges.get(share[0])
-        if share is not None and charge is not None:
-            charge.requests -= 1
-            charge.expected_tokens -= share[1]
-
-    def forget(self, request: Tracked) -> None:
-        self.take(request)
-
-
-def _expected_tokens(request: Tracked) -> int:
-    return request.prompt_tokens + max(request.predicted_tokens, len(request.output_token_ids) + 1)
+    def _leave(self, r: int) -> None:
+        row = self._led.requests[r]
+        w = int(row["worker"])
+        if row["phase"] == QUEUED:
+            leave_queue(self._led, w, r)
+        elif row["phase"] == DECODING:
+            stop_decoding(self._led, w, r, HELD)
+            at, running = self._led.workers[w], self._led.running[w]
+            n = int(at["running_n"])
+            kept = running[:n][running[:n] != r]
+            running[: len(kept)] = kept
+            at["running_n"] = len(kept)
+            row["worker"] = NONE
+        if w != NONE and self._led.workers[w]["decoding"] + self._led.workers[w]["queued"] == 0:
+            self._led.workers[w]["boundary_s"] = -1.0  # idle: no step is in progress

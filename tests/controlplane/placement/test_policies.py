@@ -189,6 +189,8 @@ def test_settings_out_of_range_are_refused_by_name(knob, value):
 def test_every_setting_is_a_knob_that_compiled_code_sees():
     usual = PlacementSettings().knobs()
     for field in fields(PlacementSettings):
+        if field.name == "queue":
+            continue  # read by the queue itself
         usually = field.default
         value = not usually if isinstance(usually, bool) else 1 if usually is None else usually / 2
         assert (PlacementSettings(**{field.name: value}).knobs() != usual).sum() == 1, field.name

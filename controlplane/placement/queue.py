@@ -1,0 +1,272 @@
+"""The cluster's waiting queue: requests that no worker has taken yet, in one order in both data planes.
+
+    rank = arrival_s - ageing_s · priority       the lowest goes first; no rank ever changes
+
+A high priority counts as having arrived `ageing_s` sooner: it overtakes younger normal requests, and a normal
+one that has waited so much longer goes ahead of it. A request that can no longer meet its TTFT is *late*: it
+goes behind all that are on time, so that it waits until it costs none of them anything. A round offers the
+requests in this order; one that finds no place lets others pass, until REFUSALS of them found none. A full
+queue turns away a late request before it refuses one that may still be in time.
+
+The lists are linked through the ledger's `next`; compiled code of the simulated plane and the live gateway
+work on the same records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from controlplane.compiled import compiled
+from controlplane.errors import BadInput
+from controlplane.placement.constraints import hopeless
+from controlplane.placement.ledger import HELD, NONE, Floats, Ints, Ledger
+
+REFUSALS = 4  # held requests that may find no place before the others are left for the next round
+LATE = 2  # the lists: by priority those on time, and from here on, by priority, those late
+UNBOUNDED = 1 << 60
+AGEING_S = 10.0
+_WAITING, _REFUSED = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """How many may wait and how long (seconds); past either, a request is turned away."""
+
+    max_requests: int = UNBOUNDED
+    max_wait_s: float = inf
+    ageing_s: float = AGEING_S
+
+    def __post_init__(self) -> None:
+        if self.max_requests < 0 or not self.max_wait_s > 0 or not self.ageing_s >= 0:
+            raise BadInput(f"queue: lengths and times must not be negative, got {self}")
+
+
+class Queue(NamedTuple):
+    """The lists, and the round under way."""
+
+    head: Ints  # [4] of normal, high, late normal, late high
+    tail: Ints
+    refused: Ints  # [REFUSALS] whom this round found no place for
+    counts: Ints  # [2] how many wait, and how many of `refused` are of this round
+    limits: Floats  # [1] ageing_s and max_wait_s
+    max_requests: int
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return int(self.counts[_WAITING])
+
+
+def new_queue(settings: QueueSettings) -> Queue:
+    """An empty queue."""
+    return Queue(
+        head=np.full(2 + LATE, NONE, np.int64),
+        tail=np.full(2 + LATE, NONE, np.int64),
+        refused=np.full(REFUSALS, NONE, np.int64),
+        counts=np.zeros(2, np.int64),
+        limits=np.array([settings.ageing_s, settings.max_wait_s]),
+        max_requests=settings.max_requests,
+    )
+
+
+@compiled
+def is_empty(queue: Queue) -> bool:
+    """Whether nobody waits."""
+    return queue.counts[_WAITING] == 0
+
+
+@compiled
+def hold(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
+    """Put a newcomer at the end of the line of its priority; `turned_away` has made room for it."""
+    insert(led, queue, led.requests[r].priority, queue.tail[led.requests[r].priority], r)
+    begin_waiting(led, queue, r, now_s)
+
+
+@compiled
+def readmit(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
+    """Put a request that lost its worker back by its first arrival; never turned away for want of room."""
+    before, i = NONE, queue.head[led.requests[r].priority]
+    while i != NONE and led.requests[i].arrival_s < led.requests[r].arrival_s:
+        before, i = i, led.requests[i].next
+    insert(led, queue, led.requests[r].priority, before, r)
+    begin_waiting(led, queue, r, now_s)
+
+
+@compiled
+def begin_waiting(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
+    """Count a request that now waits."""
+    led.requests[r].phase = HELD
+    led.requests[r].worker = NONE
+    led.requests[r].held_s = now_s
+    queue.counts[_WAITING] += 1
+
+
+@compiled
+def insert(led: Ledger, queue: Queue, at: int, before: int, r: int) -> None:
+    """Link a request into a list behind `before`, or at its head for NONE."""
+    if before == NONE:
+        led.requests[r].next = queue.head[at]
+        queue.head[at] = r
+    else:
+        led.requests[r].next = led.requests[before].next
+        led.requests[before].next = r
+    if queue.tail[at] == before:
+        queue.tail[at] = r
+
+
+@compiled
+def leave(led: Ledger, queue: Queue, r: int) -> bool:
+    """Take a request out of the queue, wherever it stands; False where it does not wait."""
+    if led.requests[r].phase != HELD:
+        return False
+    p = led.requests[r].priority
+    if not unlink(led, queue, p, r) and not unlink(led, queue, LATE + p, r):
+        return False
+    queue.counts[_WAITING] -= 1
+    return True
+
+
+@compiled
+def unlink(led: Ledger, queue: Queue, at: int, r: int) -> bool:
+    """Take a request out of a list; False where it is not in it."""
+    before, i = NONE, queue.head[at]
+    while i != NONE and i != r:
+        before, i = i, led.requests[i].next
+    if i == NONE:
+        return False
+    if before == NONE:
+        queue.head[at] = led.requests[r].next
+    else:
+        led.requests[before].next = led.requests[r].next
+    if queue.tail[at] == r:
+        queue.tail[at] = before
+    led.requests[r].next = NONE
+    return True
+
+
+@compiled
+def begin_round(queue: Queue) -> None:
+    """Offer everybody anew."""
+    queue.counts[_REFUSED] = 0
+
+
+@compiled
+def refuse(queue: Queue, r: int) -> None:
+    """No worker takes the request that was offered; it keeps its place, and others may pass it."""
+    queue.refused[queue.counts[_REFUSED]] = r
+    queue.counts[_REFUSED] += 1
+
+
+@compiled
+def offer(led: Ledger, queue: Queue, now_s: float) -> tuple[int, bool]:
+    """The request to be offered next (NONE ends the round), and whether it has lost its TTFT just now.
+
+    One that has is not offered yet: it has been put among the late. Otherwise the caller places it, after
+    `leave`, or calls `refuse`.
+    """
+    r = first_of(led, queue, 0)
+    if r != NONE and np.isnan(led.requests[r].first_s) and hopeless(led, r, now_s, False):
+        demote(led, queue, r)
+        return r, True
+    return (first_of(led, queue, LATE) if r == NONE else r), False
+
+
+@compiled
+def offer_late(led: Ledger, queue: Queue) -> int:
+    """The same among the late alone."""
+    return first_of(led, queue, LATE)
+
+
+@compiled
+def first_of(led: Ledger, queue: Queue, late: int) -> int:
+    """The first in line of those on time (0) or LATE whom this round has not refused; NONE past REFUSALS."""
+    if queue.counts[_REFUSED] >= REFUSALS:
+        return NONE
+    normal, high = first_not_refused(led, queue, late), first_not_refused(led, queue, late + 1)
+    if high == NONE:
+        return normal
+    return high if normal == NONE or is_ahead(led, queue, high, normal) else normal
+
+
+@compiled
+def first_not_refused(led: Ledger, queue: Queue, at: int) -> int:
+    """The first of a list whom this round has not refused."""
+    r = queue.head[at]
+    i = 0
+    while r != NONE and i < queue.counts[_REFUSED]:
+        if queue.refused[i] == r:
+            r, i = led.requests[r].next, 0
+        else:
+            i += 1
+    return r
+
+
+@compiled
+def is_ahead(led: Ledger, queue: Queue, high: int, normal: int) -> bool:
+    """Whether a high request's rank is not above a normal one's."""
+    return led.requests[high].arrival_s - queue.limits[0] <= led.requests[normal].arrival_s
+
+
+@compiled
+def demote(led: Ledger, queue: Queue, r: int) -> None:
+    """Put a request on time behind the late ones of its priority."""
+    unlink(led, queue, led.requests[r].priority, r)
+    late = LATE + led.requests[r].priority
+    insert(led, queue, late, queue.tail[late], r)
+
+
+@compiled
+def line_up(led: Ledger, queue: Queue, now_s: float, line: Ints, lost: Ints) -> tuple[int, int]:
+    """Fill `line` with those on time, in order, and `lost` with those demoted; return how many of each."""
+    n, m = 0, 0
+    normal, high = queue.head[0], queue.head[1]
+    while n < len(line) and m < len(lost) and (normal != NONE or high != NONE):
+        if high != NONE and (normal == NONE or is_ahead(led, queue, high, normal)):
+            r, high = high, led.requests[high].next
+        else:
+            r, normal = normal, led.requests[normal].next
+        if np.isnan(led.requests[r].first_s) and hopeless(led, r, now_s, False):
+            demote(led, queue, r)
+            lost[m] = r
+            m += 1
+        else:
+            line[n] = r
+            n += 1
+    return n, m
+
+
+@compiled
+def turned_away(led: Ledger, queue: Queue, r: int) -> int:
+    """The request that is turned away for newcomer `r`, which may be `r` itself; NONE while there is room.
+
+    The last in line of its own priority or below, if that is not the newcomer: late ones first, then, for a
+    high newcomer, the youngest normal one.
+    """
+    if queue.counts[_WAITING] < queue.max_requests:
+        return NONE
+    if queue.tail[LATE] != NONE:
+        return queue.tail[LATE]
+    if led.requests[r].priority > 0:
+        if queue.tail[LATE + 1] != NONE:
+            return queue.tail[LATE + 1]
+        if queue.tail[0] != NONE:
+            return queue.tail[0]
+    return r
+
+
+@compiled
+def overdue(led: Ledger, queue: Queue, now_s: float) -> int:
+    """A request that has waited as long as any may, or NONE."""
+    if queue.limits[1] == np.inf:
+        return NONE
+    for at in range(len(queue.head)):
+        r = queue.head[at]
+        while r != NONE:
+            if now_s - led.requests[r].held_s >= queue.limits[1]:
+                return r
+            r = led.requests[r].next
+    return NONE
