@@ -1,4 +1,4 @@
-"""May this worker take this request? Aladdin's constraints (b) to (e), on the ledger's live state.
+"""Aladdin's constraints (b) to (e): whether a worker may take a request, on the ledger's live state.
 
 For worker w with b decoding requests and a candidate r of L prefill tokens:
 
@@ -6,10 +6,10 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
 (c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT
 (d) that prefill costs no decoding request k more than it has saved against its TPOT line by then:
         slack_k = tpot_k·(tokens after the first) - (time since the first)
-    A request put behind its line is not lost: it may save that again before it ends. With a deficit of d,
-    saving s a step and ending after e expected steps (memoryless), it fails with 1 - exp(-d / (s·e)). The
-    harm of a prefill is what it adds to these, summed; the paper's (d) is harm = 0, but for requests that
-    have failed already, which here block nobody.
+    A request behind its line is not lost: it may catch up before it ends. With a deficit of d, saving s a
+    step and ending after e expected steps (memoryless), it fails with 1 - exp(-d / (s·e)). The harm of a
+    prefill is what it adds to these, summed; the paper's (d) is harm = 0, but for requests that have failed
+    already, which block none here.
 (e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every step
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
@@ -177,7 +177,7 @@ def interference(
 
 @compiled
 def saved_s(led: Ledger, w: int, r: int, at_s: float) -> float:
-    """What an admitted request has saved against its TPOT line by `at_s`, when the step in progress ends."""
+    """An admitted request's saving against its TPOT line by `at_s`, when the step in progress ends."""
     request = led.requests[r]
     if request.phase != DECODING:
         return 0.0  # its first token comes at the boundary
@@ -187,9 +187,9 @@ def saved_s(led: Ledger, w: int, r: int, at_s: float) -> float:
 
 @compiled
 def spare_s(led: Ledger, w: int, r: int, now_s: float) -> float:
-    """What the decoding request with least saved at `w` has left of it once `r` is prefilled there.
+    """The least saving of a decoding request at `w` that is left once `r` is prefilled there.
 
-    Those behind their line already do not count; a worker with nobody to count has ALL_TIME to spare.
+    Those behind their line already do not count; a worker without any to count has ALL_TIME to spare.
     """
     worker = led.workers[w]
     k = led.coefficients[worker.variant]

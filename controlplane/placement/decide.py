@@ -1,6 +1,6 @@
-"""Now, at the last chance, in the end regardless, or later: the whole answer to where a request goes.
+"""The placement decision of one request: a worker now, at the last chance, in the end, or later.
 
-Both planes ask `decide` when a request arrives and again for each that is held, every `retry_s`.
+Both planes call `decide` when a request arrives and again for each that is held, every `retry_s`.
 """
 
 from __future__ import annotations

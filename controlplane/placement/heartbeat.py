@@ -42,7 +42,7 @@ MOST_REQUESTS = 64  # of one heartbeat; the others wait for the next
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker carries when the heartbeat comes; idle when it carries nothing.
+    """A worker's load at the heartbeat; idle when there is none.
 
     `held_tokens` and `remaining_tokens`, per ongoing request (queued ones included): tokens it holds once
     prefilled, output tokens still expected. `min_slack_s`: the least time any of them has saved against
@@ -119,7 +119,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each request goes (None: held), and the cost: held first, then workers used.
+    """The worker of each request (None: held), and the cost: held first, then workers used.
 
     `workers_used` counts those with ongoing requests. `bound`: no placement costs less. `proven`: none is
     cheaper than this one.

@@ -1,4 +1,4 @@
-"""How long an answer will be: the mean of history, given the prompt's length and the tokens so far.
+"""Length prediction: an answer's expected length, by history, its prompt and its tokens so far.
 
     E[output | prompt bin, output > generated]
 
@@ -151,7 +151,7 @@ def _bin_edges(prompt: NDArray[np.int64], bins: int, thin: int) -> NDArray[np.in
 
 
 def _grid(longest: int) -> NDArray[np.int64]:
-    """Values of "generated so far" that someone in the history has passed."""
+    """Values of "generated so far" that a request of the history has passed."""
     grid = list(range(min(_DENSE, longest)))
     while grid[-1] < longest - 1:
         grid.append(min(int(grid[-1] * _GROWTH) + 1, longest - 1))

@@ -1,11 +1,10 @@
-"""Which worker runs this request? The same compiled function in both data planes.
+"""The placement policies: compiled functions that choose a worker, the same in both planes.
 
-`spread`, `best-fit` and `slack-fit` look only at workers that satisfy the constraints and differ in the
+`spread`, `best-fit` and `slack-fit` consider only workers that satisfy the constraints and differ in the
 order: least or most loaded by capacity_norm (Algorithm 1), or least to spare in (d), so that workers with
-much to spare are kept for long prompts. With no such worker the request is held in the cluster's queue. The
-baselines never hold and know no constraint.
-
-A policy by name: how requests are placed, and, with the suffix `+migrate`, that they may be moved.
+much to spare are kept for long prompts. Where no worker satisfies them the request is held in the cluster's
+queue. The baselines never hold and know no constraint. A policy's name with the suffix `+migrate` says that
+running requests may also be moved.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ POLICY_CODE = {
 
 @dataclass(frozen=True, slots=True)
 class PlacementSettings:
-    """How strictly the constraints are read.
+    """The strictness of the constraints.
 
     `theta` in [0, 1]: how much of the expected outputs counts in (b). `gamma` in (0, 1]: share of KV that
     may be promised in (e). `tolerance`, at least 0: how many others' failures (expected, fractional) a
@@ -173,7 +172,7 @@ def serves(led: Ledger, w: int, phase_role: int) -> bool:
 
 @compiled
 def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int) -> float:
-    """What the policy ranks workers by; the least is taken."""
+    """The policy's rank of a worker; the least is taken."""
     requests = float(led.workers[w].decoding + led.workers[w].queued)
     if policy == JSQ:
         return requests

@@ -97,8 +97,8 @@ class HistoryWriter:
 
     def _open(self) -> None:
         stem = f"requests-{time.time_ns():019d}-{os.getpid()}"
-        # Under the name that packers look for only once the lock is held: an empty segment without one is
-        # anybody's to remove.
+        # Under the name that packers look for only once the lock is held: any process may remove an empty
+        # segment without a lock.
         beside = self._folder / f"{stem}.opening"
         self._segment = beside.open("x", encoding="utf-8", buffering=1)
         fcntl.flock(self._segment, fcntl.LOCK_EX)

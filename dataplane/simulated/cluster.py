@@ -1,6 +1,6 @@
-"""The simulated cluster's clock: arrivals, step boundaries and what an operator or fate does, in order.
+"""The simulated cluster's clock: arrivals, step boundaries, and changes to workers, in order.
 
-At one instant: first what happens to workers (the timeline), then arrivals, then KV that arrives after a
+At one instant: first changes to workers (the timeline), then arrivals, then KV that arrives after a
 transfer, then step boundaries by worker number, then the held requests' next offer. So an arrival at a
 boundary is in the queue there, and the same inputs give the same bytes out.
 """
@@ -81,7 +81,7 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
         if is_empty(clu.queue):
             clu.clock[0].offer_s = np.inf
         elif clu.clock[0].offer_s == np.inf and in_turn(led, 0, pool) != NONE:
-            # With nobody serving no offer can succeed until somebody is ready.
+            # With no worker serving no offer can succeed until one is ready.
             clu.clock[0].offer_s = now_s + rules.offer_every_s
 
 
@@ -215,7 +215,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
     """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue anew."""
     if what == READY:
         led.workers[w].status = SERVING
-        for i in range(clu.clock[0].transit_n):  # what found nobody tries again
+        for i in range(clu.clock[0].transit_n):  # what found no worker tries again
             if clu.transit_s[i] == np.inf:
                 clu.transit_s[i] = clu.clock[0].now_s
     elif what == DRAIN:

@@ -1,7 +1,7 @@
-"""The closed loop in simulated time: advance to the next heartbeat, then run a round of the port.
+"""The control loop in simulated time: advance to the next heartbeat, then run a round of the port.
 
-The brain is `controlplane.control.tick`, as it runs live. The exact policy's placement has a heartbeat of
-its own here. With an `Elastic` the number of workers is the brain's, too.
+Decisions are those of `controlplane.control.tick`, as in the live plane. The exact policy's placement has a
+heartbeat of its own here. With an `Elastic` fleet the number of workers is decided too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataplane.simulated.run import RunState
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """What tick is told in a simulated run, how often it runs, and what a move takes there.
+    """Settings of the control loop: those of `tick`, its heartbeat, and the price of a move.
 
     `bytes_per_s` None: copies take no time. A profile that does not say how many bytes a token's KV has is
     copied at once too. `watermark`: the share of KV that counts as never free. `errors`: whether the errors
@@ -54,7 +54,7 @@ class ControlSettings:
             raise BadInput(f"control: need beat_s > 0 and 0 <= watermark < 1, got {self}")
 
     def price(self, profile: Profile) -> Price:
-        """What moves off a worker of this profile take."""
+        """The price of moves off a worker of this profile."""
         per_token = 0.0 if self.bytes_per_s is None else float(profile.kv.bytes_per_token)
         return Price(per_token, self.bytes_per_s or 1.0, self.fixed_s, self.slowdown)
 
@@ -75,7 +75,7 @@ class SimulatedPlane:
         return float(self._run.cluster.clock["now_s"][0])
 
     def observe(self) -> Snapshot:
-        """The fleet now: its loads, Algorithm 2's errors, and what has arrived since the last look."""
+        """The fleet now: its loads, Algorithm 2's errors, and the arrivals since the last observation."""
         run, now_s, elastic = self._run, self.now_s, self._elastic
         view_all(run.ledger, run.engines, now_s)
         moving = frozenset(move.request for move in self.moves.open)
@@ -104,7 +104,7 @@ class SimulatedPlane:
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
 
     def _with_demand(self, snapshot: Snapshot, elastic: Elastic) -> Snapshot:
-        """The snapshot with what arrived since the last look, its lengths as predicted, and who waits."""
+        """The snapshot with the latest arrivals, their predicted lengths, and the waiting requests."""
         run = self._run
         before, self._arrived = self._arrived, int(run.cluster.clock["arrived"][0])
         new = slice(before, self._arrived)

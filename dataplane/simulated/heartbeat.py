@@ -1,4 +1,4 @@
-"""The exact policy's heartbeat: the requests held are placed together, by placement.exact's program."""
+"""The exact policy's heartbeat: places all held requests together, by placement.exact's program."""
 
 from __future__ import annotations
 

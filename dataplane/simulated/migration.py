@@ -1,4 +1,4 @@
-"""Moves under way in the simulated plane, walked through migration.protocol's table.
+"""Moves in the simulated plane, walked through migration.protocol's table.
 
 Two stages, as Llumnix measured them to suffice. All but the last block is copied while the request decodes
 on; then it stops at a step boundary of its source, the rest is copied, and it joins the target's batch at
@@ -7,15 +7,13 @@ the target's next boundary.
     copy    tokens · bytes / bandwidth, both workers' steps `slowdown` longer
     pause   fixed + (tokens that came since + the last block) · bytes / bandwidth, then the boundary's wait
 
-One move a worker at a time. What ends, is preempted or loses its worker before the stop stays where it is
-(ABORTED); a target that fails after it leaves the request to the cluster's queue, to be prefilled anew
+One move a worker at a time. A request that ends, is preempted or loses its worker before the stop stays where
+it is (ABORTED); a target that fails after it leaves the request to the cluster's queue, to be prefilled anew
 (LOST).
 
-A request leaves one engine and joins another's batch, KV and all: the steps that touch compiled state.
-
 Room is reserved on the target before anything is copied: blocks for the request's tokens and a seat in the
-batch, which admission there respects and decoding may preempt for. Requests join and leave at step
-boundaries only.
+batch, which admission there respects and decoding may preempt for. Requests join and leave compiled engine
+state at step boundaries only.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from dataplane.simulated.run import RunState
 
 @dataclass(slots=True)
 class Move:
-    """One move: where it stands, and when something is next to be done about it."""
+    """One move: its stage, and the time of its next action."""
 
     request: int
     source: int
@@ -81,7 +79,7 @@ class Moves:
 
     @property
     def next_s(self) -> float:
-        """When something is next to be done; inf for no moves."""
+        """The time of the next action; inf for no moves."""
         return min((move.at_s for move in self.open), default=inf)
 
     def busy(self) -> frozenset[int]:
@@ -232,7 +230,7 @@ class Moves:
         )
 
     def _boundary_s(self, w: int, now_s: float) -> float:
-        """The worker's first step boundary from now on, where it is made to stop and look."""
+        """The worker's first step boundary from now on, at which its run is cut short."""
         led, eng = self._run.ledger, self._run.engines
         if eng.workers["activity"][w] == DECODE_RUN:
             cut(led, eng, w, now_s)
@@ -295,7 +293,7 @@ def release(led: Ledger, eng: Engines, w: int, tokens: int) -> None:
 
 @compiled
 def look_again(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Something changed for a worker: it decides anew at its next boundary, and wakes if somebody waits."""
+    """Something changed for a worker: it decides anew at its next boundary, and wakes if a request waits."""
     if eng.workers[w].activity == DECODE_RUN:
         eng.workers[w].blocked = 0
         cut(led, eng, w, now_s)
@@ -308,7 +306,7 @@ def look_again(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 def take_out(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
     """At the boundary `now_s` of worker `w`: the request leaves; return its tokens, 0 if it has ended there.
 
-    It is HELD by nobody until it lands.
+    It is HELD, without a worker, until it lands.
     """
     end_activity(led, eng, w)
     tokens = 0

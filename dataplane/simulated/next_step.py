@@ -145,7 +145,7 @@ def begin_run(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         r = led.running[w, i]
         steps = min(steps, eng.requests[r].output - generated(led, r))
     if preempted:
-        steps = 1  # what it freed may let somebody in at the next boundary
+        steps = 1  # what it freed may let a request in at the next boundary
     elif led.workers[w].running_n > 1:
         steps = steps_with_room(led, w, steps, block, capacity)
     if queue_first(led, w) != NONE:

@@ -1,7 +1,4 @@
-"""The state of a simulated cluster beyond its ledger and engines, and what stays as it is during a run.
-
-What the simulated engines know: their activities, and the records behind them.
-"""
+"""The records of a simulated run: the cluster's state beyond its ledger, and the engines' activities."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def new_cluster(requests: int, timeline: list[tuple[float, int, int]], queue: Qu
 
 
 class Rules(NamedTuple):
-    """What does not change during a run."""
+    """The rules of a run, which do not change during it."""
 
     policy: int
     knobs: Knobs
@@ -112,7 +109,7 @@ TOTAL = np.dtype(
 
 
 class Engines(NamedTuple):
-    """What the simulated engines know beyond the ledger."""
+    """The state of the simulated engines beyond the ledger."""
 
     workers: Records  # [workers] of ENGINE
     requests: Records  # [requests] of JOB

@@ -1,7 +1,4 @@
-"""A simulated run laid out: its workers, and everything that changes while it goes on.
-
-What became of each request of a simulated run.
-"""
+"""A simulated run: its workers, everything that changes during it, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _ROLES = {"any": ANY_PHASE, "prefill": PREFILL_ONLY, "decode": DECODE_ONLY}
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker of the fleet and what befalls it (seconds since the trace's start).
+    """One worker of the fleet and the changes to it (seconds since the trace's start).
 
     `ready_s`: when its start-up is over. `fails_s`: pairs (fails at, is back at); what it held is prefilled
     anew elsewhere. `drain_s`: from when it admits nothing more.
@@ -66,7 +63,7 @@ class RunState:
     migrates: bool
 
     def outcome(self) -> Outcome:
-        """What has become of the requests so far."""
+        """The outcome of the requests so far."""
         led, eng = self.ledger, self.engines
         finish_s = eng.requests["finish_s"]
         ended = finish_s[np.isfinite(finish_s)]
@@ -191,7 +188,7 @@ def _own_lengths(workload: Workload) -> LengthTable:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of each request; columns of shape [requests], absolute seconds, NaN = did not happen.
+    """The outcome of each request; columns of shape [requests], absolute seconds, NaN = did not happen.
 
     `finish_s` inf: turned away by a queue that was full, or by its time limit.
     """

@@ -83,7 +83,7 @@ class Deployment:
 
 
 def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
-    """What to deploy for a plan. Raises BadInput where nobody knows the name of its model's weights."""
+    """What to deploy for a plan. Raises BadInput where the name of its model's weights is not known."""
     model = plan.inputs.profiles[0].model
     loads = weights or _WEIGHTS.get(model)
     if loads is None:

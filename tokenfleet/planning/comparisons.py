@@ -37,7 +37,7 @@ class Costed:
 
 
 def baselines(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> tuple[Baseline, ...]:
-    """What the usual policies need, sized like `sizing` on the trace as it is."""
+    """The needs of the usual policies, sized like `sizing` on the trace as it is."""
     assert sizing.workers is not None
     cap = _HOPELESS * sizing.workers + 2
 
@@ -48,7 +48,7 @@ def baselines(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threa
 
 
 def cost_by_slo(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> tuple[Costed, ...]:
-    """How the fleet shrinks and grows as both targets are eased and tightened."""
+    """The fleet's size as both targets are eased and tightened."""
     assert sizing.workers is not None
     found = sizing.workers
 

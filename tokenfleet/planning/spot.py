@@ -1,4 +1,4 @@
-"""A plan on spot workers: the serving fleet with its spares, and everything said of it after reclaims."""
+"""A plan on spot workers: the serving fleet with its spares, and its cost and attainment after reclaims."""
 
 from __future__ import annotations
 

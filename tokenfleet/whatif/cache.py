@@ -1,7 +1,7 @@
-"""Planned scenarios on disk, one file each, by a digest of everything that has a say in them.
+"""The cache of planned scenarios: one file each, named by a digest of everything that its plan depends on.
 
 That is the requests, the workers and prices on offer, the question with its seed, and the planner's own
-source. A file is there whole or not at all, so a grid that was interrupted goes on where it was.
+source. A file is there whole or not at all, so an interrupted grid continues where it was.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A grid from its flags to its scenarios: prepare, look up what is known, plan the rest, keep it.
+"""The run of a grid from its options to its scenarios: prepare, look up the cache, plan the rest, keep it.
 
-Families side by side: in this process, in processes of this machine, or as Ray tasks on many.
-
-All three run `solve`, so their results are the same to the byte; they differ in where.
+Families of scenarios run side by side: in this process, in processes of this machine, or as Ray tasks on
+many. All three run `solve`, so their results are the same to the byte.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ def _solve_there(family: Family) -> Iterator[tuple[int, Result]]:
 
 
 def _ray(address: str) -> Any:
-    """Ray, connected. A cluster of our own tells nobody of itself and leaves no token behind."""
+    """Ray, connected. A cluster started here is not announced and leaves no token behind."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     try:

@@ -47,6 +47,6 @@ class Scenario:
 def prepared(
     number: int, trace: Trace, request: PlanRequest, scheduled: bool, bias: Bias | None, today: date | None
 ) -> Task:
-    """What the planner takes, for a trace as read. Raises BadInput or ProfileMissing."""
+    """The planner's inputs for a trace as read. Raises BadInput or ProfileMissing."""
     gathered = gather(trace, request, bias, today)
     return Task(number, gathered.workload, gathered.worker_types, request, gathered.inputs, scheduled)

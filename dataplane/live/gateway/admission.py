@@ -43,7 +43,7 @@ SOLVE_LIMIT_S = 0.25  # for one heartbeat; past it `spread` places its requests
 class Admission:
     """The queue before the fleet. `begin` starts a request on a worker, `turn_away` ends it with a reason.
 
-    `is_coming`: whether the first worker is starting; nobody is turned away for having waited for it.
+    `is_coming`: whether the first worker is starting; no request is turned away for having waited for it.
     `solved`: told of each heartbeat of the exact policy (its requests, whether it was solved in time).
     """
 
