@@ -229,7 +229,7 @@ class Placement:
         at["boundary_s"], at["gains"] = now_s + (step_s if at["decoding"] or at["queued"] else 0.0), 1
 
     def _step(self, w: int, counts: dict[int, int]) -> None:
-        """One decode step: every request advances by a token, then those that got another number are set right."""
+        """One decode step: all requests advance by a token, then those with another number are set right."""
         led, at = self._led, self._led.workers[w]
         at["step"] += 1
         at["context"] += sum(counts.values())
