@@ -89,8 +89,9 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
     by_demand = settings.scaling is not None and (change is not None or has_line(settings.scaling, scaling))
     if settings.load is not None and not by_demand and snapshot.fixed is None:
         used = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
-        kinds = () if settings.scaling is None else settings.scaling.kinds
-        by_load, change = scale_by_load(settings.load, by_load, snapshot, used, kinds)
+        is_mix = settings.scaling is not None and settings.scaling.is_mix
+        types = settings.scaling.worker_types if settings.scaling is not None and is_mix else ()
+        by_load, change = scale_by_load(settings.load, by_load, snapshot, used, types)
 
     recent = RecentMoves(
         {**recent.requests, **{move.request: snapshot.now_s for move in moves}},

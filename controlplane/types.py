@@ -55,17 +55,6 @@ class ClassArrivals:
         return self.output_tokens / self.requests if self.requests else 0.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Variant:
-    """What one worker runs on: a GPU type and how many of them (the TP degree)."""
-
-    gpu: str
-    tp_degree: int
-
-    def __str__(self) -> str:
-        return f"{self.gpu} TP{self.tp_degree}"
-
-
 class EngineMode(StrEnum):
     """How an engine forms its batches (docs of each mode: dataplane/simulated/next_step.py)."""
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.types import EngineMode, Variant
+from controlplane.types import EngineMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,13 @@ class Profile:
             raise BadInput(f"profile: prefill: engine mode {self.engine.mode} needs prefill coefficients")
 
     @property
-    def variant(self) -> Variant:
-        return Variant(self.gpu, self.tp_degree)
+    def type_name(self) -> str:
+        """The name of the type of worker that this is a profile of."""
+        return f"{self.gpu} TP{self.tp_degree}"
 
     @property
     def label(self) -> str:
-        return f"{self.model} on {self.variant} ({self.source.kind})"
+        return f"{self.model} on {self.type_name} ({self.source.kind})"
 
     def with_engine(
         self,

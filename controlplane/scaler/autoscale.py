@@ -10,8 +10,8 @@ Besides the regime's rate four others must be covered, and the highest counts:
 A rise is followed at once. A fall must last: `hold.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
 
-In a fleet of several kinds all of this counts in reference workers (scaler.kinds), limits apart, and what is
-held becomes the cheapest counts of each kind within the limits (scaler.counts).
+In a fleet of several types all of this counts in reference workers (scaler.weights), limits apart, and what
+is held becomes the cheapest counts of each type within the limits (scaler.mix).
 """
 
 from __future__ import annotations
@@ -19,22 +19,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from controlplane.scaler.counts import Asked
+from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.forecast import Forecast, ForecastSettings, forecast
 from controlplane.scaler.line import Line, at_lengths, line_of
-from controlplane.scaler.mixed import (
-    asked_of,
-    change,
-    fixed_mix,
-    next_mix,
-    taken_up,
-    units_in,
-)
+from controlplane.scaler.mix import MixQuestion
+from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
 from controlplane.scaler.regimes import Regime, follow
 from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.target import Held, HoldSettings, Rate, Target, hold, target
 from controlplane.scaler.traffic import Demand, blend, observe
-from controlplane.scaler.worker_types import PARTS, Weights, weigh
+from controlplane.scaler.weights import PARTS, Weights, weigh
 from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
@@ -52,18 +46,18 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     regimes = follow(state.regimes, demand, settings.strictness)
     counted_s = state.counted_s if snapshot.arrivals is None else now_s
     stale = counted_s is None or now_s - counted_s > settings.stale_s
-    mix = blend(state.mix, snapshot.by_class, now_s)
-    after = replace(state, demand=demand, regimes=regimes, counted_s=counted_s, mix=mix)
+    traffic = blend(state.traffic, snapshot.by_class, now_s)
+    after = replace(state, demand=demand, regimes=regimes, counted_s=counted_s, traffic=traffic)
     after = _foreseen(settings, after, snapshot)
-    limits, unit, parts, there = settings.target, "workers", 1, snapshot.wanted
-    if settings.kinds:
-        after, asked = _asked(settings, after, snapshot)
-        limits = replace(limits, low=0, high=None)
-        unit, parts, there = f"× {asked.weights.reference}", PARTS, asked.units
+    unit, parts, there = "workers", 1, snapshot.wanted
+    if settings.is_mix:
+        after, question = _question(settings, after, snapshot)
+        assert after.fleet_mix is not None
+        unit, parts, there = f"× {question.weights.reference}", PARTS, units_in(after.fleet_mix, question)
     line = _line(settings, after)
     also = _also(settings, after, snapshot)
     found = target(
-        limits,
+        settings.limits,
         regimes.current,
         demand.bin_s,
         stale=stale,
@@ -84,14 +78,14 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if held is None or held.wanted != there:
         held = Held(there)
     if snapshot.fixed is not None:
-        held = held if settings.kinds else Held(snapshot.fixed)
+        held = held if settings.is_mix else Held(snapshot.fixed)
     elif snapshot.wanted == 0 and found.workers:
         held = Held(found.workers)  # nobody is kept waiting for a hold to end
     else:
         held = hold(_held_for(settings.hold, snapshot), held, found.workers, now_s)
     after = replace(after, held=held)
-    if settings.kinds:
-        return _mixed(settings, after, snapshot, replace(asked, units=held.wanted), found, line)
+    if settings.is_mix:
+        return _mixed(settings, after, snapshot, question, found, line)
     if held.wanted == snapshot.wanted:
         return after, None
     return after, Scale(
@@ -105,59 +99,64 @@ def has_line(settings: ScalingSettings, state: Scaling) -> bool:
 
 
 def _line(settings: ScalingSettings, state: Scaling) -> Line | None:
-    """The target's own line, at the lengths seen where it says which it was learned at; else the speed's.
+    """The line for this traffic; of a mix in reference workers, and None until it is known what those are."""
+    types, weights = settings.worker_types, state.weights
+    if not settings.is_mix:
+        return _line_of_type(settings, state, types[0].known_profile if types else None)
+    if weights is None:
+        return None
+    name = weights.reference if settings.target.line is None else types[0].name
+    profile = next(t.known_profile for t in types if t.name == name)
+    line = _line_of_type(settings, state, profile)
+    return weights.scaled(line, name) if line is not None and name in weights.of else None
 
-    Of several kinds in reference workers, and None until it is known what those are.
-    """
-    given, speed, mix, weights = settings.target.line, settings.speed, state.mix, state.weights
-    line_kind = None
-    if settings.kinds:
-        if weights is None:
-            return None
-        line_kind = weights.reference if given is None else settings.line_kind or settings.kinds[0].kind
-        speed = next(k.speed for k in settings.kinds if k.kind == line_kind)
-    if given is None:
-        return None if speed is None else line_of(speed, mix)
-    if speed is not None and settings.learned_at is not None:
-        given = at_lengths(given, settings.learned_at, speed, mix)
-    if weights is None or line_kind is None:
+
+def _line_of_type(settings: ScalingSettings, state: Scaling, profile: Profile | None) -> Line | None:
+    """The target's own line, at the lengths seen where it says what it was learned at; else the profile's."""
+    given = settings.target.line
+    if profile is None:
         return given
-    return weights.scaled(given, line_kind) if line_kind in weights.of else None
+    if given is None:
+        return line_of(profile, state.traffic)
+    if settings.learned_at is None:
+        return given
+    return at_lengths(given, settings.learned_at, profile, state.traffic)
 
 
-def _asked(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Asked]:
-    """The state with this traffic's weights; what to choose from, with the units that are wanted so far."""
-    weights = weigh(settings.kinds, snapshot.wanted_kinds, state.mix, state.weights)
+def _question(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, MixQuestion]:
+    """The state with this traffic's weights; what to choose from, its demand still open."""
+    weights = weigh(settings.worker_types, snapshot.wanted_kinds, state.traffic, state.weights)
     limits = settings.target.low, settings.target.high
-    asked = asked_of(settings.kinds, settings.mixing, weights, limits, snapshot)
-    mixed = taken_up(state.mixed, asked, snapshot.now_s + _held_for(settings.hold, snapshot).down_s)
-    return replace(state, weights=weights, mixed=mixed), replace(asked, units=units_in(mixed, asked))
+    question = ask(settings.worker_types, settings.mix, weights, limits, snapshot)
+    due_s = snapshot.now_s + _held_for(settings.hold, snapshot).down_s
+    return replace(state, weights=weights, fleet_mix=taken_up(state.fleet_mix, question, due_s)), question
 
 
 def _mixed(
     settings: ScalingSettings,
     state: Scaling,
     snapshot: Snapshot,
-    asked: Asked,
+    question: MixQuestion,
     found: Target,
     line: Line | None,
 ) -> tuple[Scaling, Scale | None]:
-    """From units to counts of each kind."""
-    before = state.mixed
+    """From the units held to counts of each type."""
+    before, held = state.fleet_mix, state.held
     assert before is not None
-    if asked.units == 0 and settings.target.to_zero:
-        asked = replace(asked, least=0)
+    assert held is not None
+    if held.wanted == 0 and settings.target.to_zero:
+        question = replace(question, least=0)
     if snapshot.fixed is not None:
-        mixed = fixed_mix(asked, snapshot.fixed)
-        state = replace(state, held=Held(mixed.units))
+        mix = fixed_mix(question, snapshot.fixed)
+        state = replace(state, held=Held(mix.units))
     else:
-        mixed = next_mix(before, asked, snapshot, is_news=found.workers is not None)
-    state = replace(state, mixed=mixed)
-    facts = _facts(settings, state, snapshot, found, line, sum(mixed.wanted.values()))
+        mix = next_mix(before, question, held.wanted, snapshot, is_news=found.workers is not None)
+    state = replace(state, fleet_mix=mix)
+    facts = _facts(settings, state, snapshot, found, line, sum(mix.wanted.values()))
     why = found.reason
-    if found.workers is not None and found.workers < mixed.units and snapshot.fixed is None:
-        why += f", {mixed.units / PARTS} for now"  # a fall goes no further yet
-    return state, change(before, mixed, asked, why, facts)
+    if found.workers is not None and found.workers < mix.units and snapshot.fixed is None:
+        why += f", {mix.units / PARTS} for now"  # a fall goes no further yet
+    return state, change(before, mix, question, why, facts)
 
 
 def _also(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> list[Rate]:
@@ -270,7 +269,7 @@ def _facts(
     wanted: int,
 ) -> Facts:
     """What was seen, what was compared (workers by each rate), and what the change costs."""
-    regime, mix = state.regimes.current, state.mix
+    regime, traffic = state.regimes.current, state.traffic
     seen: dict[str, float] = {
         "serving": sum(w.state == SERVING for w in snapshot.workers),
         "starting": sum(w.state == STARTING for w in snapshot.workers),
@@ -278,9 +277,9 @@ def _facts(
     }
     if regime is not None:
         seen |= {"rate_rps": regime.rate_rps, "noise": regime.noise}
-    if mix.requests > 0:
-        seen["prompt_tokens"] = sum(c.prompt_tokens for c in mix.classes) / mix.requests
-        seen["output_tokens"] = sum(c.output_tokens for c in mix.classes) / mix.requests
+    if traffic.requests > 0:
+        seen["prompt_tokens"] = sum(c.prompt_tokens for c in traffic.classes) / traffic.requests
+        seen["output_tokens"] = sum(c.output_tokens for c in traffic.classes) / traffic.requests
     if state.far.coming is not None:
         seen |= {"forecast_rps": state.far.coming.rps, "forecast_error": state.far.coming.error}
     if line is not None:
@@ -289,8 +288,9 @@ def _facts(
     cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}
     if change < 0:
         cost = {"workers": change, "drained_after_s": snapshot.drain_s}
-    if settings.target.usd_per_worker_h is not None:
-        cost["usd_per_h"] = change * settings.target.usd_per_worker_h
+    prices = [t.usd_per_h for t in settings.worker_types if t.usd_per_h is not None]
+    if len(settings.worker_types) == len(prices) == 1:
+        cost["usd_per_h"] = change * prices[0]
     return {
         "seen": {name: round(float(value), 4) for name, value in seen.items()},
         "compared": found.compared,

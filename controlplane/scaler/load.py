@@ -2,7 +2,7 @@
 
 Above `high` for `rise_s` without a break, as many workers are wanted as bring the load down to `high`; below
 `low` for `hold_s`, as few as would have kept it in the middle between the two all that time; within `least`
-and `most`. Of several kinds the one cheapest for its KV capacity grows, and the dearest shrinks whose going
+and `most`. Of several types the one cheapest for its KV capacity grows, and the dearest shrinks whose going
 leaves the load below `high`. A snapshot without load figures holds everything: no news is not idleness.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
-from controlplane.scaler.counts import present, said, stepped
+from controlplane.scaler.mix import label, present
+from controlplane.scaler.mix_changes import stepped
 from controlplane.scaler.target import Held, HoldSettings, hold
-from controlplane.scaler.worker_types import KindSettings
 from controlplane.snapshot import SERVING, Scale, Snapshot
+from controlplane.worker_type import WorkerType
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ def scale_by_load(
     held: Held | None,
     snapshot: Snapshot,
     used_tokens: int,
-    kinds: Sequence[KindSettings] = (),
+    types: Sequence[WorkerType] = (),
 ) -> tuple[Held | None, Scale | None]:
     """The new state, and the change to ask for, if any.
 
-    `used_tokens`: KV that is held or waited for. `kinds`: what may be had, in a fleet of several.
+    `used_tokens`: KV that is held or waited for. `types`: what may be had, in a fleet of several.
     """
     known = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
     if not known:
@@ -81,18 +82,18 @@ def scale_by_load(
     else:
         held, workers = None, min(max(wanted, low), high)
         why = f"{wanted} workers are outside {low}..{high}"
-    if not kinds:
+    if not types:
         return held, Scale(workers, why)
-    capacity = dict.fromkeys((k.kind for k in kinds), sum(w.capacity_tokens for w in known) / len(known))
-    capacity |= {k.kind: float(k.speed.kv_capacity_tokens) for k in kinds if k.speed is not None}
+    capacity = dict.fromkeys((t.name for t in types), sum(w.capacity_tokens for w in known) / len(known))
+    capacity |= {t.name: float(t.profile.kv.capacity_tokens) for t in types if t.known_profile is not None}
     capacity |= {w.kind: float(w.capacity_tokens) for w in known}
 
     def may_go(rest: Mapping[str, int]) -> bool:
         return used_tokens <= settings.high * sum(capacity.get(kind, 0.0) * n for kind, n in rest.items())
 
     there = present(snapshot.wanted_kinds)
-    counts = stepped(kinds, capacity, there, workers, may_go)
+    counts = stepped(types, capacity, there, workers, may_go)
     if counts == there:
         return held, None
-    named = {k.kind: 0 for k in kinds} | counts
-    return held, Scale(sum(counts.values()), f"{why}: {said(counts)}", kinds=named)
+    named = {t.name: 0 for t in types} | counts
+    return held, Scale(sum(counts.values()), f"{why}: {label(counts)}", kinds=named)

@@ -1,192 +1,293 @@
-"""The cheapest mix of worker kinds that carries the demand: an integer program.
+"""The mix: how many workers of each type carry the demand at least cost.
 
-    minimise    Σ cost_v · n_v + launch_v · (n_v - there_v)⁺ + let_go_v · (there_v - n_v)⁺
-    subject to  Σ capacity_v · s_v(n_v) >= demand
-                Σ gpus_v · n_v <= max_gpus,   Σ usd_v · n_v <= budget,   least <= Σ n_v <= most,
-                low_v <= n_v <= high_v, integer
+The cheapest counts n_v are those of an integer program:
+
+    minimise    Σ price_v · (n_v + launch · (n_v - there_v)⁺ + drain · (there_v - n_v)⁺)
+    subject to  Σ weight_v · s_v(n_v) >= demand
+                Σ gpus_v · n_v <= max_gpus,   Σ price_v · n_v <= budget,   least <= Σ n_v <= most,
+                low_v <= n_v <= limit_v, integer
 
 s_v(n) of n workers can be counted on: all, unless they are spot workers; then one of the pairs (n, s_v(n)) is
-chosen by a binary variable each. A planner, who starts from nothing, pays no launches.
+chosen by a binary variable each. What a launch pays in its cold start and a drained worker in its drain is
+spread over `horizon_s`, so a mix that is no cheaper than that is not changed for. A planner, who starts from
+nothing, pays no launches.
 
-Written with PuLP because it then reads as above; CBC solves a dozen kinds in milliseconds.
+Written with PuLP because it then reads as above. HiGHS solves it inside the process: the same counts as by
+CBC, which PuLP ships as a program, without a process and two files for each solve from inside a tick, in a
+third of the time or less (benchmarks/mix_solvers.py prints both).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pulp
 
 from controlplane.errors import BadInput, Infeasible
-from controlplane.types import Variant
+from controlplane.scaler.weights import HAIR, Weights, missing_share, most_missing
+from controlplane.worker_type import WorkerType
+
+Counts = Mapping[str, int]  # workers by the name of their type
 
 # So little that it never outweighs a cent, yet of equally dear mixes the one with fewer GPUs wins.
 _TIE = 1e-6
+_TIME_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class MixOffer:
-    """A kind of worker: what one carries (any unit, the demand's), its price, and how many can be had."""
+class MixSettings:
+    """How counts are chosen among types.
 
-    variant: Variant
-    capacity: float
-    usd_per_hour: float | None = None
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.capacity < math.inf:
-            raise BadInput(f"mix: {self.variant}: capacity: must be positive, got {self.capacity:g}")
-        if self.usd_per_hour is not None and not 0.0 <= self.usd_per_hour < math.inf:
-            raise BadInput(f"mix: {self.variant}: usd_per_hour: must not be negative")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A kind in the program. `capacity`: of one that stands, in the demand's unit.
-
-    `launch` and `let_go`: what a worker more or fewer than the `there` that are costs besides, as shares of a
-    worker's price. `stands`: how many of n bought can be counted on, never falling in n; None = all.
+    `horizon_s`: what a change costs (a launch's cold start, a drain) is weighed as if it came once in so
+    long. `survive`: the probability with which at any time enough spot workers stand. `max_gpus` and
+    `budget_usd_per_h`, which needs every type's price: of all workers together; None = no limit.
     """
 
-    capacity: float
-    gpus: int = 1
-    usd_per_h: float | None = None
-    low: int = 0
-    high: int | None = None
-    there: int = 0
-    launch: float = 0.0
-    let_go: float = 0.0
-    stands: Callable[[int], int] | None = None
+    horizon_s: float = 900.0
+    survive: float = 0.99
+    max_gpus: int | None = None
+    budget_usd_per_h: float | None = None
 
-    def standing(self, count: int) -> int:
-        return count if self.stands is None else self.stands(count)
+    def __post_init__(self) -> None:
+        if not 0.0 < self.horizon_s < math.inf:
+            raise BadInput(f"mix: horizon_s: must be a positive duration, got {self.horizon_s:g}")
+        if not 0.0 < self.survive < 1.0:
+            raise BadInput(f"mix: survive: must be within 0 and 1, got {self.survive:g}")
+        if self.budget_usd_per_h is not None and not 0.0 <= self.budget_usd_per_h < math.inf:
+            raise BadInput("mix: budget_usd_per_h: must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
-class FleetLimits:
-    """What all kinds together must keep to; None = no limit."""
+class MixQuestion:
+    """A demand in reference workers, and what may carry it.
 
-    max_gpus: int | None = None
-    budget_usd_per_h: float | None = None
+    `worker_types`: their profiles are not read, they count as `weights`. `there`: what is wanted now.
+    `least`, `most`: workers of all types together. `cold_start_s`, `drain_s`: what a launch and a drain take.
+    """
+
+    worker_types: tuple[WorkerType, ...]
+    weights: Weights
+    demand: float
+    settings: MixSettings = MixSettings()
+    there: Counts = field(default_factory=dict)
     least: int = 0
     most: int | None = None
+    cold_start_s: float = 0.0
+    drain_s: float = 0.0
+
+    def standing(self, worker_type: WorkerType, count: int) -> int:
+        """How many of `count` workers can be counted on.
+
+        Types are reclaimed independently: with m spot types each must survive at `survive` to the power 1/m.
+        """
+        missing = missing_share(worker_type.reclaims_per_h, self.cold_start_s)
+        if missing == 0.0:
+            return count
+        spot = sum(t.reclaims_per_h > 0 for t in self.worker_types)
+        return count - most_missing(count, missing, self.settings.survive ** (1.0 / spot))
+
+    def carries(self, counts: Counts) -> float:
+        """Reference workers that these counts can be counted on for; types without a weight carry nothing."""
+        return sum(
+            self.weights.of.get(t.name, 0.0) * self.standing(t, counts.get(t.name, 0))
+            for t in self.worker_types
+        )
+
+    def is_enough(self, counts: Counts) -> bool:
+        return self.carries(counts) >= self.demand - HAIR
+
+    def is_allowed(self, counts: Counts) -> bool:
+        """Whether the fleet's limits allow these counts."""
+        most, gpus, usd = self.most, self.settings.max_gpus, self.settings.budget_usd_per_h
+        return (
+            (most is None or sum(counts.values()) <= most)
+            and (gpus is None or sum(t.gpus * counts.get(t.name, 0) for t in self.worker_types) <= gpus)
+            and (usd is None or (self.usd_per_h(counts) or 0.0) <= usd + 1e-9)
+        )
+
+    def usd_per_h(self, counts: Counts) -> float | None:
+        """What these workers cost an hour; None where a type's price is not known."""
+        prices = {t.name: t.usd_per_h for t in self.worker_types}
+        total = 0.0
+        for name, count in present(counts).items():
+            price = prices.get(name)
+            if price is None:
+                return None
+            total += price * count
+        return total
+
+    def alone(self) -> dict[str, int]:
+        """How many workers of each type would carry the demand alone, whether so many can be had or not."""
+        counts = {}
+        for t in self.worker_types:
+            if t.name in self.weights.of:
+                n = math.ceil(self.demand / self.weights.of[t.name] - HAIR)
+                while not self.is_enough({t.name: n}):
+                    n += 1
+                counts[t.name] = n
+        return counts
 
 
-def cheapest_mix(
-    demand: float,
-    offers: Sequence[MixOffer],
-    *,
-    max_gpus: int | None = None,
-    budget_usd_per_h: float | None = None,
-    time_limit_s: float = 10.0,
-) -> dict[Variant, int]:
-    """How many workers of each kind carry `demand` at least cost; kinds with none are left out.
+def check_types(types: Sequence[WorkerType], settings: MixSettings, low: int, high: int | None) -> None:
+    """Raises BadInput where names repeat, or limits of types, fleet and budget contradict each other."""
+    names = [t.name for t in types]
+    if len(set(names)) < len(names):
+        raise BadInput(f"worker types: each once, got {', '.join(names)}")
+    least = sum(t.low for t in types)
+    if high is not None and least > high:
+        raise BadInput(f"worker types: low: {least} are always kept, but no more than {high} are allowed")
+    limits = [t.limit for t in types if t.limit is not None]
+    if names and len(limits) == len(names) and sum(limits) < low:
+        raise BadInput(f"worker types: limit: {sum(limits)} can be had, but at least {low} are to be kept")
+    if settings.budget_usd_per_h is None:
+        return
+    if any(t.usd_per_h is None for t in types):
+        raise BadInput("mix: a budget needs a price for every type of worker")
+    kept = sum((t.usd_per_h or 0.0) * t.low for t in types)
+    if kept > settings.budget_usd_per_h:
+        raise BadInput(f"worker types: low: what is always kept costs ${kept:g}/h, more than the budget")
+
+
+def choose(question: MixQuestion) -> dict[str, int]:
+    """The cheapest counts that carry the demand; those with most capacity where none within the limits do.
+
+    Types that are not to be chosen from, having no weight, keep what is there.
+    """
+    known = tuple(t for t in question.worker_types if t.name in question.weights.of)
+    others = {name: n for name, n in question.there.items() if name not in question.weights.of}
+    elsewhere, low = sum(others.values()), sum(t.low for t in known)
+    most = None if question.most is None else max(question.most - elsewhere, low)
+    asked = replace(question, most=most, least=max(question.least - elsewhere, 0))
+    try:
+        return cheapest(asked) | others
+    except Infeasible:
+        return MixProgram(asked).most_capable() | others
+
+
+def cheapest(question: MixQuestion) -> dict[str, int]:
+    """The cheapest counts that carry the demand; types with none are left out.
 
     Ranked by dollars, equal ones by GPUs; by GPUs alone where any price is unknown. Raises Infeasible when
     the limits fall short, BadInput when a budget is given without all prices.
     """
-    candidates = [Candidate(o.capacity, o.variant.tp_degree, o.usd_per_hour, high=o.limit) for o in offers]
-    found = cheapest_counts(demand, candidates, FleetLimits(max_gpus, budget_usd_per_h), time_limit_s)
-    return {o.variant: count for o, count in zip(offers, found, strict=True) if count}
+    return MixProgram(question).cheapest()
 
 
-def cheapest_counts(
-    demand: float, candidates: Sequence[Candidate], limits: FleetLimits, time_limit_s: float = 10.0
-) -> list[int]:
-    """How many of each carry `demand` (0 = nothing to carry) at least cost. Ranks and raises as above."""
-    program = _Program(demand, candidates, limits, _upper_bounds(demand, candidates, limits))
-    program.problem += program.cost
-    if demand > 0:
-        program.problem += program.carried >= 1.0
-    if limits.least:
-        program.problem += program.workers >= limits.least
-    return program.solved(time_limit_s)
+class MixProgram:
+    """The integer program: carried is in shares of the demand, cost in the dearest worker's price."""
 
-
-def most_counts(
-    demand: float, candidates: Sequence[Candidate], limits: FleetLimits, time_limit_s: float = 10.0
-) -> list[int]:
-    """The counts with most capacity, for a demand that is too much for any; `limits.least` is no bound here.
-
-    Of equally able ones the cheapest. Raises Infeasible where `low`s and limits contradict each other.
-    """
-    program = _Program(demand, candidates, limits, _upper_bounds(demand, candidates, limits))
-    program.problem += _TIE * program.cost - program.carried
-    return program.solved(time_limit_s)
-
-
-class _Program:
-    """Variables and limits; carried is in shares of the demand, cost in the dearest worker's price."""
-
-    def __init__(
-        self, demand: float, candidates: Sequence[Candidate], limits: FleetLimits, bounds: Sequence[int]
-    ) -> None:
-        priced = all(c.usd_per_h is not None for c in candidates)
-        if limits.budget_usd_per_h is not None and not priced:
-            raise BadInput("mix: a budget needs a price for every kind of worker")
-        self.problem = pulp.LpProblem("fleet", pulp.LpMinimize)
-        usd = [c.usd_per_h or 0.0 for c in candidates]
-        tie = _TIE * (max(usd) if any(usd) else 1.0)
-        price = [u + tie * c.gpus if priced else float(c.gpus) for u, c in zip(usd, candidates, strict=True)]
-        unit = max(max(price, default=1.0), tie)
-        self.counts: list[Any] = []
+    def __init__(self, question: MixQuestion) -> None:
+        types = [t for t in question.worker_types if t.name in question.weights.of]
+        self._question = question
+        self.problem = pulp.LpProblem("mix", pulp.LpMinimize)
+        self.counts: dict[str, Any] = {}
+        prices = _prices(types)
+        unit = max(prices, default=1.0)
+        changes = question.cold_start_s, question.drain_s
         carried, cost = [], []
-        for i, (c, bound) in enumerate(zip(candidates, bounds, strict=True)):
-            n, standing = self._count(i, c, bound)
-            self.counts.append(n)
-            carried.append(c.capacity / (demand or 1.0) * standing)
-            cost.append(price[i] / unit * n)
-            for name, share, sign in (("launched", c.launch, 1), ("let_go", c.let_go, -1)):
-                if share:
+        for i, (t, price) in enumerate(zip(types, prices, strict=True)):
+            n, standing = self._count(i, t)
+            self.counts[t.name] = n
+            carried.append(question.weights.of[t.name] / (question.demand or 1.0) * standing)
+            cost.append(price / unit * n)
+            for name, takes_s, sign in zip(("launched", "drained"), changes, (1, -1), strict=True):
+                if takes_s:
                     more = self.problem.add_variable(f"{name}{i}", lowBound=0)
-                    self.problem += more >= sign * (n - c.there)
-                    cost.append(share * price[i] / unit * more)
-        self.carried, self.cost, self.workers = map(pulp.lpSum, (carried, cost, self.counts))
-        if limits.max_gpus is not None:
-            gpus = pulp.lpSum(c.gpus * n for c, n in zip(candidates, self.counts, strict=True))
-            self.problem += gpus <= limits.max_gpus
-        if limits.budget_usd_per_h is not None:
-            spent = pulp.lpSum(u * n for u, n in zip(usd, self.counts, strict=True))
-            self.problem += spent <= limits.budget_usd_per_h + 1e-9
-        if limits.most is not None:
-            self.problem += self.workers <= limits.most
+                    self.problem += more >= sign * (n - question.there.get(t.name, 0))
+                    cost.append(takes_s / question.settings.horizon_s * price / unit * more)
+        self._carried, self._cost = pulp.lpSum(carried), pulp.lpSum(cost)
+        self._limit(types)
 
-    def _count(self, i: int, c: Candidate, bound: int) -> tuple[Any, Any]:
+    def cheapest(self) -> dict[str, int]:
+        self.problem += self._cost
+        if self._question.demand > 0:
+            self.problem += self._carried >= 1.0
+        if self._question.least:
+            self.problem += pulp.lpSum(self.counts.values()) >= self._question.least
+        return self._solved()
+
+    def most_capable(self) -> dict[str, int]:
+        """The counts with most capacity, of equally able ones the cheapest; `least` is no bound here."""
+        self.problem += _TIE * self._cost - self._carried
+        return self._solved()
+
+    def _limit(self, types: Sequence[WorkerType]) -> None:
+        question, counts = self._question, self.counts
+        max_gpus, budget = question.settings.max_gpus, question.settings.budget_usd_per_h
+        if max_gpus is not None:
+            self.problem += pulp.lpSum(t.gpus * counts[t.name] for t in types) <= max_gpus
+        if budget is not None:
+            if any(t.usd_per_h is None for t in types):
+                raise BadInput("mix: a budget needs a price for every type of worker")
+            self.problem += pulp.lpSum(t.usd_per_h * counts[t.name] for t in types) <= budget + 1e-9
+        if question.most is not None:
+            self.problem += pulp.lpSum(counts.values()) <= question.most
+
+    def _count(self, i: int, t: WorkerType) -> tuple[Any, Any]:
         """n_v, and how many of them can be counted on."""
-        if c.stands is None:
-            n = self.problem.add_variable(f"n{i}", lowBound=c.low, upBound=bound, cat="Integer")
+        question, bound = self._question, self._bound(t)
+        if question.standing(t, bound) == bound:
+            n = self.problem.add_variable(f"n{i}", lowBound=t.low, upBound=bound, cat="Integer")
             return n, n
-        range_ = range(c.low, bound + 1)
-        chosen = [self.problem.add_variable(f"n{i}is{j}", cat="Binary") for j in range_]
-        self.problem += pulp.lpSum(chosen) == 1
+        chosen = {j: self.problem.add_variable(f"n{i}is{j}", cat="Binary") for j in range(t.low, bound + 1)}
+        self.problem += pulp.lpSum(chosen.values()) == 1
         return (
-            pulp.lpSum(j * z for j, z in zip(range_, chosen, strict=True)),
-            pulp.lpSum(c.stands(j) * z for j, z in zip(range_, chosen, strict=True)),
+            pulp.lpSum(j * z for j, z in chosen.items()),
+            pulp.lpSum(question.standing(t, j) * z for j, z in chosen.items()),
         )
 
-    def solved(self, time_limit_s: float) -> list[int]:
-        # The CBC that PuLP 3 ships, called through the interface that PuLP 4 keeps.
-        cbc = pulp.COIN_CMD(
-            path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=time_limit_s, gapRel=0.0, threads=1
-        )
-        self.problem.solve(cbc)
+    def _bound(self, t: WorkerType) -> int:
+        """No more of one type than would carry everything alone, or must be; it keeps the search small."""
+        question = self._question
+        needed = question.demand / question.weights.of[t.name]
+        alone = math.ceil(needed * (1.0 + 1e-9)) + 1
+        allowed = min((m for m in (t.limit, question.most) if m is not None), default=None)
+        while question.standing(t, alone) < math.ceil(needed) and (allowed is None or alone < allowed):
+            alone += 1
+        bound = max(alone, t.low, question.there.get(t.name, 0), question.least)
+        return bound if t.limit is None else min(bound, t.limit)
+
+    def _solved(self) -> dict[str, int]:
+        self.problem.solve(solver())
         status = pulp.LpStatus[self.problem.status]
         if status != "Optimal":
             raise Infeasible(f"no mix within the limits carries the demand ({status.lower()})")
-        return [round(pulp.value(n) or 0) for n in self.counts]
+        return present({name: round(pulp.value(n) or 0) for name, n in self.counts.items()})
 
 
-def _upper_bounds(demand: float, candidates: Sequence[Candidate], limits: FleetLimits) -> list[int]:
-    """No more of one kind than would carry everything alone, or must be; it keeps the search small."""
-    bounds = []
-    for c in candidates:
-        alone = math.ceil(demand / c.capacity * (1.0 + 1e-9)) + 1
-        allowed = min((m for m in (c.high, limits.most) if m is not None), default=None)
-        while c.standing(alone) < math.ceil(demand / c.capacity) and (allowed is None or alone < allowed):
-            alone += 1
-        bound = max(alone, c.low, c.there, limits.least)
-        bounds.append(bound if c.high is None else min(bound, c.high))
-    return bounds
+def solver() -> Any:
+    """HiGHS in this process, to the last digit, on one thread and the same way every time.
+
+    Its feasibility jump, a heuristic for large programs, takes 16 ms whatever the size.
+    """
+    return pulp.HiGHS(
+        msg=False,
+        timeLimit=_TIME_LIMIT_S,
+        gapRel=0.0,
+        gapAbs=0.0,
+        threads=1,
+        random_seed=0,
+        mip_heuristic_run_feasibility_jump=False,
+    )
+
+
+def _prices(types: Sequence[WorkerType]) -> list[float]:
+    """Dollars with a little for each GPU; GPUs where any price is unknown."""
+    usd = [t.usd_per_h for t in types if t.usd_per_h is not None]
+    if len(usd) < len(types):
+        return [float(t.gpus) for t in types]
+    tie = _TIE * (max(usd, default=0.0) or 1.0)
+    return [u + tie * t.gpus for u, t in zip(usd, types, strict=True)]
+
+
+def present(counts: Counts) -> dict[str, int]:
+    """The counts without the types of which there is none."""
+    return {name: n for name, n in counts.items() if n}
+
+
+def label(counts: Counts) -> str:
+    """`2 h100-sxm TP1 + 1 a100-sxm TP1`."""
+    return " + ".join(f"{n} {name}" for name, n in sorted(present(counts).items())) or "none"

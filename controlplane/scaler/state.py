@@ -15,48 +15,63 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.scaler.forecast import Forecast, ForecastSettings
-from controlplane.scaler.line import Speed
-from controlplane.scaler.mixed import Mixed
+from controlplane.scaler.mix import MixSettings, check_types
+from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.regimes import Regimes
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings
-from controlplane.scaler.traffic import Demand, Mix
-from controlplane.scaler.worker_types import KindSettings, MixingSettings, Weights, check_kinds
+from controlplane.scaler.traffic import Demand, Traffic
+from controlplane.scaler.weights import Weights
 from controlplane.types import ClassArrivals
+from controlplane.worker_type import WorkerType
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
     """How demand becomes workers. `stale_s`: counts older than this are no news.
 
-    `speed`: what a worker can do, where the target has no line of its own, or where the lengths drift from
-    those that its line was learned at (`learned_at`). `bin_s`: a bin of the counts. `catch_up_s`: in which a
-    backlog is to be served. `ahead`: whether and how to forecast; `near`: by short bins as well.
-
-    `kinds`: of worker that may be had, where there are several; then each has a speed of its own and `speed`
-    is not read. `line_kind`: the one whose workers the target's line counts, by default the first. `mixing`:
-    how counts are chosen among them, and their budget.
+    `worker_types`: those that may be had. Their profiles say what a worker can do, where the target has no
+    line of its own, or where the lengths drift from those that its line was learned at (`learned_at`); that
+    line counts workers of the first. `mix`: how counts are chosen among them, and the limits of all together.
+    `bin_s`: a bin of the counts. `catch_up_s`: in which a backlog is to be served. `ahead`: whether and how
+    to forecast; `near`: by short bins as well.
     """
 
     target: TargetSettings
     hold: HoldSettings = field(default_factory=HoldSettings)
     strictness: float = 4.0
     stale_s: float = 60.0
-    speed: Speed | None = None
     bin_s: float = 10.0
     catch_up_s: float = 30.0
     ahead: ForecastSettings | None = None
     near: ForecastSettings | None = None
     learned_at: ClassArrivals | None = None
-    kinds: tuple[KindSettings, ...] = ()
-    line_kind: str | None = None
-    mixing: MixingSettings = field(default_factory=MixingSettings)
+    worker_types: tuple[WorkerType, ...] = ()
+    mix: MixSettings = field(default_factory=MixSettings)
 
     def __post_init__(self) -> None:
-        if not self.kinds:
-            return
-        check_kinds(self.kinds, self.mixing, self.target.low, self.target.high, self.line_kind)
-        if self.target.budget_usd_per_h is not None:
-            raise BadInput("scaling: budget_usd_per_h: of several kinds it belongs to `mixing`")
+        check_types(self.worker_types, self.mix, self.target.low, self.target.high)
+
+    @property
+    def is_mix(self) -> bool:
+        """Whether counts are chosen by type: there are several, or workers of one that are reclaimed."""
+        return len(self.worker_types) > 1 or any(t.reclaims_per_h > 0 for t in self.worker_types)
+
+    @property
+    def limits(self) -> TargetSettings:
+        """The target's, within what the one type, GPUs and budget allow; of a mix the mix keeps to those."""
+        if self.is_mix:
+            return replace(self.target, low=0, high=None)
+        caps = [] if self.target.high is None else [self.target.high]
+        low = self.target.low
+        for t in self.worker_types:
+            low = max(low, t.low)
+            caps += [] if t.limit is None else [t.limit]
+            caps += [] if self.mix.max_gpus is None else [self.mix.max_gpus // t.gpus]
+            if self.mix.budget_usd_per_h is not None and t.usd_per_h:
+                # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
+                caps.append(int(self.mix.budget_usd_per_h / t.usd_per_h + 1e-9))
+        most = min(caps, default=None)
+        return replace(self.target, low=low if most is None else min(low, most), high=most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +85,20 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the scaler remembers; empty at the start. A restart loses all but what scaler.remembered keeps.
+    """What the scaler remembers; empty at the start. A restart loses all but what `to_keep` keeps.
 
-    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `mixed` to its `kinds`.
+    `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `fleet_mix` to a mix.
     """
 
     demand: Demand | None = None
     regimes: Regimes = field(default_factory=Regimes)
     held: Held | None = None
     counted_s: float | None = None  # when arrivals were last reported
-    mix: Mix = field(default_factory=Mix)
+    traffic: Traffic = field(default_factory=Traffic)
     far: Outlook = field(default_factory=Outlook)
     soon: Outlook = field(default_factory=Outlook)
     weights: Weights | None = None
-    mixed: Mixed | None = None
+    fleet_mix: MixState | None = None
 
 
 def to_keep(state: Scaling, now_s: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class TargetSettings:
     """The line and the limits.
 
     `workers_per_rps` and `intercept` None: nothing is known of this traffic, and the number is held. `high`
-    None: no upper limit but the budget's. `z`: standard errors of the rate that are planned for.
+    None: no upper limit. `z`: standard errors of the rate that are planned for.
     `to_zero`: no arrivals in a whole regime means no workers at all.
     """
 
@@ -33,8 +33,6 @@ class TargetSettings:
     intercept: float | None
     low: int = 1
     high: int | None = None
-    usd_per_worker_h: float | None = None
-    budget_usd_per_h: float | None = None
     z: float = 1.64
     to_zero: bool = False
 
@@ -45,24 +43,13 @@ class TargetSettings:
             raise BadInput(f"target: workers_per_rps: must not be negative, got {self.workers_per_rps:g}")
         if self.low < 0 or (self.high is not None and self.high < self.low):
             raise BadInput(f"target: need 0 <= low <= high, got {self.low} and {self.high}")
-        if self.budget_usd_per_h is not None and not (self.usd_per_worker_h or 0) > 0:
-            raise BadInput("target: a budget needs the price of a worker")
 
     @property
     def line(self) -> Line | None:
         """The line given; None where there is none."""
         if self.workers_per_rps is None or self.intercept is None:
             return None
-        return Line(self.workers_per_rps, self.intercept, "the line given")
-
-    @property
-    def most(self) -> int | None:
-        """The most workers that limit and budget allow; None without either."""
-        caps = [] if self.high is None else [self.high]
-        if self.budget_usd_per_h is not None and self.usd_per_worker_h is not None:
-            # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
-            caps.append(int(self.budget_usd_per_h / self.usd_per_worker_h + 1e-9))
-        return min(caps, default=None)
+        return Line(self.workers_per_rps, self.intercept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +114,7 @@ def _workers(line: Line, rate_rps: float) -> float:
 
 
 def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float]) -> Target:
-    most = settings.most
+    most = settings.high
     if most is not None and asked > most:
         return Target(most, f"{why}, but no more than {most} are allowed", compared)
     low = 0 if asked == 0 and settings.to_zero else settings.low

@@ -23,7 +23,7 @@ MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not r
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class Traffic:
     """The classes seen, weighted by age; `seen_s`: when the weights are of."""
 
     classes: tuple[ClassArrivals, ...] = ()
@@ -34,18 +34,20 @@ class Mix:
         return sum(c.requests for c in self.classes)
 
 
-def blend(mix: Mix, arrived: Sequence[ClassArrivals], now_s: float, half_life_s: float = HALF_LIFE_S) -> Mix:
-    """The mix with what arrived since the last look, older arrivals faded."""
+def blend(
+    traffic: Traffic, arrived: Sequence[ClassArrivals], now_s: float, half_life_s: float = HALF_LIFE_S
+) -> Traffic:
+    """The traffic with what arrived since the last look, older arrivals faded."""
     if not half_life_s > 0:
-        raise BadInput(f"mix: half_life_s: must be positive, got {half_life_s:g}")
+        raise BadInput(f"traffic: half_life_s: must be positive, got {half_life_s:g}")
     if not arrived:  # silence does not make the lengths less known
-        return mix
-    kept = 1.0 if mix.seen_s is None else 0.5 ** (max(now_s - mix.seen_s, 0.0) / half_life_s)
-    sums = {c.slo: _scaled(c, kept) for c in mix.classes}
+        return traffic
+    kept = 1.0 if traffic.seen_s is None else 0.5 ** (max(now_s - traffic.seen_s, 0.0) / half_life_s)
+    sums = {c.slo: _scaled(c, kept) for c in traffic.classes}
     for new in arrived:
         sums[new.slo] = _sum(sums[new.slo], new) if new.slo in sums else new
     most = sorted(sums.values(), key=lambda c: (-c.requests, c.slo.tpot_s, c.slo.ttft_s))[:MOST_CLASSES]
-    return Mix(tuple(c for c in most if c.requests > 0), now_s)
+    return Traffic(tuple(c for c in most if c.requests > 0), now_s)
 
 
 def _scaled(c: ClassArrivals, share: float) -> ClassArrivals:

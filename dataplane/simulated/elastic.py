@@ -2,7 +2,7 @@
 
 The steps to a wanted number are scaler.drain's, as in the live plane. A worker is paid for from its launch to
 its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as may ever be
-there at once, of one kind or several, taken in order. A kind is a profile's variant; a wanted number that
+there at once, of one kind or several, taken in order. A kind is the type of a profile; a wanted number that
 names kinds is followed in each of them by itself, one that does not in all of them together.
 """
 
@@ -89,8 +89,8 @@ class Elastic:
 
     def __init__(self, run: RunState, settings: ElasticSettings) -> None:
         self._run, self._settings = run, settings
-        self._variants = [run.profiles[v].variant for v in run.ledger.workers["variant"].tolist()]
-        self.kinds = [str(variant) for variant in self._variants]
+        self._profiles = [run.profiles[i] for i in run.ledger.workers["variant"].tolist()]
+        self.kinds = [profile.type_name for profile in self._profiles]
         first = self._first()
         self.slots: dict[int, Slot] = {}
         self.record = FleetRecord()
@@ -203,7 +203,7 @@ class Elastic:
         kind = self.kinds[w]
         self.record.worker_s += seconds
         self.record.kind_s[kind] = self.record.kind_s.get(kind, 0.0) + seconds
-        self.record.gpu_s += seconds * self._variants[w].tp_degree
+        self.record.gpu_s += seconds * self._profiles[w].tp_degree
 
     def _launch(self, now_s: float, kind: str | None) -> None:
         free = [w for w, of in enumerate(self.kinds) if w not in self.slots and (kind is None or of == kind)]

@@ -172,7 +172,7 @@ def observe(
     status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
     decoding = led.workers["decoding"].tolist()
     capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
-    kinds = [str(p.variant) for p in profiles]
+    kinds = [p.type_name for p in profiles]
     workers = []
     for w, row in enumerate(table):
         state = _STATES.get(status[w], SERVES) if states is None else states[w]

@@ -17,12 +17,12 @@ from controlplane.control import Settings, State
 from controlplane.placement.policies import Policy
 from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings
-from controlplane.scaler.line import Speed
 from controlplane.scaler.regimes import Regimes, follow
 from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
 from controlplane.scaler.traffic import Demand
 from controlplane.types import ClassArrivals
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import (
@@ -224,11 +224,10 @@ def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: in
 
 def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> ControlSettings:
     prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
-    engine, profile = CASE.profile.engine, CASE.profile
     scaling = ScalingSettings(
         TargetSettings(*line, low=1, high=SLOTS),
         HoldSettings(),
-        speed=Speed(profile.step, profile.kv.capacity_tokens, engine.max_seqs, profile.prefill),
+        worker_types=(WorkerType.of(CASE.profile),),
         ahead=AHEAD if forecasts else None,
         near=NEAR if forecasts else None,
         learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ import numpy as np
 from controlplane.control import Settings
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
-from controlplane.scaler.counts import Asked, choose
 from controlplane.scaler.forecast import NEAR
-from controlplane.scaler.line import Speed, line_of
+from controlplane.scaler.line import line_of
+from controlplane.scaler.mix import MixQuestion, choose
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import Mix
-from controlplane.scaler.worker_types import PARTS, KindSettings, MixingSettings, weigh
-from controlplane.types import ClassArrivals, EngineMode, Slo
+from controlplane.scaler.traffic import Traffic
+from controlplane.scaler.weights import PARTS, weigh
+from controlplane.types import ClassArrivals, Slo
+from controlplane.worker_type import WorkerType
 from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
 from experiments.lib.autoscaling import AHEAD, BEAT_S, COLD_S, TARGET, remembered, servegen
 from experiments.lib.fewest_workers import Lengths, sharegpt
@@ -94,38 +95,28 @@ def profile_of(gpu: str) -> Profile:
     return found
 
 
-def speed_of(profile: Profile) -> Speed:
-    apart = profile.engine.mode != EngineMode.CHUNKED
-    prefill = profile.prefill if apart else None
-    return Speed(profile.step, profile.kv.capacity_tokens, profile.engine.max_seqs, prefill)
-
-
 def fleet(
     gpus: dict[str, int | None], lengths: Lengths, rate_rps: float
 ) -> tuple[list[WorkerSpec], ElasticSettings, ControlSettings]:
     """Slots, what there is at the beginning (enough for `rate_rps`), and what tick is told."""
     profiles = {gpu: profile_of(gpu) for gpu in gpus}
-    kinds = tuple(
-        KindSettings(str(p.variant), speed_of(p), usd_per_h(p), high=gpus[gpu]) for gpu, p in profiles.items()
-    )
+    types = tuple(replace(WorkerType.of(p, usd_per_h(p)), limit=gpus[gpu]) for gpu, p in profiles.items())
     requests = float(len(lengths.prompt))
-    mix = Mix((ClassArrivals(SLO, requests, float(lengths.prompt.sum()), float(lengths.output.sum())),), 0.0)
-    weights = weigh(kinds, {}, mix, None)
+    arrivals = ClassArrivals(SLO, requests, float(lengths.prompt.sum()), float(lengths.output.sum()))
+    traffic = Traffic((arrivals,), 0.0)
+    weights = weigh(types, {}, traffic, None)
     assert weights is not None
-    reference = next(k.speed for k in kinds if k.kind == weights.reference)
-    assert reference is not None
-    line = line_of(reference, mix)
+    line = line_of(next(t.profile for t in types if t.name == weights.reference), traffic)
     assert line is not None
     units = int(np.ceil((line.workers_per_rps * rate_rps + line.intercept) * PARTS))
-    start = choose(Asked(kinds, MixingSettings(), weights, units, {}))
-    scaling = ScalingSettings(
-        TargetSettings(None, None, low=1, high=SLOTS), HoldSettings(), ahead=AHEAD, near=NEAR, kinds=kinds
-    )
+    start = choose(MixQuestion(types, weights, units / PARTS))
+    target = TargetSettings(None, None, low=1, high=SLOTS)
+    scaling = ScalingSettings(target, HoldSettings(), ahead=AHEAD, near=NEAR, worker_types=types)
     slots = [WorkerSpec(p) for gpu, p in profiles.items() for _ in range(gpus[gpu] or SLOTS)]
     return (
         slots,
         ElasticSettings(
-            cold_start_s=COLD_S, start_kinds=start, usd_per_h={k.kind: k.usd_per_h or 0.0 for k in kinds}
+            cold_start_s=COLD_S, start_kinds=start, usd_per_h={t.name: t.usd_per_h or 0.0 for t in types}
         ),
         ControlSettings(Settings(moves=None, shed=None, scaling=scaling), beat_s=BEAT_S),
     )

@@ -1,12 +1,14 @@
 """The control API's replies, made up: a worker, a request and the fleet of both."""
 
+from made_types import profile_of
+
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
-from controlplane.scaler.line import Speed
+from controlplane.types import EngineMode
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),))
 
 
-SPEED = Speed(STEP, 16_000, 32, PrefillModel(0.01, 1e-4))
+PROFILE = profile_of(STEP, 16_000, 32, prefill=PrefillModel(0.01, 1e-4), mode=EngineMode.PREFILL_FIRST)
 
 
 def worker(name, steps=100, waiting=0, state="serving", kind="a", **load):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from made_types import made_type, profile_of
 
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
@@ -10,11 +11,9 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
 from controlplane.scaler.forecast import Forecast, ForecastSettings
-from controlplane.scaler.line import Speed
 from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.state import Outlook, ScalingSettings
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings
-from controlplane.scaler.worker_types import KindSettings
 from controlplane.snapshot import Migrate, Reassign, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
@@ -187,26 +186,26 @@ def test_the_bounds_hold_whatever_the_load():
     assert [a.workers for a in tick(STILL, State(), outside)[1]] == [8]
 
 
-def test_of_several_kinds_load_grows_the_cheapest_for_its_capacity_and_shrinks_the_dearest_it_can():
-    kinds = KindSettings("big", Speed(STEP, 4000, 64), 3.0, high=1), KindSettings("small", None, 1.0)
-    scaling = ScalingSettings(TargetSettings(None, None), kinds=kinds)
+def test_of_several_types_load_grows_the_cheapest_for_its_capacity_and_shrinks_the_dearest_it_can():
+    types = made_type("big", 3.0, profile_of(STEP, 4000, 64), limit=1), made_type("small", 1.0, None)
+    scaling = ScalingSettings(TargetSettings(None, None), worker_types=types)
     settings = replace(by_load(hold_s=0.0, rise_s=0.0), scaling=scaling)
-    big = replace(worker("b", (3600,), capacity=4000), kind="big")
-    small = [replace(worker(f"s{i}", (900,)), kind="small") for i in range(2)]
+    big = replace(worker("b", (3600,), capacity=4000), kind="big TP1")
+    small = [replace(worker(f"s{i}", (900,)), kind="small TP1") for i in range(2)]
 
     def asked(*workers, wanted):
         seen = at(0.0, *workers, wanted=sum(wanted.values()), wanted_kinds=wanted)
         return [a for a in tick(settings, State(), seen)[1] if isinstance(a, Scale)]
 
-    (more,) = asked(*small, wanted={"small": 2})
-    assert (more.workers, more.kinds) == (3, {"big": 1, "small": 2})
-    assert more.reason.endswith(": 1 big + 2 small")
-    (most,) = asked(big, *small, wanted={"big": 1, "small": 2})  # no more of the big to be had
-    assert most.kinds["big"] == 1
-    assert most.kinds["small"] == most.workers - 1 > 2
-    idle = replace(worker("b", (500,), capacity=4000), kind="big")
-    (fewer,) = asked(idle, *[replace(w, requests=()) for w in small], wanted={"big": 1, "small": 2})
-    assert fewer.kinds == {"big": 1, "small": 0}, "the small are dearer for what they hold"
+    (more,) = asked(*small, wanted={"small TP1": 2})
+    assert (more.workers, more.kinds) == (3, {"big TP1": 1, "small TP1": 2})
+    assert more.reason.endswith(": 1 big TP1 + 2 small TP1")
+    (most,) = asked(big, *small, wanted={"big TP1": 1, "small TP1": 2})  # no more of the big to be had
+    assert most.kinds["big TP1"] == 1
+    assert most.kinds["small TP1"] == most.workers - 1 > 2
+    idle = replace(worker("b", (500,), capacity=4000), kind="big TP1")
+    (fewer,) = asked(idle, *[replace(w, requests=()) for w in small], wanted={"big TP1": 1, "small TP1": 2})
+    assert fewer.kinds == {"big TP1": 1, "small TP1": 0}, "the small are dearer for what they hold"
 
 
 def test_thresholds_the_wrong_way_round_are_refused():
@@ -265,7 +264,7 @@ def test_a_change_says_what_was_seen_what_was_compared_and_what_it_costs():
     settings = Settings(
         moves=None,
         shed=None,
-        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8, usd_per_worker_h=3.0), HoldSettings()),
+        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8), worker_types=(made_type("a", 3.0),)),
     )
     state, told = State(), []
     for now_s in range(1, 40):

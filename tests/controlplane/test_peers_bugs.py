@@ -9,16 +9,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from made_moves import profile
+from made_types import profile_of
 
 from controlplane.control import Settings, State, tick
 from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.policies import JSQ, SPREAD
-from controlplane.scaler.line import Speed
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
 from controlplane.snapshot import STARTING, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, RequestId, Slo, WorkerId
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import (
@@ -42,8 +43,9 @@ def worker(name, running=0, state="serving"):
 class Story:
     """A fleet told second by second what arrives; launches and drains happen at once."""
 
-    def __init__(self, wanted, target=LINE, speed=None, down_s=60.0):
-        scaling = ScalingSettings(target, HoldSettings(0.0, down_s), speed=speed)
+    def __init__(self, wanted, target=LINE, profile=None, down_s=60.0):
+        types = () if profile is None else (WorkerType.of(profile),)
+        scaling = ScalingSettings(target, HoldSettings(0.0, down_s), worker_types=types)
         self.settings = Settings(moves=None, shed=None, scaling=scaling)
         self.state, self.now_s, self.wanted, self.reasons = State(), 0.0, wanted, []
 
@@ -98,10 +100,10 @@ def test_two_workers_become_one_and_stay_one():
 
 def test_a_target_that_one_request_alone_breaks_inflates_no_fleet():
     strict = Slo(1.0, 0.001)  # a step of one request takes 21 ms
-    speed = Speed(STEP, 10_000, 64)
+    profile = profile_of(STEP, 10_000, 64)
     sizes = []
     for slo in (SLO, strict):
-        story = Story(1, TargetSettings(None, None, high=20), speed)
+        story = Story(1, TargetSettings(None, None, high=20), profile)
         for _ in range(120):
             story.now_s += 1.0
             arrived = (ClassArrivals(slo, 1, 100.0, 50.0),)
@@ -127,7 +129,7 @@ def test_a_worker_that_never_becomes_ready_is_given_up_when_the_demand_is_gone()
     workload = Workload(times, np.full(501, 60), np.full(501, 30))
     scaling = ScalingSettings(
         TargetSettings(None, None, high=6), HoldSettings(0.0, 30.0), bin_s=5.0,
-        speed=Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill),
+        worker_types=(WorkerType.of(p),),
     )  # fmt: skip
     outcome, record = simulate_elastic(
         workload,

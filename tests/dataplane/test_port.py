@@ -15,17 +15,18 @@ from controlplane.port import DataPlane, Outcome, run_round
 from controlplane.scaler.load import LoadSettings
 from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.live.control import controller
 from dataplane.live.control.controller import LivePlane
-from dataplane.live.control.settings import ControllerSettings, speed_of
+from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.elastic import Elastic, ElasticSettings
 from dataplane.simulated.simulate import WorkerSpec, prepare
 
 SLO = Slo(1.0, 0.1)
 PROFILE = profile(capacity=1024, seqs=32)
-KIND = str(PROFILE.variant)
+KIND = PROFILE.type_name
 ASKED = Settings(
     MoveSettings(out_below=30, in_above=40, rest_s=0.5),
     ShedSettings(),
@@ -116,7 +117,7 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
         predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
     )  # fmt: skip
     elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
-    live = LivePlane(ControllerSettings("", None, False, 0, speeds={KIND: speed_of(PROFILE)}))
+    live = LivePlane(ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),)))
     states, told, posted, done = [State()], {}, [], []
     observe, report = SimulatedPlane.observe, SimulatedPlane.report
 

@@ -17,9 +17,10 @@ FAST, SLOW = "h100-sxm TP2", "a100-sxm TP1"
 @pytest.fixture
 def play(live_extra, monkeypatch):
     from controlplane.placement.queue import QueueSettings
+    from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.gateway.placement import Placement
     from dataplane.live.pool import pool as cluster
-    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
+    from dataplane.live.pool.fleet_types import FleetTypes
 
     monkeypatch.setattr(cluster, "YOUNG_S", 0.0)
     slow = profile()
@@ -31,8 +32,13 @@ def play(live_extra, monkeypatch):
             placement = Placement(profiles, 8, lengths, np.random.default_rng(0))
             front = Front((), profiles[SLOW], QueueSettings(), placement if by_profile else None)
             host = FrontHost(front, profiles)
-            kinds = Kinds([WorkerKind(fast, 2, "h100-sxm"), WorkerKind(slow, 1, "a100-sxm", high=2)])
-            fleet = cluster.Cluster(host, front.core, front.events, 4, kinds)
+            types = FleetTypes(
+                [
+                    WorkerGroup(WorkerType("h100-sxm", 2), fast),
+                    WorkerGroup(WorkerType("a100-sxm", limit=2), slow),
+                ]
+            )
+            fleet = cluster.WorkerPool(host, front.core, front.events, 4, types)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)
@@ -119,7 +125,7 @@ def test_what_cannot_be_is_refused(play):
         with pytest.raises(BadInput, match="expected one of h100-sxm TP2, a100-sxm TP1, got 'b200'"):
             fleet.scale({"b200": 1}, "a test")
         with pytest.raises(BadInput, match="say which"):
-            fleet.kinds.only()
+            fleet.types.only()
         assert fleet.wanted_kinds == {FAST: 1, SLOW: 1}
 
     play(story)

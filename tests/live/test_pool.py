@@ -12,8 +12,9 @@ from controlplane.types import WorkerId
 @pytest.fixture
 def play(live_extra, monkeypatch):
     from controlplane.placement.queue import QueueSettings
+    from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.pool import pool as cluster
-    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
+    from dataplane.live.pool.fleet_types import FleetTypes
 
     monkeypatch.setattr(cluster, "YOUNG_S", 0.0)  # else a replacement waits a second
 
@@ -21,7 +22,8 @@ def play(live_extra, monkeypatch):
         async def scene():
             front = Front((), profile(**sizes), QueueSettings())
             host = FrontHost(front)
-            fleet = cluster.Cluster(host, front.core, front.events, 4, Kinds([WorkerKind(workers)]))
+            types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
+            fleet = cluster.WorkerPool(host, front.core, front.events, 4, types)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)
@@ -126,14 +128,15 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
 
 def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
     from controlplane.placement.queue import QueueSettings
+    from controlplane.worker_type import WorkerGroup, WorkerType
+    from dataplane.live.pool.fleet_types import FleetTypes
     from dataplane.live.pool.pool import WorkerPool
-    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
 
     async def scene():
         front = Front((), profile(), QueueSettings())
         host = FrontHost(front)
         host.failures = 1
-        fleet = WorkerPool(host, front.core, front.events, 4, Kinds([WorkerKind(3)]))
+        fleet = WorkerPool(host, front.core, front.events, 4, FleetTypes([WorkerGroup(WorkerType(None), 3)]))
         try:
             with pytest.raises(RuntimeError, match="no such model"):
                 await fleet.start()

@@ -19,7 +19,7 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy
 from controlplane.types import Slo
-from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, kinds_of
+from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, types_of
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.planning.plan_file import read_plan
 
@@ -121,8 +121,8 @@ def serve_command(
         slo = slo or saved.slo_text
     if kind and (workers, tp) != (WORKERS, 1):
         raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
-    kinds = kinds_of(workers, tp, kind or (), saved, profile or (), engine == "emulated")
-    workers = sum(kinds.workers.values())
+    types = types_of(workers, tp, kind or (), saved, profile or (), engine == "emulated")
+    workers = sum(types.workers.values())
     bounds = None if autoscale is None else bounds_of(autoscale)
     most = max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
     if workers > most or (bounds is not None and bounds[1] > most):
@@ -172,7 +172,7 @@ def serve_command(
                 shutdown_s=shutdown_s,
             ),
             engine="emulated" if engine == "emulated" else "vllm",
-            kinds=kinds,
+            types=types,
             max_workers=most,
             control_host=control_host,
             control_port=control_port,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
+from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.durations import parse_duration_s
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, find_profiles, read_profile
@@ -15,7 +17,7 @@ from tokenfleet.profiles.prices import read_prices
 
 if TYPE_CHECKING:
     from dataplane.live.control.settings import Autoscale
-    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
+    from dataplane.live.pool.fleet_types import FleetTypes
 
 
 EMULATED = ("llama-3.1-8b", "h100-sxm")  # what an emulated engine is like unless something says
@@ -23,56 +25,52 @@ NAMES = ("gpu", "tp", "workers", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
 
 
-def kinds_of(
+def types_of(
     workers: int,
     tp: int,
     flags: Sequence[str],
     plan: PlanFile | None,
     profiles: Sequence[Path],
     is_emulated: bool,
-) -> Kinds:
-    """The kinds to serve with, each with its profile where one is known. Raises BadInput.
+) -> FleetTypes:
+    """The types to serve with, each with its profile where one is known. Raises BadInput.
 
-    `given`: the texts of --kind; `profiles`: files, each for the kind of its GPU and TP degree, or for the
+    `flags`: the texts of --kind; `profiles`: files, each for the type of its GPU and TP degree, or for the
     only one. Emulated engines without one take the library's.
     """
-    from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
+    from dataplane.live.pool.fleet_types import FleetTypes
 
     model = EMULATED[0]
     if plan is not None:
         if flags:
             raise BadInput("--kind: the plan says which kinds there are; give either")
-        kinds = _planned(plan)
+        groups = _planned(plan)
         model = plan.inputs.profiles[0].model
     elif flags:
-        kinds = [_kind(text) for text in flags]
+        groups = [_kind(text) for text in flags]
     else:
-        kinds = [WorkerKind(workers, tp)]
-    made_kinds = Kinds(kinds)
-    if sum(made_kinds.workers.values()) == 0:
+        groups = [WorkerGroup(WorkerType(None, tp), workers)]
+    if sum(group.workers for group in groups) == 0:
         raise BadInput("--kind: workers: a fleet starts with at least one")
     read = [read_profile(path) for path in profiles]
-    return Kinds(
-        [_with_profile(kind, len(made_kinds), read, model if is_emulated else None) for kind in made_kinds]
+    emulated = model if is_emulated else None
+    return FleetTypes(
+        [replace(g, worker_type=_with_profile(g.worker_type, len(groups), read, emulated)) for g in groups]
     )
 
 
-def _planned(plan: PlanFile) -> list[WorkerKind]:
-    """A plan's groups; those of one kind (prefill and decode workers) are one."""
-    from dataplane.live.pool.worker_kinds import WorkerKind
-
+def _planned(plan: PlanFile) -> list[WorkerGroup]:
+    """A plan's groups; those of one type (prefill and decode workers) are one."""
     counts: dict[tuple[str, int], tuple[int, float | None]] = {}
     for part in plan.fleet:
         kind = part.gpu, part.tp_degree
         each = None if part.usd_per_hour is None else part.usd_per_hour / part.workers
         counts[kind] = counts.get(kind, (0, None))[0] + part.workers, each
-    return [WorkerKind(n, tp, gpu, usd_per_h=each) for (gpu, tp), (n, each) in counts.items()]
+    return [WorkerGroup(WorkerType(gpu, tp, usd_per_h=each), n) for (gpu, tp), (n, each) in counts.items()]
 
 
-def _kind(text: str) -> WorkerKind:
-    """One --kind."""
-    from dataplane.live.pool.worker_kinds import WorkerKind
-
+def _kind(text: str) -> WorkerGroup:
+    """One --kind: a type, and how many of it to start with."""
     values: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -81,7 +79,7 @@ def _kind(text: str) -> WorkerKind:
         values[name] = value.strip()
     try:
         tp, workers = int(values.get("tp", "1")), int(values.get("workers", "1"))
-        high = int(values["max"]) if "max" in values else None
+        limit = int(values["max"]) if "max" in values else None
         usd = float(values["usd"]) if "usd" in values else None
         reclaims = float(values.get("reclaims", "0"))
     except ValueError:
@@ -94,28 +92,29 @@ def _kind(text: str) -> WorkerKind:
     if usd is None and gpu is not None:
         price = read_prices().usd_per_gpu_h(gpu, spot=reclaims > 0)
         usd = None if price is None else price.usd * tp
-    return WorkerKind(workers, tp, gpu, usd_per_h=usd, high=high, reclaims_per_h=reclaims)
+    return WorkerGroup(WorkerType(gpu, tp, usd_per_h=usd, limit=limit, reclaims_per_h=reclaims), workers)
 
 
-def _with_profile(kind: WorkerKind, kinds: int, read: list[Profile], emulate: str | None) -> WorkerKind:
-    """The kind with its profile: of those read, else of `emulate` in the library."""
-    from dataclasses import replace
-
-    own = [p for p in read if _is_of(p, kind)]
-    if not own and kinds == 1 and read:
+def _with_profile(
+    worker_type: WorkerType, types: int, read: list[Profile], emulate: str | None
+) -> WorkerType:
+    """The type with its profile: of those read, else of `emulate` in the library."""
+    own = [p for p in read if _is_of(p, worker_type)]
+    if not own and types == 1 and read:
         own = read[:1]
     if own:
-        return replace(kind, profile=own[0])
+        return replace(worker_type, known_profile=own[0])
     if emulate is None:
-        return kind
+        return worker_type
     if read:
-        raise BadInput(f"--profile: none is of {kind.name}; give one for each kind")
-    return replace(kind, profile=find_profiles(emulate, [kind.gpu or EMULATED[1]], [kind.tp_degree])[0])
+        raise BadInput(f"--profile: none is of {worker_type.name}; give one for each kind")
+    found = find_profiles(emulate, [worker_type.gpu or EMULATED[1]], [worker_type.tp_degree])
+    return replace(worker_type, known_profile=found[0])
 
 
-def _is_of(profile: Profile, kind: WorkerKind) -> bool:
-    names = [] if kind.gpu is None else [*canonical_gpus(kind.gpu), kind.gpu]
-    return profile.tp_degree == kind.tp_degree and profile.gpu in names
+def _is_of(profile: Profile, worker_type: WorkerType) -> bool:
+    names = [] if worker_type.gpu is None else [*canonical_gpus(worker_type.gpu), worker_type.gpu]
+    return profile.tp_degree == worker_type.tp_degree and profile.gpu in names
 
 
 def bounds_of(text: str) -> tuple[int, int]:
@@ -127,18 +126,17 @@ def bounds_of(text: str) -> tuple[int, int]:
 
 
 def autoscale_of(text: str, hold: str, plan: PlanFile | None) -> Autoscale:
-    """--autoscale and --scale-in-after, with a plan's line and price where it has them."""
+    """--autoscale and --scale-in-after, with a plan's line where it has one."""
     from dataplane.live.control.settings import Autoscale
 
     low, high = bounds_of(text)
     hold_s = parse_duration_s(hold, "--scale-in-after")
     if plan is None:
         return Autoscale(low, high, hold_s=hold_s)
-    each = None if plan.usd_per_hour is None else plan.usd_per_hour / plan.workers
-    # A mix's line counts workers of no one kind: what each kind can do says how many of which.
+    # A mix's line counts workers of no one type: what each type can do says how many of which.
     line = plan.demand_line if len(plan.fleet) == 1 else None
     if line is None:
-        return Autoscale(low, high, None, hold_s, each, None)
+        return Autoscale(low, high, None, hold_s)
     lengths = line.mean_prompt_tokens, line.mean_output_tokens
     learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
-    return Autoscale(low, high, (line.workers_per_rps, line.intercept), hold_s, each, learned_at)
+    return Autoscale(low, high, (line.workers_per_rps, line.intercept), hold_s, learned_at)

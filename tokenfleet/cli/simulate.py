@@ -93,7 +93,7 @@ def _worker(request: PlanRequest) -> Profile:
 
     found = chosen_profiles(request)
     if len(found) > 1:
-        names = ", ".join(str(p.variant) for p in found)
+        names = ", ".join(p.type_name for p in found)
         raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
     return found[0]
 

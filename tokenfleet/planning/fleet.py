@@ -2,9 +2,9 @@
 
 Spot workers can be reclaimed: how many more than serve must be bought, so that enough stand (N + k).
 
-How many stand is scaler.reclaims' binomial of rate r and cold start. While fewer than the N that the target
-needs stand, every request counts as missed; and so does every request that was running on a worker when it
-was reclaimed (share 1 - exp(-r·d), d the mean time of a request). Both are more than is really lost.
+How many stand is the binomial of scaler.weights, of rate r and cold start. While fewer than the N that the
+target needs stand, every request counts as missed; and so does every request that was running on a worker
+when it was reclaimed (share 1 - exp(-r·d), d the mean time of a request). Both are more than is really lost.
 
     attainment >= low(N) · P(at least N of N + k stand) · exp(-r·d)
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.scaler.worker_types import enough_stand, missing_share
+from controlplane.scaler.weights import enough_stand, missing_share
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.simulated.simulate import WorkerSpec
 

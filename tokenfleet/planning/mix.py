@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import Infeasible
-from controlplane.scaler.mix import MixOffer, cheapest_mix
+from controlplane.scaler.mix import MixQuestion, MixSettings, cheapest
+from controlplane.scaler.weights import Weights
 from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet
@@ -41,24 +42,20 @@ def cheaper_mix(
     usable = [s for s in sizings if s.workers is not None and not s.worker_type.is_split]
     if len(usable) < 2:
         return None
-    by_variant = {s.worker_type.profile.variant: s.worker_type for s in usable}
-    kinds = [
-        MixOffer(s.worker_type.profile.variant, 1.0 / fraction_needed(s, question), s.worker_type.usd_per_h)
-        for s in usable
-    ]
-    priced = all(kind.usd_per_hour is not None for kind in kinds)
+    types = tuple(s.worker_type for s in usable)
+    shares = {s.worker_type.name: 1.0 / fraction_needed(s, question) for s in usable}
+    is_priced = all(t.usd_per_h is not None for t in types)
+    limits = MixSettings(
+        max_gpus=question.max_gpus, budget_usd_per_h=question.budget_usd_per_h if is_priced else None
+    )
     demand = 1.0
     for _ in range(TRIES):
         try:
-            counts = cheapest_mix(
-                demand,
-                kinds,
-                max_gpus=question.max_gpus,
-                budget_usd_per_h=question.budget_usd_per_h if priced else None,
-            )
+            counts = cheapest(MixQuestion(types, Weights(types[0].name, shares), demand, limits))
         except Infeasible:
             return None
-        mix = Fleet(tuple(WorkerGroup(by_variant[v], n) for v, n in sorted(counts.items())))
+        chosen = sorted((t for t in types if t.name in counts), key=lambda t: (t.gpu or "", t.tp_degree))
+        mix = Fleet(tuple(WorkerGroup(t, counts[t.name]) for t in chosen))
         if not mix.cost < best.cost:
             return None
         if len(counts) > 1:

@@ -29,7 +29,7 @@ from controlplane.port import Outcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from dataplane.kernel_cache import use_kernel_cache
-from dataplane.live.control.settings import ControllerSettings
+from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
 
 HEARTBEAT_S = 0.5
@@ -42,7 +42,7 @@ class LivePlane:
 
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
-        self._builder = SnapshotBuilder(settings.speeds)
+        self._builder = SnapshotBuilder(settings.profiles)
         self._wanted = 0
         self._advised: tuple[object, ...] | None = None
         self._silence = ""  # why the API did not answer since the last look
@@ -50,7 +50,7 @@ class LivePlane:
     @property
     def settings(self) -> Settings:
         """Of tick, with what is known of the workers by now."""
-        return self._settings.tick(self._builder.speeds, self._builder.kv_bytes_per_token)
+        return self._settings.tick(self._builder.profiles, self._builder.kv_bytes_per_token)
 
     def observe(self) -> Snapshot:
         """The fleet now. Raises OSError (urllib's errors are) where the API does not answer."""
@@ -166,7 +166,7 @@ def main() -> None:
     """Read the settings from stdin and run."""
     os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
     use_kernel_cache()
-    run(ControllerSettings.from_json(json.load(sys.stdin)))
+    run(CONTROLLER_SETTINGS.validate_json(sys.stdin.read()))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from dataplane.live.control.settings import ControllerSettings
+from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.gateway.events import EventLog
 
 RESTART_AFTER_S = 2.0
@@ -72,6 +71,6 @@ class ControllerProcess:
         )
         assert self._process.stdin is not None
         # The settings carry a key, and other users can read a command line but no pipe.
-        self._process.stdin.write(json.dumps(self._settings.as_json()).encode())
+        self._process.stdin.write(CONTROLLER_SETTINGS.dump_json(self._settings))
         self._process.stdin.close()
         return await self._process.wait()

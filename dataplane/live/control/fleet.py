@@ -23,7 +23,6 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
 from controlplane.placement.queue import QueueSettings
-from controlplane.scaler.worker_types import KindSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing
@@ -31,7 +30,7 @@ from dataplane.http.server import Extension, bind, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.operations import FleetFacts, Operations
-from dataplane.live.control.settings import Autoscale, ControllerSettings, speed_of
+from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.gateway.demand_count import DemandCount
@@ -43,8 +42,8 @@ from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings
 from dataplane.live.migration.move import MoveBudget
+from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.pool import Host, WorkerPool
-from dataplane.live.pool.worker_kinds import Kinds
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a hist
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every kind has one.
+    """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every type has one.
 
     `move_bytes_per_s`: what copies may take of a worker, `move_share`: of a core's time. None of both is
     CPU_MOVES where copying takes the cores that compute, no bound elsewhere.
@@ -63,7 +62,7 @@ class FleetSettings:
 
     gateway: GatewaySettings
     engine: Literal["vllm", "emulated"]
-    kinds: Kinds
+    types: FleetTypes
     max_workers: int
     control_host: str
     control_port: int
@@ -101,8 +100,8 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         events, metrics = EventLog(), Metrics()
         history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
         cleanup.callback(history.close)
-        profiles = {kind.name: kind.profile for kind in settings.kinds if kind.profile is not None}
-        step_times = StepTimes(profiles, events) if len(profiles) == len(settings.kinds) else None
+        profiles = {t.name: t.known_profile for t in settings.types if t.known_profile is not None}
+        step_times = StepTimes(profiles, events) if len(profiles) == len(settings.types) else None
         placement = _placement(settings, history, profiles, step_times)
         gateway = Gateway(settings.gateway)
         host = await _host(settings, gateway, profiles)
@@ -123,7 +122,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         core.predict_anew = history.expected_tokens
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
-        cluster = WorkerPool(host, core, events, settings.max_workers, settings.kinds)
+        cluster = WorkerPool(host, core, events, settings.max_workers, settings.types)
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
         await cluster.start()
@@ -154,33 +153,15 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
             settings.control_key,
             settings.advisory,
             os.getpid(),
+            tuple(settings.types),
             settings.autoscale,
-            {kind: speed_of(profile) for kind, profile in profiles.items()},
             None if settings.data is None else str(settings.data.absolute() / "demand.json"),
-            _scaled_kinds(settings.kinds),
         )
         controller = ControllerProcess(told, events)
         cleanup.push_async_callback(controller.close)
         controller.start()
         announce(f"ready {gateway_url} control {control_url}")
         await serving
-
-
-def _scaled_kinds(kinds: Kinds) -> tuple[KindSettings, ...]:
-    """What the scaler may choose from, where there is a choice."""
-    if len(kinds) == 1:
-        return ()
-    return tuple(
-        KindSettings(
-            kind.name,
-            None,
-            kind.usd_per_h,
-            gpus=kind.tp_degree,
-            high=kind.high,
-            reclaims_per_h=kind.reclaims_per_h,
-        )
-        for kind in kinds
-    )
 
 
 def _moves(settings: FleetSettings) -> MoveBudget:
@@ -214,14 +195,14 @@ async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str
         from dataplane.live.emulated.segment import Noise
         from dataplane.live.pool.emulated_host import EmulatedHost
 
-        if len(profiles) < len(settings.kinds):
+        if len(profiles) < len(settings.types):
             raise BadInput("--profile: emulated engines take their step times from one")
         model = gateway.config.model_config
         noise = Noise(last=min(256, model.get_vocab_size()))
         return EmulatedHost(profiles, settings.gateway.model, model.max_model_len, noise)
     from dataplane.live.pool.ray_host import RayHost
 
-    host: Host = await RayHost.start(gateway.arguments, settings.kinds)
+    host: Host = await RayHost.start(gateway.arguments, settings.types)
     return host
 
 

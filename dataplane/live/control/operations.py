@@ -140,8 +140,8 @@ class Operations:
 
     def scale(self, workers: int, kind: str | None, reason: str) -> None:
         """Fix the number of workers, of a `kind` where there are several; the controller lets go of it."""
-        kinds = self.cluster.kinds
-        named = kinds.only() if kind is None else kinds.checked_name(kind)
+        types = self.cluster.types
+        named = types.only() if kind is None else types.checked_name(kind)
         self.cluster.scale({named: workers}, reason)
         self.auto = False
 
@@ -194,7 +194,7 @@ class Operations:
             return
         if not self.auto:  # an operator fixed the number while this was being decided
             raise BadInput("decision: scale: the number of workers is an operator's now")
-        kinds = change.kinds or {self.cluster.kinds.only(): change.workers}
+        kinds = change.kinds or {self.cluster.types.only(): change.workers}
         self.cluster.scale(kinds, change.reason, change.facts)
 
     async def decide_migrate(self, name: str, target: str, reason: str, advisory: bool) -> None:

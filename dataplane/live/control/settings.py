@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter
 
 from controlplane.control import Settings
 from controlplane.errors import BadInput
@@ -12,15 +12,14 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.migration.cost import Price
 from controlplane.migration.overload import ShedSettings
 from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.scaler.forecast import NEAR, ForecastSettings
-from controlplane.scaler.line import Speed
 from controlplane.scaler.load import LoadSettings
+from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.worker_types import KindSettings
 from controlplane.types import ClassArrivals, Slo
-from dataplane.live.control.snapshot_builder import Speeds
+from controlplane.worker_type import WorkerType
+from dataplane.live.control.snapshot_builder import TypeProfiles
 
 # The fleet empties its draining workers itself. Shedding is off until a worker's speed is known.
 MOVES = MoveSettings(pressure=0.6, drains=False)
@@ -35,16 +34,17 @@ class Autoscale:
 
     `low` 0 lets an idle fleet have none. `line`: Eq 7's slope (workers per request a second) and intercept,
     as a plan learned them; None takes them from what a worker can do. `hold_s`: how long fewer must be
-    enough before workers are drained. `usd_per_worker_h`: a worker's price, where it is known. `learned_at`:
-    the mean prompt and output tokens that `line` holds for; it follows those that arrive.
+    enough before workers are drained. `learned_at`: the mean prompt and output tokens that `line` holds for;
+    it follows those that arrive. `max_gpus`, `budget_usd_per_h`: a plan's limits, of all workers together.
     """
 
     low: int
     high: int
     line: tuple[float, float] | None = None
     hold_s: float = 80.0
-    usd_per_worker_h: float | None = None
     learned_at: tuple[float, float] | None = None
+    max_gpus: int | None = None
+    budget_usd_per_h: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high or self.high < 1:
@@ -52,25 +52,18 @@ class Autoscale:
                 f"autoscale: need 0 <= MIN <= MAX and MAX of at least 1, got {self.low}..{self.high}"
             )
 
-    def settings(self, speed: Speed | None, kinds: tuple[KindSettings, ...] = ()) -> ScalingSettings:
-        """How this fleet follows demand; `kinds`: where there are several, each with its speed if known."""
+    def settings(self, worker_types: tuple[WorkerType, ...]) -> ScalingSettings:
+        """How a fleet of these types follows demand; each with its profile, where there is one by now."""
         slope, intercept = self.line or (None, None)
         return ScalingSettings(
-            TargetSettings(
-                slope,
-                intercept,
-                self.low,
-                self.high,
-                usd_per_worker_h=self.usd_per_worker_h,
-                to_zero=self.low == 0,
-            ),
+            TargetSettings(slope, intercept, self.low, self.high, to_zero=self.low == 0),
             HoldSettings(0.0, self.hold_s),
-            speed=speed,
             bin_s=max(min(BIN_S, self.hold_s / BINS_A_HOLD), 1.0),
             ahead=ForecastSettings(),
             near=NEAR,
             learned_at=None if self.learned_at is None else ClassArrivals(ANY_SLO, 1.0, *self.learned_at),
-            kinds=kinds,
+            worker_types=worker_types,
+            mix=MixSettings(max_gpus=self.max_gpus, budget_usd_per_h=self.budget_usd_per_h),
         )
 
 
@@ -78,64 +71,35 @@ class Autoscale:
 class ControllerSettings:
     """Where the control API is, and what tick is told.
 
-    `parent`: the process to end with. `speeds`: what workers can do, by kind, where profiles say. `demand`:
-    the file that counts are kept in; None keeps none. `kinds`: of a fleet of several, speeds apart.
+    `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `demand`: the
+    file that counts are kept in; None keeps none.
     """
 
     control: str
     key: str | None
     advisory: bool
     parent: int
+    worker_types: tuple[WorkerType, ...]
     autoscale: Autoscale | None = None
-    speeds: Mapping[str, Speed] = field(default_factory=dict)
     demand: str | None = None
-    kinds: tuple[KindSettings, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def profiles(self) -> dict[str, Profile]:
+        """The profiles given, by the name of their type."""
+        return {t.name: t.known_profile for t in self.worker_types if t.known_profile is not None}
 
-    @classmethod
-    def from_json(cls, given: dict[str, Any]) -> ControllerSettings:
-        scaled = given["autoscale"]
-        if scaled is not None:
-            pairs = {name: scaled[name] and tuple(scaled[name]) for name in ("line", "learned_at")}
-            scaled = Autoscale(**(scaled | pairs))
-        speeds = {kind: _speed(speed) for kind, speed in given["speeds"].items()}
-        kinds = tuple(KindSettings(**kind) for kind in given["kinds"])
-        return cls(**(given | {"autoscale": scaled, "speeds": speeds, "kinds": kinds}))
-
-    def tick(self, speeds: Speeds, kv_bytes_per_token: int = 0) -> Settings:
-        """This heartbeat's settings; speeds and size of KV as known by now: with both, moves must pay."""
-        speed = speeds.any()
+    def tick(self, profiles: TypeProfiles, kv_bytes_per_token: int = 0) -> Settings:
+        """This heartbeat's settings; profiles and size of KV as known by now: with both, moves must pay."""
         price = Price(float(kv_bytes_per_token)) if kv_bytes_per_token else None
-        shed = ShedSettings(price=price) if speed is not None else None
+        shed = ShedSettings(price=price) if profiles.any() is not None else None
         plain = Settings(replace(MOVES, price=price), shed)
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
         load = LoadSettings(max(self.autoscale.low, 1), self.autoscale.high)
-        kinds = tuple(replace(kind, speed=speeds.of(kind.kind)) for kind in self.kinds)
-        return replace(plain, load=load, scaling=self.autoscale.settings(speed, kinds))
+        types = tuple(replace(t, known_profile=profiles.of(t.name)) for t in self.worker_types)
+        return replace(plain, load=load, scaling=self.autoscale.settings(types))
 
 
-def _speed(given: dict[str, Any]) -> Speed:
-    step = StepModel(**(given["step"] | {"hinges": _hinges(given["step"])}))
-    prefill = given["prefill"]
-    if prefill is not None:
-        prefill = PrefillModel(**(prefill | {"hinges": _hinges(prefill)}))
-    return Speed(**(given | {"step": step, "prefill": prefill}))
-
-
-def speed_of(profile: Profile) -> Speed:
-    """What a worker of this profile can do."""
-    return Speed(
-        profile.step,
-        profile.kv.capacity_tokens,
-        profile.engine.max_seqs,
-        profile.prefill if profile.engine.mode != "chunked" else None,
-        f"the profile {profile.model} on {profile.gpu}",
-    )
-
-
-def _hinges(of: dict[str, Any]) -> tuple[Hinge, ...]:
-    return tuple(Hinge(**hinge) for hinge in of["hinges"])
+# Told to the controller's process as JSON, and checked as it is read.
+CONTROLLER_SETTINGS = TypeAdapter(ControllerSettings)

@@ -4,7 +4,7 @@ Arrivals are the difference of two counters, a request that is gone has finished
 has grown has outlived its prediction (placement.rebalance keeps both as errors). So a `SnapshotBuilder`
 remembers its last look; a new one knows nothing of before, and says so.
 
-What workers of each kind can do: as their profiles say, or as their last steps show.
+The profiles of the types of worker: as given, or as the last steps of their workers show.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
-from controlplane.scaler.line import Speed, speed_seen
+from controlplane.scaler.line import profile_seen
 from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.gateway.demand_count import since
@@ -29,17 +30,17 @@ Row = Mapping[str, Any]
 
 
 class SnapshotBuilder:
-    """Snapshots from replies. `speeds`: what workers can do, by kind; else it is learned from steps."""
+    """Snapshots from replies. `profiles`: by the name of a type; others are learned from steps."""
 
-    def __init__(self, speeds: Mapping[str, Speed] | None = None) -> None:
-        self.speeds = Speeds(speeds or {})
+    def __init__(self, profiles: Mapping[str, Profile] | None = None) -> None:
+        self.profiles = TypeProfiles(profiles or {})
         self._arrivals: list[dict[str, Any]] | None = None
         self._deviations = DeviationTracker()
         self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
 
     def snapshot(self, fleet: Row, requests: Sequence[Row], now_s: float) -> Snapshot:
         """The fleet now; `fleet` and `requests` as GET /v1/fleet and /v1/requests have them."""
-        self.speeds.learn(fleet["workers"])
+        self.profiles.learn(fleet["workers"])
         sizes = [int(w.get("kv_bytes_per_token", 0)) for w in fleet["workers"]]
         self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
         placed: dict[str, list[Row]] = {}
@@ -72,14 +73,14 @@ class SnapshotBuilder:
         fresh = sorted((r for r in placed if r["state"] == "prefilling"), key=lambda r: -float(r["age_s"]))
         queue = fresh[len(fresh) - min(queued, len(fresh)) :]
         names = {r["request_id"] for r in queue}
-        speed = self.speeds.of(w["kind"])
+        profile = self.profiles.of(w["kind"])
         return WorkerLoad(
             WorkerId(w["worker"]),
             w["state"],
             int(w.get("kv_blocks", 0)) * int(w.get("block_tokens", 0)),
             tuple(_running(r) for r in placed if r["request_id"] not in names),
             tuple(_running(r) for r in queue),
-            None if speed is None else speed.step,
+            None if profile is None else profile.step,
             int(w.get("max_seqs", 1 << 30)),
             kind=w["kind"],
         )
@@ -128,21 +129,21 @@ class Steps:
     new: int = 0
 
 
-class Speeds:
-    """Speeds by kind. `given` ones stay as they are."""
+class TypeProfiles:
+    """Profiles by the name of their type. `given` ones stay as they are."""
 
-    def __init__(self, given: Mapping[str, Speed]) -> None:
+    def __init__(self, given: Mapping[str, Profile]) -> None:
         self._given = dict(given)
-        self._learnt: dict[str, Speed] = {}
+        self._learnt: dict[str, Profile] = {}
         self._steps: defaultdict[str, Steps] = defaultdict(Steps)
         self._last_step: dict[str, int] = {}
 
-    def of(self, kind: str) -> Speed | None:
-        """A worker's speed, as given or as seen."""
+    def of(self, kind: str) -> Profile | None:
+        """The type's profile, as given or as seen; None before enough was seen."""
         return self._given.get(kind) or self._learnt.get(kind)
 
-    def any(self) -> Speed | None:
-        """Of a kind whose speed is known."""
+    def any(self) -> Profile | None:
+        """Of a type that has one."""
         return next(iter((self._given | self._learnt).values()), None)
 
     def learn(self, workers: Sequence[Row]) -> None:
@@ -167,6 +168,6 @@ class Speeds:
         capacity = min((int(w["kv_blocks"]) * int(w["block_tokens"]) for w in known), default=0)
         seats = min((int(w["max_seqs"]) for w in known), default=0)
         columns = np.array(self._steps[kind].last, float).T
-        seen = speed_seen(StepSamples(*columns), capacity, seats)
+        seen = profile_seen(StepSamples(*columns), capacity, seats, kind)
         if seen is not None:
             self._learnt[kind] = seen

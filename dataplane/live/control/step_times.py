@@ -34,7 +34,7 @@ class KindTimes:
 
     def __init__(self, profile: Profile, events: EventLog) -> None:
         self.refit = Refit(profile)
-        self.variant = str(profile.variant)
+        self.variant = profile.type_name
         self.on_refit: list[Callable[[StepModel], None]] = []
         self._events = events
         self._factors: dict[WorkerId, float] = {}

@@ -25,7 +25,7 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.request import Tracked
-from dataplane.live.pool.worker_kinds import Kinds
+from dataplane.live.pool.fleet_types import FleetTypes
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,14 @@ class WorkerPool:
         core: FleetCore,
         events: EventLog,
         max_workers: int,
-        kinds: Kinds,
+        types: FleetTypes,
         health_every_s: float = 5.0,
         start_limit_s: float = START_LIMIT_S,
     ) -> None:
         self.host, self.core, self.events = host, core, events
-        self.max_workers, self.kinds = max_workers, kinds
+        self.max_workers, self.types = max_workers, types
         self.start_limit_s = start_limit_s
-        self.wanted_kinds = dict.fromkeys(kinds.names, 0)
+        self.wanted_kinds = dict.fromkeys(types.names, 0)
         self.cold_start_s = 0.0  # what the last launch took, and
         self.drain_s = 0.0  # the last drain
         self._members: dict[WorkerId, Member] = {}
@@ -114,12 +114,12 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Launch each kind's first workers, side by side. Raises RuntimeError if one cannot start."""
-        self.wanted_kinds = self._checked(self.kinds.workers)
+        self.wanted_kinds = self._checked(self.types.workers)
         # The widest first, while there are nodes with so many free GPUs.
         launches = [
-            self._begin_launch(self._enroll(kind.name, "the fleet starts"), report=False)
-            for kind in sorted(self.kinds, key=lambda kind: -kind.tp_degree)
-            for _ in range(kind.workers)
+            self._begin_launch(self._enroll(widest.name, "the fleet starts"), report=False)
+            for widest in sorted(self.types, key=lambda worker_type: -worker_type.gpus)
+            for _ in range(self.types.workers[widest.name])
         ]
         try:
             await asyncio.gather(*launches)
@@ -183,7 +183,7 @@ class WorkerPool:
         """Set the wanted numbers, and leave an event where they change."""
         if wanted != self.wanted_kinds:
             details: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
-            if len(self.kinds) > 1:
+            if len(self.types) > 1:
                 details["kinds"] = dict(wanted)
             details |= {str(part): said for part, said in (facts or {}).items()}
             self._record("scale", reason, **details)
@@ -346,14 +346,14 @@ class WorkerPool:
     def _checked(self, kinds: Mapping[str, int]) -> dict[str, int]:
         """The numbers, in the kinds' order. Raises BadInput for an unknown kind or beyond a limit."""
         for name in kinds:
-            self.kinds.checked_name(name)
-        for kind in self.kinds:
-            if kind.high is not None and kinds[kind.name] > kind.high:
-                raise BadInput(f"workers: {kind.name}: at most {kind.high}, got {kinds[kind.name]}")
+            self.types.checked_name(name)
+        for t in self.types:
+            if t.limit is not None and kinds[t.name] > t.limit:
+                raise BadInput(f"workers: {t.name}: at most {t.limit}, got {kinds[t.name]}")
         workers = sum(kinds.values())
         if min(kinds.values()) < 0 or workers > self.max_workers:
             raise BadInput(f"workers: must be from 0 to {self.max_workers} (--max-workers), got {workers}")
-        return {name: kinds[name] for name in self.kinds.names}
+        return {name: kinds[name] for name in self.types.names}
 
     def _member(self, worker: WorkerId) -> Member:
         member = self._members.get(worker)

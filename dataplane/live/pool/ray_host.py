@@ -16,9 +16,10 @@ import ray
 import zmq.asyncio
 
 from controlplane.types import WorkerId
+from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.vllm_surface import AsyncEngineArgs, current_platform
-from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
+from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from dataplane.live.worker.launch import Place, RayWorker, launch_worker
 from dataplane.live.worker.link import WorkerLink
 
@@ -28,9 +29,9 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, engine_settings: Mapping[str, Any], kinds: Kinds, folder: Path | None) -> None:
+    def __init__(self, engine_settings: Mapping[str, Any], types: FleetTypes, folder: Path | None) -> None:
         self._engine_settings = dict(engine_settings)
-        self._kinds = kinds
+        self._types = types
         self._folder = folder
         self._token = secrets.token_hex(16)
         self._context = zmq.asyncio.Context()
@@ -38,27 +39,27 @@ class RayHost:
         self._shares: dict[WorkerId, list[int]] = {}
 
     @classmethod
-    async def start(cls, arguments: Any, kinds: Kinds) -> RayHost:
-        """Initialise Ray for workers with these vLLM flags, of these kinds.
+    async def start(cls, arguments: Any, types: FleetTypes) -> RayHost:
+        """Initialise Ray for workers with these vLLM flags, of these types.
 
         Raises BadInput when the GPUs that are asked for are not there.
         """
         address = os.environ.get("RAY_ADDRESS")
         folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
-        host = cls(engine_settings_of(arguments), kinds, folder)
+        host = cls(engine_settings_of(arguments), types, folder)
         try:
             await asyncio.to_thread(_initialise, address, folder)
             if not current_platform.is_cpu():
-                kinds.check_gpus(ray.cluster_resources())
+                types.check_gpus(ray.cluster_resources())
         except BaseException:
             await host.close()
             raise
         return host
 
     async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
-        made_of = self._kinds[kind]
-        engine_settings = self._engine_settings | {"tensor_parallel_size": made_of.tp_degree}
-        started = await launch_worker(worker, engine_settings, self._token, self._place(worker, made_of))
+        worker_type = self._types[kind]
+        engine_settings = self._engine_settings | {"tensor_parallel_size": worker_type.tp_degree}
+        started = await launch_worker(worker, engine_settings, self._token, self._place(worker, worker_type))
         self._workers[worker] = started
         return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
 
@@ -79,18 +80,17 @@ class RayHost:
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
-    def _place(self, worker: WorkerId, kind: WorkerKind) -> Place:
+    def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
         if not current_platform.is_cpu():
-            accelerator = kind.accelerator if self._kinds.are_typed else None
-            return Place(gpus=kind.tp_degree, accelerator=accelerator)
+            name = accelerator(worker_type) if self._types.gpus_differ else None
+            return Place(gpus=worker_type.tp_degree, accelerator=name)
         if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
             return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
         cores = sorted(os.sched_getaffinity(0))
-        ranks = sum(k.workers * k.tp_degree for k in self._kinds)
-        width = max(1, len(cores) // max(1, ranks))
+        width = max(1, len(cores) // max(1, self._types.gpus))
         shares = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
         taken = self._shares[worker] = []
-        for _ in range(kind.tp_degree):
+        for _ in range(worker_type.tp_degree):
             # The share with the fewest ranks on it: a worker launched late finds the gap.
             used = [share for shares_of_one in self._shares.values() for share in shares_of_one]
             taken.append(min(range(len(shares)), key=used.count))

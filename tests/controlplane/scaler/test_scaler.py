@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_types import made_type
 
 from controlplane.errors import BadInput
+from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Stop, Undrain, steps_to
 from controlplane.scaler.regimes import Regime, Regimes, change_points, follow, noise_of
+from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings, hold, target
 from controlplane.scaler.traffic import Demand, observe
 from controlplane.types import WorkerId
@@ -181,8 +184,13 @@ def test_limit_and_budget_are_said():
     limited = decide(TargetSettings(1.0, 0.0, high=4), Regime(0, 10.0, 10_000))
     assert limited.workers == 4
     assert "no more than 4" in limited.reason
-    poor = TargetSettings(1.0, 0.0, usd_per_worker_h=1.2, budget_usd_per_h=3.6)
-    assert decide(poor, Regime(0, 10.0, 10_000)).workers == 3
+    for one, fleet in (
+        (made_type("a", 1.2), MixSettings(budget_usd_per_h=3.6)),
+        (made_type("a", tp_degree=2), MixSettings(max_gpus=7)),
+        (made_type("a", limit=3), MixSettings()),
+    ):
+        limits = ScalingSettings(TargetSettings(1.0, 0.0), worker_types=(one,), mix=fleet).limits
+        assert decide(limits, Regime(0, 10.0, 10_000)).workers == 3
 
 
 def test_an_operators_number_is_respected_until_it_is_taken_back():
@@ -290,7 +298,6 @@ def test_the_steps_lead_to_what_is_wanted(wanted, shapes):
         lambda: TargetSettings(1.0, None),
         lambda: TargetSettings(-1.0, 0.0),
         lambda: TargetSettings(1.0, 0.0, low=3, high=2),
-        lambda: TargetSettings(1.0, 0.0, budget_usd_per_h=5.0),
         lambda: decide(LINE, None, fixed=-1),
         lambda: follow(Regimes(), counted([1] * 9), strictness=0.0),
         lambda: steps_to(-1, (), 0.0, 1.0, ""),

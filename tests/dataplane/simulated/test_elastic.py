@@ -12,12 +12,11 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import OFF
-from controlplane.scaler.line import Speed
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.worker_types import KindSettings
 from controlplane.snapshot import Scale
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.control_loop import SimulatedPlane
 from dataplane.simulated.elastic import Elastic
@@ -40,12 +39,13 @@ def traffic(seed=0, quiet=1.0, busy=12.0):
 
 def scaling(**more):
     p: Profile = profile(capacity=4096)
-    speed = Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill)
     target = TargetSettings(None, None, **({"low": 1, "high": 12} | more))
     return ControlSettings(
         Settings(
             MoveSettings(),
-            scaling=ScalingSettings(target, HoldSettings(0.0, 30.0), speed=speed, bin_s=5.0),
+            scaling=ScalingSettings(
+                target, HoldSettings(0.0, 30.0), worker_types=(WorkerType.of(p),), bin_s=5.0
+            ),
         ),
         beat_s=0.5,
     )
@@ -170,16 +170,10 @@ USD_PER_H = {"made TP1": 1.0, "big TP1": 2.5}
 
 def mixed(*profiles, **more):
     """What tick is told of a fleet of these kinds, and its slots: twelve small ones, four big ones."""
-    kinds = tuple(
-        KindSettings(
-            str(p.variant),
-            Speed(p.step, p.kv.capacity_tokens, p.engine.max_seqs, p.prefill),
-            USD_PER_H[str(p.variant)],
-            **more,
-        )
-        for p in profiles
+    types = tuple(replace(WorkerType.of(p, USD_PER_H[p.type_name]), **more) for p in profiles)
+    scaling = ScalingSettings(
+        TargetSettings(None, None), HoldSettings(0.0, 30.0), bin_s=5.0, worker_types=types
     )
-    scaling = ScalingSettings(TargetSettings(None, None), HoldSettings(0.0, 30.0), bin_s=5.0, kinds=kinds)
     slots = [WorkerSpec(p) for p in profiles for _ in range(12 if p is SMALL else 4)]
     return slots, ControlSettings(Settings(MoveSettings(), scaling=scaling), beat_s=0.5)
 

@@ -1,4 +1,4 @@
-"""Which kinds of worker `tokenfleet serve` starts, from its flags or a plan."""
+"""Which types of worker `tokenfleet serve` starts, from its flags or a plan."""
 
 import json
 
@@ -7,8 +7,9 @@ from checkout import ROOT
 from made_plans import plan_of_fleet
 
 from controlplane.errors import BadInput
-from dataplane.live.pool.worker_kinds import Kinds, WorkerKind
-from tokenfleet.cli.serve_plan import autoscale_of, kinds_of
+from controlplane.worker_type import WorkerGroup, WorkerType
+from dataplane.live.pool.fleet_types import FleetTypes, accelerator
+from tokenfleet.cli.serve_plan import autoscale_of, types_of
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.profiles.prices import read_prices
 
@@ -25,16 +26,18 @@ def plan_of(tmp_path, fleet, **more):
     return read_plan(path)
 
 
-def described(kinds):
-    return [(k.name, k.workers, k.usd_per_h, None if k.profile is None else k.profile.label) for k in kinds]
+def described(types):
+    return [
+        (t.name, types.workers[t.name], t.usd_per_h, t.known_profile and t.known_profile.label) for t in types
+    ]
 
 
 def test_a_mixed_plan_is_served_as_it_is(tmp_path):
     plan = plan_of(tmp_path, MIX)
-    real = kinds_of(2, 1, (), plan, (), is_emulated=False)
+    real = types_of(2, 1, (), plan, (), is_emulated=False)
     assert described(real) == [("h100-sxm TP2", 2, 5.38, None), ("a100-sxm TP4", 1, None, None)]
-    emulated = kinds_of(2, 1, (), plan, (), is_emulated=True)
-    assert [(k.profile.model, k.profile.gpu, k.profile.tp_degree) for k in emulated] == [
+    emulated = types_of(2, 1, (), plan, (), is_emulated=True)
+    assert [(t.profile.model, t.profile.gpu, t.profile.tp_degree) for t in emulated] == [
         ("llama-3.1-70b", "h100-sxm", 2),
         ("llama-3.1-70b", "a100-sxm", 4),
     ]
@@ -50,31 +53,31 @@ def test_a_mixed_plans_line_counts_workers_of_no_kind(tmp_path):
 
 def test_prefill_and_decode_workers_of_one_kind_are_counted_together(tmp_path):
     parts = [MIX[0] | {"role": "prefill"}, MIX[0] | {"role": "decode", "workers": 3, "usd_per_hour": 16.14}]
-    assert described(kinds_of(2, 1, (), plan_of(tmp_path, parts), (), False)) == [
+    assert described(types_of(2, 1, (), plan_of(tmp_path, parts), (), False)) == [
         ("h100-sxm TP2", 5, 5.38, None)
     ]
 
 
 def test_kinds_are_taken_from_the_line():
     given = ["gpu=h100-sxm,tp=2,workers=3,max=4,usd=7.5", "gpu=a100-sxm", "tp=8"]
-    kinds = kinds_of(2, 1, given, None, (), is_emulated=False)
-    assert kinds.workers == {"h100-sxm TP2": 3, "a100-sxm TP1": 1, "TP8": 1}
-    assert [k.high for k in kinds] == [4, None, None]
+    types = types_of(2, 1, given, None, (), is_emulated=False)
+    assert types.workers == {"h100-sxm TP2": 3, "a100-sxm TP1": 1, "TP8": 1}
+    assert [t.limit for t in types] == [4, None, None]
     listed = read_prices().usd_per_gpu_h("a100-sxm").usd
-    assert [k.usd_per_h for k in kinds] == [7.5, listed, None]
-    assert kinds_of(5, 2, (), None, (), is_emulated=False).workers == {"TP2": 5}
-    (spot,) = kinds_of(2, 1, ["gpu=h100-sxm,reclaims=0.1"], None, (), is_emulated=False)
+    assert [t.usd_per_h for t in types] == [7.5, listed, None]
+    assert types_of(5, 2, (), None, (), is_emulated=False).workers == {"TP2": 5}
+    (spot,) = types_of(2, 1, ["gpu=h100-sxm,reclaims=0.1"], None, (), is_emulated=False)
     assert (spot.reclaims_per_h, spot.usd_per_h) == (0.1, read_prices().usd_per_gpu_h("h100-sxm", True).usd)
 
 
 def test_profiles_find_their_kinds():
     files = [LIBRARY / "h100-sxm" / "llama-3.1-8b_tp2.yaml", LIBRARY / "h100-sxm" / "llama-3.1-8b_tp1.yaml"]
-    kinds = kinds_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], None, files, is_emulated=True)
-    assert [k.profile.tp_degree for k in kinds] == [1, 2]
-    (alone,) = kinds_of(2, 1, (), None, files[:1], is_emulated=True)
+    types = types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], None, files, is_emulated=True)
+    assert [t.profile.tp_degree for t in types] == [1, 2]
+    (alone,) = types_of(2, 1, (), None, files[:1], is_emulated=True)
     assert alone.profile.tp_degree == 2  # of one kind there is no doubt which is meant
     with pytest.raises(BadInput, match=r"--profile: none is of h100 TP1"):
-        kinds_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], None, files[:1], is_emulated=True)
+        types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], None, files[:1], is_emulated=True)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,8 @@ def test_profiles_find_their_kinds():
         (["gpu=h100,colour=red"], "expected gpu="),
         (["tp=1,tp=2"], "expected gpu="),
         (["tp=two"], "expected numbers"),
-        (["tp=0"], "expected at least 0 and 1"),
-        (["workers=-1"], "expected at least 0 and 1"),
+        (["tp=0"], "TP degree: must be at least 1"),
+        (["workers=2", "tp=2,workers=-1"], "workers: must be at least 0"),
         (["workers=3,max=2"], "max"),
         (["usd=nan"], "usd"),
         (["usd=-1"], "usd"),
@@ -97,20 +100,24 @@ def test_profiles_find_their_kinds():
 )
 def test_kinds_that_cannot_be_are_refused(given, says):
     with pytest.raises(BadInput, match=says):
-        kinds_of(2, 1, given, None, (), is_emulated=False)
+        types_of(2, 1, given, None, (), is_emulated=False)
 
 
 def test_a_plan_and_kinds_are_not_both_given(tmp_path):
     with pytest.raises(BadInput, match="the plan says"):
-        kinds_of(2, 1, ["tp=2"], plan_of(tmp_path, MIX), (), is_emulated=False)
+        types_of(2, 1, ["tp=2"], plan_of(tmp_path, MIX), (), is_emulated=False)
 
 
 def test_gpus_are_looked_for_by_type_where_types_differ():
-    kinds = Kinds([WorkerKind(2, 2, "h100-sxm"), WorkerKind(1, 1, "rtx-pro-6000")])
-    assert [k.accelerator for k in kinds] == ["H100", None]
-    kinds.check_gpus({"GPU": 5.0, "accelerator_type:H100": 1.0})
+    types = FleetTypes(
+        [WorkerGroup(WorkerType("h100-sxm", 2), 2), WorkerGroup(WorkerType("rtx-pro-6000"), 1)]
+    )
+    assert [accelerator(t) for t in types] == ["H100", None]
+    types.check_gpus({"GPU": 5.0, "accelerator_type:H100": 1.0})
     with pytest.raises(BadInput, match="need 5, Ray has 4"):
-        kinds.check_gpus({"GPU": 4.0, "accelerator_type:H100": 1.0})
+        types.check_gpus({"GPU": 4.0, "accelerator_type:H100": 1.0})
     with pytest.raises(BadInput, match="no node with H100"):
-        kinds.check_gpus({"GPU": 8.0})
-    Kinds([WorkerKind(2, 2, "h100-sxm")]).check_gpus({"GPU": 4.0})  # of one type none is asked for
+        types.check_gpus({"GPU": 8.0})
+    FleetTypes([WorkerGroup(WorkerType("h100-sxm", 2), 2)]).check_gpus(
+        {"GPU": 4.0}
+    )  # of one type none is asked for

@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 from made_plans import plan_json
+from made_types import profile_of
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import StepModel
-from controlplane.scaler.line import Speed, at_lengths
-from controlplane.scaler.traffic import Mix
+from controlplane.scaler.line import at_lengths
+from controlplane.scaler.traffic import Traffic
 from controlplane.types import ClassArrivals, Slo
+from controlplane.worker_type import WorkerType
 from tokenfleet.cli.serve_plan import autoscale_of
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 
 LINE = {"workers_per_rps": 0.5, "intercept": 0.4, "r2": 0.99}
 LENGTHS = {"mean_prompt_tokens": 1000.0, "mean_output_tokens": 200.0}
-SPEED = Speed(StepModel(0.01, 1e-5, 1e-4, 1e-8), 400_000, 256)
+PROFILE = profile_of(StepModel(0.01, 1e-5, 1e-4, 1e-8), 400_000, 256)
 SLO = Slo(2.0, 0.05)
 
 
@@ -29,15 +31,15 @@ def plan(folder: Path, line: dict[str, Any] | None) -> PlanFile:
 
 def test_a_plans_line_is_taken_with_the_lengths_it_was_drawn_at(tmp_path: Path) -> None:
     taken = autoscale_of("1..8", "60s", plan(tmp_path, LINE | LENGTHS))
-    assert (taken.line, taken.learned_at, taken.usd_per_worker_h) == ((0.5, 0.4), (1000.0, 200.0), 2.5)
-    settings = taken.settings(SPEED)
+    assert (taken.line, taken.learned_at) == ((0.5, 0.4), (1000.0, 200.0))
+    settings = taken.settings((WorkerType.of(PROFILE),))
     given, learned = settings.target.line, settings.learned_at
     assert given is not None
     assert learned is not None
 
     def slope(prompt: float, output: float) -> float:
-        seen = Mix((ClassArrivals(SLO, 1000.0, 1000 * prompt, 1000 * output),))
-        return at_lengths(given, learned, SPEED, seen).workers_per_rps
+        seen = Traffic((ClassArrivals(SLO, 1000.0, 1000 * prompt, 1000 * output),))
+        return at_lengths(given, learned, PROFILE, seen).workers_per_rps
 
     assert slope(1000, 200) == pytest.approx(0.5)
     assert slope(2000, 200) > 0.5 > slope(1000, 100)
@@ -46,7 +48,7 @@ def test_a_plans_line_is_taken_with_the_lengths_it_was_drawn_at(tmp_path: Path) 
 def test_a_plan_that_does_not_say_its_lengths_has_a_line_all_the_same(tmp_path: Path) -> None:
     taken = autoscale_of("1..8", "60s", plan(tmp_path, LINE))
     assert (taken.line, taken.learned_at) == ((0.5, 0.4), None)
-    assert taken.settings(SPEED).learned_at is None
+    assert taken.settings((WorkerType.of(PROFILE),)).learned_at is None
     assert autoscale_of("1..8", "60s", plan(tmp_path, None)).line is None
 
 

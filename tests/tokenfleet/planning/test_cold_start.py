@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planning_builders import plan, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.scaler.worker_types import enough_stand, missing_share
+from controlplane.scaler.weights import enough_stand, missing_share
 from controlplane.worker_type import WorkerGroup
 from tokenfleet.planning.fleet import Fleet, spares_for
 from tokenfleet.planning.request import PlanRequest

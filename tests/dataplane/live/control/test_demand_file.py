@@ -12,7 +12,7 @@ from queue import Queue
 
 import pytest
 from checkout import ROOT
-from made_replies import SPEED, counted, fleet, worker
+from made_replies import PROFILE, counted, fleet, worker
 
 from controlplane.errors import BadInput
 from controlplane.scaler.autoscale import scale
@@ -20,8 +20,9 @@ from controlplane.scaler.forecast import ForecastSettings
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import Snapshot
+from controlplane.worker_type import WorkerType
 from dataplane.live.control.controller import DemandFile
-from dataplane.live.control.settings import Autoscale, ControllerSettings
+from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
 
 SETTINGS = ScalingSettings(
     TargetSettings(0.5, 0.2, high=40),
@@ -131,7 +132,7 @@ def test_a_controller_that_was_killed_forecasts_by_the_days_before_when_it_is_ba
     far = {"bin_s": 300.0, "age_s": 1.0, "counts": day * 3, "regimes_rps": [1.0] * 864}
     said = {"schema": "tokenfleet.demand/1", "unix_s": 0.0, "kept": {"far": far}}
     told = ControllerSettings(
-        url, None, False, os.getpid(), Autoscale(1, 40, (1.0, 0.0), 6.0), {"a": SPEED}, str(path)
+        url, None, False, os.getpid(), (WorkerType.of(PROFILE),), Autoscale(1, 40, (1.0, 0.0), 6.0), str(path)
     )
     lives = []
     for life in range(2):
@@ -145,7 +146,7 @@ def test_a_controller_that_was_killed_forecasts_by_the_days_before_when_it_is_ba
             cwd=ROOT, stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         try:
-            controller.stdin.write(json.dumps(told.as_json()).encode())
+            controller.stdin.write(CONTROLLER_SETTINGS.dump_json(told))
             controller.stdin.close()
             lives.append(orders.get(timeout=60.0))
         finally:

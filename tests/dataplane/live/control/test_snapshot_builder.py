@@ -1,9 +1,7 @@
-"""What the controller makes of the control API's replies: arrivals, surprises, queues, a worker's speed."""
-
-import json
+"""What the controller makes of the control API's replies: arrivals, surprises, queues, a worker's profile."""
 
 import pytest
-from made_replies import SPEED, counted, fleet, request, worker
+from made_replies import PROFILE, counted, fleet, request, worker
 
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
@@ -12,14 +10,15 @@ from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
 from controlplane.snapshot import Migrate, Reassign, Scale
 from controlplane.types import ClassArrivals, Slo
+from controlplane.worker_type import WorkerType
 from dataplane.live.control.controller import LivePlane
-from dataplane.live.control.settings import Autoscale, ControllerSettings
+from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
 from dataplane.live.gateway.demand_count import since
 
 
 def test_arrivals_are_what_came_between_two_looks():
-    builder = SnapshotBuilder({"a": SPEED})
+    builder = SnapshotBuilder({"a": PROFILE})
     assert builder.snapshot(fleet(worker("a"), arrivals=[counted(7)]), [], 0.0).arrivals is None
     seen = builder.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 0.5)
     assert seen.arrivals == 3
@@ -74,57 +73,63 @@ def test_a_request_that_moved_is_no_surprise():
 
 
 def test_errors_make_algorithm_2_act_on_what_waits():
-    builder = SnapshotBuilder({"a": SPEED})
+    builder = SnapshotBuilder({"a": PROFILE})
     running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
     builder.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
     outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
     queued = [request("q", "a", 0, expected=20, age_s=0.1)]
     seen = builder.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
-    settings = ControllerSettings("", None, False, 0).tick(builder.speeds)
+    settings = ControllerSettings("", None, False, 0, ()).tick(builder.profiles)
     _, actions = tick(settings, State(), seen)
     assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
 
 
-def test_speed_is_learned_from_steps_unless_it_was_given():
+def test_a_profile_is_learned_from_steps_unless_it_was_given():
     builder = SnapshotBuilder()
     for n in range(1, 81):
         b = 1 + n % 16
         load = worker("a", n, sequences=b, context_tokens=b * 100, step_s=0.01 + b * 1e-3)
         builder.snapshot(fleet(load), [], n / 2)
-    assert builder.speeds.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
-    assert builder.speeds.of("a").max_seqs == 32
-    assert SnapshotBuilder({"a": SPEED}).speeds.of("a") is SPEED
+    assert builder.profiles.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
+    assert builder.profiles.of("a").engine.max_seqs == 32
+    assert SnapshotBuilder({"a": PROFILE}).profiles.of("a") is PROFILE
 
 
 def test_moves_must_pay_once_speed_and_size_are_known():
-    builder = SnapshotBuilder({"a": SPEED})
+    builder = SnapshotBuilder({"a": PROFILE})
     builder.snapshot(fleet(worker("a")), [], 0.0)
-    told = ControllerSettings("", None, False, 0)
-    settings = told.tick(builder.speeds, builder.kv_bytes_per_token)
+    told = ControllerSettings("", None, False, 0, ())
+    settings = told.tick(builder.profiles, builder.kv_bytes_per_token)
     assert settings.moves.price == settings.shed.price == Price(1000.0)
-    assert told.tick(SnapshotBuilder().speeds).shed is None
+    assert told.tick(SnapshotBuilder().profiles).shed is None
 
 
 def test_settings_cross_the_pipe_unchanged():
     told = ControllerSettings(
-        "http://x", "k", True, 7, Autoscale(0, 4, (0.5, 0.2), 60.0, 2.5, (900.0, 80.0)), {"a": SPEED}
+        "http://x",
+        "k",
+        True,
+        7,
+        (WorkerType.of(PROFILE, 2.5, "made"), WorkerType("h100-sxm", 2, limit=4, reclaims_per_h=0.1)),
+        Autoscale(0, 4, (0.5, 0.2), 60.0, (900.0, 80.0), 16, 40.0),
+        "demand.json",
     )
-    assert ControllerSettings.from_json(json.loads(json.dumps(told.as_json()))) == told
-    bare = ControllerSettings("http://x", None, False, 7)
-    assert ControllerSettings.from_json(json.loads(json.dumps(bare.as_json()))) == bare
+    bare = ControllerSettings("http://x", None, False, 7, ())
+    for sent in (told, bare):
+        assert CONTROLLER_SETTINGS.validate_json(CONTROLLER_SETTINGS.dump_json(sent)) == sent
 
 
 def test_the_same_advice_is_given_once_and_decisions_always(monkeypatch):
     said = []
     monkeypatch.setattr(LivePlane, "ask", lambda self, method, path, body: said.append(body))
     for advisory, times in ((True, 1), (False, 3)):
-        plane = LivePlane(ControllerSettings("", None, advisory, 0))
+        plane = LivePlane(ControllerSettings("", None, advisory, 0, ()))
         for _ in range(3):
             plane.scale(Scale(4, "a test", {"cost": {"workers": 2.0}}))
         assert len(said) == times
         assert said[0]["facts"] == {"cost": {"workers": 2.0}}
         said.clear()
-    advised = LivePlane(ControllerSettings("", None, True, 0))
+    advised = LivePlane(ControllerSettings("", None, True, 0, ()))
     for workers in (4, 5, 4):
         advised.scale(Scale(workers, "a test"))
     assert [order["workers"] for order in said] == [4, 5, 4]
@@ -140,7 +145,7 @@ def test_an_api_that_falls_silent_is_not_asked_again_before_the_next_look(monkey
         raise OSError("timed out")
 
     monkeypatch.setattr(LivePlane, "ask", ask)
-    plane = LivePlane(ControllerSettings("", None, False, 0))
+    plane = LivePlane(ControllerSettings("", None, False, 0, ()))
     actions = [Reassign("r", "a", "b", "a test"), Migrate("s", "a", "b", "a test"), Scale(4, "a test")]
     for _ in range(2):
         assert run_round(plane, lambda state, seen: (state, actions), State()) == State()

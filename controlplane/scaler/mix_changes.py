@@ -1,0 +1,206 @@
+"""Mix changes: the mix that is wanted from one heartbeat to the next, and the change to ask for.
+
+The program of scaler.mix is solved only where the question changed: demand, weights, prices and limits, or
+counts that were set from outside; and not for a demand that rose to what is there anyway, since what is
+cheapest for less and enough for more is cheapest for more. What was set from outside is left alone until the
+demand changes, or until it has stood as long as a fall must. Where one type gives way to another, workers
+that go stay until those that come serve, as far as demand needs them and limits allow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from controlplane.scaler.mix import Counts, MixQuestion, MixSettings, choose, label, present
+from controlplane.scaler.weights import HAIR, PARTS, Weights, even, in_parts
+from controlplane.snapshot import SERVING, Fact, Facts, Scale, Snapshot
+from controlplane.worker_type import WorkerType
+
+
+@dataclass(frozen=True, slots=True)
+class MixState:
+    """The counts last chosen for so many `units`, and `wanted` on the way there; types with none left out.
+
+    `units`: PARTS of a reference worker. `worker_types`: without their profiles, which count as weights.
+    `due_s`: when to choose even if nothing changes. `solved`: the last question put to the program, and its
+    answer.
+    """
+
+    units: int
+    weights: Weights
+    worker_types: tuple[WorkerType, ...]
+    chosen: Counts
+    wanted: Counts
+    due_s: float = math.inf
+    solved: tuple[MixQuestion, Counts] | None = None
+
+
+def ask(
+    worker_types: Sequence[WorkerType],
+    settings: MixSettings,
+    weights: Weights | None,
+    limits: tuple[int, int | None],
+    snapshot: Snapshot,
+) -> MixQuestion:
+    """The question, its demand still open. `limits`: least and most workers. `weights` None: not known."""
+    return MixQuestion(
+        tuple(replace(t, known_profile=None) for t in worker_types),
+        weights or even(worker_types),
+        0.0,
+        settings,
+        present(snapshot.wanted_kinds),
+        *limits,
+        cold_start_s=snapshot.cold_start_s,
+        drain_s=snapshot.drain_s,
+    )
+
+
+def taken_up(before: MixState | None, question: MixQuestion, due_s: float) -> MixState:
+    """`before`, where what is there is what it wanted; else what is there, to be left alone until `due_s`."""
+    there, weights = question.there, question.weights
+    if before is not None and before.wanted == there and before.weights.known == weights.known:
+        return before
+    solved = None if before is None else before.solved
+    units = in_parts(question.carries(there))
+    due_s = due_s if weights.known else math.inf
+    return MixState(units, weights, question.worker_types, there, there, due_s, solved)
+
+
+def units_in(mix: MixState, question: MixQuestion) -> int:
+    """The mix's units, of the reference worker as it is now."""
+    old = mix.weights.reference
+    if old == question.weights.reference:
+        return mix.units
+    if old not in question.weights.of:
+        return in_parts(question.carries(mix.chosen))
+    return math.ceil(mix.units * question.weights.of[old] - HAIR)
+
+
+def next_mix(
+    before: MixState, question: MixQuestion, units: int, snapshot: Snapshot, is_news: bool = True
+) -> MixState:
+    """The mix for `units` now: `before`'s where nothing changed. Without news no answer is due."""
+    question = replace(question, demand=units / PARTS)
+    same = (before.weights, before.worker_types) == (question.weights, question.worker_types)
+    if before.units != units:
+        carried = before.units < units and question.is_enough(before.chosen)
+        same = same and carried and sum(before.chosen.values()) >= question.least
+    chosen, due_s, solved = before.chosen, before.due_s, before.solved
+    if not same or (is_news and snapshot.now_s >= due_s):
+        if solved is None or solved[0] != question:
+            solved = question, choose(question)
+        chosen, due_s = solved[1], math.inf
+    wanted = bridged(question, chosen, Counter(w.kind for w in snapshot.workers if w.state == SERVING))
+    return MixState(units, question.weights, question.worker_types, chosen, wanted, due_s, solved)
+
+
+def fixed_mix(question: MixQuestion, total: int) -> MixState:
+    """An operator's number: what is there, with as many more or fewer as that takes."""
+    counts = stepped(question.worker_types, question.weights.of, question.there, total)
+    units = in_parts(question.carries(counts))
+    return MixState(units, question.weights, question.worker_types, counts, counts)
+
+
+def change(before: MixState, after: MixState, question: MixQuestion, why: str, facts: Facts) -> Scale | None:
+    """The change to ask for, if any. `why` asked for the units; `facts` besides those of the mix."""
+    if after.wanted == question.there:
+        return None
+    question = replace(question, demand=after.units / PARTS)
+    counts = {t.name: 0 for t in question.worker_types} | dict(after.wanted)
+    reason = _reason(before, after, question, why)
+    facts = {**facts, **_mix_facts(after, question), "cost": _cost(after, question)}
+    return Scale(sum(counts.values()), reason, facts, counts)
+
+
+def _reason(before: MixState, after: MixState, question: MixQuestion, why: str) -> str:
+    if before.chosen == after.chosen and before.wanted == question.there and before.units == after.units:
+        return f"{label(after.chosen)} serve now, which is enough"
+    if not question.is_enough(after.chosen):
+        most = question.carries(after.chosen)
+        return f"{why}, but all that is allowed, {label(after.chosen)}, carries {most:.3g}"
+    cost = question.usd_per_h(after.chosen)
+    ranked = "fewest GPUs" if cost is None else "cheapest"
+    reason = f"{why}; {ranked}: {label(after.chosen)}"
+    if cost is not None:
+        reason += f" at ${cost:.2f}/h"
+    stay = present({name: n - after.chosen.get(name, 0) for name, n in after.wanted.items()})
+    return f"{reason}; {label(stay)} more until those serve" if stay else reason
+
+
+def _mix_facts(after: MixState, question: MixQuestion) -> Facts:
+    alone = question.alone()
+    facts: dict[Fact, dict[str, float]] = {
+        "weights": dict(question.weights.of),
+        "chosen": {name: float(n) for name, n in after.chosen.items()},
+        "alone": {name: float(n) for name, n in alone.items()},
+    }
+    prices = {name: question.usd_per_h({name: n}) for name, n in alone.items()}
+    known = {name: round(usd, 4) for name, usd in prices.items() if usd is not None}
+    if known:
+        facts["alone_usd_per_h"] = known
+    return facts
+
+
+def _cost(after: MixState, question: MixQuestion) -> dict[str, float]:
+    there, wanted = question.there, after.wanted
+    steps = [wanted.get(name, 0) - there.get(name, 0) for name in {**there, **wanted}]
+    cost: dict[str, float] = {"workers": float(sum(steps))}
+    if any(n > 0 for n in steps):
+        cost["ready_after_s"] = question.cold_start_s
+    if any(n < 0 for n in steps):
+        cost["drained_after_s"] = question.drain_s
+    now, then = question.usd_per_h(there), question.usd_per_h(wanted)
+    if now is not None and then is not None:
+        cost |= {"usd_per_h": round(then - now, 4), "mix_usd_per_h": round(then, 4)}
+    return cost
+
+
+def bridged(question: MixQuestion, chosen: Counts, serving: Counts) -> dict[str, int]:
+    """The chosen counts, and of types that shrink what demand needs until the others serve."""
+    weights, there = question.weights.of, question.there
+    counts = {t.name: chosen.get(t.name, 0) for t in question.worker_types} | dict(chosen)
+    ready = {name: min(n, serving.get(name, 0)) for name, n in counts.items()}
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        while (
+            counts[name] < there.get(name, 0)
+            and ready[name] < serving.get(name, 0)
+            and not question.is_enough(ready)
+            and question.is_allowed(counts | {name: counts[name] + 1})
+        ):
+            counts[name] += 1
+            ready[name] += 1
+    return present(counts)
+
+
+def stepped(
+    worker_types: Sequence[WorkerType],
+    capacity: Mapping[str, float],
+    there: Counts,
+    total: int,
+    may_go: Callable[[Counts], bool] = lambda rest: True,
+) -> dict[str, int]:
+    """`there` brought to `total` workers one by one, within the types' limits; as near as they let it.
+
+    More: of the type cheapest for its `capacity` (1 where it is not said). Fewer: of the dearest for it whose
+    going leaves a `rest` that `may_go`.
+    """
+    counts = {t.name: 0 for t in worker_types} | dict(there)
+    is_priced = all(t.usd_per_h is not None for t in worker_types)
+
+    def price(t: WorkerType) -> tuple[float, str]:
+        return ((t.usd_per_h or 0.0) if is_priced else t.gpus) / capacity.get(t.name, 1.0), t.name
+
+    while (missing := total - sum(counts.values())) != 0:
+        if missing > 0:
+            able = [t for t in worker_types if t.limit is None or counts[t.name] < t.limit]
+        else:
+            able = [t for t in worker_types if counts[t.name] > t.low]
+            able = [t for t in able if may_go(counts | {t.name: counts[t.name] - 1})]
+        if not able:
+            break
+        chosen = min(able, key=price) if missing > 0 else max(able, key=price)
+        counts[chosen.name] += 1 if missing > 0 else -1
+    return present(counts)
