@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
@@ -58,30 +59,23 @@ def whatif_command(
     """
     if ray is not None and jobs is not None:
         raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
-    if cache is not None and no_cache:
-        raise BadInput("--no-cache: contradicts --cache")
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.cli.terminal import console, show, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.traces import read_traces
     from tokenfleet.whatif.axes import grid
-    from tokenfleet.whatif.cache import Cache, default_folder
     from tokenfleet.whatif.view import whatif_json, whatif_report, whatif_tables
 
-    cells = grid(vary)
-    if request.reclaims_per_h is not None and not request.spot and "spot" not in cells[0]:
-        raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot, or vary spot")
+    kept, cells = _cache(cache, no_cache), grid(vary)
+    _check_spot(request, cells)
     files = [] if output_dir is None else [output_dir / "whatif.json", output_dir / "whatif.html"]
     refuse_unwritable(files)
     is_biased = request.bias_from is not None or "bias-from" in cells[0]
     paths, notes = asked_traces(trace, since, data, is_biased)
-    source = [word for path in paths for word in ("--trace", str(path))]
-    source += ["--data", str(data)] if data is not None and is_biased else []
     with console(stderr=True).status("reading"):
         read = read_traces(paths)
-    kept = Cache(None if no_cache else cache or default_folder())
-    planned = partial(_planned, read, request, cells, source, data)
+    planned = partial(_planned, read, request, cells, _source(paths, data if is_biased else None), data)
     scenarios, warnings = planned(jobs=jobs or os.cpu_count() or 1, ray=ray, cache=kept)
     warn([*notes, *warnings])
     clock = _clock(read, request.window)
@@ -93,6 +87,25 @@ def whatif_command(
     else:
         show(whatif_tables(scenarios, clock))
     return 0 if any(one.feasible for one in scenarios) else 1
+
+
+def _cache(folder: Path | None, is_off: bool) -> Cache:
+    from tokenfleet.whatif.cache import Cache, default_folder
+
+    if folder is not None and is_off:
+        raise BadInput("--no-cache: contradicts --cache")
+    return Cache(None if is_off else folder or default_folder())
+
+
+def _check_spot(request: PlanRequest, cells: Sequence[Changes]) -> None:
+    if request.reclaims_per_h is not None and not request.spot and "spot" not in cells[0]:
+        raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot, or vary spot")
+
+
+def _source(paths: Sequence[Path | str], data: Path | None) -> list[str]:
+    """The flags of a plan that say where its trace and its bias are from."""
+    source = [word for path in paths for word in ("--trace", str(path))]
+    return source if data is None else [*source, "--data", str(data)]
 
 
 def _planned(

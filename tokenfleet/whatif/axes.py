@@ -78,22 +78,10 @@ def grid(varies: Sequence[str]) -> list[Changes]:
     """Every combination of the values in `KEY=V1,V2,…`. Raises BadInput, one line."""
     axes: dict[str, list[str]] = {}
     for vary in varies:
-        key, equals, values = vary.partition("=")
-        key = key.strip()
-        if key not in AXES:
-            raise BadInput(
-                f"--vary: {key}: no such thing to vary{nearest(key, AXES)}; one of {', '.join(AXES)}"
-            )
-        listed = [value.strip() for value in values.split(",") if value.strip()]
-        if not equals or not listed:
-            raise BadInput(f"--vary: {key}: expected {key}=VALUE,VALUE,…, got {vary!r}")
+        key, values = _values(vary)
         if key in axes:
             raise BadInput(f"--vary: {key}: given twice")
-        meant = [checked(key, value) for value in listed]
-        if len(set(meant)) < len(meant):
-            again = next(v for i, v in enumerate(listed) if meant[i] in meant[:i])
-            raise BadInput(f"--vary: {key}: {again} stands there twice")
-        axes[key] = listed
+        axes[key] = values
     if not axes:
         raise BadInput("--vary: nothing to vary; for example --vary rate=0.5,1,2")
     for first, second in _CLASHES:
@@ -103,6 +91,22 @@ def grid(varies: Sequence[str]) -> list[Changes]:
     if cells > MOST_SCENARIOS:
         raise BadInput(f"--vary: {cells} scenarios, at most {MOST_SCENARIOS}")
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def _values(vary: str) -> tuple[str, list[str]]:
+    """An axis and its values, each of which differs from the others. Raises BadInput."""
+    key, equals, values = vary.partition("=")
+    key = key.strip()
+    if key not in AXES:
+        raise BadInput(f"--vary: {key}: no such thing to vary{nearest(key, AXES)}; one of {', '.join(AXES)}")
+    listed = [value.strip() for value in values.split(",") if value.strip()]
+    if not equals or not listed:
+        raise BadInput(f"--vary: {key}: expected {key}=VALUE,VALUE,…, got {vary!r}")
+    meant = [checked(key, value) for value in listed]
+    if len(set(meant)) < len(meant):
+        again = next(v for i, v in enumerate(listed) if meant[i] in meant[:i])
+        raise BadInput(f"--vary: {key}: {again} stands there twice")
+    return key, listed
 
 
 def checked(key: str, value: str) -> Value:

@@ -15,6 +15,7 @@ from tokenfleet.whatif.scenario import Scenario
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
 _BY_SCHEDULE = ("cold-start",)
+Span = tuple[float, float, int]  # seconds, and workers
 _SAME = 0.005  # dollars an hour below which two prices are the same
 
 
@@ -139,17 +140,7 @@ def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock)
     # Traffic x times as fast passes in 1/x of the time.
     before = [(s.start_s * x0, s.end_s * x0, s.workers) for s in first.plan.schedule]
     after = [(s.start_s * x1, s.end_s * x1, s.workers) for s in second.plan.schedule]
-    end_s = min((stretches[-1][1] for stretches in (before, after) if stretches), default=0.0)
-    edges = sorted({t for s, e, _ in before + after for t in (s, e) if t <= end_s} | {end_s})
-    more: list[tuple[float, float, int]] = []
-    for a, b in pairwise(edges):
-        extra = _at(after, a) - _at(before, a)
-        if extra <= 0 or b - a < 1.0:
-            continue
-        if more and more[-1][2] == extra and a - more[-1][1] < 1.0:
-            more[-1] = (more[-1][0], b, extra)
-        else:
-            more.append((a, b, extra))
+    more = _more(before, after)
     if not more:
         return ""
     start_s, stop_s, extra = max(more, key=lambda span: (span[2], span[1] - span[0]))
@@ -158,9 +149,25 @@ def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock)
     return f"{many} more from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
 
 
+def _more(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:
+    """The spans, of a second and more, in which `after` has more workers, and how many more."""
+    end_s = min((stretches[-1][1] for stretches in (before, after) if stretches), default=0.0)
+    edges = sorted({t for s, e, _ in (*before, *after) for t in (s, e) if t <= end_s} | {end_s})
+    more: list[Span] = []
+    for a, b in pairwise(edges):
+        extra = _at(after, a) - _at(before, a)
+        if extra <= 0 or b - a < 1.0:
+            continue
+        if more and more[-1][2] == extra and a - more[-1][1] < 1.0:
+            more[-1] = (more[-1][0], b, extra)
+        else:
+            more.append((a, b, extra))
+    return more
+
+
 def _kinds(plan: PlanFile) -> set[tuple[str, int]]:
     return {(part.gpu, part.tp_degree) for part in plan.fleet}
 
 
-def _at(stretches: Sequence[tuple[float, float, int]], second: float) -> int:
+def _at(stretches: Sequence[Span], second: float) -> int:
     return next((n for start_s, end_s, n in stretches if start_s <= second < end_s), 0)

@@ -8,10 +8,10 @@ not known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.report.figures import Figure
+from tokenfleet.report.figures import Figure, Spec
 from tokenfleet.report.tables import usd_text
 from tokenfleet.whatif.axes import AXES, checked
 from tokenfleet.whatif.scenario import Scenario
@@ -72,74 +72,99 @@ def cost_figure(found: Sequence[Scenario]) -> Figure:
 
 
 def _against(found: Sequence[Scenario], key: str) -> Figure:
-    priced, best = is_priced(found), unbeaten(found)
-    unit = "USD an hour" if priced else "GPUs"
-    series: dict[str, list[int]] = {}
-    for i, one in enumerate(found):
+    """Cost against a promise: a line and its crosses for each choice of everything else."""
+    best = unbeaten(found)
+    series: dict[str, list[Scenario]] = {}
+    for one in found:
         if one.feasible:
             # A line joins what competes: choices are points on it, everything else is a line of its own.
             rest = [f"{k} {v}" for k, v in one.changes.items() if k != key and AXES[k].role != "choice"]
-            series.setdefault(", ".join(rest) or "cheapest", []).append(i)
-    data: list[dict[str, Any]] = []
-    scale, label = (1e3, "ms") if key.startswith("slo.") else (100.0, "%")
+            series.setdefault(", ".join(rest) or "cheapest", []).append(one)
+    stars = {id(one) for one, is_best in zip(found, best, strict=True) if is_best}
+    data = []
     for number, (name, members) in enumerate(series.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        at = {i: float(checked(key, found[i].changes[key])) * scale for i in members}
-        lowest: dict[float, int] = {}
-        for i in members:
-            held = lowest.get(at[i])
-            if held is None or cost(found[i], priced) < cost(found[held], priced):
-                lowest[at[i]] = i
-        line = [lowest[x] for x in sorted(lowest)]
-        data.append(
-            {
-                "x": [at[i] for i in line],
-                "y": [round(cost(found[i], priced), 4) for i in line],
-                "text": [_label(found[i]) for i in line],
-                "name": name,
-                "mode": "lines+markers",
-                "line": {"color": colour, "width": 2},
-                "marker": {
-                    "color": colour,
-                    "size": 9,
-                    "symbol": ["circle" if best[i] else "circle-open" for i in line],
-                },
-            }
-        )
-        dearer = [i for i in members if i not in line]
-        if dearer:
-            data.append(
-                {
-                    "x": [at[i] for i in dearer],
-                    "y": [round(cost(found[i], priced), 4) for i in dearer],
-                    "text": [_label(found[i]) for i in dearer],
-                    "name": f"{name}, dearer",
-                    "mode": "markers",
-                    "showlegend": False,
-                    "marker": {"color": colour, "size": 7, "symbol": "x-thin-open"},
-                }
-            )
+        line, dearer = _cheapest(members, key, is_priced(found))
+        drawn = _Drawn(key, is_priced(found), _COLOURS[number % len(_COLOURS)])
+        data += drawn.line(name, line, [id(one) in stars for one in line])
+        data += drawn.crosses(name, dearer)
     layout = {
-        "xaxis": {"title": {"text": f"{AXES[key].name} ({label})"}},
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": f"{AXES[key].name} ({_scale(key)[1]})"}},
+        "yaxis": {"title": {"text": _unit(is_priced(found))}, "rangemode": "tozero"},
         "showlegend": len(series) > 1,
     }
     caption = (
         "Each line joins the cheapest fleets; a full dot is unbeaten: nothing in the same circumstances"
         " promises as much for less. Crosses are dearer choices for the same promise."
     )
-    rows = [
-        (*one.changes.values(), _fleet(one), usd_text(one.plan.usd_per_hour), "yes" if b else "")
-        for one, b in zip(found, best, strict=True)
+    columns = (*(found[0].changes if found else ()), "fleet", "cost", "unbeaten")
+    rows = _rows(found, best)
+    return Figure("cost", "Cost against the promise", caption, _spec(data, layout), columns, rows, True)
+
+
+def _rows(found: Sequence[Scenario], best: Sequence[bool]) -> list[tuple[str, ...]]:
+    return [
+        (*one.changes.values(), _fleet(one), usd_text(one.plan.usd_per_hour), "yes" if is_best else "")
+        for one, is_best in zip(found, best, strict=True)
         if one.plan is not None and one.feasible
     ]
-    columns = (*(found[0].changes if found else ()), "fleet", "cost", "unbeaten")
-    return Figure("cost", "Cost against the promise", caption, _spec(data, layout), columns, rows, True)
+
+
+def _cheapest(members: Sequence[Scenario], key: str, priced: bool) -> tuple[list[Scenario], list[Scenario]]:
+    """The cheapest scenario at each value of the promise, in its order, and all others."""
+    lowest: dict[float, Scenario] = {}
+    for one in members:
+        x = _promised(one, key)
+        if x not in lowest or cost(one, priced) < cost(lowest[x], priced):
+            lowest[x] = one
+    line = [lowest[x] for x in sorted(lowest)]
+    chosen = {id(one) for one in line}
+    return line, [one for one in members if id(one) not in chosen]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """How scenarios that compete are drawn."""
+
+    key: str
+    priced: bool
+    colour: str
+
+    def line(self, name: str, scenarios: Sequence[Scenario], best: Sequence[bool]) -> list[Spec]:
+        symbols = ["circle" if is_best else "circle-open" for is_best in best]
+        marker = {"color": self.colour, "size": 9, "symbol": symbols}
+        style = {"mode": "lines+markers", "line": {"color": self.colour, "width": 2}, "marker": marker}
+        return [self._points(scenarios) | {"name": name} | style]
+
+    def crosses(self, name: str, scenarios: Sequence[Scenario]) -> list[Spec]:
+        if not scenarios:
+            return []
+        marker = {"color": self.colour, "size": 7, "symbol": "x-thin-open"}
+        style = {"mode": "markers", "showlegend": False, "marker": marker}
+        return [self._points(scenarios) | {"name": f"{name}, dearer"} | style]
+
+    def _points(self, scenarios: Sequence[Scenario]) -> Spec:
+        return {
+            "x": [_promised(one, self.key) for one in scenarios],
+            "y": [round(cost(one, self.priced), 4) for one in scenarios],
+            "text": [_label(one) for one in scenarios],
+        }
+
+
+def _scale(key: str) -> tuple[float, str]:
+    return (1e3, "ms") if key.startswith("slo.") else (100.0, "%")
+
+
+def _promised(one: Scenario, key: str) -> float:
+    """Where a scenario stands on the x-axis."""
+    return float(checked(key, one.changes[key])) * _scale(key)[0]
+
+
+def _unit(priced: bool) -> str:
+    return "USD an hour" if priced else "GPUs"
 
 
 def _bars(found: Sequence[Scenario]) -> Figure:
     priced = is_priced(found)
-    unit = "USD an hour" if priced else "GPUs"
     some = [one for one in found if one.feasible]
     bars = {
         "type": "bar",
@@ -150,11 +175,11 @@ def _bars(found: Sequence[Scenario]) -> Figure:
         "textangle": 0,
         "cliponaxis": False,
         "marker": {"color": "--blue"},
-        "name": unit,
+        "name": _unit(priced),
     }
     layout = {
         "xaxis": {"type": "category"},
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": _unit(priced)}, "rangemode": "tozero"},
         "showlegend": False,
     }
     caption = "The cheapest fleet of each scenario; scenarios without a bar have none."
@@ -178,5 +203,5 @@ def fleet_text(plan: PlanFile) -> str:
     )
 
 
-def _spec(data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, Any]:
+def _spec(data: list[Spec], layout: Spec) -> Spec:
     return {"data": data, "layout": layout}
