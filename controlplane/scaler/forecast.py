@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.scaler.traffic import Demand
 
 Floats = NDArray[np.float64]
 CANDIDATES = ("last", "ewma", "regime", "seasonal", "scaled")
@@ -82,6 +83,32 @@ class Forecast:
             f"forecast {self.rps:.3g} requests/s at the {self.quantile:.0%} quantile ({self.candidate}:"
             f" mean error {self.error:.0%}, was enough {self.covered:.0%} of {self.origins} times)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A forecast, the bins it is made from, and the regime's rate as each of them closed."""
+
+    past: Demand | None = None
+    past_rps: tuple[float, ...] = ()
+    coming: Forecast | None = None
+
+
+def foresee(
+    settings: ForecastSettings, known: Outlook, past: Demand, rate_rps: float, cold_start_s: float
+) -> Outlook:
+    """The outlook once arrivals are counted in `past`; a new forecast when a bin has closed.
+
+    `rate_rps`: of the regime now. What is launched now serves after `cold_start_s`.
+    """
+    before = known.past or Demand(settings.bin_s, settings.keep)
+    new = past.first_bin + len(past.closed) - before.first_bin - len(before.closed)
+    if not past.closed or (new == 0 and known.coming is not None):
+        return replace(known, past=past)
+    past_rps = (*known.past_rps, *(rate_rps,) * new)[-len(past.closed) :]
+    past_rps = (rate_rps,) * (len(past.closed) - len(past_rps)) + past_rps
+    lead = max(math.ceil(cold_start_s / settings.bin_s), 1)
+    return Outlook(past, past_rps, forecast(settings, past.closed, past_rps, lead))
 
 
 def forecast(

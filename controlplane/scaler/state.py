@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from controlplane.errors import BadInput
-from controlplane.scaler.forecast import Forecast, ForecastSettings
+from controlplane.scaler.forecast import ForecastSettings, Outlook
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.regimes import Regimes
@@ -72,15 +72,6 @@ class ScalingSettings:
                 caps.append(int(self.mix.budget_usd_per_h / t.usd_per_h + 1e-9))
         most = min(caps, default=None)
         return replace(self.target, low=low if most is None else min(low, most), high=most)
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A forecast, the bins it is made from, and the regime's rate as each of them closed."""
-
-    past: Demand | None = None
-    past_rps: tuple[float, ...] = ()
-    coming: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controlplane.errors import BadInput
+from controlplane.scaler.forecast import Forecast
 from controlplane.scaler.line import Line
 from controlplane.scaler.regimes import Regime
+from controlplane.scaler.traffic import Demand
+from controlplane.scaler.weights import PARTS, Weights
+from controlplane.snapshot import SERVING, Snapshot
+
+SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
+BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand errs
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,84 @@ def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, 
     if asked < low:
         return Target(low, f"{why}, but at least {low} are kept", compared)
     return Target(asked, why, compared)
+
+
+def other_rates(
+    demand: Demand,
+    regime: Regime | None,
+    z: float,
+    waiting: int,
+    catch_up_s: float,
+    far: Forecast | None,
+    near: Forecast | None,
+    ready: float,
+) -> list[Rate]:
+    """The rates besides the regime's:
+
+    burst      what the bin in progress has brought already, where the regime cannot explain it
+    backlog    the regime's rate and what waits without a worker, to be caught up in `catch_up_s`
+    forecast   the coming cold start's highest rate by the history of days; of a rise the part, `ready`, that
+               will have come when what is launched now serves
+    near       the same by bins shorter than a cold start: what the last minutes rose by, at a quantile
+    """
+    rates: list[Rate] = []
+    if regime is not None and demand.open_count:
+        count = float(demand.open_count)
+        expected = regime.upper_rps(demand.bin_s, z) * demand.bin_s
+        if count > expected + BURST_Z * math.sqrt(regime.noise * max(expected, 1.0)):
+            why = (
+                f"{demand.open_count} arrivals in a bin of {demand.bin_s:g} s, {regime.rate_rps:.3g}/s before"
+            )
+            rates.append(Rate("burst", count / demand.bin_s, why))
+    if regime is not None and waiting:
+        why = f"{regime.rate_rps:.3g} requests/s, and {waiting} wait for a worker"
+        rates.append(Rate("backlog", regime.rate_rps + waiting / catch_up_s, why))
+    if regime is not None and far is not None:
+        rise_rps = max(far.rps - regime.rate_rps, 0.0)
+        rates.append(Rate("forecast", regime.rate_rps + ready * rise_rps, far.why))
+    if near is not None:
+        rates.append(Rate("near", near.rps, near.why))
+    return rates
+
+
+def enough_for_those_here(
+    settings: TargetSettings,
+    found: Target,
+    demand: Demand | None,
+    snapshot: Snapshot,
+    wanted: int,
+    weights: Weights | None,
+) -> Target:
+    """The target, but no fewer workers than those who are here need: the demand knows arrivals alone.
+
+    `demand` None: its counts are too old. `wanted`: workers, or PARTS of reference workers where there are
+    `weights`.
+    """
+    waiting, compared = snapshot.waiting_requests, found.compared
+    if settings.to_zero and demand is not None and _is_silent(demand):
+        found = Target(0, f"nothing has arrived for {SILENT_BINS * demand.bin_s:g} s", compared)
+    if settings.to_zero and waiting and snapshot.wanted == 0 and not found.workers:
+        # A fleet at zero: what the demand says may come too late for them.
+        found = Target(max(settings.low, 1), f"{waiting} requests wait and nobody serves", compared)
+    if found.workers is None or found.workers >= wanted:
+        return found
+    if waiting:
+        return Target(wanted, f"{found.reason}; kept, {waiting} requests wait", compared)
+    of, parts = (weights.of, PARTS) if weights is not None else ({}, 1)
+    serving = [w for w in snapshot.workers if w.state == SERVING]
+    running = sum(len(w.requests) + len(w.waiting) for w in snapshot.workers)
+    seats = min((w.max_seqs / of.get(w.kind, 1.0) / parts for w in serving), default=1)
+    needed = min(math.ceil(running / seats), wanted)
+    if needed <= found.workers:
+        return found
+    why = f"{found.reason}; {needed if parts == 1 else needed / parts} hold the {running} requests here"
+    return Target(needed, why, compared)
+
+
+def _is_silent(demand: Demand) -> bool:
+    """Whether nothing arrives any more: the rare arrivals of a regime are no regime of their own."""
+    last = demand.closed[-SILENT_BINS:]
+    return len(last) == SILENT_BINS and not any(last) and None not in last and demand.open_count == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from controlplane.control import Settings, State
 from controlplane.placement.policies import Policy
 from controlplane.port import Decide
-from controlplane.scaler.forecast import NEAR, ForecastSettings
+from controlplane.scaler.forecast import NEAR, ForecastSettings, Outlook
 from controlplane.scaler.regimes import Regimes, follow
-from controlplane.scaler.state import Outlook, Scaling, ScalingSettings
+from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
 from controlplane.scaler.traffic import Demand
 from controlplane.types import ClassArrivals

@@ -10,9 +10,9 @@ from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
-from controlplane.scaler.forecast import Forecast, ForecastSettings
+from controlplane.scaler.forecast import Forecast, ForecastSettings, Outlook
 from controlplane.scaler.load import LoadSettings
-from controlplane.scaler.state import Outlook, ScalingSettings
+from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings
 from controlplane.snapshot import Migrate, Reassign, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
