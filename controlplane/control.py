@@ -1,6 +1,6 @@
-"""`tick`: what the fleet should do now, given what it looks like. Pure: a snapshot in, actions out.
+"""The fleet's decision, `tick`: a pure function of settings, state and a snapshot.
 
-Four rules, each with a memory in `State` so that it does not act twice on the same sight:
+Four rules, each with a memory in `State` so that it does not act twice on one observation:
 
     balance    the least free workers give to the most free, draining ones are emptied    migration.balance
     shed       a worker whose TPOT or KV forecast broke gives to one with slack            migration.overload
@@ -26,7 +26,7 @@ from controlplane.types import RequestId, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to move, shed and scale; None: not at all.
+    """Settings of moving, shedding and scaling; None: not at all.
 
     `scaling` follows demand, `load` the load for as long as demand does not say how many workers.
     """
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class RecentMoves:
-    """When requests last moved, and between whom (source, target)."""
+    """The latest moves: when a request last moved, and between which workers (source, target)."""
 
     requests: Mapping[RequestId, float] = field(default_factory=dict)
     pairs: Mapping[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class RecentMoves:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What tick remembers: what the load has asked for of late, what moved, and the scaler's state.
+    """The state of `tick` between heartbeats: the load's recent demand, recent moves, the scaler's state.
 
     An empty state loses nothing but the time already held.
     """

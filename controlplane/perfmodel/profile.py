@@ -81,7 +81,7 @@ class FittedRange:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the numbers come from. `kind` is said wherever a profile is used."""
+    """The source of a profile's numbers. `kind` is stated wherever a profile is used."""
 
     kind: Literal["measured", "composed", "published"]
     what: str

@@ -1,4 +1,4 @@
-"""Eq 7's line where no simulation has drawn one: from a worker's profile and the lengths that arrive.
+"""Eq 7's line without a simulation: drawn from a worker's profile and the lengths that arrive.
 
 Of requests with L prompt and D output tokens a worker with b of them in its batch does, in the mean,
 
@@ -10,8 +10,9 @@ at the largest b with t(b) <= TPOT that memory and seats allow: a fleet without 
 is HEADROOM · Σ share / x over the SLO classes, its intercept SPARE. Where one request alone is slower than
 its target, b = 1: more workers cannot mend that, so no more are asked for.
 
-A line that was drawn by simulation holds for the lengths it was drawn at. Where those that arrive drift from
-them, its slope is taken times x there over x here: what is known of noise stays, a request's weight follows.
+A line that was drawn by simulation holds for the lengths it was drawn at. Where those that arrive differ from
+them, its slope is multiplied by x there over x here: its allowance for noise stays, a request's weight
+follows.
 
 Where there is no profile, one is fitted to the steps of the workers that serve.
 """

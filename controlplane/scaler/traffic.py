@@ -1,12 +1,10 @@
-"""What arrives, by SLO class: how many requests and how long, as sums that fade.
+"""Arriving traffic by SLO class: counts in bins of time, and request lengths as sums that fade.
 
 Lengths drift, and with them what a worker can do: the sums halve every `half_life_s`, so that the line
 learned from them (scaler.line) follows the traffic of the last minutes.
 
-Demand is what arrives, counted in bins of time; completions plateau under overload and say nothing.
-
-A bin nobody counted is unknown, not empty: an outage of the metrics is no pause of the traffic, and no
-traffic is a number, zero.
+Demand is counted in arrivals, since completions level off under overload. A bin that was not counted is
+unknown, not empty: an outage of the metrics is no pause of the traffic, and no traffic is a number, zero.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class Demand:
 
 
 def observe(demand: Demand, now_s: float, arrivals: float | None) -> Demand:
-    """The demand after a look at `now_s`: `arrivals` since the last one, None or NaN where nobody counted.
+    """The demand after a look at `now_s`: `arrivals` since the last, None or NaN if not counted.
 
     What a look reports belongs to the bin it falls in. Raises BadInput for a time that runs backwards.
     """
@@ -106,7 +104,7 @@ def observe(demand: Demand, now_s: float, arrivals: float | None) -> Demand:
     closed, open_count = demand.closed, demand.open_count
     new = int(arrivals) if counted and arrivals is not None else None
     if at > before:
-        # Where whole bins lie between two looks, nobody knows in which of them the arrivals came.
+        # Where whole bins lie between two looks, it is not known in which of them the arrivals came.
         lost = new is None or (new > 0 and at > before + 1)
         closed += (None if lost else open_count,) + (None if lost else 0,) * (at - before - 1)
         open_count = None if lost else 0

@@ -1,9 +1,9 @@
-"""A simulated fleet whose size changes mid-run: launches with cold starts, drains, stops, and what they cost.
+"""A simulated fleet whose size changes mid-run: launches with cold starts, drains, stops, and their cost.
 
-The steps to a wanted number are scaler.drain's, as in the live plane. A worker is paid for from its launch to
-its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as may ever be
-there at once, of one kind or several, taken in order. A kind is the type of a profile; a wanted number that
-names kinds is followed in each of them by itself, one that does not in all of them together.
+The steps to a wanted number are scaler.reconcile's, as in the live plane. A worker is paid for from its
+launch to its stop, so a cold start and a drain cost what they take. The run's workers are slots: as many as
+may ever be there at once, of one kind or several, taken in order. A kind is the type of a profile; a wanted
+number that names kinds is followed in each of them by itself, one that does not in all of them together.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Slot:
 
 @dataclass
 class FleetRecord:
-    """What the fleet was: (seconds, workers wanted, workers paid for) at every change, and the sums.
+    """The fleet's history: (seconds, workers wanted, workers paid for) at every change, and the sums.
 
     `kinds`: seconds, and workers of each kind wanted, where they are named. `kind_s`: worker-seconds by kind.
     `usd`: of all that was paid for; None where a kind's price is not known.

@@ -1,4 +1,4 @@
-"""What tick sees of the simulated fleet: loads counted in compiled code, requests listed when asked for."""
+"""The simulated fleet's snapshot: loads counted in compiled code, requests listed on demand."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def queue_at(led: Ledger, w: int) -> Table:
 
 
 class Listed(Sequence[RunningRequest]):
-    """A worker's requests, listed on first use: tick looks at those of few workers only."""
+    """A worker's requests, listed on first use: tick needs those of few workers only."""
 
     def __init__(self, led: Ledger, w: int, waiting: bool, count: int) -> None:
         self._led, self._w, self._waiting, self._count = led, w, waiting, count

@@ -1,10 +1,9 @@
-"""A fleet that could be bought: groups of equal workers, with what it costs and how it is simulated.
+"""A fleet that could be bought: groups of equal workers, its cost, its simulation, and its spares on spot.
 
-Spot workers can be reclaimed: how many more than serve must be bought, so that enough stand (N + k).
-
-How many stand is the binomial of scaler.weights, of rate r and cold start. While fewer than the N that the
-target needs stand, every request counts as missed; and so does every request that was running on a worker
-when it was reclaimed (share 1 - exp(-r·d), d the mean time of a request). Both are more than is really lost.
+Spot workers can be reclaimed, so N + k are bought for the N that must serve. How many stand is the binomial
+of scaler.weights, of rate r and cold start. While fewer than N stand, every request counts as missed; and so
+does every request that was running on a worker when it was reclaimed (share 1 - exp(-r·d), d the mean time of
+a request). Both are more than is really lost.
 
     attainment >= low(N) · P(at least N of N + k stand) · exp(-r·d)
 """
@@ -47,7 +46,7 @@ class Fleet:
 
     @property
     def cost(self) -> tuple[float, int, int]:
-        """What fleets are ranked by: dollars, then GPUs, then workers. An unknown price ranks last."""
+        """The rank of a fleet: dollars, then GPUs, then workers. An unknown price ranks last."""
         usd = self.usd_per_hour
         return (float("inf") if usd is None else usd, self.gpus, self.workers)
 
@@ -68,7 +67,7 @@ class Fleet:
 
 
 def apportioned(mix: Fleet, workers: int) -> Fleet:
-    """So many workers in a mix's proportions, by largest remainders; the mix itself for its own count."""
+    """A number of workers in a mix's proportions, by largest remainders; the mix itself for its own count."""
     exact = [group.workers * workers / mix.workers for group in mix.groups]
     counts = [int(share) for share in exact]
     # Of equal remainders the larger worker stays: half of "one small and one large" is the large one.
@@ -96,7 +95,7 @@ MOST_SPARES = 64
 
 @dataclass(frozen=True, slots=True)
 class Spares:
-    """What is bought beyond the serving fleet, and what that leaves of its attainment.
+    """The workers bought beyond the serving fleet, and the attainment that reclaims leave.
 
     `availability`: share of the time in which every group has as many workers as it needs. `untouched`: share
     of the requests whose worker is not reclaimed under them. `one_fewer`: availability with one spare less.
@@ -116,7 +115,7 @@ class Spares:
 
     @property
     def survives(self) -> float:
-        """What attainment is multiplied by, at least."""
+        """The least factor on attainment."""
         return self.availability * self.untouched
 
 

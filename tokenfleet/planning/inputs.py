@@ -1,4 +1,4 @@
-"""From files and flags to what the planner takes: one workload and the types of worker on offer."""
+"""The planner's inputs, from files and options: one workload and the worker types on offer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """How many times as long as their profiles say steps were seen to take; `source` says where."""
+    """The ratio of observed step times to those of the profiles; `source` says where from."""
 
     decode: float
     prefill: float

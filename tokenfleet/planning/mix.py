@@ -1,9 +1,9 @@
-"""A fleet of several kinds of workers, where that is cheaper than any one kind.
+"""The search for a mixed fleet, taken where it is cheaper than any one kind of worker.
 
 On this trace one worker of kind v carries the share 1/N_v, N_v being the count (with a fraction) at which
 that kind alone just meets the target. The integer program picks the cheapest counts whose shares add up to
-one; the pick is then replayed like any fleet, since kinds that serve one stream together are more than
-their sum of shares, or less. What fails is asked to carry more, until it passes or is no bargain any more.
+one; the pick is then replayed like any fleet, since kinds that serve one stream together are more than their
+sum of shares, or less. A pick that fails is asked to carry more, until it passes or is no longer cheaper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan is asked: every option once, with its type, default, help and bounds.
+"""The request for a plan: every option once, with its type, default, help and bounds.
 
 The flags of `plan` and `whatif`, `--config` files, what-if's axes and the commands it prints, the HTTP form
 and the console's form are made from these fields. An option that is added here is in all of them.

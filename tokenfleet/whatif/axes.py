@@ -1,4 +1,4 @@
-"""What can be varied, and the grid of it: `--vary rate=0.5,1,2 --vary slo.ttft=400ms,800ms` is six scenarios.
+"""The axes of a what-if grid: `--vary rate=0.5,1,2 --vary slo.ttft=400ms,800ms` is six scenarios.
 
 An axis is a *promise* (what clients are told), a *choice* (how it is kept) or a *circumstance* (what is not
 ours to choose). Scenarios compete only in the same circumstances.
@@ -110,7 +110,7 @@ def _values(vary: str) -> tuple[str, list[str]]:
 
 
 def checked(key: str, value: str) -> Value:
-    """A value of the grid as what it stands for. Raises BadInput naming the key."""
+    """The value that a word of the grid stands for. Raises BadInput naming the key."""
     read = AXES[key].read(value, f"--vary: {key}")
     if isinstance(read, tuple):
         return read[0] if len(read) == 1 else "+".join(map(str, read))

@@ -1,4 +1,4 @@
-"""What a step along an axis costs, the other changes held: in numbers, and in a sentence."""
+"""Marginal prices: the cost of a step along one axis, the other changes held, in numbers and words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAME = 0.005  # dollars an hour below which two prices are the same
 
 @dataclass(frozen=True)
 class Clock:
-    """When the trace's zero was, to say times of day; None where the trace does not tell."""
+    """The time of day at the trace's zero; None where the trace does not have it."""
 
     zero_unix_s: float | None = None
 
@@ -129,7 +129,7 @@ def _costs(usd: float | None, gpus: int) -> str:
 
 
 def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock) -> str:
-    """When the busier traffic needs more workers, in the original trace's time: `one worker at 17:20`.
+    """The times at which busier traffic needs more workers, in the trace's own time: `one worker at 17:20`.
 
     Empty where the schedules are of different kinds of workers, or do not differ.
     """

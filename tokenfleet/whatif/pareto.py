@@ -1,4 +1,4 @@
-"""Cost against promise: which scenarios nobody beats, and the plot of it.
+"""The Pareto front of a grid: the scenarios that no other beats in cost and promise, and the plot of it.
 
 A scenario is beaten when another in the same circumstances promises at least as much for less, or more for as
 little. Promises are both targets, attainment and confidence; cost is dollars an hour, GPUs where a price is
@@ -59,7 +59,7 @@ def _beats(first: Scenario, second: Scenario, priced: bool) -> bool:
 
 
 def _promise(one: Scenario) -> tuple[float, ...]:
-    """What is promised, each figure the larger the better."""
+    """The promise of a scenario, each figure the larger the better."""
     assert one.plan is not None
     slo, attained = one.plan.slo, one.plan.attainment
     return (-slo.ttft_s, -slo.tpot_s, attained.target, attained.confidence or 0.0)

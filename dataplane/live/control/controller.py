@@ -38,7 +38,7 @@ SCHEMA = "tokenfleet.demand/1"
 
 
 class LivePlane:
-    """The fleet behind its control API. Where it is advisory, decisions are told it, not done."""
+    """The fleet behind its control API. Where it is advisory, decisions are recorded and not carried out."""
 
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
@@ -76,7 +76,7 @@ class LivePlane:
         return self._decided("scale", order, change.reason)
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
-        """Say what was refused; it is looked at again in the next round."""
+        """Log the refused actions; the next round decides again."""
         for outcome in outcomes:
             if outcome.refused is not None:
                 print(f"controller: {outcome.refused}", file=sys.stderr)

@@ -29,7 +29,7 @@ SCALING_KINDS = ("scale", "advice-scale")
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """What does not change while the fleet runs. `advisory`: decisions are said, not done."""
+    """Facts that do not change while the fleet runs. `advisory`: decisions are only recorded."""
 
     model: str
     engine: str

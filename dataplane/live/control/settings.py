@@ -1,4 +1,4 @@
-"""What the controller is told by the fleet that starts it: plain values, over a pipe."""
+"""The controller's settings: plain values that the fleet which starts it passes over a pipe."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Autoscale:
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """Where the control API is, and what tick is told.
+    """The control API's address, and the settings of `tick`.
 
     `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `demand`: the
     file that counts are kept in; None keeps none.

@@ -1,4 +1,4 @@
-"""How far the workers' real step times are from their profile, and the profile corrected by them.
+"""Step times of the workers against their profile, and the profile corrected by them.
 
 Each telemetry message carries the steps executed since the one before; `perfmodel.refit` learns from the
 first of them, since long ones are likelier to be the last before a message. Placement is told when the
