@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
+from made_profiles import made_profile
 
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -149,10 +150,7 @@ def profiles(draw, mode: EngineMode | None = None) -> Profile:
     seconds = st.floats(0, 1)
     mode = mode or draw(st.sampled_from([EngineMode.PREFILL_FIRST, EngineMode.CHUNKED]))
     seqs = draw(st.integers(1, 20))
-    return Profile(
-        "made",
-        "made",
-        1,
+    return made_profile(
         StepModel(
             0.001 + 0.02 * draw(seconds),
             2e-4 * draw(seconds),
@@ -164,8 +162,6 @@ def profiles(draw, mode: EngineMode | None = None) -> Profile:
         ),
         KvModel(16 * draw(st.integers(5, 200)), draw(st.sampled_from([1, 16]))),
         EngineLimits(mode=mode, max_batched_tokens=draw(st.integers(seqs, 400)), max_seqs=seqs),
-        Residuals(0, 0, 0, 0),
-        Source("composed", "made up", "none", "2026-01-01"),
         PrefillModel(0.02 * draw(seconds), 2e-4 * draw(seconds), draw(st.sampled_from([0.0, 1e-8]))),
     )
 

@@ -1,9 +1,10 @@
 """A made profile for simulated moves, and the check that every count of a run is that of its lists."""
 
 import numpy as np
+from made_profiles import made_profile
 
 from controlplane.migration.protocol import Stage
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, NONE, PREFILLING, QUEUED, SERVING, generated
 from controlplane.types import EngineMode
@@ -12,16 +13,11 @@ from dataplane.simulated.records import IDLE
 
 
 def profile(mode=EngineMode.PREFILL_FIRST, capacity=1024, seqs=16, kv_bytes=1_000_000):
-    return Profile(
-        "made",
-        "made",
-        1,
-        step=StepModel(0.02, 1e-4, 1e-3, 1e-5),
-        prefill=PrefillModel(0.01, 2e-4),
-        kv=KvModel(capacity, 16, kv_bytes),
-        engine=EngineLimits(mode=mode, max_batched_tokens=512, max_seqs=seqs),
-        residuals=Residuals(0.0, 0.0, 0.0, 0),
-        source=Source("composed", "made up", "none", "2026-01-01"),
+    return made_profile(
+        StepModel(0.02, 1e-4, 1e-3, 1e-5),
+        KvModel(capacity, 16, kv_bytes),
+        EngineLimits(mode=mode, max_batched_tokens=512, max_seqs=seqs),
+        PrefillModel(0.01, 2e-4),
     )
 
 

@@ -1,8 +1,9 @@
 """Random small workers and workloads: block sizes, hinges, KV short enough to preempt, priorities."""
 
 import numpy as np
+from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
@@ -13,10 +14,7 @@ NEVER_MET = Slo(1e-6, 1e-6)
 def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:
     block = int(rng.choice([1, 1, 4, 16]))
     seqs = int(rng.integers(1, 9))
-    return Profile(
-        "made",
-        "made",
-        1,
+    return made_profile(
         step=StepModel(
             base_s=rng.uniform(0.001, 0.03),
             per_prefill_token_s=rng.uniform(0, 2e-4),
@@ -34,8 +32,6 @@ def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:
         ),
         kv=KvModel(capacity_tokens=int(rng.integers(3, 40)) * 16, block_tokens=block),
         engine=EngineLimits(mode=mode, max_batched_tokens=int(rng.integers(seqs, 160)), max_seqs=seqs),
-        residuals=Residuals(0.0, 0.0, 0.0, 0),
-        source=Source("composed", "made up", "none", "2026-01-01"),
     )
 
 

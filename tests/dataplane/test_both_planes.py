@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_profiles import made_profile
 from made_replies import fleet, request, worker
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, generated
 from controlplane.placement.lengths import LengthTable
@@ -26,16 +27,11 @@ from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.observe import deviations, loads
 from dataplane.simulated.simulate import WorkerSpec, prepare
 
-PROFILE = Profile(
-    "made",
-    "made",
-    1,
-    step=StepModel(0.02, 1e-4, 1e-3, 1e-5),
-    prefill=PrefillModel(0.01, 2e-4),
-    kv=KvModel(1_000_000, 16, 1),  # room for all: nobody is preempted
-    engine=EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=512, max_seqs=256),
-    residuals=Residuals(0.0, 0.0, 0.0, 0),
-    source=Source("composed", "made up", "none", "2026-01-01"),
+PROFILE = made_profile(
+    StepModel(0.02, 1e-4, 1e-3, 1e-5),
+    KvModel(1_000_000, 16, 1),  # room for all: nobody is preempted
+    EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=512, max_seqs=256),
+    PrefillModel(0.01, 2e-4),
 )
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_profiles import made_profile
 
 from controlplane.errors import BadInput, Infeasible
 from controlplane.perfmodel.capacity import decode_throughput, fluid_workers_of, worker_seconds
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
@@ -17,15 +18,10 @@ from dataplane.simulated.simulate import WorkerSpec, simulate
 
 
 def worker(mode: EngineMode, kv_tokens: int = 50_000, hinges: tuple[Hinge, ...] = ()) -> Profile:
-    return Profile(
-        "m",
-        "g",
-        1,
+    return made_profile(
         StepModel(0.018, 9e-5, 7e-5, 4.6e-7, hinges=hinges),
         KvModel(kv_tokens, 1),
         EngineLimits("vllm", "", mode, 2048, 128),
-        Residuals(0, 0, 0, 0),
-        Source("measured", "made", "none", "2026-01-01"),
         PrefillModel(0.011, 9e-5),
     )
 
@@ -108,15 +104,11 @@ def test_aladdins_cases_have_the_bound_their_lengths_give() -> None:
 
 
 def profile(tp: int, base_s: float, kv: int, hinges: tuple[Hinge, ...] = ()) -> Profile:
-    return Profile(
-        "m",
-        "g",
-        tp,
+    return made_profile(
         StepModel(base_s, 1e-4, 6.86e-5, 4.631e-7, hinges=hinges),
         KvModel(kv),
         EngineLimits("vllm", "", max_seqs=256),
-        Residuals(0, 0, 0, 0),
-        Source("measured", "made", "none", "2026-01-01"),
+        tp_degree=tp,
     )
 
 

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_profiles import made_profile
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.fit import fit_phases, fit_prefill, fit_step, folds, pooled
 from controlplane.perfmodel.profile import (
-    EngineLimits,
     FittedRange,
     KvModel,
     Profile,
     Residuals,
-    Source,
 )
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
@@ -175,16 +174,11 @@ def test_bad_samples_are_named() -> None:
 
 
 def profile(residuals: Residuals, fitted: FittedRange | None = None) -> Profile:
-    return Profile(
-        "m",
-        "g",
-        1,
+    return made_profile(
         PLAIN,
         KvModel(100_000),
-        EngineLimits(),
-        residuals,
-        Source("measured", "made", "none", "2026-01-01"),
-        PrefillModel(0.01, 5e-5, hinges=(Hinge("prefill_tokens", 512, 1e-5),)),
+        prefill=PrefillModel(0.01, 5e-5, hinges=(Hinge("prefill_tokens", 512, 1e-5),)),
+        residuals=residuals,
         fitted=fitted,
     )
 

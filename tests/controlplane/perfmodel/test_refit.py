@@ -6,24 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_profiles import made_profile
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.cusum import BLOCK, SHIFT, Cusum, threshold
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import KvModel, Residuals
 from controlplane.perfmodel.refit import PART, SCALE, Refit
 from controlplane.perfmodel.step import Hinge, StepModel
 
 TRUTH = StepModel(0.007, 2e-5, 2e-5, 5e-8, 1e-9, (Hinge("sequences", 64, 1e-5),), 2e-3)
-PROFILE = Profile(
-    "made",
-    "made",
-    1,
-    TRUTH,
-    KvModel(400_000),
-    EngineLimits(),
-    Residuals(0.02, 0.05, 0.1, 100),
-    Source("measured", "made", "CC0", "2026-01-01"),
-)
+PROFILE = made_profile(TRUTH, KvModel(400_000), residuals=Residuals(0.02, 0.05, 0.1, 100))
 
 
 def scaled(step: StepModel, factor: float) -> StepModel:

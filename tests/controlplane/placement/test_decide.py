@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_ledgers import NOW_S, At, Held, ledger_of, requests, workers
+from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import harm
 from controlplane.placement.decide import PATIENCE, decide, hopeless
@@ -18,15 +19,10 @@ from controlplane.types import EngineMode
 
 KNOBS = PlacementSettings().knobs()
 RETRY_S, TPOT_S, TTFT_S = 0.01, 0.03, 0.6
-PROFILE = Profile(
-    "made",
-    "made",
-    1,
+PROFILE = made_profile(
     StepModel(0.018, 1e-4, 1e-4, 5e-7),
     KvModel(60_000),
     EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=4096),
-    Residuals(0, 0, 0, 0),
-    Source("composed", "made up", "none", "2026-01-01"),
     PrefillModel(0.01, 1e-4),
 )
 LONG = Held(2000, 400, tpot_s=TPOT_S)  # its prefill takes 0.21 s

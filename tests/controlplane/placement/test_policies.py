@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_ledgers import NOW_S, ROLES, STATUSES, At, Held, ledger_of, requests, workers
+from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import fits, harm, spare_s
 from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, SERVING
@@ -127,15 +128,10 @@ def test_a_last_chance_is_taken_where_it_harms_least_and_within_the_tolerance(fl
         assert harms[w] == min(harms.values()) < tolerance
 
 
-PROFILE = Profile(
-    "made",
-    "made",
-    1,
+PROFILE = made_profile(
     StepModel(0.02, 1e-4, 1e-4, 1e-6),
     KvModel(60_000),
     EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=4096),
-    Residuals(0, 0, 0, 0),
-    Source("composed", "made up", "none", "2026-01-01"),
     PrefillModel(0.01, 1e-4),
 )
 

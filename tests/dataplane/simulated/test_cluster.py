@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from invariants import check
+from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import AS_REPORTED, USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.lengths import LengthTable
@@ -22,15 +23,10 @@ GREEDY = [p for p in Policy if p != Policy.EXACT]
 
 
 def profile(mode: EngineMode = EngineMode.PREFILL_FIRST, kv_tokens: int = 60_000, seqs: int = 256) -> Profile:
-    return Profile(
-        "made",
-        "made",
-        1,
+    return made_profile(
         StepModel(0.0187, 9e-5, 7e-5, 5e-7),
         KvModel(kv_tokens, 16),
         EngineLimits(mode=mode, max_batched_tokens=2048, max_seqs=seqs),
-        Residuals(0, 0, 0, 0),
-        Source("composed", "made up", "none", "2026-01-01"),
         PrefillModel(0.0115, 9e-5),
     )
 

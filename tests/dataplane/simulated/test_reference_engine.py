@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_profiles import made_profile
 from reference_engine import ReferenceResult, simulate_split, simulate_worker
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
 
@@ -20,16 +21,8 @@ PREFILL = PrefillModel(base_s=2.0, per_token_s=0.5)
 def a_profile(
     mode: EngineMode, kv: int = 1000, block: int = 1, budget: int = 100, seqs: int = 8, step: StepModel = STEP
 ) -> Profile:
-    return Profile(
-        model="toy",
-        gpu="toy",
-        tp_degree=1,
-        step=step,
-        prefill=PREFILL,
-        kv=KvModel(kv, block),
-        engine=EngineLimits(mode=mode, max_batched_tokens=budget, max_seqs=seqs),
-        residuals=Residuals(0.0, 0.0, 0.0, 1),
-        source=Source("composed", "by hand", "", "2025-01-01"),
+    return made_profile(
+        step, KvModel(kv, block), EngineLimits(mode=mode, max_batched_tokens=budget, max_seqs=seqs), PREFILL
     )
 
 

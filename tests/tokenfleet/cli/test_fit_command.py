@@ -9,9 +9,10 @@ import pytest
 from checkout import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload
@@ -188,15 +189,8 @@ def test_any_values_are_a_log_or_one_clear_line(tmp_path: Path, rows: list[dict[
 
 
 def engine(step: StepModel) -> Profile:
-    return Profile(
-        "m",
-        "g",
-        1,
-        step,
-        KvModel(300_000),
-        EngineLimits("vllm", "", max_batched_tokens=1024, max_seqs=64),
-        Residuals(0, 0, 0, 0),
-        Source("measured", "made", "none", "2026-01-01"),
+    return made_profile(
+        step, KvModel(300_000), EngineLimits("vllm", "", max_batched_tokens=1024, max_seqs=64)
     )
 
 

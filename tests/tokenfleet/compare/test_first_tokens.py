@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import KvModel, Profile, Residuals
 from controlplane.perfmodel.step import StepModel
 from tokenfleet.cli.compare import first_tokens_s
 
-PROFILE = Profile(
-    "made", "cpu", 1, StepModel(0.01, 1e-4, 0.0, 0.0), KvModel(1000), EngineLimits(),
-    Residuals(0.0, 0.0, 0.0, 100), Source("measured", "made", "CC0", "2026-01-01"),
-)  # fmt: skip
+PROFILE = made_profile(
+    StepModel(0.01, 1e-4, 0.0, 0.0), KvModel(1000), gpu="cpu", residuals=Residuals(0.0, 0.0, 0.0, 100)
+)
 
 
 def noisy(mean_relative: float) -> Profile:

@@ -1,9 +1,10 @@
 """A live fleet's step times against its profile: learned once each, and told to whom they concern."""
 
 import pytest
+from made_profiles import made_profile
 from prometheus_client import CollectorRegistry, generate_latest
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import KvModel, Residuals
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.live.control.step_times import TELL_EVERY, StepTimes
@@ -11,16 +12,7 @@ from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.events import EventLog
 
 STEP = StepModel(0.007, 2e-5, 2e-5, 5e-8)
-PROFILE = Profile(
-    "made",
-    "h100-sxm",
-    1,
-    STEP,
-    KvModel(400_000),
-    EngineLimits(),
-    Residuals(0.02, 0.05, 0.1, 100),
-    Source("measured", "made", "CC0", "2026-01-01"),
-)
+PROFILE = made_profile(STEP, KvModel(400_000), gpu="h100-sxm", residuals=Residuals(0.02, 0.05, 0.1, 100))
 
 
 def load(steps: int, step_s: float, worker: str = "w0", sequences: int = 8) -> Telemetry:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import KvModel, Residuals
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
 from dataplane.live.control.step_times import StepTimes
@@ -78,10 +79,7 @@ def test_a_message_has_a_bounded_number_of_steps() -> None:
 
 def test_the_refit_learns_from_the_first_new_step_of_a_message() -> None:
     step = StepModel(0.01, 1e-5, 0.0, 0.0)
-    profile = Profile(
-        "made", "h100-sxm", 1, step, KvModel(1000), EngineLimits(), Residuals(0.02, 0.05, 0.1, 100),
-        Source("measured", "made", "CC0", "2026-01-01"),
-    )  # fmt: skip
+    profile = made_profile(step, KvModel(1000), gpu="h100-sxm", residuals=Residuals(0.02, 0.05, 0.1, 100))
     times = StepTimes({"a": profile}, EventLog())
     told = (Executed(0, 1, 100, 0.01, 0, 0.03), Executed(0, 1, 100, 0.02, 0, 0.01))
     times.add(Telemetry(WorkerId("w0"), 2, 1, 0, 1, 100, 0, 0.02, 1, 10, 0, 0.0, executed=told))
