@@ -1,4 +1,4 @@
-"""The online refit of a variant's step model: recursive least squares on relative error.
+"""The online refit of a worker type's step model: recursive least squares on relative error.
 
 With p_j what term j of the profile adds to a step (base, prefill, sequences, context, …), t its measured time
 and t̂ what the present model predicts, the factors a_j on the profile's coefficients minimise
@@ -54,7 +54,7 @@ class StepTimeChange:
 
 
 class Refit:
-    """The step model of one variant, as its steps have been lately."""
+    """The step model of one worker type, as its steps have been lately."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

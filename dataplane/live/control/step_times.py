@@ -30,7 +30,7 @@ LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_su
 
 
 class KindTimes:
-    """The refit of one kind's variant. `on_refit(step model)` are told of corrections."""
+    """The refit of one worker type. `on_refit(step model)` are called on corrections."""
 
     def __init__(self, profile: Profile, events: EventLog) -> None:
         self.refit = Refit(profile)
