@@ -2,7 +2,7 @@
 
 import { byId, make } from "./dom.js";
 import { bytes, clock, counted, duration, number } from "./format.js";
-import { DEFAULTS } from "./plan_question.js";
+import { fieldOf } from "./plan_fields.js";
 import { slider } from "./slider.js";
 
 const SLIDERS = {
@@ -57,114 +57,94 @@ const SLIDERS = {
 
 const LOOKING_BACK = { "1h": "the last hour", "1d": "the last day", "7d": "the last week" };
 
+/** Options that have a place of their own on the page; every other gets a field under the settings. */
+const PLACED = ["slo", "model", "gpu", "tp", "rate_scale", "attainment", "confidence"];
+
 /** The form's fields over a catalogue. `changed()` is called after every change a person makes. */
 export class PlanForm {
   #catalogue;
+  #questions;
   #sliders = {};
+  #fields = new Map(); // of the options without a place of their own, by name
   #upload = null; // the trace last sent, as the API has read it
 
-  constructor(catalogue, changed) {
+  constructor(catalogue, questions, changed) {
     this.#catalogue = catalogue;
+    this.#questions = questions;
+    const { slo, ...first } = questions.defaults;
+    const start = { rate: first.rate_scale, ttft: slo.ttft_s, tpot: slo.tpot_s, ...first };
     for (const place of document.querySelectorAll("[data-slider]")) {
       const id = place.dataset.slider;
-      const value = { ...DEFAULTS, ttft: DEFAULTS.ttft_s, tpot: DEFAULTS.tpot_s }[id];
-      this.#sliders[id] = slider(place, { id, value, ...SLIDERS[id] });
+      this.#sliders[id] = slider(place, { id, value: start[id], ...SLIDERS[id] });
     }
     options(
       byId("model"),
       catalogue.models.map((m) => [m.name, m.name]),
     );
-    options(
-      byId("policy"),
-      catalogue.policies.map((name) => [name, name]),
-    );
-    options(byId("engine"), [
-      ["", "as profiled"],
-      ...catalogue.engine_modes.map((name) => [name, name]),
-    ]);
+    for (const option of questions.options.filter(({ name }) => !PLACED.includes(name))) {
+      const field = fieldOf(option, changed);
+      this.#fields.set(option.name, { option, ...place(option, field), field });
+    }
     this.#showTraces();
     byId("model").addEventListener("change", () => this.#showKinds([], []));
     byId("trace").addEventListener("change", () => this.#showTraceFacts());
     byId("file").addEventListener("change", () => this.#showTraceFacts());
-    byId("spot").addEventListener("change", () => (byId("reclaims-field").hidden = !byId("spot").checked));
+    byId("more").addEventListener("change", () => this.#showNeeded());
     for (const event of ["change", "change-value"]) byId("question").addEventListener(event, changed);
   }
 
   /** The question asked; its trace is {kind: "file"} while a file is chosen that has not been sent. */
   get question() {
-    const text = (id) => byId(id).value.trim();
-    const amount = (id) => (text(id) === "" ? null : Number(text(id)));
     const ticked = (id) => [...byId(id).querySelectorAll("input:checked")].map((box) => box.value);
+    const { ttft, tpot, rate, attainment, confidence } = this.#sliders;
+    const others = [...this.#fields].map(([name, { option, field }]) => [
+      name,
+      this.#isNeeded(option) ? field.value : option.default,
+    ]);
     return {
+      ...this.#questions.defaults,
+      ...Object.fromEntries(others),
       trace: this.#trace,
       model: byId("model").value,
-      ttft_s: this.#sliders.ttft.value,
-      tpot_s: this.#sliders.tpot.value,
-      attainment: this.#sliders.attainment.value,
-      confidence: this.#sliders.confidence.value,
-      rate: this.#sliders.rate.value,
+      slo: { ttft_s: ttft.value, tpot_s: tpot.value },
+      rate_scale: rate.value,
+      attainment: attainment.value,
+      confidence: confidence.value,
       gpu: ticked("gpus"),
       tp: ticked("tps").map(Number),
-      prompts: amount("prompts") ?? 1,
-      outputs: amount("outputs") ?? 1,
-      prices: amount("prices") ?? 1,
-      cold_start_s: amount("cold-start"),
-      window: text("window"),
-      max_gpus: amount("max-gpus"),
-      budget: amount("budget"),
-      policy: byId("policy").value,
-      engine: byId("engine").value,
-      spot: byId("spot").checked,
-      reclaims_per_h: byId("spot").checked ? amount("reclaims") : null,
-      drop_too_long: byId("drop").checked,
-      seed: amount("seed") ?? 0,
     };
   }
 
   /** Show a question; names that are not known here are left out. */
   set question(question) {
-    const { trace } = question;
+    const { trace, slo } = question;
     if (trace.kind === "upload" && this.#upload?.id !== trace.id)
       this.uploaded({ id: trace.id, name: trace.name });
     choose(byId("trace"), { sample: "sample", upload: "upload", since: `since:${trace.since}` }[trace.kind]);
-    choose(byId("model"), question.model);
+    choose(byId("model"), question.model ?? "");
     for (const [id, value] of [
-      ["ttft", question.ttft_s],
-      ["tpot", question.tpot_s],
+      ["ttft", slo.ttft_s],
+      ["tpot", slo.tpot_s],
       ["attainment", question.attainment],
       ["confidence", question.confidence],
-      ["rate", question.rate],
+      ["rate", question.rate_scale],
     ]) {
       this.#sliders[id].value = value;
     }
     this.#showKinds(question.gpu, question.tp);
-    byId("window").value = question.window;
-    byId("max-gpus").value = question.max_gpus ?? "";
-    byId("budget").value = question.budget ?? "";
-    for (const id of ["prompts", "outputs", "prices", "seed"]) byId(id).value = question[id];
-    byId("cold-start").value = question.cold_start_s ?? "";
-    byId("reclaims").value = question.reclaims_per_h ?? "";
-    choose(byId("policy"), question.policy);
-    choose(byId("engine"), question.engine);
-    byId("spot").checked = question.spot;
-    byId("reclaims-field").hidden = !question.spot;
-    byId("drop").checked = question.drop_too_long;
-    const folded = [
-      "window",
-      "prompts",
-      "outputs",
-      "prices",
-      "cold_start_s",
-      "max_gpus",
-      "budget",
-      "policy",
-      "engine",
-      "spot",
-      "drop_too_long",
-      "seed",
-    ];
-    if (folded.some((name) => question[name] !== DEFAULTS[name])) byId("more").open = true;
+    for (const [name, { field }] of this.#fields) field.value = question[name];
+    this.#showNeeded();
+    const isSet = ({ option }) => !this.#questions.isDefault(option, question);
+    if ([...this.#fields.values()].some(isSet)) byId("more").open = true;
     this.#showTraceFacts();
+  }
+
+  #isNeeded(option) {
+    return !option.needs || this.#fields.get(option.needs).field.value === true;
+  }
+
+  #showNeeded() {
+    for (const { option, element } of this.#fields.values()) element.hidden = !this.#isNeeded(option);
   }
 
   /** Remember a trace the API has taken, and choose it. */
@@ -192,7 +172,7 @@ export class PlanForm {
     if (bad) {
       byId("more").open = true;
       bad.focus();
-      return `${bad.labels[0].textContent}: ${bad.validationMessage}`;
+      return `${bad.labels[0].textContent.trim()}: ${bad.validationMessage}`;
     }
     if (byId("trace").value === "file") {
       const most = this.#catalogue.limits.upload_bytes;
@@ -256,6 +236,12 @@ export class PlanForm {
     byId("gpus").replaceChildren(...names.map((gpu) => box(gpu, says(gpu), isAsked(gpu))));
     byId("tps").replaceChildren(...degrees.map((tp) => box(tp, `TP${tp}`, tps.includes(tp))));
   }
+}
+
+/** Put an option's field on the page: switches below one another, all others in pairs above them. */
+function place(option, { element }) {
+  byId(option.kind === "switch" ? "switches" : "settings").append(element);
+  return { element };
 }
 
 function options(select, listed) {

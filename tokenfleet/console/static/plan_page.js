@@ -6,12 +6,13 @@ import { clock, dollars, duration, fleetLabel, percent, stamp } from "./format.j
 import { answer, sentence } from "./plan_answer.js";
 import { PlanForm } from "./plan_form.js";
 import { cancel, followed, job as jobOf, order, recent, sendTrace } from "./plan_job.js";
-import { fromJob, fromQuery, toCommand, toQuery } from "./plan_question.js";
+import { Questions } from "./plan_question.js";
 
 const RECENT = 8;
 const AGAIN_S = [1, 2, 4];
 
 let form = null;
+let questions = null;
 let shown = null; // the job whose answer stands on the page
 let following = null; // {id, abort} of the job being waited for
 
@@ -23,7 +24,8 @@ async function start() {
       "This control API runs a fleet and does not plan. Start one that does with “tokenfleet api”; the fleet is on the Live page.";
     return;
   }
-  form = new PlanForm(known, onChange);
+  questions = new Questions(known.options);
+  form = new PlanForm(known, questions, onChange);
   byId("question").addEventListener("submit", (event) => {
     event.preventDefault();
     void plan();
@@ -58,7 +60,7 @@ async function open() {
   const query = new URLSearchParams(location.search);
   const id = query.get("job");
   if (id === null) {
-    form.question = fromQuery(location.search);
+    form.question = questions.fromQuery(location.search);
     onChange();
   } else if (shown?.id !== id) await guarded(() => watch(id.slice(0, 64)));
   await showRecent();
@@ -68,7 +70,7 @@ function onChange() {
   const { question } = form;
   say(byId("complaint"), "");
   if (question.trace.kind === "file") return;
-  history.replaceState(null, "", `?${toQuery(question)}`);
+  history.replaceState(null, "", `?${questions.toQuery(question)}`);
 }
 
 async function plan() {
@@ -85,7 +87,7 @@ async function plan() {
     }
     waiting("Asking");
     const { id } = await order(form.question);
-    history.pushState(null, "", `?${toQuery(form.question)}&job=${id}`);
+    history.pushState(null, "", `?${questions.toQuery(form.question)}&job=${id}`);
     await watch(id);
   });
   byId("submit").disabled = false;
@@ -97,7 +99,7 @@ async function watch(id) {
   following = { id, abort };
   let isAsked = false;
   const onJob = (job) => {
-    if (!isAsked) form.question = fromJob(job);
+    if (!isAsked) form.question = questions.fromJob(job);
     isAsked = true;
     const left = job.state === "running" ? `, ${percent(job.progress)}` : "";
     waiting(`${job.state === "queued" ? "Queued" : "Planning"}: ${job.says}${left}`, job.progress, true);
@@ -145,7 +147,7 @@ function show(job) {
     return;
   }
   const tryTargets = (ttft_s, tpot_s) => {
-    form.question = { ...form.question, ttft_s, tpot_s };
+    form.question = { ...form.question, slo: { ttft_s, tpot_s } };
     onChange();
     void plan();
   };
@@ -155,7 +157,7 @@ function show(job) {
   settled(
     `Planned in ${duration(job.finished_s - job.started_s)} (${job.simulations.toLocaleString("en-US")} simulations): ${sentence(found)}.`,
   );
-  byId("command").textContent = toCommand(fromJob(job));
+  byId("command").textContent = job.command ?? "This version cannot read the order of this plan.";
   byId("own").hidden = !job.question.profiles?.length && !job.question.prices;
   byId("take").hidden = false;
   document.title = `${sentence(found)} · Tokenfleet`;
@@ -178,7 +180,7 @@ async function showRecent() {
 }
 
 function recentLine(job) {
-  const query = toQuery(fromJob(job));
+  const query = questions.toQuery(questions.fromJob(job));
   query.append("job", job.id);
   const { brief } = job;
   const result =
