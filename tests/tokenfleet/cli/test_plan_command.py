@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,8 +138,6 @@ def test_an_unknown_gpu_or_model_lists_the_nearest(folder: Path, capsys: pytest.
 def test_a_request_longer_than_the_context_is_counted_and_can_be_dropped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dataclasses import replace
-
     write_profile(replace(worker(), context_limit_tokens=640), folder / "worker.yaml")
     assert plan(folder) == 2
     assert re.search(
@@ -195,6 +194,39 @@ def test_a_full_disk_exits_2_and_leaves_nothing_half_written(
     assert plan(folder, "--output-dir", f"{folder}/out") == 2
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert list((folder / "out").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the trace was read")
+
+    monkeypatch.setattr("tokenfleet.traces.read_traces", never)
+    (folder / "file").write_text("")
+    assert plan(folder, "--output-dir", f"{folder}/file/out") == 2
+    assert "file/out/plan.json: cannot be written: Not a directory" in capsys.readouterr().err
+    (folder / "out" / "report.html").mkdir(parents=True)
+    assert plan(folder, "--output-dir", f"{folder}/out") == 2
+    assert "report.html: not a regular file" in capsys.readouterr().err
+    assert list((folder / "out").iterdir()) == [folder / "out" / "report.html"]
+
+
+def test_what_the_trace_doctor_would_warn_of_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = poisson(requests=400)
+    save(replace(requests, arrival_s=requests.arrival_s * 1000), folder / "trace.csv")
+    warning = "trace.csv: units: 0.0078 requests/s over 5.12e+04 s; in milliseconds it would be 7.8/s"
+    assert plan(folder, "--format", "json") == 0
+    said = capsys.readouterr()
+    assert warning in said.err
+    assert warning in json.loads(said.out)["inputs"]["warnings"]
+    assert plan(folder, "--rate-scale", "1000") == 0
+    assert "in milliseconds" not in capsys.readouterr().err
+    words = ["simulate", "--trace", f"{folder}/trace.csv", "--profile", f"{folder}/worker.yaml"]
+    assert main([*words, "--workers", "1", "--slo", "ttft=500ms,tpot=30ms"]) == 0
+    assert warning in capsys.readouterr().err
 
 
 def test_split_mode_needs_no_more_than_the_flag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
