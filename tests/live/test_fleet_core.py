@@ -5,20 +5,23 @@ change everything after it.
 """
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from front import SLO, A, B, C, Front, profile
 
 from controlplane.migration.protocol import Stage
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import Policy
 from controlplane.types import Slo, WorkerId
 
 
-def by_ledger(profile):
-    from controlplane.placement.lengths import LengthTable
+def by_ledger(profile, policy=Policy.SPREAD):
     from dataplane.live.gateway.placement import Placement
 
-    return Placement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0))
+    return Placement({"": profile}, 8, LengthTable.constant(200), np.random.default_rng(0), policy)
 
 
 def is_empty(placement):
@@ -27,12 +30,12 @@ def is_empty(placement):
     return not placement._rows and all((placement.ledger.workers[name] == 0).all() for name in counts)
 
 
-def play(story, workers=(A, B), waiting=None, ledger=False, **sizes):
+def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD, **sizes):
     """Run a story on a fresh fleet; after it, no request and no KV block may be left anywhere."""
     from controlplane.placement.queue import QueueSettings
 
     async def run():
-        placement = by_ledger(profile(**sizes)) if ledger else None
+        placement = by_ledger(profile(**sizes), policy) if ledger else None
         front = Front(workers, profile(**sizes), waiting or QueueSettings(), placement)
         try:
             await asyncio.wait_for(story(front), 60)
@@ -302,3 +305,63 @@ def test_every_request_is_accounted_for(live_extra):
         assert "tokenfleet_output_tokens_total 245.0" in front.core.metrics.exposition().decode()
 
     play(story)
+
+
+def heartbeats(front, placed_by):
+    return front.core.metrics.heartbeats.labels(placed_by)._value.get()
+
+
+def test_exact_heartbeats_put_requests_on_as_few_workers_as_keep_their_targets(live_extra):
+    async def story(front):
+        names = [f"r{i}" for i in range(12)]
+        await asyncio.gather(*(front.send(name, [i + 1] * 10) for i, name in enumerate(names)))
+        await asyncio.gather(*(front.until(name, 1) for name in names))
+        used = {front.core.requests.get(name).worker for name in names}
+        assert len(used) == 2, "8 seats each: one worker is too few, a third is not needed"
+        await front.ended(*names)
+        assert [front.tokens[name] for name in names] == [alone([i + 1] * 10, 100) for i in range(12)]
+        assert heartbeats(front, "exact") >= 1
+
+    play(story, workers=(A, B, C), ledger=True, policy=Policy.EXACT, max_seqs=8)
+
+
+def test_requests_outlive_a_worker_under_the_exact_policy(live_extra):
+    async def story(front):
+        names = [f"r{i}" for i in range(6)]
+        for i, name in enumerate(names):
+            await front.send(name, [i + 1] * 10)
+        await asyncio.gather(*(front.until(name, 20) for name in names))
+        front.engines[front.core.requests.get("r0").worker].kill("kill -9")
+        await front.ended(*names)
+        assert [front.tokens[name] for name in names] == [alone([i + 1] * 10, 100) for i in range(6)]
+
+    play(story, ledger=True, policy=Policy.EXACT)
+
+
+def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_spread_places_in_the_end(
+    live_extra, monkeypatch
+):
+    from dataplane.live.gateway import admission
+
+    solve, begun, may_end = admission.solve, threading.Event(), threading.Event()
+
+    def slowly(beat, limit_s):
+        begun.set()
+        may_end.wait(30)
+        return replace(solve(beat, limit_s), proven=False)
+
+    async def story(front):
+        await front.send("runs", max_tokens=3000)
+        await front.until("runs", 1)
+        monkeypatch.setattr(admission, "solve", slowly)
+        await front.send("waits")
+        await asyncio.to_thread(begun.wait)
+        await front.until("runs", len(front.tokens["runs"]) + 50)
+        assert front.core.requests.get("waits").worker is None
+        may_end.set()
+        await front.ended("waits", "runs")
+        assert front.finish == {"waits": "LENGTH", "runs": "LENGTH"}
+        assert heartbeats(front, "spread") == 1
+        assert [event.kind for event in front.events] == ["fallback"]
+
+    play(story, ledger=True, policy=Policy.EXACT)

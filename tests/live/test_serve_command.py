@@ -38,6 +38,7 @@ def refused(capsys, *words):
         (["--port", "8001"], "--control-port"),
         (["--plan", "/nowhere/plan.json"], "plan.json"),
         (["--queue-wait", "soon"], "--queue-wait"),
+        (["--policy", "fastest"], "--policy"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_folder, capsys, flags, says):
@@ -52,6 +53,15 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_fold
 def test_vllms_own_refusals_are_one_line_too(model_folder, capsys, monkeypatch, flags, says):
     monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
     assert says in refused(capsys, "--model", str(model_folder), "--engine", "emulated", "--", *flags)
+
+
+def test_the_exact_policy_is_refused_where_its_program_does_not_cover_the_fleet(
+    model_folder, capsys, monkeypatch
+):
+    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
+    two = ["--kind", "gpu=h100-sxm,workers=1", "--kind", "gpu=a100-sxm,workers=1"]
+    words = ["--model", str(model_folder), "--engine", "emulated", "--policy", "exact", *two]
+    assert "--policy: exact: needs one kind" in refused(capsys, *words)
 
 
 def test_a_taken_port_is_named(model_folder, capsys, monkeypatch):

@@ -156,6 +156,19 @@ def test_power_of_two_draws_every_pair_equally_often():
     assert seen == {w: 2 * (count - 1 - w) for w in range(count - 1)}
 
 
+@pytest.mark.parametrize("draw", [(0.0, 0.0), (0.99, 0.99)])
+def test_power_of_two_breaks_ties_by_tokens_held(draw):
+    fleet = [At(PROFILE, [Held(500, 1)]), At(PROFILE, [Held(100, 1)])]
+    led, r = ledger_of(fleet, Held(1, 1), NOW_S, TTFT_S)
+    assert choice(led, Policy.P2C, r, draw=draw) == 1
+
+
+def test_power_of_two_gives_equal_workers_equal_shares():
+    led, r = ledger_of(idle_fleet(4), Held(1, 1), NOW_S, TTFT_S)
+    grid = [((i + 0.5) / 4, (j + 0.5) / 3) for i in range(4) for j in range(3)]
+    assert Counter(choice(led, Policy.P2C, r, draw=draw) for draw in grid) == dict.fromkeys(range(4), 3)
+
+
 def test_power_of_two_with_one_worker_takes_it_and_with_none_holds():
     one, r = ledger_of(idle_fleet(1), Held(1, 1), NOW_S, TTFT_S)
     assert choice(one, Policy.P2C, r, draw=(0.99, 0.99)) == 0
