@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from controlplane.errors import BadInput
@@ -51,7 +53,7 @@ def place_held(
             refuse(clu.queue, r)
 
 
-def check_exact(profiles: list[Profile], slos: list[Slo]) -> None:
+def check_exact(profiles: Sequence[Profile], slos: Sequence[Slo]) -> None:
     """Raise BadInput where the heartbeat's program does not cover what is asked."""
     if len(profiles) > 1 or len(slos) > 1:
         raise BadInput("policy: exact: covers one variant and one SLO class; use spread or best-fit for more")

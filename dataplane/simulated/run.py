@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.decide import PATIENCE
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODE_ONLY,
@@ -83,36 +84,97 @@ class RunState:
         )
 
 
+class RunOptions(TypedDict, total=False):
+    """What a run may be given beside its load, workers, targets and policy.
+
+    `predictor` guesses output lengths (by default: learned from the workload's own lengths, the planner's
+    situation); `predicted_tokens` [requests] overrides its first guess, for experiments with misprediction.
+    `transfer_s`: KV hand-over in split mode. `patience`: a request the policy holds back is placed regardless
+    after this many of its TTFT targets. `max_misses`: stop once more requests have missed, when only a yes or
+    no is wanted.
+    """
+
+    settings: PlacementSettings | None
+    predictor: LengthTable | None
+    predicted_tokens: NDArray[np.int64] | None
+    seed: int
+    transfer_s: float
+    patience: float
+    max_misses: int | None
+
+
 def prepare(
     workload: Workload,
     workers: Sequence[WorkerSpec],
     slo: Slo | Sequence[Slo],
     policy: Policy | str,
-    *,
-    settings: PlacementSettings | None,
-    predictor: LengthTable | None,
-    predicted_tokens: NDArray[np.int64] | None,
-    seed: int,
-    transfer_s: float,
-    patience: float,
-    max_misses: int | None,
+    **options: Unpack[RunOptions],
 ) -> RunState:
     """Lay out a run that has not begun; raises BadInput on what cannot be run."""
-    if not workers:
-        raise BadInput("simulate: workers: at least one is needed")
     placement, migrates = read_policy(policy)
     code = POLICY_CODE[placement]
-    split = any(spec.role != "any" for spec in workers)
-    if split and {spec.role for spec in workers} != {"prefill", "decode"}:
-        raise BadInput("simulate: workers: split mode needs both prefill and decode workers, and no others")
-    if split and code == EXACT:
-        raise BadInput("policy: exact: places whole requests; it has no split mode")
-    if split and migrates:
-        raise BadInput("policy: +migrate: moves requests between whole workers; it has no split mode")
-    classes = [slo] if isinstance(slo, Slo) else list(slo)
+    split = _is_split(workers)
+    if split and (code == EXACT or migrates):
+        _refuse_split(code)
+    classes = _classes(slo, workload)
+    profiles, variant = _variants(workers, split)
+    if code == EXACT:
+        check_exact(profiles, classes)
+    requests = len(workload)
+    settings = options.get("settings") or PlacementSettings()
+    lengths = options.get("predictor") or _own_lengths(workload)
+    most_misses = options.get("max_misses")
+    ledger = new_ledger(
+        np.stack([coefficient_row(p) for p in profiles]),
+        variant,
+        requests,
+        max(p.engine.max_seqs for p in profiles),
+        lengths,
+    )
+    ledger.workers["role"] = [_ROLES[spec.role] for spec in workers]
+    ledger.workers["status"] = [SERVING if spec.ready_s <= 0 else OFF for spec in workers]
+    _enter_requests(ledger, workload, classes, lengths, options.get("predicted_tokens"))
+    rules = Rules(
+        policy=code,
+        knobs=settings.knobs(),
+        split=split,
+        transfer_s=options.get("transfer_s", 0.0),
+        offer_every_s=OFFER_EVERY_S,
+        patience=options.get("patience", PATIENCE),
+        max_misses=requests if most_misses is None else most_misses,
+        draws=np.random.default_rng(options.get("seed", 0)).random((requests, 2)),
+    )
+    engines = new_engines(len(workers), workload.output_tokens)
+    cluster = new_cluster(requests, _timeline(workers), settings.queue)
+    return RunState(workload, ledger, engines, cluster, rules, profiles, classes, settings, migrates)
+
+
+def _classes(slo: Slo | Sequence[Slo], workload: Workload) -> tuple[Slo, ...]:
+    """The targets of each SLO class; raises BadInput for a workload that has more classes."""
+    classes = (slo,) if isinstance(slo, Slo) else tuple(slo)
     if len(workload) and int(workload.slo_class.max()) >= len(classes):
         raise BadInput(f"simulate: slo: the workload has {int(workload.slo_class.max()) + 1} classes")
+    return classes
 
+
+def _is_split(workers: Sequence[WorkerSpec]) -> bool:
+    """Whether prefill and decode have workers of their own; raises BadInput for half of a split fleet."""
+    roles = {spec.role for spec in workers}
+    if not roles:
+        raise BadInput("simulate: workers: at least one is needed")
+    if roles != {"any"} and roles != {"prefill", "decode"}:
+        raise BadInput("simulate: workers: split mode needs both prefill and decode workers, and no others")
+    return roles != {"any"}
+
+
+def _refuse_split(code: int) -> NoReturn:
+    if code == EXACT:
+        raise BadInput("policy: exact: places whole requests; it has no split mode")
+    raise BadInput("policy: +migrate: moves requests between whole workers; it has no split mode")
+
+
+def _variants(workers: Sequence[WorkerSpec], split: bool) -> tuple[tuple[Profile, ...], NDArray[np.int64]]:
+    """The profiles that differ, in their engine mode of this run, and each worker's place among them."""
     profiles: list[Profile] = []
     variant = np.zeros(len(workers), np.int64)
     for w, spec in enumerate(workers):
@@ -124,18 +186,16 @@ def prepare(
         if profile not in profiles:
             profiles.append(profile)
         variant[w] = profiles.index(profile)
-    if code == EXACT:
-        check_exact(profiles, classes)
-    requests = len(workload)
-    lengths = predictor or _own_lengths(workload)
-    ledger = new_ledger(
-        np.stack([coefficient_row(p) for p in profiles]),
-        variant,
-        requests,
-        max(p.engine.max_seqs for p in profiles),
-        lengths,
-    )
-    ledger.workers["role"] = [_ROLES[spec.role] for spec in workers]
+    return tuple(profiles), variant
+
+
+def _enter_requests(
+    ledger: Ledger,
+    workload: Workload,
+    classes: Sequence[Slo],
+    lengths: LengthTable,
+    predicted_tokens: NDArray[np.int64] | None,
+) -> None:
     ledger.requests["prompt"] = workload.prompt_tokens
     ledger.requests["priority"] = workload.priority
     ledger.requests["arrival_s"] = workload.arrival_s
@@ -144,40 +204,19 @@ def prepare(
     if predicted_tokens is None:
         predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
     ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)
+
+
+def _timeline(workers: Sequence[WorkerSpec]) -> list[tuple[float, int, int]]:
+    """When workers become ready, fail and are drained: (second, worker, change)."""
     timeline: list[tuple[float, int, int]] = []
     for w, spec in enumerate(workers):
-        if spec.ready_s <= 0:
-            ledger.workers["status"][w] = SERVING
-        else:
-            ledger.workers["status"][w] = OFF
+        if spec.ready_s > 0:
             timeline.append((spec.ready_s, w, READY))
         for fails_s, back_s in spec.fails_s:
             timeline += [(fails_s, w, FAIL), (back_s, w, READY)]
         if spec.drain_s is not None:
             timeline.append((spec.drain_s, w, DRAIN))
-    rules = Rules(
-        policy=code,
-        knobs=(settings or PlacementSettings()).knobs(),
-        split=split,
-        transfer_s=transfer_s,
-        offer_every_s=OFFER_EVERY_S,
-        patience=patience,
-        max_misses=requests if max_misses is None else max_misses,
-        draws=np.random.default_rng(seed).random((requests, 2)),
-    )
-    engines = new_engines(len(workers), workload.output_tokens)
-    clusters = new_cluster(requests, timeline, (settings or PlacementSettings()).queue)
-    return RunState(
-        workload,
-        ledger,
-        engines,
-        clusters,
-        rules,
-        tuple(profiles),
-        tuple(classes),
-        settings or PlacementSettings(),
-        migrates,
-    )
+    return timeline
 
 
 def _own_lengths(workload: Workload) -> LengthTable:

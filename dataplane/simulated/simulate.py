@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controlplane.control import State
-from controlplane.placement.decide import PATIENCE
-from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import EXACT, PlacementSettings, Policy
+from controlplane.placement.policies import EXACT, Policy
 from controlplane.port import Decide
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.elastic import Elastic, ElasticSettings, FleetRecord
-from dataplane.simulated.run import OFFER_EVERY_S, Outcome, RunState, WorkerSpec, prepare
+from dataplane.simulated.run import OFFER_EVERY_S, Outcome, RunOptions, RunState, WorkerSpec, prepare
 
 __all__ = [
     "OFFER_EVERY_S",
@@ -39,37 +37,15 @@ def simulate(
     slo: Slo | Sequence[Slo],
     policy: Policy | str = Policy.SPREAD,
     *,
-    settings: PlacementSettings | None = None,
-    predictor: LengthTable | None = None,
-    predicted_tokens: NDArray[np.int64] | None = None,
-    seed: int = 0,
-    transfer_s: float = 0.0,
-    patience: float = PATIENCE,
-    max_misses: int | None = None,
     control: ControlSettings | None = None,
+    **options: Unpack[RunOptions],
 ) -> Outcome:
-    """Run `workload` on `workers` to the end and return what became of every request.
+    """Run `workload` on `workers` to the end and return the outcome of every request.
 
-    `slo`: one, or one for each of the workload's SLO classes. `predictor` guesses output lengths (by
-    default: learned from the workload's own lengths, the planner's situation); `predicted_tokens` [requests]
-    overrides its first guess, for experiments with misprediction. `transfer_s`: KV hand-over in split mode.
-    `patience`: a request the policy holds back is placed regardless after this many of its TTFT targets.
-    `max_misses`: stop once more requests have missed, when only a yes or no is wanted. `control`: what
-    tick is told, and what moves cost, under a policy with `+migrate`.
+    `slo`: one, or one for each of the workload's SLO classes. `control`: what tick is told, and what moves
+    cost, under a policy with `+migrate`. The options are those of `RunOptions`.
     """
-    state = prepare(
-        workload,
-        workers,
-        slo,
-        policy,
-        settings=settings,
-        predictor=predictor,
-        predicted_tokens=predicted_tokens,
-        seed=seed,
-        transfer_s=transfer_s,
-        patience=patience,
-        max_misses=max_misses,
-    )
+    state = prepare(workload, workers, slo, policy, **options)
     if state.rules.policy != EXACT and not state.migrates:
         advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
     else:
@@ -87,11 +63,7 @@ def simulate_elastic(
     *,
     decide: Decide | None = None,
     state: State | None = None,
-    settings: PlacementSettings | None = None,
-    predictor: LengthTable | None = None,
-    predicted_tokens: NDArray[np.int64] | None = None,
-    seed: int = 0,
-    patience: float = PATIENCE,
+    **options: Unpack[RunOptions],
 ) -> tuple[Outcome, FleetRecord]:
     """Run `workload` on a fleet whose size `control.tick` decides; the outcome, and what the fleet was.
 
@@ -99,19 +71,7 @@ def simulate_elastic(
     remembers at the start (a forecast's history). The rest as in `simulate`. The fleet is paid for until the
     last request has arrived and all have finished.
     """
-    run = prepare(
-        workload,
-        slots,
-        slo,
-        policy,
-        settings=settings,
-        predictor=predictor,
-        predicted_tokens=predicted_tokens,
-        seed=seed,
-        transfer_s=0.0,
-        patience=patience,
-        max_misses=None,
-    )
+    run = prepare(workload, slots, slo, policy, **options)
     fleet = Elastic(run, elastic)
     drive(run, control, fleet, decide, state)
     return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))

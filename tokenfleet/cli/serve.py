@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,15 +20,18 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy
 from controlplane.types import Slo
+from tokenfleet.cli.flags import takes
 from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, types_of
 from tokenfleet.durations import parse_duration_s, parse_slo
-from tokenfleet.planning.plan_file import read_plan
+from tokenfleet.planning.plan_file import PlanFile, read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from dataplane.http.keys import ApiKey
+    from dataplane.http.server import Extension
     from dataplane.live.control.fleet import FleetSettings
+    from dataplane.live.pool.fleet_types import FleetTypes
 
     RunFleet = Callable[[FleetSettings, Callable[[str], None]], Coroutine[None, None, None]]
 
@@ -39,22 +43,25 @@ WORKERS = 2
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 
 
-def serve_command(
-    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")],
-    workers: Annotated[int, typer.Option(min=1, help="how many to start with")] = WORKERS,
-    tp: Annotated[int, typer.Option(min=1, help="GPUs a worker spans (tensor parallel)")] = 1,
-    host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1",
-    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
-    api_key: Annotated[list[str] | None, typer.Option(help="a key clients must send; repeatable")] = None,
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """What `tokenfleet serve` is asked."""
+
+    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")]
+    workers: Annotated[int, typer.Option(min=1, help="how many to start with")] = WORKERS
+    tp: Annotated[int, typer.Option(min=1, help="GPUs a worker spans (tensor parallel)")] = 1
+    host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
+    control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1"
+    control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
+    api_key: Annotated[list[str] | None, typer.Option(help="a key clients must send; repeatable")] = None
     api_keys: Annotated[
         Path | None, typer.Option(help="YAML list of keys with SLO bounds and rate limits")
-    ] = None,
+    ] = None
     control_key: Annotated[
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
-    ] = None,
-    slo: Annotated[str | None, typer.Option(help="default targets: ttft=1.6s,tpot=75ms")] = None,
+    ] = None
+    slo: Annotated[str | None, typer.Option(help="default targets: ttft=1.6s,tpot=75ms")] = None
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,27 +70,27 @@ def serve_command(
             " (also max=N, how many can be had, usd=…, a worker's price an hour, and reclaims=…, how often an"
             " hour a spot worker is taken away)",
         ),
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="take workers, kinds and SLOs from a plan's JSON")] = None,
-    autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None,
+    ] = None
+    plan: Annotated[Path | None, typer.Option(help="take workers, kinds and SLOs from a plan's JSON")] = None
+    autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None
     scale_in_after: Annotated[
         str, typer.Option(help="how long fewer workers must be enough before some are drained")
-    ] = "80s",
+    ] = "80s"
     max_workers: Annotated[
         int | None, typer.Option(min=1, help="never more (default: twice, at least 8)")
-    ] = None,
-    advisory: Annotated[bool, typer.Option("--advisory", help="say decisions, do not act on them")] = False,
-    engine: Annotated[str, typer.Option(help="vllm, or emulated (tokens are made up)")] = "vllm",
+    ] = None
+    advisory: Annotated[bool, typer.Option("--advisory", help="say decisions, do not act on them")] = False
+    engine: Annotated[str, typer.Option(help="vllm, or emulated (tokens are made up)")] = "vllm"
     profile: Annotated[
         list[Path] | None,
         typer.Option(
             help="step times of emulated engines, and what placement expects; repeatable, one for each kind"
         ),
-    ] = None,
+    ] = None
     data: Annotated[
         Path | None,
         typer.Option(help="folder for request history, step times and plans (default: $TOKENFLEET_DATA)"),
-    ] = None,
+    ] = None
     history: Annotated[
         bool | None,
         typer.Option(
@@ -91,105 +98,157 @@ def serve_command(
             help="record requests and step times, in your data folder where none is named, or not at all"
             " (default: for as long as it runs; to stay where a folder is named)",
         ),
-    ] = None,
-    history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0,
-    history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024,
-    policy: Annotated[str, typer.Option(help="placement, where step times are known")] = "spread",
-    queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256,
-    queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s",
-    shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s",
+    ] = None
+    history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0
+    history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024
+    policy: Annotated[str, typer.Option(help="placement, where step times are known")] = "spread"
+    queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256
+    queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s"
+    shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s"
     move_bandwidth: Annotated[
         int | None,
         typer.Option(min=0, help="MB/s of KV a worker's moves may copy, 0: no bound (default: 200 on CPUs)"),
-    ] = None,
+    ] = None
     move_share: Annotated[
         float | None,
         typer.Option(
             min=0.001, max=1, help="and share of a core's time they may take (default: 0.01 on CPUs)"
         ),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False,
+    ] = None
+    verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the flags stand for, once nothing in them is refused."""
+
+    plan: PlanFile | None
+    types: FleetTypes
+    max_workers: int
+    model: str
+    slo: Slo
+    queue_wait_s: float
+    shutdown_s: int
+    policy: Policy
+
+
+@takes(ServeFlags)
+def serve_command(asked: ServeFlags) -> None:
     """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
-    if engine not in ("vllm", "emulated"):
-        raise BadInput(f"--engine: expected vllm or emulated, got {engine!r}")
-    saved = None if plan is None else read_plan(plan)
-    if saved is not None:
-        slo = slo or saved.slo_text
-    if kind and (workers, tp) != (WORKERS, 1):
-        raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
-    types = types_of(workers, tp, kind or (), saved, profile or (), engine == "emulated")
-    workers = sum(types.workers.values())
-    bounds = None if autoscale is None else bounds_of(autoscale)
-    most = max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
-    if workers > most or (bounds is not None and bounds[1] > most):
-        raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
-    if bounds is not None and not bounds[0] <= workers <= bounds[1]:
-        raise BadInput(f"--workers: {workers} is outside --autoscale {autoscale}")
-    if port == control_port:
-        raise BadInput(f"--control-port: {port} is the port of the endpoint, too")
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_like_path and not Path(model).expanduser().is_dir():
-        raise BadInput(f"--model: {model}: no such folder")
-    if looks_like_path and not (Path(model).expanduser() / "config.json").is_file():
-        raise BadInput(f"--model: {model}: has no config.json, so it is not a model folder")
-    targets = parse_slo(slo) if slo else DEFAULT_SLO
-    queue_wait_s = parse_duration_s(queue_wait, "--queue-wait")
-    shutdown_s = max(1, round(parse_duration_s(shutdown_wait, "--shutdown-wait")))
-    placement = _policy(policy)
+    checked = _checked(asked)
     _needs_live_extra()
-
-    from dataplane.http.keys import ApiKey
-
-    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(api_key or [])]
-    keys += _keys_from(api_keys) if api_keys is not None else []
-    if not keys and (secret := os.environ.get("VLLM_API_KEY")):
-        keys = [ApiKey("key-0", secret)]
-    if host not in LOOPBACK and not keys:
-        raise BadInput(f"--host: {host} is reachable by others, so give --api-key or --api-keys")
-    if control_host not in LOOPBACK and not control_key:
-        raise BadInput(f"--control-host: {control_host} is reachable by others, so give --control-key")
-
-    _prepare_process(verbose)
-    from controlplane.placement.queue import QueueSettings
-    from dataplane.history.files import HistoryLimits
-    from dataplane.live.control.fleet import FleetSettings, run_fleet
-    from dataplane.live.gateway.server import GatewaySettings
+    keys = _keys(asked)
+    _prepare_process(asked.verbose)
+    from dataplane.live.control.fleet import run_fleet
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
-    with folder_of_fleet(data, history) as folder:
-        planning = () if folder is None else (fleet_extension(folder, saved),)
-        settings = FleetSettings(
-            gateway=GatewaySettings(
-                model=str(Path(model).expanduser().resolve()) if looks_like_path else model,
-                host=host,
-                port=port,
-                engine_flags=tuple(engine_flags or ()),
-                shutdown_s=shutdown_s,
-            ),
-            engine="emulated" if engine == "emulated" else "vllm",
-            types=types,
-            max_workers=most,
-            control_host=control_host,
-            control_port=control_port,
-            control_key=control_key,
-            keys=tuple(keys),
-            slo=targets,
-            waiting=QueueSettings(queue, queue_wait_s),
-            autoscale=None if autoscale is None else autoscale_of(autoscale, scale_in_after, saved),
-            advisory=advisory,
-            policy=placement,
-            data=None if history is False else folder,
-            history_limits=HistoryLimits(history_days, history_mb << 20),
-            move_bytes_per_s=None if move_bandwidth is None else move_bandwidth * 1e6,
-            move_share=move_share,
-            extensions=(*planning, console_extension()),
-        )
+    with folder_of_fleet(asked.data, asked.history) as folder:
+        planning = () if folder is None else (fleet_extension(folder, checked.plan),)
+        settings = _settings(asked, checked, keys, folder, (*planning, console_extension()))
         _run(settings, run_fleet)
+
+
+def _checked(asked: ServeFlags) -> Checked:
+    if asked.engine not in ("vllm", "emulated"):
+        raise BadInput(f"--engine: expected vllm or emulated, got {asked.engine!r}")
+    plan = None if asked.plan is None else read_plan(asked.plan)
+    if asked.kind and (asked.workers, asked.tp) != (WORKERS, 1):
+        raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
+    is_emulated = asked.engine == "emulated"
+    types = types_of(asked.workers, asked.tp, asked.kind or (), plan, asked.profile or (), is_emulated)
+    most = _most_workers(asked, sum(types.workers.values()))
+    if asked.port == asked.control_port:
+        raise BadInput(f"--control-port: {asked.port} is the port of the endpoint, too")
+    model = _model(asked.model)
+    slo = asked.slo or (None if plan is None else plan.slo_text)
+    return Checked(
+        plan=plan,
+        types=types,
+        max_workers=most,
+        model=model,
+        slo=parse_slo(slo) if slo else DEFAULT_SLO,
+        queue_wait_s=parse_duration_s(asked.queue_wait, "--queue-wait"),
+        shutdown_s=max(1, round(parse_duration_s(asked.shutdown_wait, "--shutdown-wait"))),
+        policy=_policy(asked.policy),
+    )
+
+
+def _most_workers(asked: ServeFlags, workers: int) -> int:
+    """The workers there may ever be; raises BadInput where it is below what other flags ask for."""
+    bounds = None if asked.autoscale is None else bounds_of(asked.autoscale)
+    most = asked.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
+    if workers > most or (bounds is not None and bounds[1] > most):
+        raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
+    if bounds is not None and not bounds[0] <= workers <= bounds[1]:
+        raise BadInput(f"--workers: {workers} is outside --autoscale {asked.autoscale}")
+    return most
+
+
+def _model(name: str) -> str:
+    """A model folder's whole path, or a Hugging Face name as it is. Raises BadInput for no such folder."""
+    if not name.startswith((".", "/", "~")) and name.count("/") <= 1:
+        return name
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise BadInput(f"--model: {name}: no such folder")
+    if not (folder / "config.json").is_file():
+        raise BadInput(f"--model: {name}: has no config.json, so it is not a model folder")
+    return str(folder.resolve())
+
+
+def _keys(asked: ServeFlags) -> tuple[ApiKey, ...]:
+    """The keys of clients; raises BadInput for a door to others without one."""
+    from dataplane.http.keys import ApiKey
+
+    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(asked.api_key or [])]
+    keys += _keys_from(asked.api_keys) if asked.api_keys is not None else []
+    if not keys and (secret := os.environ.get("VLLM_API_KEY")):
+        keys = [ApiKey("key-0", secret)]
+    if asked.host not in LOOPBACK and not keys:
+        raise BadInput(f"--host: {asked.host} is reachable by others, so give --api-key or --api-keys")
+    if asked.control_host not in LOOPBACK and not asked.control_key:
+        raise BadInput(f"--control-host: {asked.control_host} is reachable by others, so give --control-key")
+    return tuple(keys)
+
+
+def _settings(
+    asked: ServeFlags,
+    checked: Checked,
+    keys: tuple[ApiKey, ...],
+    folder: Path | None,
+    extensions: tuple[Extension, ...],
+) -> FleetSettings:
+    from controlplane.placement.queue import QueueSettings
+    from dataplane.history.files import HistoryLimits
+    from dataplane.live.control.fleet import FleetSettings
+    from dataplane.live.gateway.server import GatewaySettings
+
+    scaled, bandwidth = asked.autoscale, asked.move_bandwidth
+    flags = tuple(asked.engine_flags or ())
+    return FleetSettings(
+        gateway=GatewaySettings(checked.model, asked.host, asked.port, flags, checked.shutdown_s),
+        engine="emulated" if asked.engine == "emulated" else "vllm",
+        types=checked.types,
+        max_workers=checked.max_workers,
+        control_host=asked.control_host,
+        control_port=asked.control_port,
+        control_key=asked.control_key,
+        keys=keys,
+        slo=checked.slo,
+        waiting=QueueSettings(asked.queue, checked.queue_wait_s),
+        autoscale=None if scaled is None else autoscale_of(scaled, asked.scale_in_after, checked.plan),
+        advisory=asked.advisory,
+        policy=checked.policy,
+        data=None if asked.history is False else folder,
+        history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
+        move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
+        move_share=asked.move_share,
+        extensions=extensions,
+    )
 
 
 def _run(settings: FleetSettings, run_fleet: RunFleet) -> None:
