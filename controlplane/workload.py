@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 
+INSTANT_S = 1e-9
+LONGEST_S = 1e9  # 31 years; much later, the milliseconds of a step are lost in rounding
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -45,6 +48,11 @@ class Workload:
             return
         if not np.isfinite(self.arrival_s).all() or self.arrival_s[0] < 0:
             raise BadInput("workload: arrival_s: must be finite and not negative")
+        if self.arrival_s.max() > LONGEST_S:
+            raise BadInput(
+                f"workload: arrival_s: at most {LONGEST_S:g} s (31 years), got {self.arrival_s.max():g};"
+                " are they in another unit?"
+            )
         if (np.diff(self.arrival_s) < 0).any():
             raise BadInput("workload: arrival_s: must be in order")
         if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
@@ -60,8 +68,8 @@ class Workload:
 
     @property
     def rate_rps(self) -> float:
-        """Mean arrival rate; 0 where there is no duration to divide by."""
-        return (len(self) - 1) / self.duration_s if self.duration_s > 0 else 0.0
+        """Mean arrival rate; 0 where all arrive within an instant, which is no duration to divide by."""
+        return (len(self) - 1) / self.duration_s if self.duration_s > INSTANT_S else 0.0
 
     def scaled(self, rate_scale: float) -> Workload:
         """The same requests arriving `rate_scale` times as fast."""

@@ -157,8 +157,8 @@ def decode_throughput(
     """Eq 6: decode tokens per second and GPU at the largest batch KV, TPOT and max_seqs allow.
 
     `mean_context_tokens` is what a running request holds on average; `mean_kv_tokens` what is reserved for
-    one (its own mean context by default). The batch is not rounded, as in the paper. Raises Infeasible when
-    one sequence alone is slower than the TPOT.
+    one (its own mean context by default). The batch is not rounded, as in the paper. Steps that take no time
+    decode without limit: infinite. Raises Infeasible when one sequence alone is slower than the TPOT.
     """
     if not mean_context_tokens > 0 or not tpot_s > 0:
         raise BadInput("eq 6: tpot and mean context must be positive")
@@ -183,4 +183,5 @@ def decode_throughput(
             low, high = (middle, high) if step_s(middle) <= tpot_s else (low, middle)
         batch, bound = low, "slo"
     seconds = step_s(batch)
-    return DecodeThroughput(profile, batch, seconds, batch / seconds / profile.tp_degree, bound)
+    tokens_per_s = batch / seconds if seconds > 0 else math.inf
+    return DecodeThroughput(profile, batch, seconds, tokens_per_s / profile.tp_degree, bound)

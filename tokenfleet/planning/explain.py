@@ -7,6 +7,7 @@ relief is worth the attainment it adds. So the answer needs no theory of queues,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,10 +18,12 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.scenarios import Worlds
+from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.threads import Threads
 
 RELIEF = 1.25
 WINDOW_S = 60.0
+FLAT = 0.1  # of the allowed misses: a curve that falls by less over three counts is flat
 CONSTRAINTS = ("ttft", "tpot", "kv", "prefill")
 
 
@@ -69,14 +72,69 @@ def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, f
     Windows with less than half the usual number of requests are passed over: one miss of two is no finding.
     """
     arrival_s = outcome.workload.arrival_s
-    which = (arrival_s // window_s).astype(np.int64)
-    count = np.bincount(which)
-    met = np.bincount(which, weights=outcome.met)
-    usual = np.median(count[count > 0])
-    share = np.where(count >= 0.5 * usual, met / np.maximum(count, 1), np.inf)
+    # Only windows that hold something, so that long silences cost no memory.
+    windows, which, count = np.unique(arrival_s // window_s, return_inverse=True, return_counts=True)
+    share = np.bincount(which, weights=outcome.met) / count
+    share[count < 0.5 * np.median(count)] = np.inf
     # Of equally bad windows, the busier one.
     worst = int(np.lexsort((-count, share))[0])
-    return worst * window_s, (worst + 1) * window_s, float(share[worst])
+    start_s = float(windows[worst]) * window_s
+    return start_s, start_s + window_s, float(share[worst])
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """Worker counts between which attainment on the trace hardly differs, and what is missed there.
+
+    `alone_ttft` and `alone_tpot`: shares of all requests that break that target on an idle worker, whatever
+    the count; `ttft_s` and `tpot_s` the targets that the slowest of them need, None where there are none.
+    `missed`: share missed at the largest count.
+    """
+
+    workers: tuple[int, ...]
+    span: float
+    missed: float
+    alone_ttft: float
+    alone_tpot: float
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+def plateau(
+    worlds: Worlds, profile: Profile, on_trace: Mapping[int, float], workers: int, target: float
+) -> Plateau | None:
+    """The flat part of the curve `on_trace` around the answer; None where another worker counts.
+
+    Flat: three counts or more in a row within a tenth of the misses that the target allows, at least half of
+    which are missed there, so that it is not that nearly all requests are served.
+    """
+    allowed = 1.0 - target
+    near = [workers]
+    for step in (-1, 1):
+        n = workers + step
+        while n in on_trace and _span(on_trace, [*near, n]) <= FLAT * allowed:
+            near.append(n)
+            n += step
+    missed = 1.0 - on_trace.get(max(near), 1.0)
+    if len(near) < 3 or missed < allowed / 2:
+        return None
+    ttft_s, tpot_s = alone_ttft_s(profile, worlds.workload), alone_tpot_s(profile, worlds.workload)
+    late, slow = ttft_s[ttft_s > worlds.slo.ttft_s], tpot_s[tpot_s > worlds.slo.tpot_s]
+    requests = len(worlds.workload)
+    return Plateau(
+        tuple(sorted(near)),
+        _span(on_trace, near),
+        missed,
+        len(late) / requests,
+        len(slow) / requests,
+        float(late.max()) if len(late) else None,
+        float(slow.max()) if len(slow) else None,
+    )
+
+
+def _span(on_trace: Mapping[int, float], counts: Sequence[int]) -> float:
+    values = [on_trace[n] for n in counts if n in on_trace]
+    return max(values) - min(values) if values else 0.0
 
 
 def _missed_most(outcome: Outcome) -> str:

@@ -13,12 +13,11 @@ from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
-from tokenfleet.planning.sizing import Sizing, confirm, nearest_possible, size_on_trace
+from tokenfleet.planning.sizing import PER_REQUEST, Sizing, confirm, nearest_possible, size_on_trace
 from tokenfleet.planning.threads import Threads
 
 # Each step looser than the one before by about a tenth; the last is a hundred times what was asked.
 LOOSER = tuple(1.1**i for i in range(49))
-MORE_STEPS = 8
 _PLENTY = 8  # times the fluid bound: as good as endless workers
 
 
@@ -53,7 +52,7 @@ def nearest_of_kind(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool:
     if limit is not None and limit < fewest:
         return None
     bound = fluid_workers_of(worlds.workload, profile, base, question.attainment)
-    plenty = max(_PLENTY * bound, 2 * fewest)
+    plenty = max(min(_PLENTY * bound, PER_REQUEST * len(worlds.workload)), 2 * fewest)
     fleet = of_one_kind(
         sizing.worker_type, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5
     )
@@ -61,17 +60,21 @@ def nearest_of_kind(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool:
         first = _first_step(worlds, question, fleet, base, which) if any(which) else None
         if first is None:
             continue
-        # What holds on the trace may not hold in other worlds: a few steps further, it does.
-        for step in range(first, min(first + MORE_STEPS, len(LOOSER))):
-            slo = _target(base, which, step)
-            eased = replace(worlds, slo=slo)
-            sized = size_on_trace(eased, question, sizing.worker_type)
-            if sized.workers is None:
-                continue
-            confirm(eased, question, sized, pool)
-            if sized.confirmed is not None:
-                looser = max(slo.ttft_s / asked.ttft_s, slo.tpot_s / asked.tpot_s)
-                return Nearest(slo, sized.fleet(sized.confirmed), sized.sure[sized.confirmed], looser)
+        sized: dict[int, Sizing] = {}
+
+        def holds(step: int, which: tuple[bool, bool] = which, sized: dict[int, Sizing] = sized) -> bool:
+            eased = replace(worlds, slo=_target(base, which, step))
+            sized[step] = size_on_trace(eased, question, sizing.worker_type)
+            if sized[step].workers is not None:
+                confirm(eased, question, sized[step], pool)
+            return sized[step].confirmed is not None
+
+        # What holds on the trace may not hold in other worlds: looser still, it does.
+        step = smallest(holds, first, first, len(LOOSER) - 1)
+        if step is not None:
+            slo, count = _target(base, which, step), sized[step].confirmed or 0
+            looser = max(slo.ttft_s / asked.ttft_s, slo.tpot_s / asked.tpot_s)
+            return Nearest(slo, sized[step].fleet(count), sized[step].sure[count], looser)
     return None
 
 

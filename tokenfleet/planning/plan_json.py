@@ -9,6 +9,7 @@ import numpy as np
 
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.explain import Plateau
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
 
@@ -38,6 +39,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "binding": plan.binding.constraint if plan.binding else None,
         "binding_window_s": [round(t, 3) for t in plan.binding.window_s] if plan.binding else None,
         "binding_detail": _binding(plan),
+        **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
         "one_fewer": _one_fewer(plan),
         "doubt": _doubt(plan),
         "nearest_feasible": _nearest(plan),
@@ -132,6 +134,20 @@ def _binding(plan: Plan) -> dict[str, Any] | None:
         "attainment": _share(bind.attainment),
         "window_attainment": _share(bind.window_attainment),
         "relief": {name: _share(gain) for name, gain in bind.relief.items()},
+    }
+
+
+def _plateau(flat: Plateau) -> dict[str, Any]:
+    """Where more workers change next to nothing; misses that no worker count mends, by target."""
+    return {
+        "workers": list(flat.workers),
+        "span": _share(flat.span),
+        "missed": _share(flat.missed),
+        "alone": {"ttft": _share(flat.alone_ttft), "tpot": _share(flat.alone_tpot)},
+        "alone_needs_s": {
+            "ttft": None if flat.ttft_s is None else _figures(flat.ttft_s),
+            "tpot": None if flat.tpot_s is None else _figures(flat.tpot_s),
+        },
     }
 
 

@@ -19,7 +19,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.comparisons import baselines, cost_by_slo, counts_around
 from tokenfleet.planning.estimate import Estimate, estimate, most_showable, requests_needed
-from tokenfleet.planning.explain import Binding, binding, failing_rate
+from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.line import demand_line
 from tokenfleet.planning.mix import Mixed, cheaper_mix
@@ -192,6 +192,9 @@ def _explained(
         one_fewer=one_fewer,
         doubt=doubt,
         binding=bind,
+        plateau=plateau(
+            worlds, winner.worker_type.profile, on_trace, best.fleet.workers, question.attainment
+        ),
         line=line,
         schedule=schedule,
         baselines=others,

@@ -11,7 +11,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.comparisons import Baseline, Costed
 from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.explain import Binding
+from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, Spares
 from tokenfleet.planning.line import DemandLine
 from tokenfleet.planning.nearest import Nearest
@@ -127,6 +127,7 @@ class Plan:
     nearest: Nearest | None = None
     nearest_attainment: float | None = None
     binding: Binding | None = None
+    plateau: Plateau | None = None
     one_fewer: OneFewer | None = None
     doubt: Doubt | None = None
     line: DemandLine | None = None

@@ -31,10 +31,11 @@ next its rate differs by 0.18 in the logarithm, from one, three and six hours to
 (`experiments/planning/drift_settings.py`).
 
 A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
-part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. What is left is known from
-a few spans only, and half an hour that happened to be calm says little about the next. So it is joined with
-what is usual, `USUAL` for the rate and nothing for lengths, as an inverse Wishart law of `WEIGHT` degrees of
-freedom would be; a draw of drift then has Student's t distribution:
+part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. That holds while a fifth
+of a span sees some bursts; where it sees fewer than `FEWEST_BURSTS`, nothing is seen of drift. What is left
+is known from a few spans only, and half an hour that happened to be calm says little about the next. So it is
+joined with what is usual, `USUAL` for the rate and nothing for lengths, as an inverse Wishart law of `WEIGHT`
+degrees of freedom would be; a draw of drift then has Student's t distribution:
 
     S = (n · S seen + WEIGHT · USUAL²) / (n + WEIGHT),   n + WEIGHT degrees of freedom
 
@@ -94,24 +95,11 @@ class Worlds:
         Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
         `doubted`: what is drawn there, the rest being as it was.
         """
-        requests = self.workload if workload is None else workload
-        as_really: Callable[[Profile], Profile] | None = None
-        if world != AS_IT_IS:
-            as_it_was = requests
-            if "arrivals" in doubted:
-                requests = next_like(requests, np.random.default_rng([self.seed, world, 1]))
-            if self.drifts and "drift" in doubted:
-                rng = np.random.default_rng([self.seed, world, 3])
-                requests = drift_of(as_it_was).drawn(requests, rng)
-            if "coefficients" in doubted:
-
-                def as_really(profile: Profile) -> Profile:
-                    # Each kind of worker gets the same standard errors, scaled by its own residuals.
-                    return draw_profile(profile, np.random.default_rng([self.seed, world, 2]))
-
+        requests = self.requests(world, self.workload if workload is None else workload, doubted)
+        unsure = world != AS_IT_IS and "coefficients" in doubted
         outcome = simulate(
             requests,
-            fleet.specs(as_really),
+            fleet.specs((lambda profile: self.profile(world, profile)) if unsure else None),
             self.slo,
             self.policy,
             predictor=self.predictor,
@@ -121,6 +109,21 @@ class Worlds:
         self.told()
         return outcome
 
+    def requests(self, world: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING) -> Workload:
+        """`workload` as it comes in a world."""
+        drawn = workload
+        if world != AS_IT_IS and "arrivals" in doubted:
+            drawn = next_like(drawn, np.random.default_rng([self.seed, world, 1]))
+        if world != AS_IT_IS and "drift" in doubted and self.drifts:
+            drawn = drift_of(workload).drawn(drawn, np.random.default_rng([self.seed, world, 3]))
+        return drawn
+
+    def profile(self, world: int, profile: Profile) -> Profile:
+        """`profile` as its workers are in a world; every type has the same standard errors there."""
+        if world == AS_IT_IS:
+            return profile
+        return draw_profile(profile, np.random.default_rng([self.seed, world, 2]))
+
 
 def missed(outcome: Outcome) -> int:
     """Requests outside their targets, unfinished ones included."""
@@ -129,6 +132,7 @@ def missed(outcome: Outcome) -> int:
 
 BLOCK_S = 60.0
 FEWEST_BLOCKS = 20  # a short trace gets shorter blocks, or every draw would be the trace itself
+MOST_BLOCKS = 100_000  # ten weeks of minutes; a time in the wrong unit shall not fill the memory
 NEARBY = 0.1  # of the trace's duration, to either side
 
 
@@ -143,7 +147,7 @@ def resampled(workload: Workload, rng: np.random.Generator) -> Workload:
     if duration_s <= 0:
         return workload
     first_s = float(workload.arrival_s[0])
-    block_s = min(BLOCK_S, duration_s / FEWEST_BLOCKS)
+    block_s = max(min(BLOCK_S, duration_s / FEWEST_BLOCKS), duration_s / MOST_BLOCKS)
     places = np.arange(int(np.ceil(duration_s / block_s))) * block_s
     reach_s = max(NEARBY * duration_s, block_s)
     starts = np.clip(places + rng.uniform(-reach_s, reach_s, len(places)), 0.0, duration_s - block_s)
@@ -177,6 +181,7 @@ WEIGHT = 8.0
 INDEPENDENT = 0.6  # between 0.5, where levels scatter about a mean, and 0.7, where they walk
 PARTS = 5  # of a span: what they differ by is chance
 FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
+FEWEST_BURSTS = 2.0  # and bursts of it: the logarithm of a count of one burst or none says nothing of a level
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,20 @@ def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[n
     spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
     if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
         return np.zeros((3, 3)), 0.0
+    if len(workload) < FEWEST_BURSTS * PARTS * spans * burst_requests(workload, spans):
+        return np.zeros((3, 3)), 0.0
     root = _root((_changes(workload, spans) - _changes(workload, PARTS * spans) / PARTS) / 3.0)
     return root @ root.T, INDEPENDENT * (spans - 2)
+
+
+def burst_requests(workload: Workload, spans: int) -> float:
+    """Requests that come together: the variance of counts in parts of spans over Poisson's, at least 1.
+
+    From second differences inside of each span, E[(n₋ - 2n + n₊)²] / 6, so that levels do not count.
+    """
+    counts, _ = np.histogram(workload.arrival_s - workload.arrival_s[0], PARTS * spans)
+    departs = np.diff(counts.reshape(spans, PARTS).astype(float), n=2, axis=1)
+    return max(float((departs**2).mean()) / 6.0 / float(counts.mean()), 1.0)
 
 
 def _root(matrix: NDArray[np.float64]) -> NDArray[np.float64]:

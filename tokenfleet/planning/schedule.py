@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
+from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.scenarios import Worlds
@@ -31,6 +33,7 @@ from tokenfleet.planning.threads import Threads
 WINDOW_S = 600.0
 MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
+SHORTEST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +88,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through."""
     most = sizing.workers or full.workers
-    end_s = float(worlds.workload.arrival_s[-1])
-    length_s = max(WINDOW_S * math.ceil(end_s / (WINDOW_S * MOST_WINDOWS)), 1e-9)
-    if end_s < 2 * WINDOW_S:
-        length_s = max(end_s / 4, 1e-9)  # a short trace is still worth cutting
-    edges = np.append(np.arange(0.0, end_s, length_s), end_s)
-    if len(edges) > 2 and edges[-1] - edges[-2] < length_s / 4:
-        edges = np.delete(edges, -2)  # a rest too short to judge joins the window before it
-    edges[-1] = np.nextafter(end_s, np.inf)  # the last request belongs to the last window
-    windows = [_Window(worlds, sizing, float(a), float(b)) for a, b in pairwise(edges)]
+    windows = [_Window(worlds, sizing, float(a), float(b)) for a, b in pairwise(_edges(worlds.workload))]
     low = sizing.fewest
     busiest = max(w.requests / (w.end_s - w.start_s) for w in windows)
 
@@ -113,6 +108,21 @@ def make_schedule(
         1.0 - sum(misses) / max(len(worlds.workload), 1),
         1.0 - float((lengths * workers).sum() / (lengths.sum() * full.workers)),
     )
+
+
+def _edges(workload: Workload) -> NDArray[np.float64]:
+    """Where windows begin, and the end of the last one, just behind the last arrival."""
+    end_s = float(workload.arrival_s[-1])
+    if end_s <= 0:
+        return np.array([0.0, SHORTEST_S])  # every request arrives as the recording begins
+    length_s = max(WINDOW_S * math.ceil(end_s / (WINDOW_S * MOST_WINDOWS)), 1e-9)
+    if end_s < 2 * WINDOW_S:
+        length_s = max(end_s / 4, 1e-9)  # a short trace is still worth cutting
+    edges = np.append(np.arange(0.0, end_s, length_s), end_s)
+    if len(edges) > 2 and edges[-1] - edges[-2] < length_s / 4:
+        edges = np.delete(edges, -2)  # a rest too short to judge joins the window before it
+    edges[-1] = np.nextafter(end_s, np.inf)  # the last request belongs to the last window
+    return edges
 
 
 def _give_back(

@@ -31,6 +31,7 @@ HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
 MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers
 FIRST_KINDS = 4
 PAST_HOPE = 3.0  # kinds whose floor costs more than so many times the cheapest found are not searched
+PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
 FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
 _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed
 
@@ -94,7 +95,7 @@ def size_on_trace(
     if worker_type.is_split:
         sizing.prefill_share = prefill_share(worker_type, worlds)
     limit = question.most_workers(worker_type)
-    far = max(FAR * sizing.fluid, 64)
+    far = past_hope(sizing, workload)
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
     guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(worlds, worker_type)))
@@ -180,10 +181,9 @@ def confirm(
     `most`, past which the kind would be no bargain.
     """
     assert sizing.workers is not None
-    limit = question.most_workers(sizing.worker_type)
-    # Past twice the count the doubt is not about capacity any more, and more workers do not end it.
-    cap = 2 * sizing.workers + 2 if limit is None else min(limit, 2 * sizing.workers + 2)
-    cap = cap if most is None else min(cap, most)
+    limits = (question.most_workers(sizing.worker_type), most, past_hope(sizing, worlds.workload))
+    cap = min(limit for limit in limits if limit is not None)
+    near = min(2 * sizing.workers + 2, cap)
 
     def passes(workers: int) -> bool:
         held, sizing.sure[workers] = holds(worlds, question, sizing.fleet(workers), pool)
@@ -192,13 +192,33 @@ def confirm(
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
     # one verdict, not two.
     guess = round(MORE_FOR_DOUBT * sizing.workers)
-    sizing.confirmed = smallest(passes, sizing.workers, guess, cap)
+    sizing.confirmed = smallest(passes, sizing.workers, guess, near)
+    # Past twice the count the doubt is seldom about capacity: it is first asked whether workers could end it.
+    if sizing.confirmed is None and near < cap and workers_could_hold(worlds, question, sizing.worker_type):
+        sizing.confirmed = smallest(passes, near + 1, 2 * near, cap)
     if sizing.confirmed is None:
         last = max(sizing.sure)
         sizing.reason = (
             f"{last} workers meet the target with a lower bound of {sizing.sure[last].low:.4f} only,"
             f" at confidence {question.confidence:g}"
         )
+
+
+def workers_could_hold(worlds: Worlds, question: PlanRequest, worker_type: WorkerType) -> bool:
+    """Whether endless workers meet the target in as many worlds as must hold."""
+    last = worlds_for(question.confidence)
+
+    def reaches(world: int) -> bool:
+        requests = worlds.requests(world, worlds.workload)
+        most = ceiling(worlds.profile(world, worker_type.profile), requests, worlds.slo)
+        return most >= question.attainment
+
+    return sum(map(reaches, range(1, last + 1))) >= min(rank(last, question.confidence), last)
+
+
+def past_hope(sizing: Sizing, workload: Workload) -> int:
+    """Workers that are as good as endless: many times what the load needs, or so many for each request."""
+    return max(min(max(FAR * sizing.fluid, 64), PER_REQUEST * len(workload)), sizing.fluid, sizing.fewest)
 
 
 def holds(worlds: Worlds, question: PlanRequest, fleet: Fleet, pool: Threads) -> tuple[bool, Estimate]:
@@ -265,7 +285,8 @@ def prefill_share(worker_type: WorkerType, worlds: Worlds) -> float:
     ):
         batch += 1
     decode_s = float((profile.step.step_s(0, batch, batch * context) * workload.output_tokens).sum()) / batch
-    return prefill_s / (prefill_s + decode_s)
+    work_s = prefill_s + decode_s
+    return prefill_s / work_s if work_s > 0 else 0.5
 
 
 def _meets(outcome: Outcome, question: PlanRequest) -> bool:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet.durations import duration_text
-from tokenfleet.planning.explain import Binding
+from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
 from tokenfleet.planning.nearest import Nearest
 from tokenfleet.planning.result import Candidate, Plan
@@ -106,6 +106,8 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     yield from _measured_facts(plan, best)
     if plan.binding is not None:
         yield "what binds", _binding_text(plan.binding)
+    if plan.plateau is not None:
+        yield "flat curve", _plateau_text(plan.plateau)
     if plan.doubt is not None:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in plan.doubt.shares.items())
         yield "doubt comes from", shares or "nothing that these worlds show"
@@ -186,6 +188,30 @@ def expected_text(candidate: Candidate) -> str:
 def least_text(candidate: Candidate) -> str:
     """The attainment that a fleet has at least, at the plan's confidence."""
     return share_text(candidate.estimate.low) if candidate.estimate else "-"
+
+
+def _plateau_text(flat: Plateau) -> str:
+    """Between which counts workers hardly matter, which requests miss there, and what would help them."""
+    words = (
+        f"{flat.workers[0]} to {flat.workers[-1]} workers differ by {flat.span * 100:.2f} points on the"
+        f" trace; of the {share_text(flat.missed)} missed"
+    )
+    targets = (("TTFT", flat.alone_ttft, flat.ttft_s), ("TPOT", flat.alone_tpot, flat.tpot_s))
+    alone = [
+        f"{share_text(share)} of all requests break the {name} target on an idle worker (their slowest needs"
+        f" {duration_text(needed_s)})"
+        for name, share, needed_s in targets
+        if needed_s is not None
+    ]
+    if not alone:
+        return (
+            f"{words} none would miss on an idle worker: they meet in bursts and behind long prefills; a"
+            " looser target, cheaper prefill or another policy lowers the count, not another worker"
+        )
+    return (
+        f"{words} no worker count saves those that miss by themselves: {' and '.join(alone)}; a faster type"
+        " of worker, a looser target or shorter requests lower the count, not another worker"
+    )
 
 
 def nearest_text(near: Nearest) -> str:

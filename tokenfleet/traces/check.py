@@ -21,6 +21,7 @@ from tokenfleet.traces.trace import Trace
 
 SLOW_RPS = 0.02  # below: likelier milliseconds read as seconds than a service worth a fleet
 FAST_RPS = 1000.0  # above: likelier seconds read as milliseconds than one model's own traffic
+LATEST_DATE_S = 1e11  # the year 5138: likelier milliseconds since 1970 read as seconds
 LONG_PROMPT_TOKENS = 1_000_000
 LONG_OUTPUT_TOKENS = 100_000
 SILENCE_FACTOR = 20.0  # of the mean gap; a Poisson trace of n has its longest near ln(n) mean gaps
@@ -92,6 +93,10 @@ def _duplicates(trace: Trace, shape: Shape) -> Finding:
 
 def _units(trace: Trace, shape: Shape) -> Finding:
     rate = shape.rate_rps
+    if trace.clock_start_s is not None and trace.clock_start_s > LATEST_DATE_S:
+        scaled = f"as milliseconds they are a date, and arrive at {rate * 1000:.3g}/s"
+        words = f"{rate:.3g} requests/s: arrivals begin at {trace.clock_start_s:.6g} s, which is no date"
+        return Finding("units", True, f"{words}; {scaled}: divide them by 1000")
     if 0 < rate < SLOW_RPS and shape.requests >= 100:
         scaled = f"in milliseconds it would be {rate * 1000:.3g}/s"
         return Finding("units", True, f"{rate:.3g} requests/s over {shape.duration_s:.3g} s; {scaled}")
@@ -150,7 +155,8 @@ def _gaps(trace: Trace, shape: Shape) -> Finding:
 def _bursts(trace: Trace, shape: Shape) -> Finding:
     indices = {window: value for window, value in shape.fano.items() if not math.isnan(value)}
     fano = ", ".join(f"{value:.1f} at {window:g} s" for window, value in indices.items()) or "unknown"
-    words = f"gap CV {shape.gap_cv:.2f}, Fano index {fano} (Poisson: 1)"
+    cv = "unknown" if math.isnan(shape.gap_cv) else f"{shape.gap_cv:.2f}"
+    words = f"gap CV {cv}, Fano index {fano} (Poisson: 1)"
     if shape.gap_cv > BURSTY_CV or any(value > BURSTY_FANO for value in shape.fano.values()):
         return Finding("bursts", True, f"{words}: a plan from the mean rate alone would be too small")
     return Finding("bursts", False, words)
@@ -158,6 +164,10 @@ def _bursts(trace: Trace, shape: Shape) -> Finding:
 
 def _drift(trace: Trace, shape: Shape) -> Finding:
     drift = shape.drift
+    if math.isnan(drift.rate):
+        return Finding(
+            "drift", False, "all requests arrive at one instant: no first and last third to compare"
+        )
     ratios = {"rate": drift.rate, "prompt": drift.prompt_tokens, "output": drift.output_tokens}
     words = "last third over first: " + ", ".join(f"{name} ×{ratio:.2f}" for name, ratio in ratios.items())
     if shape.requests >= 300 and any(not 1 / DRIFTED <= r <= DRIFTED for r in ratios.values()):
@@ -230,8 +240,8 @@ def as_json(checkup: Checkup) -> dict[str, Any]:
         "format": trace.format,
         "requests": shape.requests,
         "duration_s": shape.duration_s,
-        "rate_rps": shape.rate_rps,
-        "rates_rps": [round(float(rate), 6) for rate in shape.rates_rps],
+        "rate_rps": _or_null(shape.rate_rps),
+        "rates_rps": [_or_null(round(float(rate), 6)) for rate in shape.rates_rps],
         "gap_cv": _or_null(shape.gap_cv),
         "longest_gap_s": shape.longest_gap_s,
         "longest_gap_at_s": shape.longest_gap_at_s,

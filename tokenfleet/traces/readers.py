@@ -22,7 +22,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.workload import Workload
+from controlplane.workload import LONGEST_S, Workload
 from tokenfleet.traces.formats import (
     ROW,
     UNREADABLE,
@@ -156,6 +156,9 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
         found_rows = f"{silent} requests, all of which returned nothing" if silent else "no requests"
         raise BadInput(f"{path}: {found_rows}; expected at least one with output tokens")
     arrival_s, clock_start_s, moved = _seconds(form, table["arrival"].to_numpy())
+    if arrival_s.max() > LONGEST_S:
+        length = f"lasts {arrival_s.max():.6g} s, at most {LONGEST_S:g} s (31 years) can be planned for"
+        raise BadInput(f"{path}: {form.arrival}: {length}; is it {form.format.clock}?")
     late = int((np.diff(arrival_s) < 0).sum())
     if late:
         order = np.argsort(arrival_s, kind="stable")

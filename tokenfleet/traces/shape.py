@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.workload import Workload
+from controlplane.workload import INSTANT_S, Workload
 
 FANO_WINDOWS_S = (1.0, 10.0, 60.0)
 SPARK_CELLS = 60
@@ -133,10 +133,11 @@ def _multiples_of(step_s: float, arrival_s: NDArray[np.float64]) -> bool:
 
 
 def _rates(workload: Workload) -> NDArray[np.float64]:
-    if workload.duration_s <= 0:
-        return np.zeros(0)
     cells = min(SPARK_CELLS, len(workload))
-    counts, edges = np.histogram(workload.arrival_s, cells)
+    if workload.duration_s < cells * INSTANT_S:
+        return np.zeros(0)
+    # From the first arrival: far from zero the cells of a short trace have no width in floating point.
+    counts, edges = np.histogram(workload.arrival_s - workload.arrival_s[0], cells)
     return counts / np.diff(edges)
 
 

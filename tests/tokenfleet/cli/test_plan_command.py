@@ -51,6 +51,18 @@ def test_the_json_is_the_contract_s(folder: Path, capsys: pytest.CaptureFixture[
     assert said["inputs"]["profiles"][0]["kind"] == "measured"
 
 
+@pytest.mark.parametrize("verb", ["plan", "whatif", "simulate"])
+def test_arrivals_in_milliseconds_since_1970_are_said_by_every_verb_that_plans(
+    folder: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    requests = poisson(requests=60)
+    save(replace(requests, arrival_s=1.7e12 + 1000 * requests.arrival_s), folder / "trace.csv")
+    flags = {"plan": (), "whatif": ("--vary", "rate=1"), "simulate": ("--workers", "1")}[verb]
+    files = ("--trace", str(folder / "trace.csv"), "--profile", str(folder / "worker.yaml"))
+    main([verb, *files, "--slo", "ttft=500ms,tpot=30ms", *flags])
+    assert re.search(r"warning: trace.csv: units: 0.00\d+ requests/s: arrivals begin at", capsys.readouterr().err)
+
+
 def test_the_table_is_for_people_and_the_warnings_go_to_stderr(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,3 +138,40 @@ def test_where_a_fleet_only_just_holds_drift_takes_another_worker() -> None:
     workload = at_levels([34.0] * SPANS, each_s=4.0)
     plans = [planned(workload, drift=drift) for drift in (False, True)]
     assert [plan.best.fleet.workers for plan in plans if plan.best is not None] == [2, 3]
+
+
+def in_bursts(requests: int, cv: float, seed: int = 0) -> Workload:
+    """Gamma arrivals at one rate, ten a second, whose gaps have this coefficient of variation."""
+    gaps_s = np.random.default_rng(seed).gamma(cv**-2, 0.1 * cv**2, requests)
+    return Workload(np.cumsum(gaps_s), np.full(requests, 100), np.full(requests, 50))
+
+
+@pytest.mark.parametrize("requests", [700, 2000, 20_000])
+def test_bursts_within_a_span_are_no_drift_of_its_level(requests: int) -> None:
+    shown = [level(in_bursts(requests, cv=13.0, seed=s)) for s in range(10)]
+    assert max(shown) < 2 * USUAL
+
+
+def test_a_plan_for_bursts_that_may_drift_names_a_fleet() -> None:
+    plan = planned(in_bursts(2000, cv=13.0), drifts=True)
+    assert plan.best is not None, plan.reason
+
+
+@pytest.fixture(scope="module")
+def wild() -> Workload:
+    """Traffic whose level changes by a factor of two and more from one span to the next."""
+    return at_levels(list(20 * np.exp(np.random.default_rng(2).standard_normal(SPANS))), each_s=4.0)
+
+
+def test_where_levels_may_go_far_the_search_goes_on_to_the_workers_that_takes(wild: Workload) -> None:
+    still, drifting = (planned(wild, drifts=drifts).best for drifts in (False, True))
+    assert still is not None
+    assert drifting is not None
+    assert drifting.fleet.workers > 2 * still.fleet.workers + 2
+
+
+def test_where_limits_leave_no_fleet_for_what_drifts_the_nearest_target_is_told(wild: Workload) -> None:
+    plan = planned(wild, drifts=True, max_gpus=8)
+    assert plan.best is None
+    assert plan.nearest is not None
+    assert plan.nearest.fleet.gpus <= 8
