@@ -77,7 +77,7 @@ def test_a_gap_of_years_is_planned_and_one_of_ages_is_refused() -> None:
     plan = planned(replace(poisson(), arrival_s=arrival_s), explained=True)
     assert plan.best is not None
     shown(plan)
-    with pytest.raises(BadInput, match="31 years.*another unit"):
+    with pytest.raises(BadInput, match="31 years"):
         poisson().scaled(1e-9)
 
 
