@@ -1,8 +1,8 @@
 """How many workers the demand needs: Aladdin's Eq 7, N = ⌈k5·r + c5⌉, within the limits.
 
-The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.line), or from a worker's
-speed (scaler.line), so what no number of workers can serve (one prompt whose prefill alone exceeds the
-target) does not ask for more of them. r is the upper end of the regime's rate: too few workers cost the
+The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.comparisons), or from a
+worker's speed (scaler.line), so what no number of workers can serve (one prompt whose prefill alone exceeds
+the target) does not ask for more of them. r is the upper end of the regime's rate: too few workers cost the
 target, one too many costs a worker. Where other rates must be covered too (a burst that is no regime yet, a
 forecast, a backlog), the highest counts.
 

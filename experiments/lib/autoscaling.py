@@ -207,7 +207,7 @@ def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: in
     """Eq 7 by simulation at steady rates, other draws than those judged.
 
     Workers with a fraction, between the last count that fails and the first that does not, as in
-    tokenfleet.planning.line: whole numbers would be rounded up twice.
+    tokenfleet.planning.comparisons: whole numbers would be rounded up twice.
     """
     counts = []
     for rate in rates:

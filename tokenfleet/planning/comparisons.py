@@ -1,9 +1,17 @@
-"""The answer beside its neighbours: other policies at the same target, other targets at the same policy."""
+"""The answer beside its neighbours: other rates, other policies, other targets.
+
+Other rates are Aladdin's Eq 7, workers as a line in the arrival rate, N = ⌈k5·r + c5⌉, learned from
+simulation. The trace is replayed at several rates; at each, the count where attainment crosses the target is
+read between the last count that fails and the first that passes, on the logarithm of the share of misses.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from controlplane.types import Slo
 from tokenfleet.planning.fleet import Fleet
@@ -13,9 +21,79 @@ from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, ceiling, passes_on_trace
 from tokenfleet.planning.threads import Threads
 
+RATE_SCALES = (0.5, 1.0, 1.5, 2.0)
+FOR_FEW = (2.0, 5.0, 8.0, 12.0)  # rates for a fleet of one or two, which says little about a slope
+FEWEST_POINTS = 3  # two are on a line whatever they are
+_BROKEN_OFF = 40.0  # times the misses allowed, where a trial of another rate ends
 BASELINES = ("jsq", "p2c", "round-robin")
 SLO_SCALES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0)
 _HOPELESS = 3  # times the answer's count, where the search for a baseline ends
+
+
+@dataclass(frozen=True, slots=True)
+class DemandLine:
+    """N = workers_per_rps · rate + intercept, with how well it fits and the points it was fitted to.
+
+    It holds for requests of such lengths: `prompt_tokens` and `output_tokens` are their means.
+    """
+
+    workers_per_rps: float
+    intercept: float
+    r2: float
+    points: tuple[tuple[float, float], ...]  # (rate_rps, workers with a fraction)
+    prompt_tokens: float
+    output_tokens: float
+
+    def workers(self, rate_rps: float) -> int:
+        return max(math.ceil(self.workers_per_rps * rate_rps + self.intercept), 1)
+
+
+def demand_line(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> DemandLine | None:
+    """The line for one kind of worker on this trace; None where too few rates say something."""
+    assert sizing.workers is not None
+    rate = worlds.workload.rate_rps
+    scales = FOR_FEW if sizing.workers <= sizing.fewest + 1 else RATE_SCALES
+    counts = pool.map(lambda scale: crossing(worlds, question, sizing, scale), scales)
+    points = tuple((rate * scale, n) for scale, n in zip(scales, counts, strict=True) if n is not None)
+    if len(points) < FEWEST_POINTS or rate <= 0:
+        return None
+    x, y = (np.array(column) for column in zip(*points, strict=True))
+    slope, intercept = np.polyfit(x, y, 1)
+    spread = float(((y - y.mean()) ** 2).sum())
+    left = float(((y - (slope * x + intercept)) ** 2).sum())
+    r2 = 1.0 - left / spread if spread > 0 else 1.0
+    lengths = worlds.workload.prompt_tokens.mean(), worlds.workload.output_tokens.mean()
+    return DemandLine(float(slope), float(intercept), r2, points, *map(float, lengths))
+
+
+def crossing(worlds: Worlds, question: PlanRequest, sizing: Sizing, rate_scale: float) -> float | None:
+    """Workers, with a fraction, at which the trace `rate_scale` times as fast just meets the target.
+
+    None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
+    """
+    assert sizing.workers is not None
+    workload = worlds.workload.scaled(rate_scale)
+    requests = len(workload)
+    allowed = (1.0 - question.attainment) * requests
+    seen: dict[int, float] = {}  # misses; infinite where the trial was broken off
+
+    def passes(workers: int) -> bool:
+        outcome = worlds.replay(
+            sizing.fleet(workers), workload=workload, max_misses=max(int(_BROKEN_OFF * allowed), 1)
+        )
+        seen[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
+        return seen[workers] <= allowed
+
+    fewest = sizing.fewest
+    guess = max(round(sizing.workers * rate_scale), fewest)
+    found = smallest(passes, fewest, guess, 4 * guess + 8)
+    if found is None or found == fewest:
+        return None
+    if found - 1 not in seen or not math.isfinite(seen[found - 1]):
+        return float(found)
+    few, many = math.log(seen[found - 1] + 0.5), math.log(seen[found] + 0.5)
+    share = (few - math.log(allowed + 0.5)) / (few - many) if few > many else 1.0
+    return found - 1 + min(max(share, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
     arrival_s, clock_start_s, moved = _seconds(form, table["arrival"].to_numpy())
     if arrival_s.max() > LONGEST_S:
         length = f"lasts {arrival_s.max():.6g} s, at most {LONGEST_S:g} s (31 years) can be planned for"
-        raise BadInput(f"{path}: {form.arrival}: {length}; is it {form.format.clock}?")
+        raise BadInput(f"{path}: {form.arrival}: {length}; are these {form.format.clock}?")
     late = int((np.diff(arrival_s) < 0).sum())
     if late:
         order = np.argsort(arrival_s, kind="stable")

@@ -60,7 +60,9 @@ def test_arrivals_in_milliseconds_since_1970_are_said_by_every_verb_that_plans(
     flags = {"plan": (), "whatif": ("--vary", "rate=1"), "simulate": ("--workers", "1")}[verb]
     files = ("--trace", str(folder / "trace.csv"), "--profile", str(folder / "worker.yaml"))
     main([verb, *files, "--slo", "ttft=500ms,tpot=30ms", *flags])
-    assert re.search(r"warning: trace.csv: units: 0.00\d+ requests/s: arrivals begin at", capsys.readouterr().err)
+    assert re.search(
+        r"warning: trace.csv: units: 0.00\d+ requests/s: arrivals begin at", capsys.readouterr().err
+    )
 
 
 def test_the_table_is_for_people_and_the_warnings_go_to_stderr(

@@ -153,7 +153,7 @@ def test_bursts_within_a_span_are_no_drift_of_its_level(requests: int) -> None:
 
 
 def test_a_plan_for_bursts_that_may_drift_names_a_fleet() -> None:
-    plan = planned(in_bursts(2000, cv=13.0), drifts=True)
+    plan = planned(in_bursts(2000, cv=13.0), drift=True)
     assert plan.best is not None, plan.reason
 
 
@@ -164,14 +164,14 @@ def wild() -> Workload:
 
 
 def test_where_levels_may_go_far_the_search_goes_on_to_the_workers_that_takes(wild: Workload) -> None:
-    still, drifting = (planned(wild, drifts=drifts).best for drifts in (False, True))
+    still, drifting = (planned(wild, drift=drifts).best for drifts in (False, True))
     assert still is not None
     assert drifting is not None
     assert drifting.fleet.workers > 2 * still.fleet.workers + 2
 
 
 def test_where_limits_leave_no_fleet_for_what_drifts_the_nearest_target_is_told(wild: Workload) -> None:
-    plan = planned(wild, drifts=True, max_gpus=8)
+    plan = planned(wild, drift=True, max_gpus=8)
     assert plan.best is None
     assert plan.nearest is not None
     assert plan.nearest.fleet.gpus <= 8

@@ -104,7 +104,9 @@ def test_milliseconds_since_1970_read_as_seconds_are_suspected_at_any_rate(tmp_p
     rows = "\n".join(f"{ms},100,10" for ms in arrivals_ms)
     (tmp_path / "ms.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n{rows}\n")
     trace = read_trace(tmp_path / "ms.csv")
-    assert [warning for warning in doctor_warnings(trace) if "as milliseconds" in warning and "50/s" in warning]
+    assert [
+        warning for warning in doctor_warnings(trace) if "as milliseconds" in warning and "50/s" in warning
+    ]
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3, 12])
