@@ -165,7 +165,7 @@ def _read(path: str) -> dict[str, Any]:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: is not YAML: {error}") from None
     if settings is None:
         return {}

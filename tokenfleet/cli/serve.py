@@ -318,7 +318,7 @@ def _keys_from(path: Path) -> list[ApiKey]:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: is not YAML: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")

@@ -16,6 +16,7 @@ from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo
 from tokenfleet.field_errors import fault_line
 
+SCHEMA = "tokenfleet.plan/1"
 MAX_FILE_BYTES = 50_000_000
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -185,6 +186,10 @@ class PlanFile(PlanBrief):
 
 def parse_plan(document: Any, where: str) -> PlanFile:
     """A plan's JSON object as checked numbers. Raises BadInput: `where`, the field, what was expected."""
+    # First of all: in a file of another form or version every other fault is beside the point.
+    form = document.get("schema") if isinstance(document, dict) else SCHEMA
+    if form != SCHEMA:
+        raise BadInput(f"{where}: schema: input should be {SCHEMA!r}, got {str(form)[:40]!r}")
     try:
         plan = PlanFile.model_validate(document)
     except ValidationError as error:

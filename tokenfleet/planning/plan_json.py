@@ -11,9 +11,9 @@ from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Plateau
 from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.planning.plan_file import SCHEMA
 from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
 
-SCHEMA = "tokenfleet.plan/1"
 CURVE_POINTS = 60
 
 

@@ -142,8 +142,14 @@ def read_table(path: Path, needed: Sequence[str]) -> tuple[list[str], list[dict[
         raise BadInput(f"{path}: not a CSV table: {error}") from error
     missing = [name for name in needed if name not in names]
     if missing:
-        raise BadInput(f"{path}: column {missing[0]} is missing; there are {', '.join(names) or 'none'}")
+        raise BadInput(f"{path}: column {missing[0]} is missing; there are {_listed(names)}")
     return names, rows
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The columns of a header, cut to a line: it may be no header at all."""
+    text = ", ".join(names)
+    return f"{text[:200]}…" if len(text) > 200 else text or "none"
 
 
 def speed_of(

@@ -97,6 +97,7 @@ def test_an_unknown_gpu_takes_the_kv_it_was_seen_to_hold(
         ("", "empty"),
         ("prefill_tokens,sequences,context_tokens,step_s\n", "no rows below the header"),
         ("prefill_tokens,sequences,step_s\n1,1,1\n", "column context_tokens is missing"),
+        ("[" * 100_000, "column prefill_tokens is missing; there are [[[[[[[[[["),
         ("prefill_tokens,sequences,context_tokens,step_s,wat\n1,1,1,1,1\n", "column 'wat'"),
         ("prefill_tokens,sequences,context_tokens,step_s\n1,1,1,fast\n", "row 1: step_s: must be a number"),
         ("prefill_tokens,sequences,context_tokens,step_s\n1,1,1\n", "row 1: step_s: must be a number"),

@@ -47,6 +47,7 @@ def test_the_line_wins_over_the_file(command: object, tmp_path: Path) -> None:
         ("- a\n- b", "expected a mapping"),
         ("a: [", "is not YAML"),
         ("slo:", "slo: has no value"),
+        ("[" * 5000, "is not YAML"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(command: object, tmp_path: Path, text: str, why: str) -> None:

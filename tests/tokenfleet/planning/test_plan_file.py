@@ -85,6 +85,11 @@ def test_what_is_no_plan_is_refused_with_its_file_field_and_value(change: dict[s
     assert str(refused.value).startswith(f"plan.json: {says}")
 
 
+def test_a_file_of_another_version_is_refused_for_that_whatever_else_it_lacks() -> None:
+    with pytest.raises(BadInput, match=r"schema: input should be .*, got 'tokenfleet.plan.2'"):
+        parse_plan({"schema": "tokenfleet.plan/2"}, "plan.json")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"schema": NaN}', "[" * 100_000, "\x00"])
 def test_a_file_that_holds_no_plan_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
