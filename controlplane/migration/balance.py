@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from controlplane.errors import BadInput
-from controlplane.migration.cost import Price, cost_s, gain_s
+from controlplane.migration.move import Price, cost_s, gain_s
 from controlplane.migration.usage import (
     PAPER,
     Reading,

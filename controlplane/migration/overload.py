@@ -26,7 +26,7 @@ from itertools import islice
 
 from controlplane.errors import BadInput
 from controlplane.migration.balance import Pairs
-from controlplane.migration.cost import Price
+from controlplane.migration.move import Price
 from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import NewRequest

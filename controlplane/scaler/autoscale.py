@@ -18,7 +18,6 @@ from controlplane.scaler.forecast import foresee
 from controlplane.scaler.line import Line, at_lengths, line_of
 from controlplane.scaler.mix import MixQuestion
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
-from controlplane.scaler.regimes import follow
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import (
     Held,
@@ -29,7 +28,7 @@ from controlplane.scaler.target import (
     other_rates,
     target,
 )
-from controlplane.scaler.traffic import Demand, blend, observe
+from controlplane.scaler.traffic import Demand, blend, follow, observe
 from controlplane.scaler.weights import PARTS, weigh
 from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
 

@@ -17,9 +17,8 @@ from controlplane.errors import BadInput
 from controlplane.scaler.forecast import ForecastSettings, Outlook
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
-from controlplane.scaler.regimes import Regimes
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings
-from controlplane.scaler.traffic import Demand, Traffic
+from controlplane.scaler.traffic import Demand, Regimes, Traffic
 from controlplane.scaler.weights import Weights
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from controlplane.errors import BadInput
 from controlplane.scaler.forecast import Forecast
 from controlplane.scaler.line import Line
-from controlplane.scaler.regimes import Regime
-from controlplane.scaler.traffic import Demand
+from controlplane.scaler.traffic import Demand, Regime
 from controlplane.scaler.weights import PARTS, Weights
 from controlplane.snapshot import SERVING, Snapshot
 

@@ -17,7 +17,7 @@ import numpy as np
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
-from controlplane.migration.cost import Price
+from controlplane.migration.move import Price
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import EXACT
 from controlplane.placement.rebalance import DeviationTracker

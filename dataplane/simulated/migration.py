@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from math import inf
 
 from controlplane.compiled import compiled
-from controlplane.migration.cost import Price
-from controlplane.migration.protocol import Happened, Stage, step
+from controlplane.migration.move import Happened, Price, Stage, step
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
 from controlplane.placement.ledger import (
     DECODING,

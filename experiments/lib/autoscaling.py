@@ -17,10 +17,9 @@ from controlplane.control import Settings, State
 from controlplane.placement.policies import Policy
 from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings, Outlook
-from controlplane.scaler.regimes import Regimes, follow
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import HoldSettings, TargetSettings
-from controlplane.scaler.traffic import Demand
+from controlplane.scaler.traffic import Demand, Regimes, follow
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload

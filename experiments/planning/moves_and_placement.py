@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from controlplane.control import Settings
 from controlplane.migration.balance import MoveSettings
-from controlplane.migration.cost import Price
+from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate

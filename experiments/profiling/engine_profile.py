@@ -36,8 +36,7 @@ from controlplane.perfmodel.samples import StepSamples
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import tiny_model
-from tokenfleet.profiles.host_speed import HostSpeed
-from tokenfleet.profiles.linear_breaks import form_of
+from tokenfleet.profiles.diagnostics import HostSpeed, form_of
 from tokenfleet.profiles.measurements import by_point, speed_of
 
 PARTS, VISITS, SPLITS = 5, 12, 20

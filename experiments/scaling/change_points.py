@@ -38,8 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.scaler.regimes import Regimes, follow
-from controlplane.scaler.traffic import Demand
+from controlplane.scaler.traffic import Demand, Regimes, follow
 from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show
 

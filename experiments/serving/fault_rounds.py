@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from controlplane.migration.protocol import Stage
+from controlplane.migration.move import Stage
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.lengths import LengthTable

@@ -3,7 +3,7 @@
 import numpy as np
 from made_profiles import made_profile
 
-from controlplane.migration.protocol import Stage
+from controlplane.migration.move import Stage
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, NONE, PREFILLING, QUEUED, SERVING, generated

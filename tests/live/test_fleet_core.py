@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from front import SLO, A, B, C, Front, profile
 
-from controlplane.migration.protocol import Stage
+from controlplane.migration.move import Stage
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import Policy
 from controlplane.types import Slo, WorkerId

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.uncertainty import NORMAL_MEAN_ABS
+from controlplane.perfmodel.profile import NORMAL_MEAN_ABS
 from tokenfleet.cli.flags import takes
 from tokenfleet.cli.terminal import console, show, warn
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo

@@ -15,16 +15,14 @@ from rich.table import Table
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import StepFit, fit_phases, fit_prefill, fit_step, pooled
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
-from controlplane.perfmodel.uncertainty import relative_error
 from controlplane.types import EngineMode
 from tokenfleet.cli.flags import takes
+from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
 from tokenfleet.profiles.fit_log import fit_log
-from tokenfleet.profiles.host_speed import HostSpeed
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, write_profile
-from tokenfleet.profiles.linear_breaks import Break, form_of, linear_breaks
 from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_measurements, read_request_log
 
 CONFIDENCES = (0.5, 0.9, 0.99)

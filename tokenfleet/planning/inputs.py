@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.uncertainty import with_times
+from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s

@@ -56,8 +56,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.uncertainty import draw_profile
+from controlplane.perfmodel.profile import Profile, draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload

@@ -31,7 +31,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.workload import Workload
 from tokenfleet.files import write_files
-from tokenfleet.profiles.host_speed import HostSpeed, host_speed
+from tokenfleet.profiles.diagnostics import HostSpeed, host_speed
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.step_trace import Step

@@ -27,7 +27,7 @@ from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.threads import Watch, threads
 from tokenfleet.service.forms import in_field_names, read_order
-from tokenfleet.service.parent_watch import end_with_asker
+from tokenfleet.service.score_process import end_with_asker
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
 

@@ -1,6 +1,7 @@
-"""A scorecard in a process of its own, since its replays take processor time that a gateway must not lose.
+"""Helper processes of the service: they end with the process that asked, and one makes scorecards.
 
-Folder and plan are arguments; stdout has one line, the scorecard or `{"error", "unknown"}`.
+A scorecard's replays take processor time that a gateway must not lose. Folder and plan are arguments; stdout
+has one line, the scorecard or `{"error", "unknown"}`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from typing import Any
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.rules import UnknownName
 from dataplane.kernel_cache import use_kernel_cache
-from tokenfleet.service.parent_watch import end_with_asker
+
+
+def end_with_asker() -> None:
+    """From now on this process ends, with code 3, once the other end of its stdin is closed.
+
+    However that one ends: the kernel closes its pipes.
+    """
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(3)
+
+    threading.Thread(target=wait, name="end-with-asker", daemon=True).start()
+
 
 TIMEOUT_S = 300.0
 NICENESS = 5

@@ -18,8 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile
-from controlplane.perfmodel.uncertainty import with_times
+from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload

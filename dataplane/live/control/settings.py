@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from controlplane.control import Settings
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
-from controlplane.migration.cost import Price
+from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.forecast import NEAR, ForecastSettings

@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from dataplane.live.engine_api.kv_messages import UNBOUND
-from dataplane.live.kv.block_tables import BlockTables
 from dataplane.live.kv.holds import LoadJob, StepOrders
-from dataplane.live.kv.memory import kv_memory
+from dataplane.live.kv.memory import BlockTables, kv_memory
 from dataplane.live.kv.transport import Fetch, FetchFailed, KvTransport
 
 log = logging.getLogger(__name__)

@@ -35,9 +35,8 @@ import numpy as np
 
 from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
 from dataplane.live.kv import direct as kv_direct
-from dataplane.live.kv.block_tables import BlockTables
 from dataplane.live.kv.direct import Pacer, Share
-from dataplane.live.kv.memory import KvMemory, Views
+from dataplane.live.kv.memory import BlockTables, KvMemory, Views
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024

@@ -1,4 +1,4 @@
-"""The migration coordinator: walks the move of a running request through `controlplane.migration.protocol`.
+"""The migration coordinator: walks the move of a running request through `controlplane.migration.move`.
 
 The truth is the client's token list, F tokens long with the prompt. The KV of positions 0 … F-2 is complete
 at the source, for the step that made the last token has ended. So, while the source decodes on:
@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Protocol
 
-from controlplane.migration.protocol import CLOSED, Happened, Stage
+from controlplane.migration.move import CLOSED, Happened, Stage
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Control, KvLoad, Transfer
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo

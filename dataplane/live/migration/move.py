@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from controlplane.migration.protocol import CLOSED, Happened, Stage, step
+from controlplane.migration.move import CLOSED, Happened, Stage, step
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.engine_api.vllm_surface import EngineCoreRequest

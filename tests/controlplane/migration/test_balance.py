@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings, balance
-from controlplane.migration.cost import Price, cost_s, gain_s
+from controlplane.migration.move import Price, cost_s, gain_s
 from controlplane.migration.usage import Reading, worker_views
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Load, Migrate, Reassign, RunningRequest, WorkerLoad

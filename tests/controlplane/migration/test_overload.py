@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration import overload
-from controlplane.migration.cost import Price
+from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import Hinge, StepModel

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from controlplane.errors import IllegalStep
-from controlplane.migration.protocol import CLOSED, NEXT, Happened, Stage, step
+from controlplane.migration.move import CLOSED, NEXT, Happened, Stage, step
 
 
 def walk(*happened: Happened) -> Stage:

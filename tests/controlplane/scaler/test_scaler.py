@@ -15,10 +15,9 @@ from made_types import made_type
 from controlplane.errors import BadInput
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Stop, Undrain, steps_to
-from controlplane.scaler.regimes import Regime, Regimes, change_points, follow, noise_of
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import Held, HoldSettings, TargetSettings, hold, target
-from controlplane.scaler.traffic import Demand, observe
+from controlplane.scaler.traffic import Demand, Regime, Regimes, change_points, follow, noise_of, observe
 from controlplane.types import WorkerId
 
 LINE = TargetSettings(0.5, 0.2)

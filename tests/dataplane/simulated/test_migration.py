@@ -9,8 +9,8 @@ from made_moves import check, profile
 from controlplane.control import Settings
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
+from controlplane.migration.move import Stage
 from controlplane.migration.overload import ShedSettings, peak_tokens
-from controlplane.migration.protocol import Stage
 from controlplane.placement.ledger import (
     DECODING,
     QUEUED,

@@ -9,7 +9,7 @@ import pytest
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import Hinge, StepModel
 from tokenfleet.cli.main import main
-from tokenfleet.profiles.linear_breaks import form_of, linear_breaks
+from tokenfleet.profiles.diagnostics import form_of, linear_breaks
 from tokenfleet.profiles.measurements import read_measurements
 
 LINEAR = StepModel(0.01, 4e-5, 3e-5, 8e-8)

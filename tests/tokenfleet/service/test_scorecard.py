@@ -9,7 +9,7 @@ from made_history import written
 from made_plans import PROFILE, SLO, plan_json
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.uncertainty import with_times
+from controlplane.perfmodel.profile import with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate

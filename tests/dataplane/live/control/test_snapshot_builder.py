@@ -5,7 +5,7 @@ from made_replies import PROFILE, counted, fleet, request, worker
 
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
-from controlplane.migration.cost import Price
+from controlplane.migration.move import Price
 from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
 from controlplane.snapshot import Migrate, Reassign, Scale

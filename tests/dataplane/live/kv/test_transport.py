@@ -18,8 +18,7 @@ with warnings.catch_warnings():
 
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct as kv_direct
-from dataplane.live.kv.block_tables import BlockTables
-from dataplane.live.kv.memory import DirectMemory, StagedMemory, kv_memory
+from dataplane.live.kv.memory import BlockTables, DirectMemory, StagedMemory, kv_memory
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
 
 LAYERS, BLOCKS, SHAPE = 3, 12, (2, 4, 8)

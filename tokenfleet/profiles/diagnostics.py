@@ -1,8 +1,8 @@
-"""The speed of the host over time, estimated from the visits to a measurement grid.
+"""Diagnostics of measurements: the host's speed while they ran, and batches that the linear model misses.
 
-A shared host is faster or slower for seconds or minutes at a time, and everything that is measured meanwhile
-is off by about the same factor. Grid points are visited again and again in random order, so that factor can
-be estimated from the points' own times:
+**Host speed.** A shared host is faster or slower for seconds or minutes at a time, and everything that is
+measured meanwhile is off by about the same factor. Grid points are visited again and again in random order,
+so that factor can be estimated from the points' own times:
 
     log t = batch + slowness(visit) + noise
 
@@ -11,6 +11,11 @@ time, each by what its steps took beyond their batches' terms: their mean with w
 shrunk towards 0 by the weight of PRIOR visits. The visit itself does not count, so that a step which was slow
 alone stays slow and only what neighbours share is taken out. The window is the one that predicts visits best;
 where none predicts them better than a constant speed by LEAST_GAIN, nothing is taken out.
+
+**Linear breaks** are batches that the linear step model misses by more than its own scatter.
+Samples are sorted into cells, by phase (prefill alone, decode alone, both) and by size in powers of two
+(prefill tokens, else sequences). A cell breaks when the median of predicted / measured - 1 in it is beyond
+LEAST, and beyond twice the median size of all errors.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.fit import fit_step
+from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.step import STEP_TERMS, StepModel, coefficients
 
 WINDOWS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 PRIOR = 1.0  # visits
@@ -31,6 +39,8 @@ FEWEST_VISITS = 3  # of a batch, for it to say anything about the machine
 
 Columns = NDArray[np.float64]
 Labels = NDArray[np.int64]
+LEAST = 0.10
+FEWEST = 3  # samples of a cell
 
 
 @dataclass(frozen=True)
@@ -129,3 +139,53 @@ def medians(label: Labels, values: Columns, labels: int | None = None) -> Column
     low, high = first + (count - 1) // 2, first + count // 2
     middle[there] = (ordered[low[there]] + ordered[high[there]]) / 2.0
     return middle
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A cell: batches of `low` to `high` prefill tokens or sequences, which the form misses by `error`."""
+
+    phase: str
+    low: int
+    high: int
+    samples: int
+    error: float
+
+    @property
+    def text(self) -> str:
+        of = "sequences" if self.phase == "decode" else "prefill tokens"
+        way = "too fast" if self.error < 0 else "too slow"
+        return (
+            f"{self.phase}, {self.low}-{self.high} {of}: predicted {abs(self.error):.0%} {way}"
+            f" ({self.samples} batches)"
+        )
+
+
+def linear_breaks(samples: StepSamples, robust: bool) -> list[Break]:
+    """The cells that a fit without further terms misses, worst first."""
+    plain = fit_step(samples, robust, extra_terms=False).model
+    columns = (samples.prefill_tokens, samples.sequences, samples.context_tokens)
+    error = plain.step_s(*columns) / samples.step_s - 1.0
+    limit = max(LEAST, 2 * float(np.median(np.abs(error))))
+    prefills, decodes = samples.prefill_tokens > 0, samples.sequences > 0
+    phases = {
+        "prefill": (prefills & ~decodes, samples.prefill_tokens),
+        "decode": (~prefills & decodes, samples.sequences),
+        "mixed": (prefills & decodes, samples.prefill_tokens),
+    }
+    breaks = []
+    for phase, (rows, size) in phases.items():
+        power = np.floor(np.log2(np.maximum(size, 1)))
+        for cell in np.unique(power[rows]):
+            here = rows & (power == cell)
+            middle = float(np.median(error[here]))
+            if here.sum() >= FEWEST and abs(middle) > limit:
+                low, high = int(size[here].min()), int(size[here].max())
+                breaks.append(Break(phase, low, high, int(here.sum()), middle))
+    return sorted(breaks, key=lambda b: -abs(b.error))
+
+
+def form_of(model: StepModel) -> list[str]:
+    """The terms that cross-validation has put beside the plain four, in words."""
+    terms = [term.words for term in STEP_TERMS if term.words and coefficients(model)[term.name]]
+    return terms + [f"hinge at {h.start:g} {h.of.replace('_', ' ')}" for h in model.hinges]
