@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.overload import ShedSettings, reassign, shed
-from controlplane.migration.usage import worker_views
+from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import Held
-from controlplane.snapshot import Action, Move, Snapshot
+from controlplane.snapshot import Action, Move, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId
+from controlplane.worker_type import WorkerType
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,25 @@ class State:
 
 def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, list[Action]]:
     """The next state and what to do now, each action with its reason."""
-    move_settings = settings.moves or MoveSettings()
-    recent = state.recent.within(move_settings.rest_s, snapshot.now_s)
-    resting = recent.requests.keys() | snapshot.moving
-    workers = worker_views(snapshot.workers, move_settings.reading)
-    free = [w for w in workers if w.id not in snapshot.busy]
+    now_s, move_settings = snapshot.now_s, settings.moves or MoveSettings()
+    recent = state.recent.within(move_settings.rest_s, now_s)
+    workers, moves = _moves(settings, recent, snapshot, move_settings.reading)
+    used_tokens = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
+    scaling, by_load, change = _size(settings, state, snapshot, used_tokens)
+    recent = RecentMoves(
+        {**recent.requests, **{move.request: now_s for move in moves}},
+        {**recent.pairs, **{(move.source, move.target): now_s for move in moves}},
+    )
+    return State(by_load, recent, scaling), [*moves, *([] if change is None else [change])]
 
-    # A worker is at one end of one move at most.
+
+def _moves(
+    settings: Settings, recent: RecentMoves, snapshot: Snapshot, reading: Reading
+) -> tuple[list[WorkerView], list[Move]]:
+    """The workers, each counted once, and moves: but for what waits, a worker takes part in one at most."""
+    workers = worker_views(snapshot.workers, reading)
+    resting = recent.requests.keys() | snapshot.moving
+    free = [w for w in workers if w.id not in snapshot.busy]
     moves: list[Move] = []
     if settings.moves is not None:
         moves += balance(settings.moves, free, resting, recent.pairs)
@@ -82,19 +95,20 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
     if snapshot.errors:
         resting |= {move.request for move in moves}
         moves += reassign(settings.shed or ShedSettings(), workers, snapshot.errors, resting)
+    return workers, moves
 
-    scaling, by_load, change = state.scaling, state.by_load, None
+
+def _size(
+    settings: Settings, state: State, snapshot: Snapshot, used_tokens: int
+) -> tuple[Scaling, Held | None, Scale | None]:
+    """By demand where it says how many workers; else by load, unless an operator has fixed them."""
+    scaling = state.scaling
+    types: tuple[WorkerType, ...] = ()
     if settings.scaling is not None:
         scaling, change = scale(settings.scaling, scaling, snapshot)
-    by_demand = settings.scaling is not None and (change is not None or has_line(settings.scaling, scaling))
-    if settings.load is not None and not by_demand and snapshot.fixed is None:
-        used = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
-        is_mix = settings.scaling is not None and settings.scaling.is_mix
-        types = settings.scaling.worker_types if settings.scaling is not None and is_mix else ()
-        by_load, change = scale_by_load(settings.load, by_load, snapshot, used, types)
-
-    recent = RecentMoves(
-        {**recent.requests, **{move.request: snapshot.now_s for move in moves}},
-        {**recent.pairs, **{(move.source, move.target): snapshot.now_s for move in moves}},
-    )
-    return State(by_load, recent, scaling), [*moves, *([] if change is None else [change])]
+        if change is not None or has_line(settings.scaling, scaling):
+            return scaling, state.by_load, change
+        types = settings.scaling.worker_types if settings.scaling.is_mix else ()
+    if settings.load is None or snapshot.fixed is not None:
+        return scaling, state.by_load, None
+    return scaling, *scale_by_load(settings.load, state.by_load, snapshot, used_tokens, types)

@@ -119,25 +119,19 @@ def shed(
     `resting` and `recent` as for `balance`.
     """
     ahead = {w.id: forecast_of(w, settings) for w in workers}
-    broken = sorted(
-        (w for w in workers if ahead[w.id].worst > 1.0 + settings.margin and w.load.running > 1),
-        key=lambda w: (-ahead[w.id].worst, w.id),
-    )
-    if not broken:
+    over = [w for w in workers if ahead[w.id].worst > 1.0 + settings.margin and w.load.running > 1]
+    if not over:
         return []
-    slack = sorted(
-        (w for w in workers if w.worker.state == SERVING and ahead[w.id].worst < 1.0),
-        key=lambda w: (ahead[w.id].worst, w.id),
-    )
+    broken = sorted(over, key=lambda w: (-ahead[w.id].worst, w.id))
+    under = [w for w in workers if w.worker.state == SERVING and ahead[w.id].worst < 1.0]
+    slack = sorted(under, key=lambda w: (ahead[w.id].worst, w.id))
     moves: list[Migrate] = []
     for source in broken:
         if len(moves) >= settings.most:
             break
         same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
         for target in list(islice(same_kind, _LOOKED_AT)):
-            if (target.id, source.id) in recent:
-                continue
-            chosen = _choose(settings, resting, source, target)
+            chosen = _choose(settings, resting, recent, source, target)
             if chosen is not None:
                 reason = _reason(source, target, ahead[source.id], ahead[target.id])
                 moves.append(Migrate(chosen.request, source.id, target.id, reason))
@@ -171,8 +165,10 @@ def _everyone(
 
 
 def _choose(
-    settings: ShedSettings, resting: Set[RequestId], source: WorkerView, target: WorkerView
+    settings: ShedSettings, resting: Set[RequestId], recent: Pairs, source: WorkerView, target: WorkerView
 ) -> RunningRequest | None:
+    if (target.id, source.id) in recent:
+        return None
     candidates = sorted(
         (r for r in source.worker.requests if r.request not in resting and r.remaining_tokens),
         key=lambda r: (r.priority, r.tokens - r.remaining_tokens, r.request),

@@ -84,6 +84,19 @@ def scale_by_load(
         why = f"{wanted} workers are outside {low}..{high}"
     if not types:
         return held, Scale(workers, why)
+    return held, _of_types(settings, snapshot, used_tokens, types, workers, why)
+
+
+def _of_types(
+    settings: LoadSettings,
+    snapshot: Snapshot,
+    used_tokens: int,
+    types: Sequence[WorkerType],
+    workers: int,
+    why: str,
+) -> Scale | None:
+    """So many workers of several types, as near to that as limits and load let those come or go."""
+    known = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
     capacity = dict.fromkeys((t.name for t in types), sum(w.capacity_tokens for w in known) / len(known))
     capacity |= {t.name: float(t.profile.kv.capacity_tokens) for t in types if t.known_profile is not None}
     capacity |= {w.kind: float(w.capacity_tokens) for w in known}
@@ -94,6 +107,6 @@ def scale_by_load(
     there = present(snapshot.wanted_kinds)
     counts = stepped(types, capacity, there, workers, may_go)
     if counts == there:
-        return held, None
+        return None
     named = {t.name: 0 for t in types} | counts
-    return held, Scale(sum(counts.values()), f"{why}: {label(counts)}", kinds=named)
+    return Scale(sum(counts.values()), f"{why}: {label(counts)}", kinds=named)

@@ -192,15 +192,21 @@ def enough_for_those_here(
         return found
     if waiting:
         return Target(wanted, f"{found.reason}; kept, {waiting} requests wait", compared)
+    return _enough_seats(found, found.workers, snapshot, wanted, weights)
+
+
+def _enough_seats(
+    found: Target, workers: int, snapshot: Snapshot, wanted: int, weights: Weights | None
+) -> Target:
     of, parts = (weights.of, PARTS) if weights is not None else ({}, 1)
     serving = [w for w in snapshot.workers if w.state == SERVING]
     running = sum(len(w.requests) + len(w.waiting) for w in snapshot.workers)
     seats = min((w.max_seqs / of.get(w.kind, 1.0) / parts for w in serving), default=1)
     needed = min(math.ceil(running / seats), wanted)
-    if needed <= found.workers:
+    if needed <= workers:
         return found
     why = f"{found.reason}; {needed if parts == 1 else needed / parts} hold the {running} requests here"
-    return Target(needed, why, compared)
+    return Target(needed, why, found.compared)
 
 
 def _is_silent(demand: Demand) -> bool:

@@ -74,6 +74,18 @@ class SimulatedPlane:
     def now_s(self) -> float:
         return float(self._run.cluster.clock["now_s"][0])
 
+    @property
+    def next_s(self) -> float:
+        """When a worker becomes ready, or a move goes on; inf for neither."""
+        return min(inf if self._elastic is None else self._elastic.next_s, self.moves.next_s)
+
+    def act(self, now_s: float) -> None:
+        """Do what is due at `now_s`, all that happened before it being done."""
+        if self._elastic is not None and self._elastic.next_s == now_s:
+            self._elastic.act(now_s)
+        else:
+            self.moves.act(now_s)
+
     def observe(self) -> Snapshot:
         """The fleet now: its loads, Algorithm 2's errors, and the arrivals since the last observation."""
         run, now_s, elastic = self._run, self.now_s, self._elastic
@@ -100,8 +112,10 @@ class SimulatedPlane:
         return None
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
-        """Count what was refused, by why."""
+        """Count what was refused, by why; what was begun takes its first steps."""
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
+        if self._elastic is not None:
+            self._elastic.follow(self.now_s, self.moves.busy())
 
     def _with_demand(self, snapshot: Snapshot, elastic: Elastic) -> Snapshot:
         """The snapshot with the latest arrivals, their predicted lengths, and the waiting requests."""
@@ -148,17 +162,13 @@ def drive(
     led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
     tick_s = control.beat_s if run.migrates or elastic is not None else inf
-    while not _all_done(run) and not _given_up(run):
-        ready_s = inf if elastic is None else elastic.next_s
-        now_s = min(ready_s, moves.next_s, place_s, tick_s)
-        if elastic is not None and now_s == ready_s:
-            _advance_before(run, now_s)
-            elastic.act(now_s)
-            continue
-        if now_s == moves.next_s < inf:
+    while not _is_over(run):
+        now_s = min(plane.next_s, place_s, tick_s)
+        if now_s == plane.next_s < inf:
             # Up to, not including: an engine must not pass the boundary at which a request leaves or joins.
-            _advance_before(run, now_s)
-            moves.act(now_s)
+            advance(led, eng, run.cluster, run.rules, nextafter(now_s, -inf))
+            clock["now_s"] = now_s
+            plane.act(now_s)
             continue
         more = advance(led, eng, run.cluster, run.rules, now_s)
         clock["now_s"] = now_s
@@ -168,37 +178,25 @@ def drive(
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)
-            if elastic is not None:
-                elastic.follow(now_s, moves.busy())
-                tick_s = now_s + control.beat_s
-            else:
-                tick_s = _next_beat_s(run, now_s, control.beat_s)
+            tick_s = _next_beat_s(run, now_s, control.beat_s, elastic is not None)
         if not more and not moves.open and elastic is None:
             break
     return moves
 
 
-def _advance_before(run: RunState, now_s: float) -> None:
-    """Up to `now_s`, without what happens at it."""
-    advance(run.ledger, run.engines, run.cluster, run.rules, nextafter(now_s, -inf))
-    run.cluster.clock["now_s"] = now_s
-
-
-def _next_beat_s(run: RunState, now_s: float, beat_s: float) -> float:
-    """The next heartbeat; not before the next arrival when the fleet has nothing to do."""
+def _next_beat_s(run: RunState, now_s: float, beat_s: float, is_elastic: bool) -> float:
+    """The next heartbeat; a fleet that keeps its size and has nothing to do waits for the next arrival."""
     arrived = int(run.cluster.clock["arrived"][0])
     idle = run.cluster.queue.waiting == 0 and np.isinf(run.engines.workers["next_s"]).all()
-    if idle and arrived < len(run.workload):
+    if not is_elastic and idle and arrived < len(run.workload):
         return max(float(run.workload.arrival_s[arrived]), now_s) + beat_s
     return now_s + beat_s
 
 
-def _all_done(run: RunState) -> bool:
-    """Whether every request has finished; the last to arrive are looked at only once all are here."""
+def _is_over(run: RunState) -> bool:
+    """Whether every request has finished, or too many have missed."""
+    if run.engines.total["misses"][0] > run.rules.max_misses:
+        return True
     if int(run.cluster.clock["arrived"][0]) < len(run.workload):
         return False
     return not np.isnan(run.engines.requests["finish_s"]).any()
-
-
-def _given_up(run: RunState) -> bool:
-    return bool(run.engines.total["misses"][0] > run.rules.max_misses)

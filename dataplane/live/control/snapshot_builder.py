@@ -43,16 +43,15 @@ class SnapshotBuilder:
         self.profiles.learn(fleet["workers"])
         sizes = [int(w.get("kv_bytes_per_token", 0)) for w in fleet["workers"]]
         self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
-        placed: dict[str, list[Row]] = {}
-        waiting = [r for r in requests if r["worker"] is None]
+        placed: defaultdict[str | None, list[Row]] = defaultdict(list)
         for r in requests:
-            if r["worker"] is not None:
-                placed.setdefault(r["worker"], []).append(r)
+            placed[r["worker"]].append(r)
+        waiting = placed[None]
         arrived = since(self._arrivals, fleet["arrivals"])
         self._arrivals = fleet["arrivals"]
         return Snapshot(
             now_s,
-            tuple(self._worker(w, placed.get(w["worker"], [])) for w in fleet["workers"]),
+            tuple(self._worker(w, placed[w["worker"]]) for w in fleet["workers"]),
             int(fleet["wanted_workers"]),
             sum(_tokens(r) for r in waiting),
             frozenset(RequestId(move["request_id"]) for move in fleet["moving"]),
