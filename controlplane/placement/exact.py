@@ -11,6 +11,7 @@ symmetry detection suit bins that are alike; it takes a warm start, and it repor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -38,21 +39,7 @@ def solve(beat: Heartbeat, time_limit_s: float = 1.0, seed: int = 0, threads: in
         return start
     from ortools.sat.python import cp_model  # here, since it takes long to import and few heartbeats need it
 
-    model = cp_model.CpModel()
-    held = [model.new_bool_var(f"held_{i}") for i in range(len(beat.requests))]
-    used = [1 if not s.idle else model.new_bool_var(f"used_{j}") for j, s in enumerate(beat.workers)]
-    put: dict[tuple[int, int], cp_model.IntVar] = {}
-    for j, worker in enumerate(rows):
-        if worker.open:
-            _keep_rows(model, put, used[j], j, worker)
-    for i, z in enumerate(held):
-        model.add_exactly_one([z, *(x for (request, _), x in put.items() if request == i)])
-    _order_alike(model, beat, used)
-    spare = [y for y, s in zip(used, beat.workers, strict=True) if s.idle]
-    busy = len(beat.workers) - len(spare)
-    model.minimize((len(beat.workers) + 1) * sum(held) + sum(spare) + busy)
-    _hint(model, beat, start, put, held, used)
-
+    model, put = _program(beat, rows, start)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     # The same limit in CP-SAT's own count of work: reached first, it stops every run at the same point.
@@ -72,6 +59,29 @@ def solve(beat: Heartbeat, time_limit_s: float = 1.0, seed: int = 0, threads: in
     if cost >= start.cost:
         chosen, workers_used, cost = list(start.worker), start.workers_used, start.cost
     return Placement(tuple(chosen), workers_used, cost, min(bound, cost), cost <= bound)
+
+
+def _program(
+    beat: Heartbeat, rows: Sequence[Rows], start: Placement
+) -> tuple[cp_model.CpModel, dict[tuple[int, int], cp_model.IntVar]]:
+    """The program of a heartbeat with its warm start, and its variables x_ij."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    held = [model.new_bool_var(f"held_{i}") for i in range(len(beat.requests))]
+    used = [1 if not s.idle else model.new_bool_var(f"used_{j}") for j, s in enumerate(beat.workers)]
+    put: dict[tuple[int, int], cp_model.IntVar] = {}
+    for j, worker in enumerate(rows):
+        if worker.open:
+            _keep_rows(model, put, used[j], j, worker)
+    for i, z in enumerate(held):
+        model.add_exactly_one([z, *(x for (request, _), x in put.items() if request == i)])
+    _order_alike(model, beat, used)
+    spare = [y for y, s in zip(used, beat.workers, strict=True) if s.idle]
+    busy = len(beat.workers) - len(spare)
+    model.minimize((len(beat.workers) + 1) * sum(held) + sum(spare) + busy)
+    _hint(model, beat, start, put, held, used)
+    return model, put
 
 
 def _keep_rows(

@@ -70,29 +70,32 @@ def steps_to(
     """
     if wanted < 0 or not start_limit_s > 0:
         raise BadInput(f"scaling: need wanted >= 0 and a start limit, got {wanted} and {start_limit_s:g} s")
-    starting = [s for s in standing if s.state == STARTING]
+    starting, serving, draining = (
+        [s for s in standing if s.state == state] for state in (STARTING, SERVING, DRAINING)
+    )
     stuck = [s for s in starting if now_s - s.since_s > start_limit_s]
     coming = [s for s in starting if s not in stuck]
-    serving = [s for s in standing if s.state == SERVING]
-    draining = [s for s in standing if s.state == DRAINING]
-    steps: list[Step] = [
-        Stop(s.worker, f"still not ready after {now_s - s.since_s:.0f} s, given {start_limit_s:g} s")
-        for s in stuck
-    ]
     missing = wanted - len(serving) - len(coming)
-    kept: set[WorkerId] = set()
-    if missing > 0:
-        # The fullest first: it has least of its way out behind it.
-        back = sorted(draining, key=lambda s: (-s.requests, s.worker))[:missing]
-        kept = {s.worker for s in back}
-        steps += [Undrain(s.worker, f"{reason}; it was still draining") for s in back]
-        if missing > len(back):
-            steps.append(Launch(missing - len(back), reason))
-    elif missing < 0:
-        # The youngest start has cost least; of those that serve, the emptiest is soonest done.
-        given_up = sorted(coming, key=lambda s: (-s.since_s, s.worker))[:-missing]
-        steps += [Stop(s.worker, f"{reason}; it was not ready yet") for s in given_up]
-        least = sorted(serving, key=lambda s: (s.requests, s.worker))[: -missing - len(given_up)]
-        steps += [Drain(s.worker, f"{reason}; it holds {s.requests} requests, the fewest") for s in least]
-    empty = [s for s in draining if s.requests == 0 and s.worker not in kept]
-    return steps + [Stop(s.worker, "it is drained") for s in empty]
+    # The fullest first: it has least of its way out behind it.
+    back = sorted(draining, key=lambda s: (-s.requests, s.worker))[: max(missing, 0)]
+    return [
+        *(
+            Stop(s.worker, f"still not ready after {now_s - s.since_s:.0f} s, given {start_limit_s:g} s")
+            for s in stuck
+        ),
+        *(Undrain(s.worker, f"{reason}; it was still draining") for s in back),
+        *([Launch(missing - len(back), reason)] if missing > len(back) else []),
+        *_fewer(-missing, coming, serving, reason),
+        *(Stop(s.worker, "it is drained") for s in draining if s.requests == 0 and s not in back),
+    ]
+
+
+def _fewer(surplus: int, coming: Sequence[Standing], serving: Sequence[Standing], reason: str) -> list[Step]:
+    """Give up `surplus` workers: those that start before those that serve."""
+    # The youngest start has cost least; of those that serve, the emptiest is soonest done.
+    given_up = sorted(coming, key=lambda s: (-s.since_s, s.worker))[: max(surplus, 0)]
+    least = sorted(serving, key=lambda s: (s.requests, s.worker))[: max(surplus - len(given_up), 0)]
+    return [
+        *(Stop(s.worker, f"{reason}; it was not ready yet") for s in given_up),
+        *(Drain(s.worker, f"{reason}; it holds {s.requests} requests, the fewest") for s in least),
+    ]

@@ -110,16 +110,13 @@ def observe(demand: Demand, now_s: float, arrivals: float | None) -> Demand:
     """
     if demand.seen_s is not None and now_s < demand.seen_s:
         raise BadInput(f"demand: now_s: {now_s:g} is before the last look at {demand.seen_s:g}")
-    counted = arrivals is not None and not math.isnan(arrivals)
-    if counted and (arrivals is None or arrivals < 0 or math.isinf(arrivals)):
-        raise BadInput(f"demand: arrivals: must be a number of at least 0, got {arrivals}")
+    new = _counted(arrivals)
     at = int(now_s // demand.bin_s)
     if demand.seen_s is None:  # what came before the first look is not known
         starts = at * demand.bin_s == now_s
         return replace(demand, first_bin=at, open_count=0 if starts else None, seen_s=now_s)
     before = int(demand.seen_s // demand.bin_s)
     closed, open_count = demand.closed, demand.open_count
-    new = int(arrivals) if counted and arrivals is not None else None
     if at > before:
         # Where whole bins lie between two looks, it is not known in which of them the arrivals came.
         lost = new is None or (new > 0 and at > before + 1)
@@ -134,6 +131,15 @@ def observe(demand: Demand, now_s: float, arrivals: float | None) -> Demand:
         open_count=open_count,
         seen_s=now_s,
     )
+
+
+def _counted(arrivals: float | None) -> int | None:
+    """The arrivals, or None where they were not counted."""
+    if arrivals is None or math.isnan(arrivals):
+        return None
+    if not 0 <= arrivals < math.inf:
+        raise BadInput(f"demand: arrivals: must be a number of at least 0, got {arrivals}")
+    return int(arrivals)
 
 
 @dataclass(frozen=True, slots=True)
