@@ -1,5 +1,6 @@
 """When a request goes although it harms somebody, on made-up fleets."""
 
+from dataclasses import replace
 from math import nan
 
 import numpy as np
@@ -11,8 +12,8 @@ from made_profiles import made_profile
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.constraints import harm
-from controlplane.placement.decide import PATIENCE, decide, hopeless
+from controlplane.placement.constraints import harm, hopeless
+from controlplane.placement.decide import PATIENCE, decide
 from controlplane.placement.ledger import ANY_PHASE, NONE
 from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.types import EngineMode
@@ -64,6 +65,12 @@ def test_nobody_is_harmed_for_a_request_that_has_time():
 @pytest.mark.parametrize(("waited", "wanted"), [(PATIENCE - 0.01, NONE), (PATIENCE + 0.01, 0)])
 def test_who_has_lost_its_ttft_harms_nobody_until_patience_ends(waited, wanted):
     assert decided([busy(0.0, 0.1)], NOW_S - waited * TTFT_S) == wanted
+
+
+def test_patience_ends_at_no_worker_whose_seats_are_taken():
+    full = replace(PROFILE, engine=replace(PROFILE.engine, max_seqs=1))
+    fleet = [At(full, busy(0.0, 0.1).held, NOW_S)]
+    assert decided(fleet, NOW_S - (PATIENCE + 1) * TTFT_S) == NONE
 
 
 @given(st.lists(workers(), min_size=1, max_size=4), requests(decoding=False), st.floats(0, 3))
