@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -25,13 +25,20 @@ from tokenfleet.planning.request import Option, PlanRequest, options
 
 Command = Callable[..., int]
 
-TraceFiles = Annotated[
-    list[Path] | None, typer.Option(help="requests, any known format; repeat to merge several")
-]
-Since = Annotated[str | None, typer.Option(help="instead: what the fleet has served in the last 1h, 7d, …")]
-DataFolder = Annotated[
-    Path | None, typer.Option(help="the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
-]
+
+@dataclass(frozen=True, slots=True)
+class TraceSource:
+    """Where the requests to plan for come from: files, or what a fleet has served."""
+
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="requests, any known format; repeat to merge several")
+    ] = None
+    since: Annotated[
+        str | None, typer.Option(help="instead: what the fleet has served in the last 1h, 7d, …")
+    ] = None
+    data: Annotated[
+        Path | None, typer.Option(help="the fleet's folder, for --since and --bias-from ($TOKENFLEET_DATA)")
+    ] = None
 
 
 Flags = TypeVar("Flags")
@@ -58,28 +65,46 @@ def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..
 def takes_request(*only: str) -> Callable[[Command], Command]:
     """A command whose parameter `request` is made of flags: of every option of a plan, or `only` of these.
 
-    Flags that are needed come first, the others where `request` stands.
+    A parameter that is another dataclass is made of a flag for each field. Flags that are needed come first,
+    the others where their parameter stands.
     """
     taken = [option for option in options() if not only or option.field in only]
 
     def made_of_flags(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        records: dict[str, Any] = {p.name: p.annotation for p in own.values() if is_dataclass(p.annotation)}
+        del records["request"]
+
         def run(**values: Any) -> int:
             given = {option.field: _value(option, values.pop(option.field)) for option in taken}
             request = PlanRequest(**{name: value for name, value in given.items() if value is not None})
-            return command(request=request, **values)
+            made = {
+                name: record(**{field.name: values.pop(field.name) for field in fields(record)})
+                for name, record in records.items()
+            }
+            return command(request=request, **made, **values)
 
-        flags = {option.field: _parameter(option) for option in taken}
-        own = dict(inspect.signature(command, eval_str=True).parameters)
-        at = list(own).index("request")
-        order = [*list(own.values())[:at], *flags.values(), *list(own.values())[at + 1 :]]
+        flags = [_parameter(option) for option in taken]
+        order: list[Parameter] = []
+        for name, parameter in own.items():
+            order += flags if name == "request" else _of_record(records.get(name)) or [parameter]
         order = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in order]
-        order.sort(key=lambda p: (p.default is not p.empty, p.name not in flags and p.default is p.empty))
+        order.sort(key=lambda p: (p.default is not p.empty, p.name != "slo" and p.default is p.empty))
         run.__signature__ = Signature(order, return_annotation=int)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in order}
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         return run
 
     return made_of_flags
+
+
+def _of_record(record: Any) -> list[Parameter]:
+    """The fields of a record as parameters; nothing where there is no record."""
+    if record is None:
+        return []
+    hints = get_type_hints(record, include_extras=True)
+    of_record = inspect.signature(record).parameters.values()
+    return [p.replace(annotation=hints[p.name]) for p in of_record]
 
 
 def _parameter(option: Option) -> Parameter:

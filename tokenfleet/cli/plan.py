@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tokenfleet.cli.flags import DataFolder, Since, TraceFiles, takes_request
+from tokenfleet.cli.flags import TraceSource, takes_request
 from tokenfleet.planning.request import PlanRequest
 
 
@@ -24,10 +24,7 @@ class OutputFormat(StrEnum):
 
 @takes_request()
 def plan_command(
-    *,
-    trace: TraceFiles = None,
-    since: Since = None,
-    data: DataFolder = None,
+    source: TraceSource,
     request: PlanRequest,
     jobs: Annotated[int | None, typer.Option(min=1, help="simulations side by side (one per core)")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="write plan.json and report.html there")] = None,
@@ -57,8 +54,8 @@ def plan_command(
     files = [] if output_dir is None else [output_dir / "plan.json", output_dir / "report.html"]
     refuse_unwritable(files)
     with console(stderr=True).status("reading"):
-        paths, notes = asked_traces(trace, since, data, request.bias_from is not None)
-        bias = None if request.bias_from is None else kept_bias(data, request.bias_from)
+        paths, notes = asked_traces(source.trace, source.since, source.data, request.bias_from is not None)
+        bias = None if request.bias_from is None else kept_bias(source.data, request.bias_from)
         gathered = gather(read_traces(paths), request, bias, date.today())
     warn([*notes, *gathered.inputs.warnings])
     with threads(jobs or os.cpu_count() or 1) as pool, progress_bar("planning") as bar:

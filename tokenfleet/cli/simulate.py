@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,19 +31,25 @@ SCHEMA = "tokenfleet.simulation/1"
 MOST_WORKERS = 10_000  # beyond any fleet; a slip of the finger would fill the memory
 
 
+@dataclass(frozen=True, slots=True)
+class OneWorker:
+    """The worker that is simulated, and what its engine takes."""
+
+    profile: Annotated[Path | None, typer.Option(help="the workers' profile file")] = None
+    gpu: Annotated[str | None, typer.Option(help="or, with --model and --tp, their GPU")] = None
+    tp: Annotated[int | None, typer.Option(min=1, help="their TP degree")] = None
+    prefill_workers: Annotated[int | None, typer.Option(min=1, help="of the workers, in split mode")] = None
+    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the engine's step budget")] = None
+    max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None
+
+
 @takes_request("slo", "model", "policy", "engine", "rate_scale", "window", "drop_too_long", "seed")
 def simulate_command(
     trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
-    *,
-    profile: Annotated[Path | None, typer.Option(help="the workers' profile file")] = None,
-    gpu: Annotated[str | None, typer.Option(help="or, with --model and --tp, their GPU")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="their TP degree")] = None,
+    worker: OneWorker,
     request: PlanRequest,
-    prefill_workers: Annotated[int | None, typer.Option(min=1, help="of the workers, in split mode")] = None,
     kv_transfer: Annotated[str, typer.Option(help="KV hand-over time in split mode")] = "0s",
-    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the engine's step budget")] = None,
-    max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
@@ -58,19 +64,11 @@ def simulate_command(
     from tokenfleet.cli.terminal import console, show, warn
     from tokenfleet.files import refuse_unwritable, write_files
 
-    if profile is not None and (gpu or tp):
-        raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
-    request = replace(
-        request,
-        profiles=() if profile is None else (profile,),
-        gpu=(gpu,) if gpu else (),
-        tp=(tp,) if tp else (),
-    )
-    worker = _worker(request).with_engine(max_batched_tokens=max_batched_tokens, max_seqs=max_seqs)
-    specs = _specs(worker, workers, prefill_workers)
+    profile = _profile(worker, request)
+    specs = _specs(profile, workers, worker.prefill_workers)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
-        workload, warnings = _workload(trace, request, worker)
+        workload, warnings = _workload(trace, request, profile)
     warn(warnings)
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
@@ -87,15 +85,23 @@ def simulate_command(
     return 0
 
 
-def _worker(request: PlanRequest) -> Profile:
-    """The one type of worker that is asked for. Raises BadInput, ProfileMissing."""
+def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
+    """The profile of the one type of worker that is asked for. Raises BadInput, ProfileMissing."""
     from tokenfleet.planning.inputs import chosen_profiles
 
+    if worker.profile is not None and (worker.gpu or worker.tp):
+        raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
+    request = replace(
+        request,
+        profiles=() if worker.profile is None else (worker.profile,),
+        gpu=(worker.gpu,) if worker.gpu else (),
+        tp=(worker.tp,) if worker.tp else (),
+    )
     found = chosen_profiles(request)
     if len(found) > 1:
         names = ", ".join(p.type_name for p in found)
         raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
-    return found[0]
+    return found[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
 
 
 def _workload(traces: list[Path], request: PlanRequest, worker: Profile) -> tuple[Workload, list[str]]:

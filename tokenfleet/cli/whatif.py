@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import DataFolder, Since, TraceFiles, takes_request
+from tokenfleet.cli.flags import TraceSource, takes_request
 from tokenfleet.cli.plan import OutputFormat
 from tokenfleet.durations import parse_window_s
 from tokenfleet.planning.request import PlanRequest
@@ -33,10 +33,7 @@ def whatif_command(
         list[str],
         typer.Option(help="KEY=V1,V2,…: rate, slo.ttft, slo.tpot, gpu, tp, price, spot, lengths, …"),
     ],
-    *,
-    trace: TraceFiles = None,
-    since: Since = None,
-    data: DataFolder = None,
+    source: TraceSource,
     request: PlanRequest,
     jobs: Annotated[int | None, typer.Option(min=1, help="processes side by side (one per core)")] = None,
     ray: Annotated[
@@ -72,10 +69,11 @@ def whatif_command(
     files = [] if output_dir is None else [output_dir / "whatif.json", output_dir / "whatif.html"]
     refuse_unwritable(files)
     is_biased = request.bias_from is not None or "bias-from" in cells[0]
-    paths, notes = asked_traces(trace, since, data, is_biased)
+    paths, notes = asked_traces(source.trace, source.since, source.data, is_biased)
     with console(stderr=True).status("reading"):
         read = read_traces(paths)
-    planned = partial(_planned, read, request, cells, _source(paths, data if is_biased else None), data)
+    words = _source(paths, source.data if is_biased else None)
+    planned = partial(_planned, read, request, cells, words, source.data)
     scenarios, warnings = planned(jobs=jobs or os.cpu_count() or 1, ray=ray, cache=kept)
     warn([*notes, *warnings])
     clock = _clock(read, request.window)
