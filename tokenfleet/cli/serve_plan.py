@@ -61,12 +61,12 @@ def types_of(
 
 def _planned(plan: PlanFile) -> list[WorkerGroup]:
     """A plan's groups; those of one type (prefill and decode workers) are one."""
-    counts: dict[tuple[str, int], tuple[int, float | None]] = {}
-    for part in plan.fleet:
-        kind = part.gpu, part.tp_degree
-        each = None if part.usd_per_hour is None else part.usd_per_hour / part.workers
-        counts[kind] = counts.get(kind, (0, None))[0] + part.workers, each
-    return [WorkerGroup(WorkerType(gpu, tp, usd_per_h=each), n) for (gpu, tp), (n, each) in counts.items()]
+    groups: dict[str, WorkerGroup] = {}
+    for group in plan.groups:
+        name = group.worker_type.name
+        workers = group.workers + (groups[name].workers if name in groups else 0)
+        groups[name] = WorkerGroup(group.worker_type, workers)
+    return list(groups.values())
 
 
 def _kind(text: str) -> WorkerGroup:
@@ -98,13 +98,13 @@ def _kind(text: str) -> WorkerGroup:
 def _with_profile(
     worker_type: WorkerType, types: int, read: list[Profile], emulate: str | None
 ) -> WorkerType:
-    """The type with its profile: of those read, else of `emulate` in the library."""
+    """The type with its profile: of those read, else its plan's, else of `emulate` in the library."""
     own = [p for p in read if _is_of(p, worker_type)]
     if not own and types == 1 and read:
         own = read[:1]
     if own:
         return replace(worker_type, known_profile=own[0])
-    if emulate is None:
+    if emulate is None or (worker_type.known_profile is not None and not read):
         return worker_type
     if read:
         raise BadInput(f"--profile: none is of {worker_type.name}; give one for each kind")
@@ -126,7 +126,7 @@ def bounds_of(text: str) -> tuple[int, int]:
 
 
 def autoscale_of(text: str, hold: str, plan: PlanFile | None) -> Autoscale:
-    """--autoscale and --scale-in-after, with a plan's line where it has one."""
+    """--autoscale and --scale-in-after, with a plan's line and limits where it has them."""
     from dataplane.live.control.settings import Autoscale
 
     low, high = bounds_of(text)
@@ -135,8 +135,9 @@ def autoscale_of(text: str, hold: str, plan: PlanFile | None) -> Autoscale:
         return Autoscale(low, high, hold_s=hold_s)
     # A mix's line counts workers of no one type: what each type can do says how many of which.
     line = plan.demand_line if len(plan.fleet) == 1 else None
+    limits = plan.inputs.max_gpus, plan.inputs.budget_usd_per_h
     if line is None:
-        return Autoscale(low, high, None, hold_s)
+        return Autoscale(low, high, None, hold_s, None, *limits)
     lengths = line.mean_prompt_tokens, line.mean_output_tokens
     learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
-    return Autoscale(low, high, (line.workers_per_rps, line.intercept), hold_s, learned_at)
+    return Autoscale(low, high, (line.workers_per_rps, line.intercept), hold_s, learned_at, *limits)

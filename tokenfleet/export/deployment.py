@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from tokenfleet.planning.plan_file import EngineLimits, FleetPart, PlanFile
+from controlplane.worker_type import WorkerGroup
+from tokenfleet.planning.plan_file import EngineLimits, PlanFile
 
 # The library's names as the hub's; a name that is not here must be given.
 _WEIGHTS = {
@@ -28,27 +30,9 @@ _PRODUCTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerGroup:
-    """Equal workers: `workers` of `gpus` GPUs each. `product`: their nodes' label, None where not known."""
-
-    gpu: str
-    gpus: int
-    workers: int
-    role: str
-    product: str | None
-    max_batched_tokens: int | None
-    max_seqs: int | None
-
-    @property
-    def engine_flags(self) -> list[str]:
-        """vLLM's flags for what the plan assumed of the engine."""
-        flags: list[str] = []
-        if self.max_batched_tokens is not None:
-            flags += ["--max-num-batched-tokens", str(self.max_batched_tokens)]
-        if self.max_seqs is not None:
-            flags += ["--max-num-seqs", str(self.max_seqs)]
-        return flags
+def product(group: WorkerGroup) -> str | None:
+    """The label of nodes with the group's GPUs; None where it is not known."""
+    return _PRODUCTS.get(group.worker_type.gpu or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +46,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A fleet to be deployed. `weights`: what the engines load. `clock_start_s`: the schedule's zero."""
+    """A fleet to be deployed. `weights`: what the engines load. `clock_start_s`: the schedule's zero.
+
+    `engines`: by the name of a type, what the plan assumed of its engine.
+    """
 
     groups: tuple[WorkerGroup, ...]
     weights: str
@@ -71,10 +58,15 @@ class Deployment:
     schedule: tuple[Span, ...]
     clock_start_s: float | None
     cold_start_s: float
+    engines: Mapping[str, EngineLimits]
 
     @property
     def workers(self) -> int:
         return sum(group.workers for group in self.groups)
+
+    def engine_of(self, group: WorkerGroup) -> EngineLimits | None:
+        """What the plan assumed of the group's engine; None where an older plan does not say."""
+        return self.engines.get(group.worker_type.name)
 
     @property
     def slo_text(self) -> str:
@@ -91,23 +83,12 @@ def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
     paid = plan.schedule_detail.paid if plan.schedule_detail else None
     scale = plan.inputs.rate_scale
     return Deployment(
-        tuple(_group(part, plan.profile_of(part).engine_limits) for part in plan.fleet),
+        plan.groups,
         loads,
         plan.targets,
         plan.attainment.target,
         tuple(Span(s.start_s * scale, s.end_s * scale, s.workers) for s in plan.schedule),
         plan.inputs.clock_start_unix_s,
         paid.cold_start_s if paid else 0.0,
-    )
-
-
-def _group(part: FleetPart, limits: EngineLimits | None) -> WorkerGroup:
-    return WorkerGroup(
-        part.gpu,
-        part.tp_degree,
-        part.workers,
-        part.role,
-        _PRODUCTS.get(part.gpu),
-        limits.max_batched_tokens if limits else None,
-        limits.max_seqs if limits else None,
+        {f"{p.gpu} TP{p.tp_degree}": p.engine_limits for p in plan.inputs.profiles if p.engine_limits},
     )

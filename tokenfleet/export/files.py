@@ -101,7 +101,7 @@ def export_files(
 
 def _heading(fleet: Deployment) -> str:
     """The first line of every file: what the plan was."""
-    groups = " + ".join(f"{g.workers} x {g.gpu} TP{g.gpus}" for g in fleet.groups)
+    groups = " + ".join(f"{g.workers} x {g.worker_type.name}" for g in fleet.groups)
     return f"# Made by tokenfleet from a plan: {groups}, {fleet.attainment:g} within {fleet.slo_text}."
 
 

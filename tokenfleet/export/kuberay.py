@@ -11,7 +11,8 @@ import shlex
 from typing import Any
 
 from controlplane.errors import BadInput
-from tokenfleet.export.deployment import Deployment, WorkerGroup
+from controlplane.worker_type import WorkerGroup
+from tokenfleet.export.deployment import Deployment, product
 from tokenfleet.export.kubernetes import checked_object
 
 RAY_VERSION = "2.60.0"
@@ -49,7 +50,7 @@ def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
                 },
                 "workerGroupSpecs": [
                     {
-                        "groupName": f"{_dns(group.gpu)}-tp{group.gpus}",
+                        "groupName": _dns(group.worker_type.name),
                         "replicas": count,
                         "minReplicas": count,
                         "maxReplicas": count,
@@ -80,17 +81,35 @@ def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
 def serve_words(fleet: Deployment) -> list[str]:
     """`tokenfleet serve` for the fleet, reachable from other machines; its keys come by the environment."""
     words = ["tokenfleet", "serve", "--model", fleet.weights]
-    if len(fleet.groups) == 1:
-        words += ["--workers", str(fleet.workers), "--tp", str(fleet.groups[0].gpus)]
-    for group in fleet.groups if len(fleet.groups) > 1 else ():
-        words += ["--kind", f"gpu={group.gpu},tp={group.gpus},workers={group.workers},max={group.workers}"]
+    first = fleet.groups[0].worker_type
+    if len(fleet.groups) == 1 and first.usd_per_h is None and not first.reclaims_per_h:
+        words += ["--workers", str(fleet.workers), "--tp", str(first.tp_degree)]
+    else:
+        words += [word for group in fleet.groups for word in ("--kind", _kind(group))]
     words += ["--slo", fleet.slo_text, "--max-workers", str(fleet.workers)]
     words += ["--host", "0.0.0.0", "--port", str(PORT)]
     words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT)]
-    flags = [group.engine_flags for group in fleet.groups]
+    flags = [_engine_flags(fleet, group) for group in fleet.groups]
     # Engines of one fleet get the same flags: those of the group that was planned with the least.
     least = min(flags, key=lambda words: [int(word) for word in words if word.isdigit()])
     return [*words, *(["--", *least] if least else [])]
+
+
+def _kind(group: WorkerGroup) -> str:
+    """The group as `--kind` takes it, with price and reclaims where they are known."""
+    t, workers = group.worker_type, group.workers
+    text = f"gpu={t.gpu},tp={t.tp_degree},workers={workers},max={workers}"
+    text += "" if t.usd_per_h is None else f",usd={t.usd_per_h:.6g}"
+    return text + (f",reclaims={t.reclaims_per_h:g}" if t.reclaims_per_h else "")
+
+
+def _engine_flags(fleet: Deployment, group: WorkerGroup) -> list[str]:
+    """vLLM's flags for what the plan assumed of the group's engine."""
+    engine = fleet.engine_of(group)
+    if engine is None:
+        return []
+    batched, seqs = engine.max_batched_tokens, engine.max_seqs
+    return ["--max-num-batched-tokens", str(batched), "--max-num-seqs", str(seqs)]
 
 
 def _head(group: WorkerGroup, image: str) -> dict[str, Any]:
@@ -117,10 +136,11 @@ def _secret(variable: str, key: str) -> dict[str, Any]:
 
 
 def _ray(group: WorkerGroup, image: str, name: str) -> dict[str, Any]:
+    gpus = group.worker_type.gpus
     amounts = {
-        "cpu": str(CORES_PER_GPU * group.gpus),
-        "memory": f"{MEMORY_PER_GPU_GI * group.gpus}Gi",
-        "nvidia.com/gpu": str(group.gpus),
+        "cpu": str(CORES_PER_GPU * gpus),
+        "memory": f"{MEMORY_PER_GPU_GI * gpus}Gi",
+        "nvidia.com/gpu": str(gpus),
     }
     return {
         "name": name,
@@ -133,13 +153,15 @@ def _ray(group: WorkerGroup, image: str, name: str) -> dict[str, Any]:
 
 
 def _pod(group: WorkerGroup, container: dict[str, Any]) -> dict[str, Any]:
+    shm = {"medium": "Memory", "sizeLimit": f"{8 * group.worker_type.gpus}Gi"}
     pod: dict[str, Any] = {
         "containers": [container],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{8 * group.gpus}Gi"}}],
+        "volumes": [{"name": "shm", "emptyDir": shm}],
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
     }
-    if group.product is not None:
-        pod["nodeSelector"] = {"nvidia.com/gpu.product": group.product}
+    label = product(group)
+    if label is not None:
+        pod["nodeSelector"] = {"nvidia.com/gpu.product": label}
     return pod
 
 

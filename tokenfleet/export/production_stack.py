@@ -15,7 +15,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from controlplane.errors import BadInput
-from tokenfleet.export.deployment import Deployment
+from tokenfleet.export.deployment import Deployment, product
 from tokenfleet.export.kuberay import CORES_PER_GPU, MEMORY_PER_GPU_GI
 from tokenfleet.export.kubernetes import checked_object
 
@@ -26,9 +26,9 @@ POLL_S, COOL_DOWN_S = 30, 300
 
 def spec_name(fleet: Deployment, number: int) -> str:
     """The name of a group's modelSpec, and part of the name of its Deployment."""
-    group = fleet.groups[number]
-    gpu = "".join(c if c.isalnum() else "-" for c in group.gpu.lower()).strip("-")[:30]
-    return f"{gpu}-tp{group.gpus}"
+    worker_type = fleet.groups[number].worker_type
+    gpu = "".join(c if c.isalnum() else "-" for c in (worker_type.gpu or "gpu").lower()).strip("-")[:30]
+    return f"{gpu}-tp{worker_type.tp_degree}"
 
 
 def production_stack(fleet: Deployment) -> dict[str, Any]:
@@ -38,29 +38,25 @@ def production_stack(fleet: Deployment) -> dict[str, Any]:
     specs = []
     for number, group in enumerate(fleet.groups):
         config: dict[str, Any] = {"enableChunkedPrefill": True, "enablePrefixCaching": True}
-        config["tensorParallelSize"] = group.gpus
-        if group.max_seqs is not None:
-            config["maxNumSeqs"] = group.max_seqs
-        if group.max_batched_tokens is not None:
-            config["extraArgs"] = ["--max-num-batched-tokens", str(group.max_batched_tokens)]
+        gpus, engine, label = group.worker_type.gpus, fleet.engine_of(group), product(group)
+        config["tensorParallelSize"] = gpus
+        if engine is not None:
+            config["maxNumSeqs"] = engine.max_seqs
+            config["extraArgs"] = ["--max-num-batched-tokens", str(engine.max_batched_tokens)]
         spec: dict[str, Any] = {
             "name": spec_name(fleet, number),
             "repository": IMAGE,
             "tag": TAG,
             "modelURL": fleet.weights,
             "replicaCount": group.workers,
-            "requestCPU": CORES_PER_GPU * group.gpus,
-            "requestMemory": f"{MEMORY_PER_GPU_GI * group.gpus}Gi",
-            "requestGPU": group.gpus,
+            "requestCPU": CORES_PER_GPU * gpus,
+            "requestMemory": f"{MEMORY_PER_GPU_GI * gpus}Gi",
+            "requestGPU": gpus,
             "vllmConfig": config,
         }
-        if group.product is not None:
+        if label is not None:
             spec["nodeSelectorTerms"] = [
-                {
-                    "matchExpressions": [
-                        {"key": "nvidia.com/gpu.product", "operator": "In", "values": [group.product]}
-                    ]
-                }
+                {"matchExpressions": [{"key": "nvidia.com/gpu.product", "operator": "In", "values": [label]}]}
             ]
         specs.append(spec)
     return {

@@ -13,7 +13,7 @@ SHUTDOWN_S = 60
 
 def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfleet") -> str:
     """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several GPU types."""
-    if len({group.gpu for group in fleet.groups}) > 1:
+    if len({group.worker_type.gpu for group in fleet.groups}) > 1:
         raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
     words = [program, *serve_words(fleet)[1:]]
     flags = [] if "--" not in words else words[words.index("--") :]
@@ -21,8 +21,9 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     head += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
     # systemd expands % and $ in ExecStart; neither has a meaning in our flags.
     command = shlex.join([*head, *flags]).replace("%", "%%").replace("$", "$$")
-    parts = ", ".join(f"{group.workers} workers of {group.gpus} x {group.gpu}" for group in fleet.groups)
-    gpus = sum(group.workers * group.gpus for group in fleet.groups)
+    types = [(group.workers, group.worker_type) for group in fleet.groups]
+    parts = ", ".join(f"{workers} workers of {t.gpus} x {t.gpu}" for workers, t in types)
+    gpus = sum(group.gpus for group in fleet.groups)
     return f"""\
 # {parts}: this machine needs {gpus} GPUs.
 [Unit]

@@ -12,9 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from controlplane.errors import BadInput
+from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.field_errors import fault_line
+from tokenfleet.profiles.form import parse_profile
+from tokenfleet.profiles.library import find_profiles
 
 SCHEMA = "tokenfleet.plan/1"
 MAX_FILE_BYTES = 50_000_000
@@ -105,17 +109,22 @@ class Spares(_Part):
     """Workers beyond those that serve, for reclaimed ones."""
 
     workers: Annotated[int, Field(ge=0)]
+    reclaims_per_h: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class EngineLimits(_Part):
-    """The limits of an engine's step."""
+    """How an engine forms its steps, and the limits of one."""
 
+    mode: Mode = EngineMode.CHUNKED
     max_batched_tokens: Count
     max_seqs: Count
 
 
 class PlannedProfile(_Part):
-    """A profile that was planned with: `kind` and `date` say how and when it was measured."""
+    """A profile that was planned with: `kind` and `date` say how and when it was measured.
+
+    `profile`: all of it, where it is not the library's.
+    """
 
     model: str
     gpu: str
@@ -123,6 +132,21 @@ class PlannedProfile(_Part):
     kind: str
     date: str
     engine_limits: EngineLimits | None = None
+    usd_per_gpu_h: Dollars | None = None
+    profile: dict[str, Any] | None = None
+
+    def whole(self) -> Profile | None:
+        """The profile itself; None for one that an older plan names and the library does not have."""
+        if self.profile is not None:
+            return parse_profile(json.dumps(self.profile), "inputs.profiles: profile")
+        limits = self.engine_limits
+        try:
+            (found, *_) = find_profiles(self.model, [self.gpu], [self.tp_degree])
+        except ProfileMissing:
+            return None
+        if limits is None:
+            return found
+        return found.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs)
 
 
 class PlanInputs(_Part):
@@ -132,6 +156,8 @@ class PlanInputs(_Part):
     profiles: list[PlannedProfile]
     clock_start_unix_s: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
     rate_scale: Positive = 1.0
+    max_gpus: Count | None = None
+    budget_usd_per_h: Positive | None = None
 
 
 class PlanBrief(_Part):
@@ -177,6 +203,26 @@ class PlanFile(PlanBrief):
     def slo_text(self) -> str:
         """The targets as `--slo` takes them."""
         return f"ttft={self.slo.ttft_s!r}s,tpot={self.slo.tpot_s!r}s"
+
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """The fleet's workers with their type's profile, price, limit and reclaims as they were planned."""
+        return tuple(self._group(part) for part in self.fleet)
+
+    def _group(self, part: FleetPart) -> WorkerGroup:
+        planned, max_gpus = self.profile_of(part), self.inputs.max_gpus
+        usd = None if part.usd_per_hour is None else part.usd_per_hour / part.workers
+        if planned.usd_per_gpu_h is not None:
+            usd = planned.usd_per_gpu_h * part.tp_degree
+        worker_type = WorkerType(
+            part.gpu,
+            part.tp_degree,
+            planned.whole(),
+            usd,
+            limit=None if max_gpus is None else max_gpus // part.tp_degree,
+            reclaims_per_h=0.0 if self.spares is None else self.spares.reclaims_per_h,
+        )
+        return WorkerGroup(worker_type, part.workers, part.role)
 
     def profile_of(self, part: FleetPart) -> PlannedProfile:
         """The profile that a part of the fleet was planned with."""

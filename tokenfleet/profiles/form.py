@@ -171,6 +171,11 @@ def _noun(part: _ProfileContent) -> Profile:
 
 def profile_text(profile: Profile) -> str:
     """The YAML of a profile; `parse_profile` gives the same profile back."""
+    return yaml.safe_dump(profile_document(profile), sort_keys=False, width=110, allow_unicode=True)
+
+
+def profile_document(profile: Profile) -> dict[str, Any]:
+    """A profile as plain values, in the form of its file."""
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "model": profile.model,
@@ -206,7 +211,7 @@ def profile_text(profile: Profile) -> str:
     if profile.source.host_s:
         source["host_s"] = profile.source.host_s
     content["source"] = source
-    return yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)
+    return content
 
 
 def _numbers(noun: object, names: str) -> dict[str, Any]:

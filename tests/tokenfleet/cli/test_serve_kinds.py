@@ -35,7 +35,10 @@ def described(types):
 def test_a_mixed_plan_is_served_as_it_is(tmp_path):
     plan = plan_of(tmp_path, MIX)
     real = types_of(2, 1, (), plan, (), is_emulated=False)
-    assert described(real) == [("h100-sxm TP2", 2, 5.38, None), ("a100-sxm TP4", 1, None, None)]
+    assert described(real) == [
+        ("h100-sxm TP2", 2, 5.38, "llama-3.1-70b on h100-sxm TP2 (composed)"),
+        ("a100-sxm TP4", 1, None, "llama-3.1-70b on a100-sxm TP4 (composed)"),
+    ]
     emulated = types_of(2, 1, (), plan, (), is_emulated=True)
     assert [(t.profile.model, t.profile.gpu, t.profile.tp_degree) for t in emulated] == [
         ("llama-3.1-70b", "h100-sxm", 2),
@@ -54,7 +57,7 @@ def test_a_mixed_plans_line_counts_workers_of_no_kind(tmp_path):
 def test_prefill_and_decode_workers_of_one_kind_are_counted_together(tmp_path):
     parts = [MIX[0] | {"role": "prefill"}, MIX[0] | {"role": "decode", "workers": 3, "usd_per_hour": 16.14}]
     assert described(types_of(2, 1, (), plan_of(tmp_path, parts), (), False)) == [
-        ("h100-sxm TP2", 5, 5.38, None)
+        ("h100-sxm TP2", 5, 5.38, "llama-3.1-70b on h100-sxm TP2 (composed)")
     ]
 
 

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.cli.main import main
-from tokenfleet.export.deployment import Deployment, Span, WorkerGroup, deployment
+from tokenfleet.export.deployment import Deployment, Span, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
 from tokenfleet.export.grafana import dashboard, dashboard_text
 from tokenfleet.export.kubernetes import checked_object
@@ -168,8 +169,8 @@ def test_the_windows_say_every_minute_s_floor(counts: list[int], shift: int) -> 
 
 def test_a_trace_of_several_days_gives_the_most_of_any_day() -> None:
     spans = tuple(Span(i * 86400.0, (i + 1) * 86400.0, n) for i, n in enumerate((2, 4, 3)))
-    group = WorkerGroup("h100-sxm", 1, 4, "any", None, None, None)
-    week = Deployment((group,), "m", SLO, TARGET, spans, 0.0, 0.0)
+    group = WorkerGroup(WorkerType("h100-sxm"), 4)
+    week = Deployment((group,), "m", SLO, TARGET, spans, 0.0, 0.0, {})
     assert floors(week, "UTC") == [4] * DAY
     assert keda(week, "s", "UTC")[0]["spec"]["triggers"]
 
