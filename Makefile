@@ -14,11 +14,12 @@ demo: .venv/base  ## set up, plan a fleet for the sample trace, write the report
 
 test: check unit live  ## set up everything, run all checks and tests
 
-check: .venv/all  ## ruff, mypy, import-linter
+check: .venv/all  ## ruff, mypy, import-linter, the size of modules and functions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python benchmarks/structure.py
 
 unit: .venv/all  ## tests that start no engine; the kernels are compiled once, before the tests share them
 	$(BIN)/tokenfleet simulate --trace examples/sample_trace.csv --model llama-3.1-8b --gpu h100 --tp 1 \

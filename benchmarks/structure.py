@@ -6,7 +6,8 @@ Product code is what stands in `controlplane`, `dataplane` and `tokenfleet`; `--
 * Two folders import each other when a module of each imports one of the other. A folder and the one that
   holds it are counted apart: that is a package and its own root nouns.
 * A coefficient touches the modules that name COEFFICIENT, the step model's newest, as a name or a string.
-* A plan's option touches the modules that list options: those that name at least half of OPTIONS.
+* A plan's option touches the modules that declare options: those in which at least half of OPTIONS are a
+  field, a parameter or a keyword argument. (The console's form, in JavaScript, is not counted.)
 * A function's lines are from `def` to its end; its parameters include `self`, but not `*args` nor `**kwargs`.
 * Its cyclomatic complexity is 1, one for each if, loop, handler, case, conditional expression and
   comprehension, one for each condition of a comprehension, and one for each further operand of `and` or
@@ -103,7 +104,16 @@ def names_in(content: ast.Module) -> set[str]:
             value = getattr(node, field, None)
             if isinstance(value, str):
                 names.add(value)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+    return names
+
+
+def declared_in(content: ast.Module) -> set[str]:
+    """Fields, parameters and keyword arguments of a module."""
+    names = set()
+    for node in ast.walk(content):
+        if isinstance(node, ast.arg | ast.keyword) and node.arg:
+            names.add(node.arg)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
     return names
 
@@ -157,7 +167,8 @@ def rows_of(tree: Path) -> list[Row]:
     fullest, most = per_folder.most_common(1)[0]
     names = {m: names_in(content) for m, content in packages_too.items()}
     coefficient = [m for m in names if COEFFICIENT in names[m]]
-    options = [m for m in names if 2 * len(OPTIONS & names[m]) >= len(OPTIONS)]
+    declared = {m: OPTIONS & declared_in(content) for m, content in packages_too.items()}
+    options = [m for m, some in declared.items() if 2 * len(some) >= len(OPTIONS)]
     beyond = sizes(packages_too)
     pairs, nested = (both_ways(packages_too, nested) for nested in (False, True))
     return [
@@ -166,7 +177,7 @@ def rows_of(tree: Path) -> list[Row]:
         Row("folder pairs that import each other", len(pairs), 0, pairs),
         Row("packages and their own root that do", len(nested), None, nested),
         Row("modules that name a step coefficient", len(coefficient), 4, coefficient),
-        Row("modules that list a plan's options", len(options), 2, options),
+        Row("modules that declare a plan's options", len(options), 2, options),
         *(
             Row(f"functions over {limit} {kind}", len(beyond[kind]), bar, beyond[kind])
             for kind, limit, bar in (

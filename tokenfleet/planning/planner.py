@@ -21,7 +21,7 @@ from tokenfleet.planning.comparisons import baselines, cost_by_slo, counts_aroun
 from tokenfleet.planning.estimate import Estimate, estimate, most_showable, requests_needed
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.mix import Mixed, cheaper_mix
+from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
 from tokenfleet.planning.nearest import nearest_feasible
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
@@ -29,7 +29,6 @@ from tokenfleet.planning.scenarios import Doubted, Worlds
 from tokenfleet.planning.schedule import make_schedule, paid
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all
-from tokenfleet.planning.spot import no_spares_do, stricter, with_spares
 from tokenfleet.planning.threads import Threads, Watch
 
 CONFIRMED_KINDS = 4  # the cheapest so many are confirmed in other worlds; dearer ones are sized on the trace
