@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 
@@ -14,6 +12,7 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.load import LoadSettings
 from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
+from experiments.lib.results import bar, flags, show
 
 WALL_S = 0.05
 STEP = StepModel(0.0187, 1e-4, 7e-5, 4.6e-7)
@@ -36,11 +35,7 @@ def a_fleet(workers: int, each: int, uneven: float, rng: np.random.Generator) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer ticks")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--format", choices=("table", "json"), default="table")
-    asked = parser.parse_args()
+    asked = flags(__doc__).parse_args()
     rows = []
     for uneven in (0.0, 0.05, 0.4):
         snapshot = a_fleet(1000, 50, uneven, np.random.default_rng([asked.seed, int(uneven * 100)]))
@@ -58,19 +53,7 @@ def main() -> int:
             }
         )
     slowest = max(row["median_ms"] for row in rows) / 1e3
-    bars = {"tick, s": {"value": slowest, "bar": WALL_S, "ok": slowest <= WALL_S}}
-    command = " ".join(["python", "benchmarks/tick.py", *sys.argv[1:]])
-    if asked.format == "json":
-        print(
-            json.dumps(
-                {"experiment": "tick", "rows": rows, "bars": bars, "command": command, "seed": asked.seed}
-            )
-        )
-    else:
-        for row in rows:
-            print("  ".join(f"{name} {value}" for name, value in row.items()))
-        print(f"tick, s: {slowest} (bar {WALL_S}): {'ok' if slowest <= WALL_S else 'MISSED'}")
-    return 0 if slowest <= WALL_S else 1
+    return show("tick", rows, {"tick, s": bar(slowest, WALL_S)}, asked)
 
 
 if __name__ == "__main__":

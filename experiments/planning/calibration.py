@@ -115,7 +115,7 @@ def judged(
     memory = Memory()
     guess = 1
     for confidence in CONFIDENCES:
-        question = PlanRequest(slo, TARGET, confidence, seed=seed, drift=drifts)
+        question = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed, drift=drifts)
         inputs = described("window", known, ())
         plan = make_plan(
             known, [worker_type], question, inputs, pool, explained=False, worlds_of=memory.worlds
