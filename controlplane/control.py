@@ -19,7 +19,7 @@ from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
 from controlplane.scaler.state import Scaling, ScalingSettings
-from controlplane.scaler.target import Held
+from controlplane.scaler.target import Stabilized
 from controlplane.snapshot import Action, Move, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import WorkerType
@@ -57,10 +57,10 @@ class RecentMoves:
 class State:
     """The state of `tick` between heartbeats: the load's recent demand, recent moves, the scaler's state.
 
-    An empty state loses nothing but the time already held.
+    An empty state loses nothing but the time already waited in a stabilization window.
     """
 
-    by_load: Held | None = None
+    by_load: Stabilized | None = None
     recent: RecentMoves = field(default_factory=RecentMoves)
     scaling: Scaling = field(default_factory=Scaling)
 
@@ -100,7 +100,7 @@ def _moves(
 
 def _size(
     settings: Settings, state: State, snapshot: Snapshot, used_tokens: int
-) -> tuple[Scaling, Held | None, Scale | None]:
+) -> tuple[Scaling, Stabilized | None, Scale | None]:
     """By demand where it says how many workers; else by load, unless an operator has fixed them."""
     scaling = state.scaling
     types: tuple[WorkerType, ...] = ()

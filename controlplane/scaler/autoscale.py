@@ -2,11 +2,11 @@
 
     traffic → regime → forecasts → weights of the types → line → target → stabilization window → mix
 
-A rise is followed at once. A fall must last: `hold.down_s`, and at least a cold start and a drain, since a
+A rise is followed at once. A fall must last: `window.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
 
 In a fleet of several types all of this counts in reference workers (scaler.weights), limits apart, and what
-is held becomes the cheapest counts of each type within the limits (scaler.mix).
+is wanted becomes the cheapest counts of each type within the limits (scaler.mix).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from controlplane.scaler.mix import MixQuestion
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import (
-    Held,
-    HoldSettings,
+    StabilizationWindow,
+    Stabilized,
     Target,
     enough_for_those_here,
-    hold,
     other_rates,
+    stabilize,
     target,
 )
 from controlplane.scaler.traffic import Demand, blend, follow, observe
@@ -39,7 +39,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     The fleet's wanted number is the snapshot's: what an operator or another controller set in the meantime
     is where this one goes on from.
     """
-    now_s, window = snapshot.now_s, settings.hold
+    now_s, window = snapshot.now_s, settings.window
     window = replace(window, down_s=max(window.down_s, snapshot.cold_start_s + snapshot.drain_s))
     state = _followed(settings, state, snapshot)
     demand, regime, bounds = state.demand, state.regimes.current, settings.target
@@ -75,20 +75,24 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         known = None if stale else demand
         found = enough_for_those_here(bounds, found, known, snapshot, there, state.weights)
 
-    held = state.held if state.held is not None and state.held.wanted == there else Held(there)
+    stable = (
+        state.stabilized
+        if state.stabilized is not None and state.stabilized.wanted == there
+        else Stabilized(there)
+    )
     if snapshot.fixed is not None:
-        held = held if settings.is_mix else Held(snapshot.fixed)
+        stable = stable if settings.is_mix else Stabilized(snapshot.fixed)
     elif snapshot.wanted == 0 and found.workers:
-        held = Held(found.workers)  # nobody is kept waiting for the window to pass
+        stable = Stabilized(found.workers)  # nobody is kept waiting for the window to pass
     else:
-        held = hold(window, held, found.workers, now_s)
-    state = replace(state, held=held)
+        stable = stabilize(window, stable, found.workers, now_s)
+    state = replace(state, stabilized=stable)
     facts = _facts(settings, state, snapshot, found, line)
     if question is not None:
         return _mixed(settings, state, snapshot, question, found, facts)
-    if held.wanted == snapshot.wanted:
+    if stable.wanted == snapshot.wanted:
         return state, None
-    return state, Scale(held.wanted, found.reason, facts)
+    return state, Scale(stable.wanted, found.reason, facts)
 
 
 def has_line(settings: ScalingSettings, state: Scaling) -> bool:
@@ -122,7 +126,7 @@ def _line_of_type(settings: ScalingSettings, state: Scaling, profile: Profile | 
 
 
 def _question(
-    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, window: HoldSettings
+    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, window: StabilizationWindow
 ) -> tuple[Scaling, MixQuestion]:
     """The state with this traffic's weights; what to choose from, its demand still open."""
     weights = weigh(settings.worker_types, snapshot.wanted_kinds, state.traffic, state.weights)
@@ -169,17 +173,17 @@ def _mixed(
     found: Target,
     facts: Facts,
 ) -> tuple[Scaling, Scale | None]:
-    """From the units held to counts of each type."""
-    before, held = state.fleet_mix, state.held
+    """From the units wanted to counts of each type."""
+    before, stable = state.fleet_mix, state.stabilized
     assert before is not None
-    assert held is not None
-    if held.wanted == 0 and settings.target.to_zero:
+    assert stable is not None
+    if stable.wanted == 0 and settings.target.to_zero:
         question = replace(question, least=0)
     if snapshot.fixed is not None:
         mix = fixed_mix(question, snapshot.fixed)
-        state = replace(state, held=Held(mix.units))
+        state = replace(state, stabilized=Stabilized(mix.units))
     else:
-        mix = next_mix(before, question, held.wanted, snapshot, is_news=found.workers is not None)
+        mix = next_mix(before, question, stable.wanted, snapshot, is_news=found.workers is not None)
     state = replace(state, fleet_mix=mix)
     why = found.reason
     if found.workers is not None and found.workers < mix.units and snapshot.fixed is None:
@@ -210,8 +214,8 @@ def _facts(
         seen |= {"forecast_rps": state.far.coming.rps, "forecast_error": state.far.coming.error}
     if line is not None:
         seen |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
-    assert state.held is not None
-    change = state.held.wanted - snapshot.wanted
+    assert state.stabilized is not None
+    change = state.stabilized.wanted - snapshot.wanted
     cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}
     if change < 0:
         cost = {"workers": change, "drained_after_s": snapshot.drain_s}

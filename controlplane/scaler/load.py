@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from controlplane.errors import BadInput
 from controlplane.scaler.mix import label, present
 from controlplane.scaler.mix_changes import stepped
-from controlplane.scaler.target import Held, HoldSettings, hold
+from controlplane.scaler.target import StabilizationWindow, Stabilized, stabilize
 from controlplane.snapshot import SERVING, Scale, Snapshot
 from controlplane.worker_type import WorkerType
 
@@ -52,39 +52,40 @@ class LoadSettings:
 
 def scale_by_load(
     settings: LoadSettings,
-    held: Held | None,
+    stable: Stabilized | None,
     snapshot: Snapshot,
     used_tokens: int,
     types: Sequence[WorkerType] = (),
-) -> tuple[Held | None, Scale | None]:
+) -> tuple[Stabilized | None, Scale | None]:
     """The new state, and the change to ask for, if any.
 
     `used_tokens`: KV that is held or waited for. `types`: what may be had, in a fleet of several.
     """
     known = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
     if not known:
-        return held, None
+        return stable, None
     wanted, low, high = snapshot.wanted, settings.least, settings.most
     if low <= wanted <= high:
         each = sum(w.capacity_tokens for w in known) / len(known)
-        if held is None or held.wanted != wanted:
-            held = Held(wanted)
+        if stable is None or stable.wanted != wanted:
+            stable = Stabilized(wanted)
         needed = settings.workers(wanted, used_tokens, each)
-        held = hold(HoldSettings(settings.rise_s, settings.hold_s), held, needed, snapshot.now_s)
-        workers = held.wanted
+        window = StabilizationWindow(settings.rise_s, settings.hold_s)
+        stable = stabilize(window, stable, needed, snapshot.now_s)
+        workers = stable.wanted
         if workers == wanted:
-            return held, None
+            return stable, None
         over, limit, for_s = "above", settings.high, settings.rise_s
         if workers < wanted:
             over, limit, for_s = "below", settings.low, settings.hold_s
         load = used_tokens / (each * wanted) if wanted else math.inf
         why = f"load {load:.0%} has been {over} {limit:.0%} for {for_s:g} s"
     else:
-        held, workers = None, min(max(wanted, low), high)
+        stable, workers = None, min(max(wanted, low), high)
         why = f"{wanted} workers are outside {low}..{high}"
     if not types:
-        return held, Scale(workers, why)
-    return held, _of_types(settings, snapshot, used_tokens, types, workers, why)
+        return stable, Scale(workers, why)
+    return stable, _of_types(settings, snapshot, used_tokens, types, workers, why)
 
 
 def _of_types(

@@ -4,7 +4,7 @@ What a scaler's next life keeps of this one: the counts that its forecasts are m
 
 A season is learned over days, and a controller that starts again has none of its own. Bins have no dates
 here: whoever keeps them says how old they are, and what lies between is not counted (`None`). The rest of the
-state (regime, hold, mix) is of minutes, and is found anew in minutes.
+state (regime, stabilization window, mix) is of minutes, and is found anew in minutes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from controlplane.errors import BadInput
 from controlplane.scaler.forecast import ForecastSettings, Outlook
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
-from controlplane.scaler.target import Held, HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
 from controlplane.scaler.traffic import Demand, Regimes, Traffic
 from controlplane.scaler.weights import Weights
 from controlplane.types import ClassArrivals
@@ -36,7 +36,7 @@ class ScalingSettings:
     """
 
     target: TargetSettings
-    hold: HoldSettings = field(default_factory=HoldSettings)
+    window: StabilizationWindow = field(default_factory=StabilizationWindow)
     strictness: float = 4.0
     stale_s: float = 60.0
     bin_s: float = 10.0
@@ -82,7 +82,7 @@ class Scaling:
 
     demand: Demand | None = None
     regimes: Regimes = field(default_factory=Regimes)
-    held: Held | None = None
+    stabilized: Stabilized | None = None
     counted_s: float | None = None  # when arrivals were last reported
     traffic: Traffic = field(default_factory=Traffic)
     far: Outlook = field(default_factory=Outlook)

@@ -216,7 +216,7 @@ def _is_silent(demand: Demand) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldSettings:
+class StabilizationWindow:
     """How long a target must stand above (`up_s`) or below (`down_s`) the wanted number without a break."""
 
     up_s: float = 0.0
@@ -224,11 +224,13 @@ class HoldSettings:
 
     def __post_init__(self) -> None:
         if not (0 <= self.up_s < math.inf and 0 <= self.down_s < math.inf):
-            raise BadInput(f"hold: up_s and down_s must be durations, got {self.up_s:g} and {self.down_s:g}")
+            raise BadInput(
+                f"window: up_s and down_s must be durations, got {self.up_s:g} and {self.down_s:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Stabilized:
     """The number of workers wanted, and since when the target has been off it.
 
     `least_above` and `most_below`: the target nearest to `wanted` that each spell has seen.
@@ -241,21 +243,23 @@ class Held:
     most_below: int = 0
 
 
-def hold(settings: HoldSettings, held: Held, target: int | None, now_s: float) -> Held:
+def stabilize(
+    settings: StabilizationWindow, stable: Stabilized, target: int | None, now_s: float
+) -> Stabilized:
     """What is wanted now. A target of None (no news) keeps the number, and ends any spell.
 
     After a spell the number goes to the target nearest to it that the spell saw, so one dip is not followed.
     """
-    if target is None or target == held.wanted:
-        return Held(held.wanted)
-    if target > held.wanted:
-        since_s = now_s if held.above_since_s is None else held.above_since_s
-        least = target if held.above_since_s is None else min(held.least_above, target)
+    if target is None or target == stable.wanted:
+        return Stabilized(stable.wanted)
+    if target > stable.wanted:
+        since_s = now_s if stable.above_since_s is None else stable.above_since_s
+        least = target if stable.above_since_s is None else min(stable.least_above, target)
         if now_s - since_s >= settings.up_s:
-            return Held(least)
-        return Held(held.wanted, above_since_s=since_s, least_above=least)
-    since_s = now_s if held.below_since_s is None else held.below_since_s
-    most = target if held.below_since_s is None else max(held.most_below, target)
+            return Stabilized(least)
+        return Stabilized(stable.wanted, above_since_s=since_s, least_above=least)
+    since_s = now_s if stable.below_since_s is None else stable.below_since_s
+    most = target if stable.below_since_s is None else max(stable.most_below, target)
     if now_s - since_s >= settings.down_s:
-        return Held(most)
-    return Held(held.wanted, below_since_s=since_s, most_below=most)
+        return Stabilized(most)
+    return Stabilized(stable.wanted, below_since_s=since_s, most_below=most)

@@ -18,7 +18,7 @@ from controlplane.placement.policies import Policy
 from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings, Outlook
 from controlplane.scaler.state import Scaling, ScalingSettings
-from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.scaler.traffic import Demand, Regimes, follow
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
@@ -225,7 +225,7 @@ def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> Contro
     prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
     scaling = ScalingSettings(
         TargetSettings(*line, low=1, high=SLOTS),
-        HoldSettings(),
+        StabilizationWindow(),
         worker_types=(WorkerType.of(CASE.profile),),
         ahead=AHEAD if forecasts else None,
         near=NEAR if forecasts else None,

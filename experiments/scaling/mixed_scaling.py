@@ -37,7 +37,7 @@ from controlplane.scaler.forecast import NEAR
 from controlplane.scaler.line import line_of
 from controlplane.scaler.mix import MixQuestion, choose
 from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.scaler.traffic import Traffic
 from controlplane.scaler.weights import PARTS, weigh
 from controlplane.types import ClassArrivals, Slo
@@ -111,7 +111,7 @@ def fleet(
     units = int(np.ceil((line.workers_per_rps * rate_rps + line.intercept) * PARTS))
     start = choose(MixQuestion(types, weights, units / PARTS))
     target = TargetSettings(None, None, low=1, high=SLOTS)
-    scaling = ScalingSettings(target, HoldSettings(), ahead=AHEAD, near=NEAR, worker_types=types)
+    scaling = ScalingSettings(target, StabilizationWindow(), ahead=AHEAD, near=NEAR, worker_types=types)
     slots = [WorkerSpec(p) for gpu, p in profiles.items() for _ in range(gpus[gpu] or SLOTS)]
     return (
         slots,

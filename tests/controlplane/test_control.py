@@ -13,7 +13,7 @@ from controlplane.placement.rebalance import Error
 from controlplane.scaler.forecast import Forecast, ForecastSettings, Outlook
 from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import Held, HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
 from controlplane.snapshot import Migrate, Reassign, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
@@ -220,7 +220,7 @@ def by_demand(wanted, counts, state=None, fixed=None, start_s=0.0):
     settings = Settings(
         moves=None,
         shed=None,
-        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8), HoldSettings(0.0, 60.0)),
+        scaling=ScalingSettings(TargetSettings(0.5, 0.2, high=8), StabilizationWindow(0.0, 60.0)),
     )
     state, seen, now_s = state or State(), [], start_s
     for count in counts:
@@ -255,7 +255,9 @@ def test_until_there_is_a_line_the_load_says_how_many():
     assert seen == [2]
     # An operator's number is no business of the load's.
     state, actions = tick(
-        unknown, State(by_load=Held(1, above_since_s=0.0, least_above=2)), replace(full, now_s=20.0, fixed=1)
+        unknown,
+        State(by_load=Stabilized(1, above_since_s=0.0, least_above=2)),
+        replace(full, now_s=20.0, fixed=1),
     )
     assert actions == []
 
@@ -296,7 +298,9 @@ def test_a_burst_is_followed_within_its_bin_and_a_backlog_is_caught_up():
 def test_nothing_is_let_go_while_somebody_waits_or_what_runs_needs_it():
     _, state = by_demand(1, [40] * 6)
     settings = Settings(
-        moves=None, shed=None, scaling=ScalingSettings(TargetSettings(0.5, 0.2), HoldSettings(0.0, 0.0))
+        moves=None,
+        shed=None,
+        scaling=ScalingSettings(TargetSettings(0.5, 0.2), StabilizationWindow(0.0, 0.0)),
     )
     fleet = [replace(worker(n, (10,) * 4), max_seqs=4) for n in "abcdef"]
     for waiting, wanted in ((5, []), (0, [])):

@@ -16,7 +16,7 @@ from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
 from dataplane.live.control.snapshot_builder import TypeProfiles
@@ -57,7 +57,7 @@ class Autoscale:
         slope, intercept = self.line or (None, None)
         return ScalingSettings(
             TargetSettings(slope, intercept, self.low, self.high, to_zero=self.low == 0),
-            HoldSettings(0.0, self.hold_s),
+            StabilizationWindow(0.0, self.hold_s),
             bin_s=max(min(BIN_S, self.hold_s / BINS_A_HOLD), 1.0),
             ahead=ForecastSettings(),
             near=NEAR,

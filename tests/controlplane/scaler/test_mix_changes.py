@@ -13,7 +13,7 @@ from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.line import line_of
 from controlplane.scaler.mix import MixSettings, choose
 from controlplane.scaler.state import Scaling, ScalingSettings
-from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.scaler.weights import PARTS
 from controlplane.snapshot import Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, WorkerId
@@ -27,7 +27,7 @@ class Fleet:
     def __init__(self, there, types=TWO, target=None, down_s=30.0, **more):
         self.settings = ScalingSettings(
             target or TargetSettings(None, None),
-            HoldSettings(0.0, down_s),
+            StabilizationWindow(0.0, down_s),
             bin_s=5.0,
             worker_types=types,
             **more,

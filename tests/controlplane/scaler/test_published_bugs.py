@@ -16,7 +16,7 @@ from controlplane.migration.balance import MoveSettings
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.policies import JSQ, SPREAD
 from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.snapshot import STARTING, RunningRequest, Scale, Snapshot, WorkerLoad
 from controlplane.types import ClassArrivals, RequestId, Slo, WorkerId
 from controlplane.worker_type import WorkerType
@@ -45,7 +45,7 @@ class Story:
 
     def __init__(self, wanted, target=LINE, profile=None, down_s=60.0):
         types = () if profile is None else (WorkerType.of(profile),)
-        scaling = ScalingSettings(target, HoldSettings(0.0, down_s), worker_types=types)
+        scaling = ScalingSettings(target, StabilizationWindow(0.0, down_s), worker_types=types)
         self.settings = Settings(moves=None, shed=None, scaling=scaling)
         self.state, self.now_s, self.wanted, self.reasons = State(), 0.0, wanted, []
 
@@ -128,7 +128,7 @@ def test_a_worker_that_never_becomes_ready_is_given_up_when_the_demand_is_gone()
     times = np.concatenate([np.sort(np.random.default_rng(0).uniform(0, 60, 500)), [500.0]])
     workload = Workload(times, np.full(501, 60), np.full(501, 30))
     scaling = ScalingSettings(
-        TargetSettings(None, None, high=6), HoldSettings(0.0, 30.0), bin_s=5.0,
+        TargetSettings(None, None, high=6), StabilizationWindow(0.0, 30.0), bin_s=5.0,
         worker_types=(WorkerType.of(p),),
     )  # fmt: skip
     outcome, record = simulate_elastic(

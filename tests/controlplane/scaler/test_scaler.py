@@ -16,7 +16,7 @@ from controlplane.errors import BadInput
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Stop, Undrain, steps_to
 from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import Held, HoldSettings, TargetSettings, hold, target
+from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings, stabilize, target
 from controlplane.scaler.traffic import Demand, Regime, Regimes, change_points, follow, noise_of, observe
 from controlplane.types import WorkerId
 
@@ -150,7 +150,7 @@ def test_zero_arrivals_scale_down_to_the_least_and_to_zero_where_that_is_allowed
 def test_missing_or_stale_metrics_hold():
     assert decide(LINE, None).workers is None
     assert decide(LINE, Regime(0, 10.0, 100), stale=True).workers is None
-    held = hold(HoldSettings(down_s=0.0), Held(7), None, 50.0)
+    held = stabilize(StabilizationWindow(down_s=0.0), Stabilized(7), None, 50.0)
     assert held.wanted == 7
 
 
@@ -173,8 +173,8 @@ def test_a_ttft_that_no_worker_can_meet_asks_for_no_more_workers():
 
 def test_two_workers_become_one():
     assert decide(LINE, Regime(0, 1.5, 10_000)).workers == 1
-    held = hold(HoldSettings(down_s=60.0), Held(2), 1, 0.0)
-    held = hold(HoldSettings(down_s=60.0), held, 1, 60.0)
+    held = stabilize(StabilizationWindow(down_s=60.0), Stabilized(2), 1, 0.0)
+    held = stabilize(StabilizationWindow(down_s=60.0), held, 1, 60.0)
     assert held.wanted == 1
     assert steps(1, standing("a", requests=3), standing("b", requests=2))[0].worker == "b"
 
@@ -200,26 +200,26 @@ def test_an_operators_number_is_respected_until_it_is_taken_back():
 
 
 def test_a_dip_shorter_than_the_hold_is_not_followed_and_a_rise_is_at_once():
-    settings, held = HoldSettings(up_s=0.0, down_s=60.0), Held(5)
+    settings, held = StabilizationWindow(up_s=0.0, down_s=60.0), Stabilized(5)
     for now_s, asked in ((0.0, 3), (30.0, 2), (59.0, 3), (60.0, 5), (61.0, 3), (119.0, 3)):
-        held = hold(settings, held, asked, now_s)
+        held = stabilize(settings, held, asked, now_s)
         assert held.wanted == 5
-    assert hold(settings, held, 9, 120.0).wanted == 9
+    assert stabilize(settings, held, 9, 120.0).wanted == 9
 
 
 def test_after_the_hold_the_fleet_goes_to_the_nearest_target_it_saw():
-    settings, held = HoldSettings(down_s=60.0), Held(8)
+    settings, held = StabilizationWindow(down_s=60.0), Stabilized(8)
     for now_s, asked in ((0.0, 3), (30.0, 6), (60.0, 2)):
-        held = hold(settings, held, asked, now_s)
+        held = stabilize(settings, held, asked, now_s)
     assert held.wanted == 6
 
 
 @given(st.lists(st.integers(4, 6), min_size=2, max_size=60), st.floats(30.0, 300.0))
 def test_a_target_that_flickers_never_moves_the_fleet_more_than_once_a_hold(asked, down_s):
-    settings, held, changes = HoldSettings(up_s=down_s, down_s=down_s), Held(5), []
+    settings, held, changes = StabilizationWindow(up_s=down_s, down_s=down_s), Stabilized(5), []
     for n, number in enumerate(asked):
         before = held.wanted
-        held = hold(settings, held, number, n * 10.0)
+        held = stabilize(settings, held, number, n * 10.0)
         if held.wanted != before:
             changes.append(n * 10.0)
     assert all(b - a >= down_s for a, b in pairwise(changes))
@@ -293,7 +293,7 @@ def test_the_steps_lead_to_what_is_wanted(wanted, shapes):
     "make",
     [
         lambda: Demand(0.0),
-        lambda: HoldSettings(down_s=-1.0),
+        lambda: StabilizationWindow(down_s=-1.0),
         lambda: TargetSettings(1.0, None),
         lambda: TargetSettings(-1.0, 0.0),
         lambda: TargetSettings(1.0, 0.0, low=3, high=2),

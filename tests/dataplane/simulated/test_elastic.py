@@ -13,7 +13,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import OFF
 from controlplane.scaler.state import ScalingSettings
-from controlplane.scaler.target import HoldSettings, TargetSettings
+from controlplane.scaler.target import StabilizationWindow, TargetSettings
 from controlplane.snapshot import Scale
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
@@ -44,7 +44,7 @@ def scaling(**more):
         Settings(
             MoveSettings(),
             scaling=ScalingSettings(
-                target, HoldSettings(0.0, 30.0), worker_types=(WorkerType.of(p),), bin_s=5.0
+                target, StabilizationWindow(0.0, 30.0), worker_types=(WorkerType.of(p),), bin_s=5.0
             ),
         ),
         beat_s=0.5,
@@ -172,7 +172,7 @@ def mixed(*profiles, **more):
     """What tick is told of a fleet of these kinds, and its slots: twelve small ones, four big ones."""
     types = tuple(replace(WorkerType.of(p, USD_PER_H[p.type_name]), **more) for p in profiles)
     scaling = ScalingSettings(
-        TargetSettings(None, None), HoldSettings(0.0, 30.0), bin_s=5.0, worker_types=types
+        TargetSettings(None, None), StabilizationWindow(0.0, 30.0), bin_s=5.0, worker_types=types
     )
     slots = [WorkerSpec(p) for p in profiles for _ in range(12 if p is SMALL else 4)]
     return slots, ControlSettings(Settings(MoveSettings(), scaling=scaling), beat_s=0.5)
