@@ -1,4 +1,4 @@
-"""Kinds of worker: what each is worth, what of them stands, and which cannot be."""
+"""Weights: what a worker of each type is worth, what of them stands, and which types cannot be."""
 
 import math
 

@@ -343,8 +343,7 @@ def test_one_machine_has_one_type_of_gpu() -> None:
 
 
 def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from planning_builders import poisson
-    from test_plan_command import save
+    from planning_builders import poisson, save
 
     save(poisson(requests=300), tmp_path / "trace.csv")
     words = [
