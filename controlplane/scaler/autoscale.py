@@ -198,7 +198,7 @@ def _facts(
     found: Target,
     line: Line | None,
 ) -> Facts:
-    """What was seen, what was compared (workers by each rate), and what the change costs."""
+    """The facts of a change: the observed rates, the workers that each asks for, and the cost."""
     regime, traffic = state.regimes.current, state.traffic
     seen: dict[str, float] = {
         "serving": sum(w.state == SERVING for w in snapshot.workers),

@@ -161,7 +161,7 @@ def forecast(
 
 
 def _filled(counts: Sequence[int | None]) -> Floats:
-    """Counts with what nobody counted taken as the bin before."""
+    """Counts, a bin that was not counted taken as the one before."""
     filled, last = [], 0.0
     for count in counts:
         last = last if count is None else float(count)

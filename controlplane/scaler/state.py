@@ -1,10 +1,9 @@
-"""How the scaler is told to follow demand, and what it remembers from one heartbeat to the next.
+"""The scaler's settings, its state between heartbeats, and the part that outlives a controller.
 
-What a scaler's next life keeps of this one: the counts that its forecasts are made from.
-
-A season is learned over days, and a controller that starts again has none of its own. Bins have no dates
-here: whoever keeps them says how old they are, and what lies between is not counted (`None`). The rest of the
-state (regime, stabilization window, mix) is of minutes, and is found anew in minutes.
+That part are the counts that forecasts are made from: a season is learned over days, and a controller that
+starts again has none of its own. Bins have no dates here: the caller that keeps them says how old they are,
+and what lies between is not counted (`None`). The rest of the state (regime, stabilization window, mix) is of
+minutes, and is found again in minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from controlplane.worker_type import WorkerType
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """How demand becomes workers. `stale_s`: counts older than this are no news.
+    """Settings of following demand. `stale_s`: older counts are taken as missing.
 
     `worker_types`: those that may be had. Their profiles say what a worker can do, where the target has no
     line of its own, or where the lengths drift from those that its line was learned at (`learned_at`); that
@@ -75,7 +74,7 @@ class ScalingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the scaler remembers; empty at the start. A restart loses all but what `to_keep` keeps.
+    """The scaler's state; empty at the start. A restart loses all but what `to_keep` keeps.
 
     `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `fleet_mix` to a mix.
     """

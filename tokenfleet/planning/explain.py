@@ -1,4 +1,4 @@
-"""Why this many: what binds one worker short of the answer, and when.
+"""The explanation of a plan: the constraint that binds one worker short of the answer, and when.
 
 The binding constraint is the one whose relief helps most: one worker short, the trace is replayed with the
 TTFT target, the TPOT target or the KV memory a quarter larger, or with prefill a fifth cheaper, and each
@@ -41,7 +41,7 @@ class Binding:
 
 
 def binding(worlds: Worlds, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
-    """What stops `fleet`, which fails the trace at `rate_scale`."""
+    """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
     workload = worlds.workload if rate_scale == 1.0 else worlds.workload.scaled(rate_scale)
     trials = [(worlds, fleet), *(_relieved(worlds, fleet, c) for c in CONSTRAINTS)]
     outcomes = pool.map(lambda trial: trial[0].replay(trial[1], workload=workload), trials)

@@ -1,4 +1,4 @@
-"""When the target cannot be had: the nearest one that can, found by loosening only what must give."""
+"""The nearest feasible target to one that cannot be met, found by loosening as little as possible."""
 
 from __future__ import annotations
 

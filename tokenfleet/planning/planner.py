@@ -1,9 +1,9 @@
-"""The planner: from a workload, a target and what may be bought to the cheapest fleet that holds it.
+"""The planner: finds the cheapest fleet that holds a target on a workload, and explains it.
 
 For each kind of worker a fluid bound starts a search on the trace as it is; the cheapest kinds are then
-confirmed in worlds that might as well have been (other arrivals, other coefficients) until the lower bound
-of attainment meets the target; a mix is taken where it is cheaper and holds as well. The rest explains the
-answer: one worker fewer, what binds and when, the worker line, the schedule, other policies, other targets.
+confirmed in replicates (other arrivals, other coefficients) until the lower bound of attainment meets the
+target; a mix is taken where it is cheaper and holds as well. The rest explains the answer: one worker fewer,
+what binds and when, the worker line, the schedule, other policies, other targets.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _one_fewer(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Thre
 
 
 def _binding(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Threads) -> Binding:
-    """What binds at the largest fleet that fails the trace.
+    """The binding constraint at the largest fleet that fails the trace.
 
     Where that fleet is lost altogether (or there is none), no relief would show: then the smallest fleet that
     does meet the target is made to fail by raising the rate.

@@ -1,4 +1,4 @@
-"""What a plan answers: the fleet, how sure it is, why it is that large, and what else was looked at."""
+"""The result of a plan: the fleet, its certainty, the reasons for its size, and the alternatives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def latency(values_s: NDArray[np.float64]) -> Latency:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A fleet that was looked at. `estimate` is None when it was sized on the trace alone."""
+    """A fleet that was considered. `estimate` is None when it was sized on the trace alone."""
 
     fleet: Fleet
     on_trace: float
@@ -67,7 +67,7 @@ class OneFewer:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """How far attainment scatters (standard deviation) from each source of doubt alone.
+    """The scatter of attainment (standard deviation) from each source of doubt alone.
 
     Arrivals as they might have come, levels of the traffic that drift (0 where that was not asked for),
     coefficients within their residuals.
@@ -100,7 +100,7 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the plan was made from, for the record."""
+    """The inputs of a plan, for the record."""
 
     trace: str
     requests: int

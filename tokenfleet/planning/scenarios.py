@@ -1,26 +1,22 @@
-"""Replays of the trace in worlds that might have been.
+"""Bootstrap replicates: replays of the trace with arrivals resampled and coefficients drawn.
 
-World 0 is the trace as it is on workers as their profiles say. World i > 0 draws its arrivals (bootstrap),
-where it is asked for how far the traffic's level has drifted, the workers' coefficients (from the profiles'
-residuals) and the policy's seed, all from (seed, i) alone: two fleets meet the same worlds (common random
-numbers), so their difference is the fleets' and not the draw's.
+Replicate 0 is the trace as it is on workers as their profiles say. Replicate i > 0 draws its arrivals
+(bootstrap), where it is asked for how far the traffic's level has drifted, the workers' coefficients (from
+the profiles' residuals) and the policy's seed, all from (seed, i) alone: two fleets meet the same replicates
+(common random numbers), so their difference is the fleets' and not the draw's.
 
-The same traffic as it might have come: a local block bootstrap of the arrivals.
+**Arrivals** are a local block bootstrap. The trace is cut into blocks of time and each block is replaced by
+one that begins nearby, requests with their lengths and gaps untouched. Blocks keep what makes a fleet miss
+(bursts, runs of long prompts) whole; drawing them nearby keeps the shape of the hour or the day (Dowla,
+Paparoditis and Politis, 2003). Future traffic differs from the trace twice: the trace is itself a draw from
+its traffic, and so is the next one. One resampling makes up for the second alone; a plan for other traffic
+than the trace needs both.
 
-The trace is cut into blocks of time and each block is replaced by one that begins nearby, requests with
-their lengths and gaps untouched. Blocks keep what makes a fleet miss (bursts, runs of long prompts) whole;
-drawing them nearby keeps the shape of the hour or the day (Dowla, Paparoditis and Politis, 2003).
-
-What comes next differs from the trace twice: the trace is itself a draw from its traffic, and so is the next
-one. One resampling makes up for the second alone; a plan for other traffic than the trace needs both.
-
-Traffic that becomes another: how far its level may have gone by the time a plan is used.
-
-A bootstrap draws the traffic that was once more. What comes next may also have another level: other rates,
-longer prompts, other outputs. Of each of `SPANS` equal spans of the trace (more, where those would be longer
-than an hour), x = (log requests, log mean prompt, log mean output). A trend is the trace's shape, which a
-plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes
-from one span to the next, it is taken to change from the trace to what is planned for:
+**Drift** is how far the traffic's level may have gone by the time a plan is used: other rates, longer
+prompts, other outputs. Of each of `SPANS` equal spans of the trace (more, where those would be longer than an
+hour), x = (log requests, log mean prompt, log mean output). A trend is the trace's shape, which a plan keeps;
+what departs from it shows in the second differences d = x₋ - 2x + x₊. As much as a level changes from one
+span to the next, it is taken to change from the trace to what is planned for:
 
     drift ~ N(0, S),   S seen = E[d dᵀ] / 3
 
@@ -39,12 +35,12 @@ degrees of freedom would be; a draw of drift then has Student's t distribution:
 
     S = (n · S seen + WEIGHT · USUAL²) / (n + WEIGHT),   n + WEIGHT degrees of freedom
 
-n is less than the second differences are, because neighbours share spans: `INDEPENDENT` of them count. A long
-trace outweighs what is usual.
+n is less than the number of second differences, because neighbours share spans: `INDEPENDENT` of them count.
+A long trace outweighs what is usual.
 
-A swing within the trace that its spans are too coarse to follow is taken for drift, too, and traffic that
-never changes is hedged for all the same; a plan for traffic that keeps the trace's shape is better off
-without (`plan --drift` asks for it).
+A swing within the trace that its spans are too coarse to follow is taken for drift, too, and a plan is hedged
+even for traffic that never changes; for traffic that keeps the trace's shape drift is better left out (`plan
+--drift` asks for it).
 """
 
 from __future__ import annotations
@@ -89,7 +85,7 @@ class Worlds:
         max_misses: int | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
-        """What becomes of the requests, or of `workload` instead, on `fleet` in a world.
+        """The outcome of the requests, or of `workload` instead, on `fleet` in a world.
 
         Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
         `doubted`: what is drawn there, the rest being as it was.
@@ -185,7 +181,7 @@ FEWEST_BURSTS = 2.0  # and bursts of it: the logarithm of a count of one burst o
 
 @dataclass(frozen=True)
 class Drift:
-    """How far levels go: `spread`, [3, 3], a root of S for (rate, prompts, outputs), known so well."""
+    """The drift of levels: `spread`, [3, 3], a root of S for (rate, prompts, outputs), and its certainty."""
 
     spread: NDArray[np.float64]
     freedom: float  # degrees of it; what Student's t is asked for
@@ -204,14 +200,14 @@ class Drift:
 def drift_of(
     workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
 ) -> Drift:
-    """What the trace shows of drift, joined with what is usual, which weighs so many degrees of freedom."""
+    """The trace's drift joined with the usual one, which weighs so many degrees of freedom."""
     seen, independent = drift_seen(workload, fewest_spans)
     freedom = independent + weight
     return Drift(_root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom), freedom)
 
 
 def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[np.float64], float]:
-    """What the trace alone shows: S, and the degrees of freedom it is known with; 0 of a trace too short."""
+    """The drift of the trace alone: S, and its degrees of freedom; 0 for a trace that is too short."""
     spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
     if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
         return np.zeros((3, 3)), 0.0

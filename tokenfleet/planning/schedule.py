@@ -1,15 +1,13 @@
-"""How many workers when: the trace cut into windows of equal length, each with the fewest that do.
+"""The schedule: equal windows of the trace, each with the fewest workers that do, and its cost.
 
 A window begins with a lead-in, so that it does not start on an idle fleet, and is judged by the requests
 that arrive in it. Every window must meet the target where the fleet sized on the trace can; then workers
 are given back where they save most misses, until the whole trace meets the target too. What the full fleet
 has beyond the trace's own need (its margin for doubt) every window gets in proportion.
 
-What a schedule costs once a worker takes time to start: it is ordered, and paid, before it serves.
-
-A worker wanted from t on is ordered at t - L, L being the cold start. One that would be given back and wanted
-again within L is kept. So at t as many are paid as the schedule wants at most within [t, t + L]. The workers
-of the first stretch are taken as running already; what draining takes is not counted.
+With a cold start L, a worker wanted from t on is ordered, and paid, at t - L. One that would be given back
+and wanted again within L is kept. So at t as many are paid as the schedule wants at most within [t, t + L].
+The workers of the first stretch are taken as running already; the time of draining is not counted.
 """
 
 from __future__ import annotations
@@ -158,7 +156,7 @@ def _merged(windows: list[_Window], workers: list[int]) -> tuple[Stretch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """So many workers ordered at a time, to serve from another on. Before 0: before the trace begins."""
+    """Workers ordered at one time to serve from another on. Before 0: before the trace begins."""
 
     order_s: float
     ready_s: float
@@ -190,7 +188,7 @@ class Paid:
 
 
 def paid(wanted: Sequence[Stretch], cold_start_s: float) -> Paid:
-    """What the stretches (in order, no gap between them) cost when a start takes so many seconds."""
+    """The cost of the stretches (in order, no gap between them) when a start takes so many seconds."""
     if not wanted:
         return Paid(cold_start_s, (), ())
     first_s, end_s = wanted[0].start_s, wanted[-1].end_s
@@ -208,7 +206,7 @@ def paid(wanted: Sequence[Stretch], cold_start_s: float) -> Paid:
 
 
 def _orders(wanted: Sequence[Stretch], cold_start_s: float) -> tuple[Order, ...]:
-    """Each rise that no kept worker covers. The n-th worker is looked at by itself: it is wanted or not."""
+    """Each rise that no kept worker covers. Each n-th worker is considered by itself: it is wanted or not."""
     orders: dict[float, int] = {}
     for level in range(1, max(s.workers for s in wanted) + 1):
         left_s: float | None = None if wanted[0].workers < level else wanted[0].start_s

@@ -1,6 +1,7 @@
-"""How many workers of one kind? A bound from below, a search on the trace as it is, then other worlds.
+"""The sizing of one kind of worker: a bound from below, a search on the trace, then replicates.
 
-What no number of workers can mend: a request that breaks its target with a worker all to itself.
+Requests that break their target with a worker all to themselves are found first: no count serves them in
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed
 
 @dataclass
 class Sizing:
-    """What is known about one kind of worker for one question.
+    """The sizing of one kind of worker for one question.
 
     `on_trace` maps a worker count to attainment on the trace as it is; `sure` to the estimate over worlds.
     `workers` is the smallest count that meets the target on the trace; `confirmed` the smallest that does
@@ -259,7 +260,7 @@ def look(
 
 
 def by_decode(worlds: Worlds, worker_type: WorkerType) -> float:
-    """Workers by Eq 6, which looks at decode alone: a first guess, no bound."""
+    """Workers by Eq 6, which counts decode alone: a first guess, no bound."""
     workload = worlds.workload
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     try:
