@@ -16,7 +16,7 @@ before the twenty-four of now (drift_settings.py; docs/figures.md has both).
 `covered` is the share of plans whose own lower bound on attainment (`attainment.low` in their JSON) was
 reached by their fleet on the held-out window; it is continuous, so that its coverage can be the confidence
 exactly. `held` is the share of plans that met the target there, `said` the probability that they themselves
-stated: (worlds that hold + 1/2) / (worlds + 1). Workers are whole: a plan that holds with at least its
+stated: (replicates that hold + 1/2) / (replicates + 1). Workers are whole: a plan that holds with its
 confidence rounds up, and holds more often than asked the coarser a worker is.
 
 `in reach` is the share of plans at 0.9 within one worker of the fewest that meet the target on the window,
@@ -43,7 +43,7 @@ from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.held_out_windows import MINUTES, QUICK_WINDOWS, Pair, pairs_of
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show
-from tokenfleet.planning.estimate import worlds_for
+from tokenfleet.planning.estimate import replicates_for
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
@@ -72,15 +72,15 @@ def attained(later: Workload, workers: int, truth: Profile, slo: Slo, predictor:
 
 
 def said(plan: Plan, known: Workload, memory: Memory) -> float:
-    """The probability with which the plan's own worlds say that its fleet holds."""
+    """The probability with which the plan's own replicates say that its fleet holds."""
     asked = plan.question
     assert plan.best is not None
     predictor = LengthTable.from_history(known.prompt_tokens, known.output_tokens)
-    worlds = memory.worlds(known, asked.slo, asked.policy, asked.seed, predictor, lambda: None)
-    worlds = replace(worlds, drifts=asked.drift)
-    count = worlds_for(asked.confidence)
-    hopeless = max(len(known) // 5, 1)  # as the planner breaks a world off, so that its replays are known
-    replays = [worlds.replay(plan.best.fleet, w, max_misses=hopeless) for w in range(1, count + 1)]
+    replicates = memory.replicates(known, asked.slo, asked.policy, asked.seed, predictor, lambda: None)
+    replicates = replace(replicates, drifts=asked.drift)
+    count = replicates_for(asked.confidence)
+    hopeless = max(len(known) // 5, 1)  # as the planner breaks a replicate off, so that its replays are known
+    replays = [replicates.replay(plan.best.fleet, w, max_misses=hopeless) for w in range(1, count + 1)]
     return (sum(r.attainment >= asked.attainment for r in replays) + 0.5) / (count + 1)
 
 
@@ -118,7 +118,7 @@ def judged(
         question = PlanRequest(slo, attainment=TARGET, confidence=confidence, seed=seed, drift=drifts)
         inputs = described("window", known, ())
         plan = make_plan(
-            known, [worker_type], question, inputs, pool, explained=False, worlds_of=memory.worlds
+            known, [worker_type], question, inputs, pool, explained=False, replicates_of=memory.replicates
         )
         workers = guess = plan.best.fleet.workers if plan.best is not None else 0
         row[f"workers {confidence:g}"] = workers

@@ -8,12 +8,12 @@ the distance between the 16 and 84 % quantiles, which outliers leave alone. `dri
 at half an hour, and that they hardly grow with the stretch is what its law of 1/f rests on.
 
 *Settings*: instead of plans, which take minutes each, the load's 95th percentile over half a minute (prompt
-and output tokens weighed by what they cost a worker), in worlds and in the window that came. `covered` as in
-calibration.py: the share of windows whose load was at most the world's at that rank, a twentieth of noise in
-both for the coefficients. `in reach`: a fleet for the load at 0.9, within one worker of one for the load that
-came, with fleets of about the size that calibration.py has. Sources: m-mid's first week and regimes that
-calibration.py does not judge; Azure's hour, which it does, is shown but not in `together`. The first setting
-knows of nothing usual.
+and output tokens weighed by what they cost a worker), in replicates and in the window that came. `covered` as
+in calibration.py: the share of windows whose load was at most the replicate's at that rank, a twentieth of
+noise in both for the coefficients. `in reach`: a fleet for the load at 0.9, within one worker of one for the
+load that came, with fleets of about the size that calibration.py has. Sources: m-mid's first week and regimes
+that calibration.py does not judge; Azure's hour, which it does, is shown but not in `together`. The first
+setting knows of nothing usual.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from controlplane.workload import Workload
 from experiments.lib.held_out_windows import STANDS_S, Pair, arrivals, made, pairs_of, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import flags, show
-from tokenfleet.planning.estimate import WORLDS, rank
-from tokenfleet.planning.scenarios import SPANS, USUAL, WEIGHT, Drift, drift_of, next_like
+from tokenfleet.planning.estimate import REPLICATES, rank
+from tokenfleet.planning.replicates import SPANS, USUAL, WEIGHT, Drift, drift_of, next_like
 
 WEEK = 1008  # ten-minute rates
 MINUTES = (10, 30, 60, 180, 360)
@@ -48,7 +48,7 @@ SETTINGS = (
     (SPANS, 0.12, WEIGHT),
 )
 
-Case = tuple[Workload, list[Workload], float]  # what is known, its bootstrapped worlds, the load that came
+Case = tuple[Workload, list[Workload], float]  # what is known, its replicates, the load that came
 
 
 def first_week(data: Path) -> NDArray[np.float64]:
@@ -91,7 +91,7 @@ def load(workload: Workload) -> float:
 
 def cases_of(pairs: list[Pair]) -> list[Case]:
     return [
-        (now, [next_like(now, np.random.default_rng([5, i, w])) for w in range(WORLDS)], load(then))
+        (now, [next_like(now, np.random.default_rng([5, i, w])) for w in range(REPLICATES)], load(then))
         for i, (now, then) in enumerate(pairs)
     ]
 
@@ -100,16 +100,18 @@ def judged(cases: list[Case], needed: float, setting: tuple[int, float, float]) 
     covered: dict[float, list[bool]] = {c: [] for c in CONFIDENCES}
     near = []
     usually = float(np.mean([came for _, _, came in cases]))
-    for i, (known, worlds, came) in enumerate(cases):
+    for i, (known, replicates, came) in enumerate(cases):
         rng = np.random.default_rng([3, i])
         drift: Drift = drift_of(known, *setting)
-        loads = np.sort([load(drift.drawn(w, rng)) + NOISE * rng.standard_normal() for w in worlds])
+        loads = np.sort([load(drift.drawn(w, rng)) + NOISE * rng.standard_normal() for w in replicates])
         really = came + NOISE * rng.standard_normal()
         for c in CONFIDENCES:
-            covered[c].append(bool(really <= loads[rank(WORLDS, c) - 1]))
+            covered[c].append(bool(really <= loads[rank(REPLICATES, c) - 1]))
         for part in np.linspace(-0.5, 0.5, 10, endpoint=False):  # of a worker: sizes are as they come
             carried = np.exp(usually) / (needed + part)
-            planned, fewest = (np.ceil(np.exp(x) / carried) for x in (loads[rank(WORLDS, 0.9) - 1], really))
+            planned, fewest = (
+                np.ceil(np.exp(x) / carried) for x in (loads[rank(REPLICATES, 0.9) - 1], really)
+            )
             near.append(bool(abs(planned - fewest) <= 1))
     row = {f"covered {c:g}": float(np.mean(each)) for c, each in covered.items()}
     return row | {"in reach": float(np.mean(near))}

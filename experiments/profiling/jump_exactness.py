@@ -2,7 +2,7 @@
 
     python experiments/profiling/jump_exactness.py [--quick] [--seed N] [--format table|json]
 
-Random small worlds (block sizes, hinges, KV short enough to preempt, priorities, simultaneous arrivals) run
+Random small cases (block sizes, hinges, KV short enough to preempt, priorities, simultaneous arrivals) run
 in the compiled engine and in the independent step-by-step engine of the tests.
 """
 

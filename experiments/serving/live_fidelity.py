@@ -10,7 +10,7 @@ requests sent in the even ones are judged by a simulation of the whole replay wi
 way round. So every request is judged, each by a profile that has not seen a step of its stretch. What the way
 to the engine and back takes is learned in the same stretches, from requests that found their worker idle, as
 `compare --steps` learns it from all of a replay.
-Requests go to the worker with the smallest share of its KV promised, in both worlds.
+Requests go to the worker with the smallest share of its KV promised, in both planes.
 
 Stretches alternate, since a machine that others share is now faster and now slower for minutes. Fitted to a
 first half and judged on a second, the difference between the two halves is nearly all there is in the errors;

@@ -15,8 +15,8 @@ import numpy as np
 
 from controlplane.types import Slo
 from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, ceiling, passes_on_trace
 from tokenfleet.planning.threads import Threads
@@ -48,12 +48,14 @@ class DemandLine:
         return max(math.ceil(self.workers_per_rps * rate_rps + self.intercept), 1)
 
 
-def demand_line(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> DemandLine | None:
+def demand_line(
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
+) -> DemandLine | None:
     """The line for one kind of worker on this trace; None where too few rates say something."""
     assert sizing.workers is not None
-    rate = worlds.workload.rate_rps
+    rate = replicates.workload.rate_rps
     scales = FOR_FEW if sizing.workers <= sizing.fewest + 1 else RATE_SCALES
-    counts = pool.map(lambda scale: crossing(worlds, question, sizing, scale), scales)
+    counts = pool.map(lambda scale: crossing(replicates, question, sizing, scale), scales)
     points = tuple((rate * scale, n) for scale, n in zip(scales, counts, strict=True) if n is not None)
     if len(points) < FEWEST_POINTS or rate <= 0:
         return None
@@ -62,23 +64,25 @@ def demand_line(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Thr
     spread = float(((y - y.mean()) ** 2).sum())
     left = float(((y - (slope * x + intercept)) ** 2).sum())
     r2 = 1.0 - left / spread if spread > 0 else 1.0
-    lengths = worlds.workload.prompt_tokens.mean(), worlds.workload.output_tokens.mean()
+    lengths = replicates.workload.prompt_tokens.mean(), replicates.workload.output_tokens.mean()
     return DemandLine(float(slope), float(intercept), r2, points, *map(float, lengths))
 
 
-def crossing(worlds: Worlds, question: PlanRequest, sizing: Sizing, rate_scale: float) -> float | None:
+def crossing(
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, rate_scale: float
+) -> float | None:
     """Workers, with a fraction, at which the trace `rate_scale` times as fast just meets the target.
 
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
     """
     assert sizing.workers is not None
-    workload = worlds.workload.scaled(rate_scale)
+    workload = replicates.workload.scaled(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
     seen: dict[int, float] = {}  # misses; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
-        outcome = worlds.replay(
+        outcome = replicates.replay(
             sizing.fleet(workers), workload=workload, max_misses=max(int(_BROKEN_OFF * allowed), 1)
         )
         seen[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
@@ -114,39 +118,43 @@ class Costed:
     fleet: Fleet | None
 
 
-def baselines(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> tuple[Baseline, ...]:
+def baselines(
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
+) -> tuple[Baseline, ...]:
     """The needs of the usual policies, sized like `sizing` on the trace as it is."""
     assert sizing.workers is not None
     cap = _HOPELESS * sizing.workers + 2
 
     def one(policy: str) -> Baseline:
-        return Baseline(policy, _fewest(replace(worlds, policy=policy), question, sizing, cap), cap)
+        return Baseline(policy, _fewest(replace(replicates, policy=policy), question, sizing, cap), cap)
 
     return tuple(pool.map(one, [p for p in BASELINES if p != question.policy]))
 
 
-def cost_by_slo(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> tuple[Costed, ...]:
+def cost_by_slo(
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
+) -> tuple[Costed, ...]:
     """The fleet's size as both targets are eased and tightened."""
     assert sizing.workers is not None
     found = sizing.workers
 
     def one(scale: float) -> Costed:
-        slo = Slo(worlds.slo.ttft_s * scale, worlds.slo.tpot_s * scale)
+        slo = Slo(replicates.slo.ttft_s * scale, replicates.slo.tpot_s * scale)
         if scale == 1.0:
             return Costed(scale, slo, sizing.fleet(found))
-        if ceiling(sizing.worker_type.profile, worlds.workload, slo) < question.attainment:
+        if ceiling(sizing.worker_type.profile, replicates.workload, slo) < question.attainment:
             return Costed(scale, slo, None)
-        return Costed(scale, slo, _fewest(replace(worlds, slo=slo), question, sizing, 4 * found + 4))
+        return Costed(scale, slo, _fewest(replace(replicates, slo=slo), question, sizing, 4 * found + 4))
 
     return tuple(pool.map(one, SLO_SCALES))
 
 
-def _fewest(worlds: Worlds, question: PlanRequest, sizing: Sizing, cap: int) -> Fleet | None:
+def _fewest(replicates: Replicates, question: PlanRequest, sizing: Sizing, cap: int) -> Fleet | None:
     """The smallest fleet of the sizing's kind on the trace, searched outwards from the answer's count."""
     assert sizing.workers is not None
     fresh = Sizing(sizing.worker_type, prefill_share=sizing.prefill_share, mix=sizing.mix)
     found = smallest(
-        lambda n: passes_on_trace(worlds, question, fresh, n), sizing.fewest, sizing.workers, cap
+        lambda n: passes_on_trace(replicates, question, fresh, n), sizing.fewest, sizing.workers, cap
     )
     return None if found is None else fresh.fleet(found)
 

@@ -24,51 +24,53 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-WORLDS = 19  # r is a whole number for each multiple of 0.05
-MOST_WORLDS = 39  # a confidence above 0.975 would take more than pay
+REPLICATES = 19  # r is a whole number for each multiple of 0.05
+MOST_REPLICATES = 39  # a confidence above 0.975 would take more than pay
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Attainment of a fleet: its mean over worlds, and one-sided bounds each held with `confidence`.
+    """Attainment of a fleet: its mean over replicates, and one-sided bounds each held with `confidence`.
 
-    At a confidence well below 0.95 the lower bound may be above a mean that a few bad worlds pull down.
+    At a confidence well below 0.95 the lower bound may be above a mean that a few bad replicates pull down.
     """
 
     expected: float
     low: float
     high: float
     confidence: float
-    worlds: int
+    replicates: int
 
 
 def estimate(misses: Sequence[int], requests: Sequence[int], confidence: float) -> Estimate:
-    """Bounds from two worlds or more: `misses[i]` of `requests[i]`."""
+    """Bounds from two replicates or more: `misses[i]` of `requests[i]`."""
     missed, judged = np.asarray(misses, float), np.asarray(requests, float)
-    worlds = len(missed)
+    replicates = len(missed)
     share = np.sort(missed / judged)
     expected = 1.0 - float(missed.sum() / judged.sum())
-    place = rank(worlds, confidence)
-    if place <= worlds:
-        low, high = 1.0 - float(share[place - 1]), 1.0 - float(share[worlds - place])
+    place = rank(replicates, confidence)
+    if place <= replicates:
+        low, high = 1.0 - float(share[place - 1]), 1.0 - float(share[replicates - place])
     else:
         y = np.log((missed + 0.5) / (judged + 1.0))
-        reach = float(stats.t.ppf(confidence, worlds - 1) * y.std(ddof=1) * np.sqrt(1.0 + 1.0 / worlds))
+        reach = float(
+            stats.t.ppf(confidence, replicates - 1) * y.std(ddof=1) * np.sqrt(1.0 + 1.0 / replicates)
+        )
         low = min(1.0 - float(np.exp(y.mean() + reach)), 1.0 - float(share[-1]))
         high = max(1.0 - float(np.exp(y.mean() - reach)), 1.0 - float(share[0]))
     low = max(min(low, most_showable(round(judged.mean()), confidence)), 0.0)
-    return Estimate(expected, low, min(max(high, low), 1.0), confidence, worlds)
+    return Estimate(expected, low, min(max(high, low), 1.0), confidence, replicates)
 
 
-def rank(worlds: int, confidence: float) -> int:
-    """The number of worlds that must hold; more than there are where they are too few to tell."""
-    return math.ceil(confidence * (worlds + 1) - 1e-9)
+def rank(replicates: int, confidence: float) -> int:
+    """The number of replicates that must hold; more than there are where they are too few to tell."""
+    return math.ceil(confidence * (replicates + 1) - 1e-9)
 
 
-def worlds_for(confidence: float) -> int:
-    """The number of worlds to replay."""
+def replicates_for(confidence: float) -> int:
+    """The number of replicates to replay."""
     needed = math.ceil(1.0 / (1.0 - confidence) - 1e-9) - 1
-    return max(needed, WORLDS) if needed <= MOST_WORLDS else WORLDS
+    return max(needed, REPLICATES) if needed <= MOST_REPLICATES else REPLICATES
 
 
 def most_showable(requests: int, confidence: float) -> float:

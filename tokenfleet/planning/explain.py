@@ -17,7 +17,7 @@ from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.scenarios import Worlds
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.threads import Threads
 
@@ -40,10 +40,10 @@ class Binding:
     rate_scale: float  # 1, or how much faster the trace had to run before this fleet failed
 
 
-def binding(worlds: Worlds, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
+def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
     """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
-    workload = worlds.workload if rate_scale == 1.0 else worlds.workload.scaled(rate_scale)
-    trials = [(worlds, fleet), *(_relieved(worlds, fleet, c) for c in CONSTRAINTS)]
+    workload = replicates.workload if rate_scale == 1.0 else replicates.workload.scaled(rate_scale)
+    trials = [(replicates, fleet), *(_relieved(replicates, fleet, c) for c in CONSTRAINTS)]
     outcomes = pool.map(lambda trial: trial[0].replay(trial[1], workload=workload), trials)
     failing = outcomes[0]
     relief = {
@@ -58,7 +58,7 @@ def binding(worlds: Worlds, fleet: Fleet, pool: Threads, rate_scale: float = 1.0
         constraint,
         relief,
         # In the trace's own time, and no longer than it is: the last window is seldom full.
-        (start_s * rate_scale, min(end_s * rate_scale, float(worlds.workload.arrival_s[-1]))),
+        (start_s * rate_scale, min(end_s * rate_scale, float(replicates.workload.arrival_s[-1]))),
         attained,
         fleet,
         failing.attainment,
@@ -101,7 +101,7 @@ class Plateau:
 
 
 def plateau(
-    worlds: Worlds, profile: Profile, on_trace: Mapping[int, float], workers: int, target: float
+    replicates: Replicates, profile: Profile, on_trace: Mapping[int, float], workers: int, target: float
 ) -> Plateau | None:
     """The flat part of the curve `on_trace` around the answer; None where another worker counts.
 
@@ -118,9 +118,9 @@ def plateau(
     missed = 1.0 - on_trace.get(max(near), 1.0)
     if len(near) < 3 or missed < allowed / 2:
         return None
-    ttft_s, tpot_s = alone_ttft_s(profile, worlds.workload), alone_tpot_s(profile, worlds.workload)
-    late, slow = ttft_s[ttft_s > worlds.slo.ttft_s], tpot_s[tpot_s > worlds.slo.tpot_s]
-    requests = len(worlds.workload)
+    ttft_s, tpot_s = alone_ttft_s(profile, replicates.workload), alone_tpot_s(profile, replicates.workload)
+    late, slow = ttft_s[ttft_s > replicates.slo.ttft_s], tpot_s[tpot_s > replicates.slo.tpot_s]
+    requests = len(replicates.workload)
     return Plateau(
         tuple(sorted(near)),
         _span(on_trace, near),
@@ -143,19 +143,19 @@ def _missed_most(outcome: Outcome) -> str:
     return "ttft" if late >= slow else "tpot"
 
 
-def _relieved(worlds: Worlds, fleet: Fleet, constraint: str) -> tuple[Worlds, Fleet]:
+def _relieved(replicates: Replicates, fleet: Fleet, constraint: str) -> tuple[Replicates, Fleet]:
     """The same trial with one constraint eased."""
-    slo = worlds.slo
+    slo = replicates.slo
     if constraint == "ttft":
-        return replace(worlds, slo=Slo(slo.ttft_s * RELIEF, slo.tpot_s)), fleet
+        return replace(replicates, slo=Slo(slo.ttft_s * RELIEF, slo.tpot_s)), fleet
     if constraint == "tpot":
-        return replace(worlds, slo=Slo(slo.ttft_s, slo.tpot_s * RELIEF)), fleet
+        return replace(replicates, slo=Slo(slo.ttft_s, slo.tpot_s * RELIEF)), fleet
     ease = more_kv if constraint == "kv" else cheaper_prefill
     groups = tuple(
         replace(group, worker_type=replace(group.worker_type, known_profile=ease(group.worker_type.profile)))
         for group in fleet.groups
     )
-    return worlds, Fleet(groups)
+    return replicates, Fleet(groups)
 
 
 def more_kv(profile: Profile) -> Profile:
@@ -184,12 +184,12 @@ def cheaper_prefill(profile: Profile) -> Profile:
     return replace(profile, step=eased, prefill=prefill)
 
 
-def failing_rate(worlds: Worlds, fleet: Fleet, target: float, workload: Workload) -> float:
+def failing_rate(replicates: Replicates, fleet: Fleet, target: float, workload: Workload) -> float:
     """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
     scale = 1.25
     while scale < 64.0:
         most = int(8 * (1.0 - target) * len(workload)) + 1
-        outcome = worlds.replay(fleet, workload=workload.scaled(scale), max_misses=most)
+        outcome = replicates.replay(fleet, workload=workload.scaled(scale), max_misses=most)
         if not outcome.complete or outcome.attainment < target:
             return scale
         scale *= 1.25

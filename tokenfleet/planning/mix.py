@@ -23,9 +23,9 @@ from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, Spares, spares_for
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import OneFewer, Plan
-from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.schedule import Schedule, Stretch
 from tokenfleet.planning.sizing import Sizing, holds
 from tokenfleet.planning.threads import Threads
@@ -44,7 +44,7 @@ class Mixed:
 
 
 def cheaper_mix(
-    worlds: Worlds, question: PlanRequest, sizings: Sequence[Sizing], best: Fleet, pool: Threads
+    replicates: Replicates, question: PlanRequest, sizings: Sequence[Sizing], best: Fleet, pool: Threads
 ) -> Mixed | None:
     """A verified mix cheaper than `best`, or None. Split fleets are not mixed."""
     usable = [s for s in sizings if s.workers is not None and not s.worker_type.is_split]
@@ -67,10 +67,10 @@ def cheaper_mix(
         if not mix.cost < best.cost:
             return None
         if len(counts) > 1:
-            allowed = (1.0 - question.attainment) * len(worlds.workload)
-            outcome = worlds.replay(mix, max_misses=int(8 * allowed) + 1)
+            allowed = (1.0 - question.attainment) * len(replicates.workload)
+            outcome = replicates.replay(mix, max_misses=int(8 * allowed) + 1)
             if outcome.complete and outcome.attainment >= question.attainment:
-                held, verdict = holds(worlds, question, mix, pool)
+                held, verdict = holds(replicates, question, mix, pool)
                 if held:
                     return Mixed(mix, verdict)
         demand *= MORE

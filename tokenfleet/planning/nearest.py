@@ -10,8 +10,8 @@ from controlplane.perfmodel.capacity import fluid_workers_of
 from controlplane.types import Slo
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import PER_REQUEST, Sizing, confirm, nearest_possible, size_on_trace
 from tokenfleet.planning.threads import Threads
@@ -32,44 +32,46 @@ class Nearest:
 
 
 def nearest_feasible(
-    worlds: Worlds, question: PlanRequest, sizings: Sequence[Sizing], pool: Threads
+    replicates: Replicates, question: PlanRequest, sizings: Sequence[Sizing], pool: Threads
 ) -> Nearest | None:
     """Of all kinds the least loosened target, the cheaper fleet among equals; None if nothing helps."""
-    found = pool.map(lambda sizing: nearest_of_kind(worlds, question, sizing, pool), sizings)
+    found = pool.map(lambda sizing: nearest_of_kind(replicates, question, sizing, pool), sizings)
     return min((n for n in found if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
 
 
-def nearest_of_kind(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads) -> Nearest | None:
+def nearest_of_kind(
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
+) -> Nearest | None:
     """The nearest target for one kind of worker, within the question's limits and at its confidence.
 
     First only what a lone request breaks is loosened; where that is not enough, both targets are.
     """
-    asked, profile = worlds.slo, sizing.worker_type.profile
-    base = nearest_possible(profile, worlds.workload, asked, question.attainment)
+    asked, profile = replicates.slo, sizing.worker_type.profile
+    base = nearest_possible(profile, replicates.workload, asked, question.attainment)
     broken = (base.ttft_s > asked.ttft_s, base.tpot_s > asked.tpot_s)
     limit = question.most_workers(sizing.worker_type)
     fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
         return None
-    bound = fluid_workers_of(worlds.workload, profile, base, question.attainment)
-    plenty = max(min(_PLENTY * bound, PER_REQUEST * len(worlds.workload)), 2 * fewest)
+    bound = fluid_workers_of(replicates.workload, profile, base, question.attainment)
+    plenty = max(min(_PLENTY * bound, PER_REQUEST * len(replicates.workload)), 2 * fewest)
     fleet = of_one_kind(
         sizing.worker_type, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5
     )
     for which in dict.fromkeys((broken, (True, True))):
-        first = _first_step(worlds, question, fleet, base, which) if any(which) else None
+        first = _first_step(replicates, question, fleet, base, which) if any(which) else None
         if first is None:
             continue
         sized: dict[int, Sizing] = {}
 
         def holds(step: int, which: tuple[bool, bool] = which, sized: dict[int, Sizing] = sized) -> bool:
-            eased = replace(worlds, slo=_target(base, which, step))
+            eased = replace(replicates, slo=_target(base, which, step))
             sized[step] = size_on_trace(eased, question, sizing.worker_type)
             if sized[step].workers is not None:
                 confirm(eased, question, sized[step], pool)
             return sized[step].confirmed is not None
 
-        # What holds on the trace may not hold in other worlds: looser still, it does.
+        # What holds on the trace may not hold in other replicates: looser still, it does.
         step = smallest(holds, first, first, len(LOOSER) - 1)
         if step is not None:
             slo, count = _target(base, which, step), sized[step].confirmed or 0
@@ -79,13 +81,13 @@ def nearest_of_kind(worlds: Worlds, question: PlanRequest, sizing: Sizing, pool:
 
 
 def _first_step(
-    worlds: Worlds, question: PlanRequest, fleet: Fleet, base: Slo, which: tuple[bool, bool]
+    replicates: Replicates, question: PlanRequest, fleet: Fleet, base: Slo, which: tuple[bool, bool]
 ) -> int | None:
     """The least loosening of the targets in `which` that the fleet meets on the trace."""
-    allowed = (1.0 - question.attainment) * len(worlds.workload)
+    allowed = (1.0 - question.attainment) * len(replicates.workload)
 
     def passes(step: int) -> bool:
-        eased = replace(worlds, slo=_target(base, which, step))
+        eased = replace(replicates, slo=_target(base, which, step))
         outcome = eased.replay(fleet, max_misses=int(8 * allowed) + 1)
         return outcome.complete and outcome.attainment >= question.attainment
 

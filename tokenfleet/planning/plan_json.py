@@ -104,7 +104,7 @@ def attainment_json(estimate: Estimate | None, on_trace: float | None, target: f
         "low": _share(estimate.low if estimate else None),
         "high": _share(estimate.high if estimate else None),
         "confidence": estimate.confidence if estimate else None,
-        "worlds": estimate.worlds if estimate else 0,
+        "worlds": estimate.replicates if estimate else 0,
         "on_trace": _share(on_trace),
     }
 

@@ -23,16 +23,18 @@ from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
 from tokenfleet.planning.nearest import nearest_feasible
+from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
-from tokenfleet.planning.scenarios import Doubted, Worlds
 from tokenfleet.planning.schedule import make_schedule, paid
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all
 from tokenfleet.planning.threads import Threads, Watch
 
-CONFIRMED_KINDS = 4  # the cheapest so many are confirmed in other worlds; dearer ones are sized on the trace
-DOUBT_WORLDS = 6
+CONFIRMED_KINDS = (
+    4  # the cheapest so many are confirmed in other replicates; dearer ones are sized on the trace
+)
+DOUBT_REPLICATES = 6
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
 
@@ -46,13 +48,13 @@ def make_plan(
     *,
     explained: bool = True,
     scheduled: bool = False,
-    worlds_of: type[Worlds] | Callable[..., Worlds] = Worlds,
+    replicates_of: type[Replicates] | Callable[..., Replicates] = Replicates,
 ) -> Plan:
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
 
     The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
-    schedule even so. `worlds_of` makes the worlds; what-ifs remember their replays there. An infeasible
-    question is a plan with a reason. Raises BadInput on an empty workload or no type of worker.
+    schedule even so. `replicates_of` makes the replicates; what-ifs remember their replays there. An
+    infeasible question is a plan with a reason. Raises BadInput on an empty workload or no type of worker.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
@@ -61,7 +63,7 @@ def make_plan(
     watch = watch or Watch()
 
     def serving(asked: PlanRequest) -> Plan:
-        worlds = worlds_of(
+        replicates = replicates_of(
             workload,
             asked.slo,
             asked.policy,
@@ -69,9 +71,9 @@ def make_plan(
             LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
             watch.simulated,
         )
-        worlds = replace(worlds, drifts=asked.drift)
+        replicates = replace(replicates, drifts=asked.drift)
         return _serving(
-            Plan(asked, inputs, tuple(worker_types), None), worlds, pool, watch, explained, scheduled
+            Plan(asked, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
         )
 
     plan = serving(question)
@@ -87,54 +89,54 @@ def make_plan(
 
 
 def _serving(
-    blank: Plan, worlds: Worlds, pool: Threads, watch: Watch, explained: bool, scheduled: bool
+    blank: Plan, replicates: Replicates, pool: Threads, watch: Watch, explained: bool, scheduled: bool
 ) -> Plan:
     """The plan of the fleet that serves; what spot workers need beyond it comes later."""
-    question, worker_types, workload = blank.question, blank.worker_types, worlds.workload
+    question, worker_types, workload = blank.question, blank.worker_types, replicates.workload
     watch.stage("sizing each kind of worker on the trace", 0.0)
-    sizings = size_all(worlds, question, worker_types, pool)
+    sizings = size_all(replicates, question, worker_types, pool)
     possible = sorted(
         (s for s in sizings if s.workers is not None), key=lambda s: s.fleet(s.workers or 0).cost
     )
     passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
     if not possible:
-        return _infeasible(blank, worlds, sizings, pool, watch)
+        return _infeasible(blank, replicates, sizings, pool, watch)
     if most_showable(len(workload), question.confidence) < question.attainment:
-        return _too_short(blank, worlds, possible)
+        return _too_short(blank, replicates, possible)
     watch.stage("confirming in worlds that might have been", 0.2)
-    _confirm_cheapest(worlds, question, possible, pool, CONFIRMED_KINDS if explained else 1)
+    _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
     sure = sorted((s for s in possible if s.confirmed), key=lambda s: s.fleet(s.confirmed or 0).cost)
     if not sure:
         reasons = "; ".join(f"{s.worker_type.name}: {s.reason}" for s in possible if s.reason)
-        blank = replace(blank, reason=reasons, alternatives=_others(worlds, possible, None, pool))
-        return _infeasible(blank, worlds, sizings, pool, watch)
+        blank = replace(blank, reason=reasons, alternatives=_others(replicates, possible, None, pool))
+        return _infeasible(blank, replicates, sizings, pool, watch)
     winner = sure[0]
     fleet, verdict = winner.fleet(winner.confirmed or 0), winner.sure[winner.confirmed or 0]
     watch.stage("looking for a cheaper mix", 0.45)
-    mixed = cheaper_mix(worlds, question, possible, fleet, pool)
+    mixed = cheaper_mix(replicates, question, possible, fleet, pool)
     single = winner
     if mixed:
         fleet, verdict = mixed.fleet, mixed.estimate
-        winner = _as_sizing(worlds, question, mixed, winner)
-    best = _candidate(worlds, fleet, verdict)
+        winner = _as_sizing(replicates, question, mixed, winner)
+    best = _candidate(replicates, fleet, verdict)
     plan = replace(
         blank,
         best=best,
-        alternatives=_others(worlds, possible, None if mixed else single, pool),
+        alternatives=_others(replicates, possible, None if mixed else single, pool),
         on_trace=dict(winner.on_trace),
         sure=dict(winner.sure),
     )
     if explained:
-        return _explained(plan, worlds, winner, best, pool, watch)
+        return _explained(plan, replicates, winner, best, pool, watch)
     if scheduled:
         full = winner.fleet(winner.confirmed or 0)
-        return replace(plan, schedule=make_schedule(worlds, question, winner, full, pool))
+        return replace(plan, schedule=make_schedule(replicates, question, winner, full, pool))
     return plan
 
 
 def _confirm_cheapest(
-    worlds: Worlds, question: PlanRequest, possible: list[Sizing], pool: Threads, kinds: int
+    replicates: Replicates, question: PlanRequest, possible: list[Sizing], pool: Threads, kinds: int
 ) -> None:
     """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
 
@@ -146,7 +148,7 @@ def _confirm_cheapest(
         if i >= kinds and cheapest is not None and floor >= cheapest:
             continue
         most = None if i < kinds or cheapest is None else _below(sizing, cheapest)
-        confirm(worlds, question, sizing, pool, most)
+        confirm(replicates, question, sizing, pool, most)
         if sizing.confirmed:
             cost = sizing.fleet(sizing.confirmed).cost
             cheapest = cost if cheapest is None else min(cheapest, cost)
@@ -161,29 +163,29 @@ def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
 
 
 def _explained(
-    plan: Plan, worlds: Worlds, winner: Sizing, best: Candidate, pool: Threads, watch: Watch
+    plan: Plan, replicates: Replicates, winner: Sizing, best: Candidate, pool: Threads, watch: Watch
 ) -> Plan:
     """The plan with its reasons and its neighbourhood."""
     question = plan.question
     watch.stage("showing that one fewer fails", 0.5)
-    one_fewer = _one_fewer(worlds, question, winner, pool)
-    doubt = _doubt(worlds, best.fleet, pool)
+    one_fewer = _one_fewer(replicates, question, winner, pool)
+    doubt = _doubt(replicates, best.fleet, pool)
     watch.stage("finding what binds", 0.6)
-    bind = _binding(worlds, question, winner, pool)
+    bind = _binding(replicates, question, winner, pool)
     watch.stage("fitting the worker line", 0.65)
-    line = demand_line(worlds, question, winner, pool)
+    line = demand_line(replicates, question, winner, pool)
     watch.stage("making the schedule", 0.75)
-    schedule = make_schedule(worlds, question, winner, winner.fleet(winner.confirmed or 0), pool)
+    schedule = make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
     watch.stage("comparing policies", 0.85)
-    others = baselines(worlds, question, winner, pool)
+    others = baselines(replicates, question, winner, pool)
     watch.stage("pricing other targets", 0.92)
-    costed = cost_by_slo(worlds, question, winner, pool)
+    costed = cost_by_slo(replicates, question, winner, pool)
     counts = [n for n in counts_around(winner) if n not in winner.on_trace]
-    outcomes = pool.map(lambda n: worlds.replay(winner.fleet(n)), counts)
+    outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n)), counts)
     on_trace = winner.on_trace | {n: o.attainment for n, o in zip(counts, outcomes, strict=True)}
     more = winner.confirmed + 1 if winner.confirmed else 1
     if more not in winner.sure:
-        winner.sure[more] = _verdict(worlds, question, winner.fleet(more), pool)
+        winner.sure[more] = _verdict(replicates, question, winner.fleet(more), pool)
     watch.stage("done", 1.0)
     return replace(
         plan,
@@ -191,7 +193,7 @@ def _explained(
         doubt=doubt,
         binding=bind,
         plateau=plateau(
-            worlds, winner.worker_type.profile, on_trace, best.fleet.workers, question.attainment
+            replicates, winner.worker_type.profile, on_trace, best.fleet.workers, question.attainment
         ),
         line=line,
         schedule=schedule,
@@ -202,25 +204,25 @@ def _explained(
     )
 
 
-def _as_sizing(worlds: Worlds, question: PlanRequest, mixed: Mixed, single: Sizing) -> Sizing:
+def _as_sizing(replicates: Replicates, question: PlanRequest, mixed: Mixed, single: Sizing) -> Sizing:
     """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
     count = mixed.fleet.workers
     sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
-    sizing.workers = smallest(lambda n: passes_on_trace(worlds, question, sizing, n), 1, count, count)
+    sizing.workers = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), 1, count, count)
     sizing.sure[count] = mixed.estimate
     return sizing
 
 
-def _one_fewer(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Threads) -> OneFewer:
+def _one_fewer(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> OneFewer:
     """The fleet less one worker (of a mix: in its proportions), and which test it fails."""
     count = (winner.confirmed or 1) - 1
     if count < winner.fewest:
         return OneFewer(count, 0.0, None, "the load alone needs more" if count else "none would be left")
     fleet = winner.fleet(count)
-    on_trace = worlds.replay(fleet).attainment
+    on_trace = replicates.replay(fleet).attainment
     verdict = winner.sure.get(count)
     if verdict is None:
-        verdict = winner.sure[count] = _verdict(worlds, question, fleet, pool)
+        verdict = winner.sure[count] = _verdict(replicates, question, fleet, pool)
     if on_trace < question.attainment:
         fails = "on the trace as it is, attainment is below the target"
     elif verdict.expected < question.attainment:
@@ -232,7 +234,7 @@ def _one_fewer(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Thre
     return OneFewer(count, on_trace, verdict, fails)
 
 
-def _binding(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Threads) -> Binding:
+def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool: Threads) -> Binding:
     """The binding constraint at the largest fleet that fails the trace.
 
     Where that fleet is lost altogether (or there is none), no relief would show: then the smallest fleet that
@@ -240,26 +242,28 @@ def _binding(worlds: Worlds, question: PlanRequest, winner: Sizing, pool: Thread
     """
     enough = winner.workers or winner.fewest
     if winner.on_trace.get(enough - 1, 0.0) >= STILL_TELLING:
-        return binding(worlds, winner.fleet(enough - 1), pool)
+        return binding(replicates, winner.fleet(enough - 1), pool)
     fleet = winner.fleet(enough)
-    return binding(worlds, fleet, pool, failing_rate(worlds, fleet, question.attainment, worlds.workload))
+    return binding(
+        replicates, fleet, pool, failing_rate(replicates, fleet, question.attainment, replicates.workload)
+    )
 
 
-def _doubt(worlds: Worlds, fleet: Fleet, pool: Threads) -> Doubt:
+def _doubt(replicates: Replicates, fleet: Fleet, pool: Threads) -> Doubt:
     """The scatter of attainment from each source of doubt alone."""
 
     def scatter(source: Doubted) -> float:
-        def one(world: int) -> float:
-            return worlds.replay(fleet, world, doubted=frozenset((source,))).attainment
+        def one(replicate: int) -> float:
+            return replicates.replay(fleet, replicate, doubted=frozenset((source,))).attainment
 
-        return stdev(pool.map(one, range(1, DOUBT_WORLDS + 1)))
+        return stdev(pool.map(one, range(1, DOUBT_REPLICATES + 1)))
 
-    drift = scatter("drift") if worlds.drifts else 0.0
+    drift = scatter("drift") if replicates.drifts else 0.0
     return Doubt(scatter("arrivals"), drift, scatter("coefficients"))
 
 
 def _others(
-    worlds: Worlds, possible: Sequence[Sizing], winner: Sizing | None, pool: Threads
+    replicates: Replicates, possible: Sequence[Sizing], winner: Sizing | None, pool: Threads
 ) -> tuple[Candidate, ...]:
     """Every other kind that meets the target at least on the trace, cheapest first."""
     rest = [s for s in possible if s is not winner and s.answer is not None]
@@ -269,13 +273,13 @@ def _others(
         assert fleet is not None
         sure = sizing.sure.get(fleet.workers) if sizing.confirmed else None
         note = sizing.reason or ("" if sizing.confirmed else "sized on the trace alone")
-        return _candidate(worlds, fleet, sure, note)
+        return _candidate(replicates, fleet, sure, note)
 
     return tuple(sorted(pool.map(one, rest), key=lambda c: (c.estimate is None, c.fleet.cost)))
 
 
-def _candidate(worlds: Worlds, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
-    outcome: Outcome = worlds.replay(fleet)
+def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
+    outcome: Outcome = replicates.replay(fleet)
     return Candidate(
         fleet,
         outcome.attainment,
@@ -287,24 +291,26 @@ def _candidate(worlds: Worlds, fleet: Fleet, verdict: Estimate | None, note: str
     )
 
 
-def _verdict(worlds: Worlds, question: PlanRequest, fleet: Fleet, pool: Threads) -> Estimate:
-    pairs = look(worlds, fleet, range(1, DOUBT_WORLDS + 1), pool)
+def _verdict(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Estimate:
+    pairs = look(replicates, fleet, range(1, DOUBT_REPLICATES + 1), pool)
     return estimate([m for m, _ in pairs], [n for _, n in pairs], question.confidence)
 
 
-def _infeasible(plan: Plan, worlds: Worlds, sizings: Sequence[Sizing], pool: Threads, watch: Watch) -> Plan:
+def _infeasible(
+    plan: Plan, replicates: Replicates, sizings: Sequence[Sizing], pool: Threads, watch: Watch
+) -> Plan:
     """The plan without a fleet: why, and the nearest target that can be met."""
     watch.stage("looking for the nearest feasible target", 0.5)
-    near = nearest_feasible(worlds, plan.question, sizings, pool)
+    near = nearest_feasible(replicates, plan.question, sizings, pool)
     best = max(sizings, key=lambda s: (s.ceiling, max(s.on_trace.values(), default=0.0)))
     reason = plan.reason or f"{best.worker_type.name}: {best.reason}"
     watch.stage("done", 1.0)
     return replace(plan, reason=reason, nearest=near)
 
 
-def _too_short(plan: Plan, worlds: Worlds, possible: Sequence[Sizing]) -> Plan:
+def _too_short(plan: Plan, replicates: Replicates, possible: Sequence[Sizing]) -> Plan:
     """A trace too short to show the target, whatever the fleet."""
-    question, requests = plan.question, len(worlds.workload)
+    question, requests = plan.question, len(replicates.workload)
     need = requests_needed(question.attainment, question.confidence)
     fleet = possible[0].answer
     assert fleet is not None
@@ -314,6 +320,6 @@ def _too_short(plan: Plan, worlds: Worlds, possible: Sequence[Sizing]) -> Plan:
             f"{requests} requests are too few to show {question.attainment:g} at confidence"
             f" {question.confidence:g}: {need} are needed (or a lower target or confidence)"
         ),
-        alternatives=(_candidate(worlds, fleet, None, "sized on the trace alone"),),
+        alternatives=(_candidate(replicates, fleet, None, "sized on the trace alone"),),
         nearest_attainment=most_showable(requests, question.confidence),
     )

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import Threads
@@ -55,11 +55,11 @@ class Schedule:
 class _Window:
     """One window: misses by worker count, simulated when first asked for."""
 
-    def __init__(self, worlds: Worlds, sizing: Sizing, start_s: float, end_s: float) -> None:
+    def __init__(self, replicates: Replicates, sizing: Sizing, start_s: float, end_s: float) -> None:
         lead_s = min(LEAD_IN_S, start_s)
         self.start_s, self.end_s = start_s, end_s
-        self._worlds, self._sizing = worlds, sizing
-        self._workload = worlds.workload.window(start_s - lead_s, end_s)
+        self._replicates, self._sizing = replicates, sizing
+        self._workload = replicates.workload.window(start_s - lead_s, end_s)
         self._judged = self._workload.arrival_s >= lead_s
         self.requests = int(self._judged.sum())
         self._misses: dict[int, int] = {}
@@ -68,7 +68,7 @@ class _Window:
         if self.requests == 0:
             return 0
         if workers not in self._misses:
-            outcome = self._worlds.replay(self._sizing.fleet(workers), workload=self._workload)
+            outcome = self._replicates.replay(self._sizing.fleet(workers), workload=self._workload)
             self._misses[workers] = int((~outcome.met & self._judged).sum())
         return self._misses[workers]
 
@@ -82,11 +82,13 @@ class _Window:
 
 
 def make_schedule(
-    worlds: Worlds, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
 ) -> Schedule:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through."""
     most = sizing.workers or full.workers
-    windows = [_Window(worlds, sizing, float(a), float(b)) for a, b in pairwise(_edges(worlds.workload))]
+    windows = [
+        _Window(replicates, sizing, float(a), float(b)) for a, b in pairwise(_edges(replicates.workload))
+    ]
     low = sizing.fewest
     busiest = max(w.requests / (w.end_s - w.start_s) for w in windows)
 
@@ -96,14 +98,14 @@ def make_schedule(
 
     workers = pool.map(fewest, windows)
     misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
-    _give_back(windows, workers, misses, most, (1.0 - question.attainment) * len(worlds.workload))
+    _give_back(windows, workers, misses, most, (1.0 - question.attainment) * len(replicates.workload))
     margin = full.workers / most
     workers = [min(math.ceil(n * margin - 1e-9), full.workers) for n in workers]
     misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
     lengths = np.array([w.end_s - w.start_s for w in windows])
     return Schedule(
         _merged(windows, workers),
-        1.0 - sum(misses) / max(len(worlds.workload), 1),
+        1.0 - sum(misses) / max(len(replicates.workload), 1),
         1.0 - float((lengths * workers).sum() / (lengths.sum() * full.workers)),
     )
 

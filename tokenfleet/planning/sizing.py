@@ -20,14 +20,14 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.estimate import Estimate, estimate, rank, worlds_for
+from tokenfleet.planning.estimate import Estimate, estimate, rank, replicates_for
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
+from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.scenarios import Worlds, missed
 from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads
 
-ROUND = 8  # worlds looked at before asking whether the verdict is open still
+ROUND = 8  # replicates looked at before asking whether the verdict is open still
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
 MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers
 FIRST_KINDS = 4
@@ -41,7 +41,7 @@ _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed
 class Sizing:
     """The sizing of one kind of worker for one question.
 
-    `on_trace` maps a worker count to attainment on the trace as it is; `sure` to the estimate over worlds.
+    `on_trace` maps a worker count to attainment on the trace as it is; `sure` to the estimate.
     `workers` is the smallest count that meets the target on the trace; `confirmed` the smallest that does
     so at the asked confidence. None: there is none, and `reason` says why.
     """
@@ -77,30 +77,30 @@ class Sizing:
 
 
 def size_on_trace(
-    worlds: Worlds, question: PlanRequest, worker_type: WorkerType, guess: int | None = None
+    replicates: Replicates, question: PlanRequest, worker_type: WorkerType, guess: int | None = None
 ) -> Sizing:
     """The smallest count that meets the target on the trace as it is, or the reason why there is none.
 
     `guess`: where to begin, when a similar question has been answered.
     """
-    workload, profile = worlds.workload, worker_type.profile
-    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, worlds.slo))
+    workload, profile = replicates.workload, worker_type.profile
+    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, replicates.slo))
     if sizing.ceiling < question.attainment:
         sizing.reason = (
             f"alone on a worker, {1 - sizing.ceiling:.2%} of the requests already break the target:"
             " more workers cannot mend that"
         )
         return sizing
-    sizing.fluid = fluid_workers_of(workload, profile, worlds.slo, question.attainment)
+    sizing.fluid = fluid_workers_of(workload, profile, replicates.slo, question.attainment)
     fewest = sizing.fewest
     if worker_type.is_split:
-        sizing.prefill_share = prefill_share(worker_type, worlds)
+        sizing.prefill_share = prefill_share(worker_type, replicates)
     limit = question.most_workers(worker_type)
     far = past_hope(sizing, workload)
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
-    guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(worlds, worker_type)))
-    found = smallest(lambda n: passes_on_trace(worlds, question, sizing, n), low, guess, cap)
+    guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(replicates, worker_type)))
+    found = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
     sizing.workers = found
     if found is None:
         best = max(sizing.on_trace.values(), default=0.0)
@@ -116,20 +116,20 @@ def size_on_trace(
 
 
 def size_all(
-    worlds: Worlds, question: PlanRequest, worker_types: Sequence[WorkerType], pool: Threads
+    replicates: Replicates, question: PlanRequest, worker_types: Sequence[WorkerType], pool: Threads
 ) -> list[Sizing]:
     """Every kind sized on the trace, but for those whose load alone costs far more than the cheapest found.
 
     The kinds with the lowest floor (the fluid bound, in dollars or GPUs) come first.
     """
-    floors = pool.map(lambda worker_type: floor(worlds, question, worker_type), worker_types)
+    floors = pool.map(lambda worker_type: floor(replicates, question, worker_type), worker_types)
     ranked = sorted(range(len(worker_types)), key=lambda i: (floors[i].cost, i))
     first, rest = ranked[:FIRST_KINDS], ranked[FIRST_KINDS:]
-    sizings = pool.map(lambda i: size_on_trace(worlds, question, worker_types[i]), first)
+    sizings = pool.map(lambda i: size_on_trace(replicates, question, worker_types[i]), first)
     costs = [s.fleet(s.workers).cost for s in sizings if s.workers is not None]
     cheapest = min(costs, default=None)
     near = [i for i in rest if cheapest is None or not _far_above(floors[i], cheapest)]
-    sizings += pool.map(lambda i: size_on_trace(worlds, question, worker_types[i]), near)
+    sizings += pool.map(lambda i: size_on_trace(replicates, question, worker_types[i]), near)
     for i in rest:
         if i not in near:
             reason = f"the load alone needs {floors[i].label}, over {PAST_HOPE:g} times the cheapest found"
@@ -137,12 +137,12 @@ def size_all(
     return sizings
 
 
-def floor(worlds: Worlds, question: PlanRequest, worker_type: WorkerType) -> Fleet:
+def floor(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
-    if ceiling(worker_type.profile, worlds.workload, worlds.slo) < question.attainment:
+    if ceiling(worker_type.profile, replicates.workload, replicates.slo) < question.attainment:
         return of_one_kind(worker_type, fewest, 0.5)
-    bound = fluid_workers_of(worlds.workload, worker_type.profile, worlds.slo, question.attainment)
+    bound = fluid_workers_of(replicates.workload, worker_type.profile, replicates.slo, question.attainment)
     return of_one_kind(worker_type, max(bound, fewest), 0.5)
 
 
@@ -153,9 +153,9 @@ def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
     return gpus > PAST_HOPE * cheapest[1]
 
 
-def passes_on_trace(worlds: Worlds, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
+def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
     """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
-    allowed = (1.0 - question.attainment) * len(worlds.workload)
+    allowed = (1.0 - question.attainment) * len(replicates.workload)
     if workers < sizing.fewest:
         return False
     fleets = [sizing.fleet(workers)]
@@ -164,7 +164,7 @@ def passes_on_trace(worlds: Worlds, question: PlanRequest, sizing: Sizing, worke
             of_one_kind(sizing.worker_type, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)
         ]
     for fleet in fleets:
-        outcome = worlds.replay(fleet, max_misses=max(int(_STOP_AT * allowed), 1))
+        outcome = replicates.replay(fleet, max_misses=max(int(_STOP_AT * allowed), 1))
         if outcome.complete:
             sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
         if _meets(outcome, question):
@@ -174,7 +174,7 @@ def passes_on_trace(worlds: Worlds, question: PlanRequest, sizing: Sizing, worke
 
 
 def confirm(
-    worlds: Worlds, question: PlanRequest, sizing: Sizing, pool: Threads, most: int | None = None
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads, most: int | None = None
 ) -> None:
     """Raise the count until its lower bound meets the target; sets `confirmed`, or `reason`.
 
@@ -182,12 +182,12 @@ def confirm(
     `most`, past which the kind would be no bargain.
     """
     assert sizing.workers is not None
-    limits = (question.most_workers(sizing.worker_type), most, past_hope(sizing, worlds.workload))
+    limits = (question.most_workers(sizing.worker_type), most, past_hope(sizing, replicates.workload))
     cap = min(limit for limit in limits if limit is not None)
     near = min(2 * sizing.workers + 2, cap)
 
     def passes(workers: int) -> bool:
-        held, sizing.sure[workers] = holds(worlds, question, sizing.fleet(workers), pool)
+        held, sizing.sure[workers] = holds(replicates, question, sizing.fleet(workers), pool)
         return held
 
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
@@ -195,7 +195,11 @@ def confirm(
     guess = round(MORE_FOR_DOUBT * sizing.workers)
     sizing.confirmed = smallest(passes, sizing.workers, guess, near)
     # Past twice the count the doubt is seldom about capacity: it is first asked whether workers could end it.
-    if sizing.confirmed is None and near < cap and workers_could_hold(worlds, question, sizing.worker_type):
+    if (
+        sizing.confirmed is None
+        and near < cap
+        and workers_could_hold(replicates, question, sizing.worker_type)
+    ):
         sizing.confirmed = smallest(passes, near + 1, 2 * near, cap)
     if sizing.confirmed is None:
         last = max(sizing.sure)
@@ -205,13 +209,13 @@ def confirm(
         )
 
 
-def workers_could_hold(worlds: Worlds, question: PlanRequest, worker_type: WorkerType) -> bool:
-    """Whether endless workers meet the target in as many worlds as must hold."""
-    last = worlds_for(question.confidence)
+def workers_could_hold(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> bool:
+    """Whether endless workers meet the target in as many replicates as must hold."""
+    last = replicates_for(question.confidence)
 
-    def reaches(world: int) -> bool:
-        requests = worlds.requests(world, worlds.workload)
-        most = ceiling(worlds.profile(world, worker_type.profile), requests, worlds.slo)
+    def reaches(replicate: int) -> bool:
+        requests = replicates.requests(replicate, replicates.workload)
+        most = ceiling(replicates.profile(replicate, worker_type.profile), requests, replicates.slo)
         return most >= question.attainment
 
     return sum(map(reaches, range(1, last + 1))) >= min(rank(last, question.confidence), last)
@@ -222,14 +226,16 @@ def past_hope(sizing: Sizing, workload: Workload) -> int:
     return max(min(max(FAR * sizing.fluid, 64), PER_REQUEST * len(workload)), sizing.fluid, sizing.fewest)
 
 
-def holds(worlds: Worlds, question: PlanRequest, fleet: Fleet, pool: Threads) -> tuple[bool, Estimate]:
-    """Whether a fleet's lower bound meets the target, over all worlds, or over so many that it cannot."""
+def holds(
+    replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
+) -> tuple[bool, Estimate]:
+    """Whether a fleet's lower bound meets the target, over all replicates, or over so many that it cannot."""
     misses: list[int] = []
     requests: list[int] = []
-    last = worlds_for(question.confidence)
+    last = replicates_for(question.confidence)
     while len(misses) < last and open_still(misses, requests, question):
         upto = min(len(misses) + ROUND, last)
-        outcomes = look(worlds, fleet, range(len(misses) + 1, upto + 1), pool)
+        outcomes = look(replicates, fleet, range(len(misses) + 1, upto + 1), pool)
         misses += [m for m, _ in outcomes]
         requests += [n for _, n in outcomes]
     verdict = estimate(misses, requests, question.confidence)
@@ -237,43 +243,43 @@ def holds(worlds: Worlds, question: PlanRequest, fleet: Fleet, pool: Threads) ->
 
 
 def open_still(misses: Sequence[int], requests: Sequence[int], question: PlanRequest) -> bool:
-    """Whether as many worlds as must hold still may."""
-    last = worlds_for(question.confidence)
+    """Whether as many replicates as must hold still may."""
+    last = replicates_for(question.confidence)
     failed = sum(m > (1.0 - question.attainment) * n for m, n in zip(misses, requests, strict=True))
     return failed <= max(last - rank(last, question.confidence), 0)
 
 
 def look(
-    worlds: Worlds, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads
+    replicates: Replicates, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads
 ) -> list[tuple[int, int]]:
-    """(missed, requests) of a fleet in each of the worlds.
+    """(missed, requests) of a fleet in each of the replicates.
 
-    A hopeless world is broken off: with a fifth of its requests missed, the rest counts as missed too.
+    A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
     """
-    hopeless = max(len(worlds.workload) // 5, 1)
+    hopeless = max(len(replicates.workload) // 5, 1)
 
-    def one(world: int) -> tuple[int, int]:
-        outcome = worlds.replay(fleet, world, max_misses=hopeless)
+    def one(replicate: int) -> tuple[int, int]:
+        outcome = replicates.replay(fleet, replicate, max_misses=hopeless)
         return missed(outcome), len(outcome.workload)
 
     return pool.map(one, numbers)
 
 
-def by_decode(worlds: Worlds, worker_type: WorkerType) -> float:
+def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:
     """Workers by Eq 6, which counts decode alone: a first guess, no bound."""
-    workload = worlds.workload
+    workload = replicates.workload
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     try:
-        per_gpu = decode_throughput(worker_type.profile, worlds.slo.tpot_s, context).tokens_per_s_per_gpu
+        per_gpu = decode_throughput(worker_type.profile, replicates.slo.tpot_s, context).tokens_per_s_per_gpu
     except Infeasible:
         return 1.0
     seconds = max(workload.duration_s, 1.0)
     return float(workload.output_tokens.sum()) / seconds / (per_gpu * worker_type.gpus)
 
 
-def prefill_share(worker_type: WorkerType, worlds: Worlds) -> float:
+def prefill_share(worker_type: WorkerType, replicates: Replicates) -> float:
     """Share of the workers that should prefill, by the work each phase brings (split mode)."""
-    profile, workload = worker_type.profile, worlds.workload
+    profile, workload = worker_type.profile, replicates.workload
     assert profile.prefill is not None
     prefill_s = float(profile.prefill.prefill_s(workload.prompt_tokens).sum())
     context = workload.prompt_tokens + workload.output_tokens / 2.0
@@ -281,7 +287,7 @@ def prefill_share(worker_type: WorkerType, worlds: Worlds) -> float:
     batch = 1
     while (
         batch < profile.engine.max_seqs
-        and profile.step.context_limit(batch + 1, worlds.slo.tpot_s) >= (batch + 1) * context.mean()
+        and profile.step.context_limit(batch + 1, replicates.slo.tpot_s) >= (batch + 1) * context.mean()
         and (batch + 1) * context.mean() <= profile.kv.capacity_tokens
     ):
         batch += 1

@@ -149,7 +149,7 @@ def tail_figure(id_: str, title: str, latency: Latency, slo_s: float, target: fl
 
 
 def attainment_figure(plan: Plan) -> Figure:
-    """Attainment against workers: on the trace, and the band of what other worlds would give."""
+    """Attainment against workers: on the trace, and the band of what other replicates would give."""
     target = plan.question.attainment
     workers = sorted({*plan.sure, *plan.on_trace})
     lowest = min([e.low for e in plan.sure.values()] + list(plan.on_trace.values()))

@@ -129,8 +129,8 @@ def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     if sure is not None:
         yield (
             "attainment",
-            f"{share_text(sure.expected)} expected, at least {share_text(sure.low)} ({sure.worlds} worlds);"
-            f" {share_text(best.on_trace)} on the trace as it is",
+            f"{share_text(sure.expected)} expected, at least {share_text(sure.low)}"
+            f" ({sure.replicates} worlds); {share_text(best.on_trace)} on the trace as it is",
         )
     yield "TTFT", _quantiles(best, "ttft")
     yield "TPOT", _quantiles(best, "tpot")

@@ -27,7 +27,7 @@ from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
-from tokenfleet.planning.scenarios import AS_IT_IS, EVERYTHING, Doubted, Worlds
+from tokenfleet.planning.replicates import AS_IT_IS, EVERYTHING, Doubted, Replicates
 from tokenfleet.planning.threads import threads
 from tokenfleet.whatif.scenario import Task
 
@@ -74,7 +74,7 @@ def solve(family: Family) -> Iterator[tuple[int, Result]]:
                     pool,
                     explained=False,
                     scheduled=task.scheduled,
-                    worlds_of=memory.worlds,
+                    replicates_of=memory.replicates,
                 )
             except ControlPlaneError as refusal:
                 yield task.number, {"plan": None, "error": str(refusal)}
@@ -103,7 +103,7 @@ class Memory:
         self.simulated = 0
         self.recalled = 0
 
-    def worlds(
+    def replicates(
         self,
         workload: Workload,
         slo: Slo,
@@ -111,8 +111,8 @@ class Memory:
         seed: int,
         predictor: LengthTable,
         told: Callable[[], None],
-    ) -> Worlds:
-        """The same as `Worlds` makes, with replays looked up here before they are simulated."""
+    ) -> Replicates:
+        """The same as `Replicates` makes, with replays looked up here before they are simulated."""
         return _Remembering(workload, slo, policy, seed, predictor, told, memory=self)
 
     def get(self, key: tuple[Any, ...], most_misses: int | None, simulate: Callable[[], Outcome]) -> Outcome:
@@ -152,8 +152,8 @@ def size_of(outcome: Outcome) -> int:
 
 
 @dataclass(frozen=True)
-class _Remembering(Worlds):
-    """Worlds whose replays are remembered."""
+class _Remembering(Replicates):
+    """Replicates whose replays are remembered."""
 
     memory: Memory = field(default_factory=Memory)
 
@@ -164,7 +164,7 @@ class _Remembering(Worlds):
     def replay(
         self,
         fleet: Fleet,
-        world: int = AS_IT_IS,
+        replicate: int = AS_IT_IS,
         *,
         workload: Workload | None = None,
         max_misses: int | None = None,
@@ -172,13 +172,13 @@ class _Remembering(Worlds):
     ) -> Outcome:
         groups = tuple((repr(g.worker_type.profile), g.role, g.workers) for g in fleet.groups)
         of = "" if workload is None else workload_digest(workload)
-        drawn = (frozenset(), False) if world == AS_IT_IS else (doubted, self.drifts)
-        key = (self._digest, of, self.slo, self.policy, self.seed, groups, world, *drawn)
+        drawn = (frozenset(), False) if replicate == AS_IT_IS else (doubted, self.drifts)
+        key = (self._digest, of, self.slo, self.policy, self.seed, groups, replicate, *drawn)
 
         def simulate() -> Outcome:
             return super(_Remembering, self).replay(
                 fleet,
-                world,
+                replicate,
                 workload=workload,
                 max_misses=max_misses,
                 doubted=doubted,

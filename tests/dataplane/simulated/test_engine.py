@@ -1,4 +1,4 @@
-"""The jumping engine is judged by the step-by-step reference, on random small worlds."""
+"""The jumping engine is judged by the step-by-step reference, on random small cases."""
 
 import numpy as np
 import pytest

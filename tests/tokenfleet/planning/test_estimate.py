@@ -1,17 +1,17 @@
-"""How sure an answer is: bounds from worlds, and what a short trace cannot show."""
+"""How sure an answer is: bounds from replicates, and what a short trace cannot show."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfleet.planning.estimate import estimate, most_showable, rank, requests_needed, worlds_for
+from tokenfleet.planning.estimate import estimate, most_showable, rank, replicates_for, requests_needed
 
-worlds = st.lists(st.integers(0, 200), min_size=2, max_size=24)
+replicates = st.lists(st.integers(0, 200), min_size=2, max_size=24)
 
 
-@given(worlds, st.integers(200, 5000), st.floats(0.5, 0.99))
-def test_the_bounds_enclose_the_expected_or_at_least_a_world(
+@given(replicates, st.integers(200, 5000), st.floats(0.5, 0.99))
+def test_the_bounds_enclose_the_expected_or_at_least_a_replicate(
     misses: list[int], requests: int, confidence: float
 ) -> None:
     found = estimate(misses, [requests] * len(misses), confidence)
@@ -21,26 +21,26 @@ def test_the_bounds_enclose_the_expected_or_at_least_a_world(
         assert found.low <= found.expected <= max(found.high, found.low)
 
 
-@given(worlds, st.integers(200, 5000))
+@given(replicates, st.integers(200, 5000))
 def test_more_confidence_asks_for_a_lower_bound(misses: list[int], requests: int) -> None:
     lows = [estimate(misses, [requests] * len(misses), c).low for c in (0.6, 0.8, 0.95, 0.99)]
     assert lows == sorted(lows, reverse=True)
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95])
-def test_the_next_world_is_above_the_bound_as_often_as_promised(confidence: float) -> None:
+def test_the_next_replicate_is_above_the_bound_as_often_as_promised(confidence: float) -> None:
     # Two kinds of day, the bad one rare: no normal would fit their misses.
     rng = np.random.default_rng(3)
-    held, worlds, draws = 0, worlds_for(confidence), 3000
+    held, replicates, draws = 0, replicates_for(confidence), 3000
     for _ in range(draws):
-        bad = rng.random(worlds + 1) < 0.15
-        misses = np.where(bad, rng.poisson(300, worlds + 1), rng.poisson(8, worlds + 1))
-        bound = estimate(misses[:-1].tolist(), [5000] * worlds, confidence).low
+        bad = rng.random(replicates + 1) < 0.15
+        misses = np.where(bad, rng.poisson(300, replicates + 1), rng.poisson(8, replicates + 1))
+        bound = estimate(misses[:-1].tolist(), [5000] * replicates, confidence).low
         held += 1.0 - misses[-1] / 5000 >= bound
     assert held / draws == pytest.approx(confidence, abs=0.025)
 
 
-def test_too_few_worlds_promise_no_more_than_normal_ones_would() -> None:
+def test_too_few_replicates_promise_no_more_than_normal_ones_would() -> None:
     rng = np.random.default_rng(3)
     held = 0
     for _ in range(2000):
@@ -52,12 +52,12 @@ def test_too_few_worlds_promise_no_more_than_normal_ones_would() -> None:
 
 
 @given(st.floats(0.5, 0.999))
-def test_the_worlds_looked_at_make_the_promise_nearly_exact(confidence: float) -> None:
-    worlds = worlds_for(confidence)
-    place = rank(worlds, confidence)
+def test_the_replicates_looked_at_make_the_promise_nearly_exact(confidence: float) -> None:
+    replicates = replicates_for(confidence)
+    place = rank(replicates, confidence)
     if confidence <= 0.95:
-        assert confidence - 1e-9 <= place / (worlds + 1) <= confidence + 1.0 / (worlds + 1)
-    assert (place <= worlds) == (confidence <= 0.975 + 1e-9)
+        assert confidence - 1e-9 <= place / (replicates + 1) <= confidence + 1.0 / (replicates + 1)
+    assert (place <= replicates) == (confidence <= 0.975 + 1e-9)
 
 
 def test_a_short_trace_without_a_miss_still_leaves_doubt() -> None:

@@ -21,9 +21,9 @@ from controlplane.workload import Workload
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.scenarios import Worlds
 from tokenfleet.planning.sizing import Sizing, confirm, past_hope
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.page import plan_report
@@ -96,7 +96,7 @@ def test_the_search_goes_on_past_twice_the_count_only_where_workers_could_hold(
 ) -> None:
     """A fleet that only forty workers hold in other replicates, three doing so on the trace."""
 
-    def holds(worlds: object, question: object, fleet: Fleet, pool: object) -> tuple[bool, Estimate]:
+    def holds(replicates: object, question: object, fleet: Fleet, pool: object) -> tuple[bool, Estimate]:
         return fleet.workers >= 40, Estimate(0.9, 0.5, 1.0, 0.9, 19)
 
     monkeypatch.setattr("tokenfleet.planning.sizing.holds", holds)
@@ -106,7 +106,7 @@ def test_the_search_goes_on_past_twice_the_count_only_where_workers_could_hold(
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     question = PlanRequest(SLO, attainment=0.95, confidence=0.9)
     with threads(1) as pool:
-        confirm(Worlds(workload, SLO, "spread", 0, predictor), question, sizing, pool)
+        confirm(Replicates(workload, SLO, "spread", 0, predictor), question, sizing, pool)
     assert sizing.confirmed == (40 if endless_hold else None)
     assert max(sizing.sure) <= (47 if endless_hold else 8)
 

@@ -181,7 +181,7 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
                 question,
                 described("made", workload, ()),
                 pool,
-                worlds_of=memory.worlds,
+                replicates_of=memory.replicates,
             )
     assert plan_json(found) == plan_json(planned(workload, worker_types, explained=True, **again))
     assert memory.recalled
@@ -205,7 +205,7 @@ def test_other_prices_need_no_new_simulation(folder: Path) -> None:
                 task.inputs,
                 pool,
                 explained=False,
-                worlds_of=memory.worlds,
+                replicates_of=memory.replicates,
             )
             counts.append(memory.simulated)
     assert counts[0] > 0
@@ -227,7 +227,7 @@ def test_memory_is_bounded_and_forgetting_changes_nothing(folder: Path) -> None:
             plain.inputs,
             pool,
             explained=False,
-            worlds_of=small.worlds,
+            replicates_of=small.replicates,
         )
     assert plan_json(found) == plan_json(plain)
     assert len(small._kept) == 1

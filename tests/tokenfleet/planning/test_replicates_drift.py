@@ -5,8 +5,8 @@ import pytest
 from planning_builders import planned, poisson
 
 from controlplane.workload import Workload
+from tokenfleet.planning.replicates import INDEPENDENT, SPANS, USUAL, WEIGHT, Drift, drift_of, drift_seen
 from tokenfleet.planning.result import Doubt
-from tokenfleet.planning.scenarios import INDEPENDENT, SPANS, USUAL, WEIGHT, Drift, drift_of, drift_seen
 
 
 def at_levels(rates_rps: list[float], each_s: float = 300.0, seed: int = 0) -> Workload:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from planning_builders import poisson
 
 from controlplane.workload import Workload
-from tokenfleet.planning.scenarios import next_like, resampled
+from tokenfleet.planning.replicates import next_like, resampled
 
 workloads = st.builds(
     lambda gaps, seed: (

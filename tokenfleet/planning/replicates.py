@@ -65,7 +65,7 @@ EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
 
 
 @dataclass(frozen=True)
-class Worlds:
+class Replicates:
     """The workload, the predictor learned from it, and the targets; replays fleets under a policy."""
 
     workload: Workload
@@ -79,45 +79,47 @@ class Worlds:
     def replay(
         self,
         fleet: Fleet,
-        world: int = AS_IT_IS,
+        replicate: int = AS_IT_IS,
         *,
         workload: Workload | None = None,
         max_misses: int | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
-        """The outcome of the requests, or of `workload` instead, on `fleet` in a world.
+        """The outcome of the requests, or of `workload` instead, on `fleet` in a replicate.
 
         Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
         `doubted`: what is drawn there, the rest being as it was.
         """
-        requests = self.requests(world, self.workload if workload is None else workload, doubted)
-        unsure = world != AS_IT_IS and "coefficients" in doubted
+        requests = self.requests(replicate, self.workload if workload is None else workload, doubted)
+        unsure = replicate != AS_IT_IS and "coefficients" in doubted
         outcome = simulate(
             requests,
-            fleet.specs((lambda profile: self.profile(world, profile)) if unsure else None),
+            fleet.specs((lambda profile: self.profile(replicate, profile)) if unsure else None),
             self.slo,
             self.policy,
             predictor=self.predictor,
-            seed=self.seed + world,
+            seed=self.seed + replicate,
             max_misses=max_misses,
         )
         self.told()
         return outcome
 
-    def requests(self, world: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING) -> Workload:
-        """`workload` as it comes in a world."""
+    def requests(
+        self, replicate: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING
+    ) -> Workload:
+        """`workload` as it comes in a replicate."""
         drawn = workload
-        if world != AS_IT_IS and "arrivals" in doubted:
-            drawn = next_like(drawn, np.random.default_rng([self.seed, world, 1]))
-        if world != AS_IT_IS and "drift" in doubted and self.drifts:
-            drawn = drift_of(workload).drawn(drawn, np.random.default_rng([self.seed, world, 3]))
+        if replicate != AS_IT_IS and "arrivals" in doubted:
+            drawn = next_like(drawn, np.random.default_rng([self.seed, replicate, 1]))
+        if replicate != AS_IT_IS and "drift" in doubted and self.drifts:
+            drawn = drift_of(workload).drawn(drawn, np.random.default_rng([self.seed, replicate, 3]))
         return drawn
 
-    def profile(self, world: int, profile: Profile) -> Profile:
-        """`profile` as its workers are in a world; every type has the same standard errors there."""
-        if world == AS_IT_IS:
+    def profile(self, replicate: int, profile: Profile) -> Profile:
+        """`profile` as its workers are in a replicate; every type has the same standard errors there."""
+        if replicate == AS_IT_IS:
             return profile
-        return draw_profile(profile, np.random.default_rng([self.seed, world, 2]))
+        return draw_profile(profile, np.random.default_rng([self.seed, replicate, 2]))
 
 
 def missed(outcome: Outcome) -> int:
