@@ -40,7 +40,7 @@ def decide(
         w = last_chance(led, knobs, r, now_s, phase_role)
     if w == NONE and now_s - led.requests[r].arrival_s >= patience * led.requests[r].ttft_s:
         w = assign(led, JSQ, knobs, r, now_s, late, phase_role, draw)
-        # Past its seats a worker only queues, where nobody may overtake; here another worker may take it.
+        # Past its seats a worker only queues, where none may overtake; here another worker may take it.
         if w != NONE and not has_seat(led, w):
             w = NONE
     return w

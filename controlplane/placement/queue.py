@@ -34,7 +34,7 @@ _WAITING, _REFUSED = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """How many may wait and how long (seconds); past either, a request is turned away."""
+    """Bounds of the queue: requests, and seconds that one may wait; past either it is turned away."""
 
     max_requests: int = UNBOUNDED
     max_wait_s: float = inf
@@ -50,7 +50,7 @@ class Queue(NamedTuple):
 
     head: Ints  # [4] of normal, high, late normal, late high
     tail: Ints
-    refused: Ints  # [REFUSALS] whom this round found no place for
+    refused: Ints  # [REFUSALS] those that this round found no place for
     counts: Ints  # [2] how many wait, and how many of `refused` are of this round
     limits: Floats  # [1] ageing_s and max_wait_s
     max_requests: int
@@ -75,7 +75,7 @@ def new_queue(settings: QueueSettings) -> Queue:
 
 @compiled
 def is_empty(queue: Queue) -> bool:
-    """Whether nobody waits."""
+    """Whether no request waits."""
     return queue.counts[_WAITING] == 0
 
 
@@ -150,7 +150,7 @@ def unlink(led: Ledger, queue: Queue, at: int, r: int) -> bool:
 
 @compiled
 def begin_round(queue: Queue) -> None:
-    """Offer everybody anew."""
+    """Begin a round: every request is offered again."""
     queue.counts[_REFUSED] = 0
 
 

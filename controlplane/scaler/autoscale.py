@@ -83,7 +83,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if snapshot.fixed is not None:
         stable = stable if settings.is_mix else Stabilized(snapshot.fixed)
     elif snapshot.wanted == 0 and found.workers:
-        stable = Stabilized(found.workers)  # nobody is kept waiting for the window to pass
+        stable = Stabilized(found.workers)  # requests do not wait for the window to pass
     else:
         stable = stabilize(window, stable, found.workers, now_s)
     state = replace(state, stabilized=stable)

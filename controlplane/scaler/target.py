@@ -1,4 +1,4 @@
-"""How many workers the demand needs: Aladdin's Eq 7, N = ⌈k5·r + c5⌉, within the limits.
+"""The target number of workers: Aladdin's Eq 7, N = ⌈k5·r + c5⌉, limited and stabilized.
 
 The line is learned by simulation on this traffic's own lengths (tokenfleet.planning.comparisons), or from a
 worker's speed (scaler.line), so what no number of workers can serve (one prompt whose prefill alone exceeds
@@ -6,7 +6,8 @@ the target) does not ask for more of them. r is the upper end of the regime's ra
 target, one too many costs a worker. Where other rates must be covered too (a burst that is no regime yet, a
 forecast, a backlog), the highest counts.
 
-A target must last before the fleet follows it: quickly up, slowly down, and never for want of news.
+A target must last before the fleet follows it: a short time upward, a long time downward. Missing figures
+change nothing.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def enough_for_those_here(
         found = Target(0, f"nothing has arrived for {SILENT_BINS * demand.bin_s:g} s", compared)
     if settings.to_zero and waiting and snapshot.wanted == 0 and not found.workers:
         # A fleet at zero: what the demand says may come too late for them.
-        found = Target(max(settings.low, 1), f"{waiting} requests wait and nobody serves", compared)
+        found = Target(max(settings.low, 1), f"{waiting} requests wait and no worker serves", compared)
     if found.workers is None or found.workers >= wanted:
         return found
     if waiting:
@@ -217,7 +218,7 @@ def _is_silent(demand: Demand) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StabilizationWindow:
-    """How long a target must stand above (`up_s`) or below (`down_s`) the wanted number without a break."""
+    """The stabilization window: seconds that a target must stay above (`up_s`) or below (`down_s`) it."""
 
     up_s: float = 0.0
     down_s: float = 80.0
@@ -246,7 +247,7 @@ class Stabilized:
 def stabilize(
     settings: StabilizationWindow, stable: Stabilized, target: int | None, now_s: float
 ) -> Stabilized:
-    """What is wanted now. A target of None (no news) keeps the number, and ends any spell.
+    """The number wanted now. A target of None (figures missing) keeps it, and restarts the window.
 
     After a spell the number goes to the target nearest to it that the spell saw, so one dip is not followed.
     """

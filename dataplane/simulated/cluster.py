@@ -87,7 +87,7 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
 
 @compiled
 def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
-    """Place the next request to arrive, or let it wait: whoever waits already goes first."""
+    """Place the next request to arrive, or let it wait: requests that wait already go first."""
     now_s, r = clu.clock[0].now_s, clu.clock[0].arrived
     clu.clock[0].arrived += 1
     view_all(led, eng, now_s)

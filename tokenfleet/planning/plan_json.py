@@ -85,7 +85,7 @@ def fleet_json(fleet: Fleet) -> dict[str, Any]:
 
 
 def candidate_json(candidate: Candidate, target: float) -> dict[str, Any]:
-    """A fleet that was looked at, in the shape of the plan's own."""
+    """A fleet that was considered, in the form of the plan's own."""
     return {
         **fleet_json(candidate.fleet),
         "attainment": attainment_json(candidate.estimate, candidate.on_trace, target),
@@ -97,7 +97,7 @@ def candidate_json(candidate: Candidate, target: float) -> dict[str, Any]:
 
 
 def attainment_json(estimate: Estimate | None, on_trace: float | None, target: float) -> dict[str, Any]:
-    """Attainment with its bounds; null where it was not looked at."""
+    """Attainment with its bounds; null where it was not estimated."""
     return {
         "target": target,
         "expected": _share(estimate.expected if estimate else None),
@@ -276,7 +276,7 @@ def _baselines(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _curves(plan: Plan) -> dict[str, Any]:
-    """What the report draws, so that others can draw it too."""
+    """The data of the report's plots."""
     workers = sorted({*plan.on_trace, *plan.sure})
     return {
         "rate_rps": [[round(t, 3), _figures(r)] for t, r in plan.inputs.rate_curve],
