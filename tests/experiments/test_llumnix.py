@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from controlplane.migration.balance import Recent, look, plan_moves
-from controlplane.migration.usage import freeness
+from controlplane.migration.balance import balance
+from controlplane.migration.usage import freeness, worker_views
 from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 from controlplane.workload import Workload
@@ -90,10 +90,8 @@ def test_the_published_code_counts_all_that_wait_and_moves_the_newest_with_a_tok
         WorkerLoad(WorkerId(name), "serving", 1600, (request,) * 2, load=Load(2, held))
         for name, request, held in (("full", requests[0], 1550), ("free", requests[1], 0))
     ]
-    snapshot = Snapshot(0.0, tuple(workers), 2)
-    seen = look(snapshot, moves.reading)
-    [(move, source)] = plan_moves(moves, Recent(), snapshot, seen)
-    assert (move.request, source, move.target) == ("old", "full", "free")
+    [move] = balance(moves, worker_views(workers, moves.reading), set(), set())
+    assert (move.request, move.source, move.target) == ("old", "full", "free")
 
 
 def fleet(*each, wanted=None):
