@@ -17,12 +17,17 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.comparisons import baselines, cost_by_slo, counts_around, demand_line
+from tokenfleet.planning.comparisons import (
+    baselines,
+    cost_by_slo,
+    counts_around,
+    demand_line,
+    nearest_feasible,
+)
 from tokenfleet.planning.estimate import Estimate, estimate, most_showable, requests_needed
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
-from tokenfleet.planning.nearest import nearest_feasible
 from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency

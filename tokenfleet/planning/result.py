@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
-from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine
+from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine, Nearest
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, Spares
-from tokenfleet.planning.nearest import Nearest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import Paid, Schedule
 

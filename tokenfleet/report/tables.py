@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet.durations import duration_text
+from tokenfleet.planning.comparisons import Nearest
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
-from tokenfleet.planning.nearest import Nearest
 from tokenfleet.planning.result import Candidate, Plan
 
 _BINDS = {
