@@ -55,7 +55,7 @@ from numpy.typing import NDArray
 from controlplane.perfmodel.profile import Profile, draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
-from controlplane.workload import Workload
+from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import Outcome, simulate
 from tokenfleet.planning.fleet import Fleet
 
@@ -141,7 +141,7 @@ def next_like(workload: Workload, rng: np.random.Generator) -> Workload:
 def resampled(workload: Workload, rng: np.random.Generator) -> Workload:
     """One draw: a workload of about the same duration and rate as `workload`."""
     duration_s = workload.duration_s
-    if duration_s <= 0:
+    if duration_s <= INSTANT_S:
         return workload
     first_s = float(workload.arrival_s[0])
     block_s = max(min(BLOCK_S, duration_s / FEWEST_BLOCKS), duration_s / MOST_BLOCKS)
@@ -211,7 +211,7 @@ def drift_of(
 def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[np.float64], float]:
     """The drift of the trace alone: S, and its degrees of freedom; 0 for a trace that is too short."""
     spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
-    if workload.duration_s <= 0 or len(workload) < FEWEST * PARTS * spans:
+    if workload.duration_s <= INSTANT_S or len(workload) < FEWEST * PARTS * spans:
         return np.zeros((3, 3)), 0.0
     if len(workload) < FEWEST_BURSTS * PARTS * spans * burst_requests(workload, spans):
         return np.zeros((3, 3)), 0.0

@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.workload import Workload
+from controlplane.workload import INSTANT_S, Workload
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
@@ -113,7 +113,7 @@ def make_schedule(
 def _edges(workload: Workload) -> NDArray[np.float64]:
     """Where windows begin, and the end of the last one, just behind the last arrival."""
     end_s = float(workload.arrival_s[-1])
-    if end_s <= 0:
+    if end_s <= INSTANT_S:
         return np.array([0.0, SHORTEST_S])  # every request arrives as the recording begins
     length_s = max(WINDOW_S * math.ceil(end_s / (WINDOW_S * MOST_WINDOWS)), 1e-9)
     if end_s < 2 * WINDOW_S:

@@ -64,6 +64,13 @@ def test_requests_at_one_instant_are_planned(mode: EngineMode, at_s: float) -> N
     shown(plan)
 
 
+def test_arrivals_closer_than_any_clock_tells_are_planned_as_one_instant() -> None:
+    workload = replace(at_once(60), arrival_s=np.cumsum([5e-324] * 60))
+    plan = planned(workload, explained=True)
+    assert plan.best is not None
+    shown(plan)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_profile_whose_steps_take_no_time_needs_the_smallest_fleet(mode: EngineMode) -> None:
     idle = replace(worker(mode=mode), step=StepModel(0.0, 0.0, 0.0, 0.0), prefill=PrefillModel(0.0, 0.0))
@@ -172,7 +179,8 @@ questions = st.fixed_dictionaries(
         "max_gpus": st.sampled_from([None, 1, 3]),
         "budget_usd_per_h": st.sampled_from([None, 1e-9, 5.0]),
         "drift": st.booleans(),
-        **dict.fromkeys(("cold_start_s", "reclaims_per_h"), st.sampled_from([None, 0.0, 60.0, 1e300])),
+        "spot": st.booleans(),
+        **dict.fromkeys(("cold_start_s", "reclaims_per_h"), st.sampled_from([None, 0.0, 60.0, 3600.0])),
     }
 )
 
@@ -183,6 +191,7 @@ def test_every_question_ends_in_a_plan_a_reason_or_one_line(
     workload: Workload, profile: Profile, usd: float | None, asked: dict[str, object]
 ) -> None:
     try:
+        replace(PlanRequest(SLO), **asked).consistent()  # type: ignore[arg-type]
         plan = planned(workload, [worker_type(profile, usd)], explained=True, **asked)
     except ControlPlaneError as error:
         refusal = str(error)
