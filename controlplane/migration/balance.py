@@ -222,9 +222,9 @@ def _reason(source: WorkerView, target: WorkerView) -> str:
     if source.worker.state == DRAINING:
         return f"{names[0]} is draining, {names[1]} has {_steps(target.freeness)} steps of memory left"
     full = [f"{s.load.held_tokens / s.worker.capacity_tokens:.0%}" for s in (source, target)]
-    held = f"{names[0]} is {full[0]} full with {_steps(source.freeness)} steps of memory left"
+    why_source = f"{names[0]} is {full[0]} full with {_steps(source.freeness)} steps of memory left"
     blocked = f", {source.load.waiting} waiting" if source.load.waiting else ""
-    return f"{held}{blocked}; {names[1]} {full[1]} with {_steps(target.freeness)}"
+    return f"{why_source}{blocked}; {names[1]} {full[1]} with {_steps(target.freeness)}"
 
 
 def _steps(value: float) -> str:

@@ -105,8 +105,8 @@ def pooled(first: Residuals, second: Residuals) -> Residuals:
     n = first.samples + second.samples
 
     def mean(values: list[float | None]) -> float | None:
-        known = [(v, r.samples) for v, r in zip(values, parts, strict=True) if v is not None]
-        return sum(v * k for v, k in known) / sum(k for _, k in known) if known else None
+        stated = [(v, r.samples) for v, r in zip(values, parts, strict=True) if v is not None]
+        return sum(v * k for v, k in stated) / sum(k for _, k in stated) if stated else None
 
     worst = [r.held_out_max for r in parts if r.held_out_max is not None]
     return Residuals(
@@ -186,7 +186,7 @@ def _cross_validated(samples: StepSamples, form: Form, robust: bool) -> float:
 
 def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
     """Every way to add one term or hinge."""
-    found = [
+    forms = [
         form.with_term(term)
         for term in MODEL_TERMS[fitted]
         if term.words and not term.of_prefilling and term not in form.terms
@@ -200,8 +200,8 @@ def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
         inner = values[values > 0][1:-1]  # a knee at either end is no knee
         if len(inner) > MAX_KNOTS:
             inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
-        found += [replace(form, knots=(*form.knots, (of, float(knot)))) for knot in inner if knot not in have]
-    return found
+        forms += [replace(form, knots=(*form.knots, (of, float(knot)))) for knot in inner if knot not in have]
+    return forms
 
 
 def _held_out(samples: StepSamples, form: Form, robust: bool) -> NDArray[np.float64]:

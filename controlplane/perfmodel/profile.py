@@ -172,13 +172,13 @@ def relative_error(residuals: Residuals, confidence: float) -> float:
     """
     if not 0 < confidence < 1:
         raise BadInput(f"confidence: must be between 0 and 1, got {confidence:g}")
-    seen = max(1.0 - 1.0 / (residuals.samples + 1), 0.96)
-    known = np.maximum.accumulate(
+    sampled = max(1.0 - 1.0 / (residuals.samples + 1), 0.96)
+    quantiles = np.maximum.accumulate(
         [0.0, residuals.mean_relative, residuals.p95_relative, residuals.max_relative]
     )
-    error = float(np.interp(confidence, [0.0, MEAN_RANK, 0.95, seen], known))
-    if confidence > seen:
-        error *= _two_sided(confidence) / _two_sided(seen)
+    error = float(np.interp(confidence, [0.0, MEAN_RANK, 0.95, sampled], quantiles))
+    if confidence > sampled:
+        error *= _two_sided(confidence) / _two_sided(sampled)
     # What held-out samples say about the fit's optimism scales the whole curve.
     if residuals.held_out_mean and residuals.mean_relative > 0:
         error *= max(1.0, residuals.held_out_mean / residuals.mean_relative)

@@ -79,8 +79,8 @@ class Refit:
     @property
     def slowdown(self) -> float:
         """s: how many times as long as the profile says steps take, all in all."""
-        seen = self._evidence.sum() + self._trust * self._trusted
-        scale = float(seen / (self._information.sum() + self._trust))
+        evidence = self._evidence.sum() + self._trust * self._trusted
+        scale = float(evidence / (self._information.sum() + self._trust))
         return min(max(scale, SCALE[0]), SCALE[1])
 
     @property

@@ -90,13 +90,13 @@ class StepSamples:
 def concatenated(parts: list[StepSamples]) -> StepSamples:
     """All samples of several tables; Σ length² is kept only where every table has it."""
     sums = [p.prefill_sum_sq for p in parts]
-    known = [s for s in sums if s is not None]
+    present = [s for s in sums if s is not None]
     return StepSamples(
         np.concatenate([p.prefill_tokens for p in parts]),
         np.concatenate([p.sequences for p in parts]),
         np.concatenate([p.context_tokens for p in parts]),
         np.concatenate([p.step_s for p in parts]),
-        np.concatenate(known) if len(known) == len(parts) else None,
+        np.concatenate(present) if len(present) == len(parts) else None,
     )
 
 

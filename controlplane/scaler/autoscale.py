@@ -200,20 +200,20 @@ def _facts(
 ) -> Facts:
     """The facts of a change: the observed rates, the workers that each asks for, and the cost."""
     regime, traffic = state.regimes.current, state.traffic
-    seen: dict[str, float] = {
+    observed: dict[str, float] = {
         "serving": sum(w.state == SERVING for w in snapshot.workers),
         "starting": sum(w.state == STARTING for w in snapshot.workers),
         "waiting_requests": snapshot.waiting_requests,
     }
     if regime is not None:
-        seen |= {"rate_rps": regime.rate_rps, "noise": regime.noise}
+        observed |= {"rate_rps": regime.rate_rps, "noise": regime.noise}
     if traffic.requests > 0:
-        seen["prompt_tokens"] = sum(c.prompt_tokens for c in traffic.classes) / traffic.requests
-        seen["output_tokens"] = sum(c.output_tokens for c in traffic.classes) / traffic.requests
+        observed["prompt_tokens"] = sum(c.prompt_tokens for c in traffic.classes) / traffic.requests
+        observed["output_tokens"] = sum(c.output_tokens for c in traffic.classes) / traffic.requests
     if state.far.coming is not None:
-        seen |= {"forecast_rps": state.far.coming.rps, "forecast_error": state.far.coming.error}
+        observed |= {"forecast_rps": state.far.coming.rps, "forecast_error": state.far.coming.error}
     if line is not None:
-        seen |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
+        observed |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
     assert state.stabilized is not None
     change = state.stabilized.wanted - snapshot.wanted
     cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}
@@ -223,7 +223,7 @@ def _facts(
     if len(settings.worker_types) == len(prices) == 1:
         cost["usd_per_h"] = change * prices[0]
     return {
-        "seen": {name: round(float(value), 4) for name, value in seen.items()},
+        "seen": {name: round(float(value), 4) for name, value in observed.items()},
         "compared": found.compared,
         "cost": {name: round(float(value), 4) for name, value in cost.items()},
     }

@@ -135,11 +135,11 @@ def forecast(
     best: tuple[float, Forecast] | None = None
     for name, column in said.items():
         now, past = column[-1], column[: len(came)]
-        known = np.flatnonzero(np.isfinite(past))[-MOST_ORIGINS:]
+        origins = np.flatnonzero(np.isfinite(past))[-MOST_ORIGINS:]
         learn = LEAST_ORIGINS + lead  # errors of so many origins are known at the first one that is scored
-        if not np.isfinite(now) or len(known) < learn + LEAST_ORIGINS:
+        if not np.isfinite(now) or len(origins) < learn + LEAST_ORIGINS:
             continue
-        base, truth = past[known], came[known]
+        base, truth = past[origins], came[origins]
         scale = np.maximum(base, 1.0 / settings.bin_s)
         lift = _lift((truth - base) / scale, settings.quantile, lead)
         ready = np.maximum(base + lift[:-1] * scale, 0.0)[learn:]
@@ -147,7 +147,7 @@ def forecast(
         loss = float(
             np.average(_pinball(truth - ready, settings.quantile), weights=_fading(len(truth), settings))
         )
-        found = Forecast(
+        result = Forecast(
             max(float(now + lift[-1] * max(now, 1.0 / settings.bin_s)), 0.0),
             name,
             settings.quantile,
@@ -156,7 +156,7 @@ def forecast(
             len(truth),
         )
         if best is None or loss < best[0]:
-            best = loss, found
+            best = loss, result
     return None if best is None else best[1]
 
 

@@ -61,12 +61,12 @@ def scale_by_load(
 
     `used_tokens`: KV that is held or waited for. `types`: what may be had, in a fleet of several.
     """
-    known = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
-    if not known:
+    measured = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
+    if not measured:
         return stable, None
     wanted, low, high = snapshot.wanted, settings.least, settings.most
     if low <= wanted <= high:
-        each = sum(w.capacity_tokens for w in known) / len(known)
+        each = sum(w.capacity_tokens for w in measured) / len(measured)
         if stable is None or stable.wanted != wanted:
             stable = Stabilized(wanted)
         needed = settings.workers(wanted, used_tokens, each)
@@ -97,10 +97,12 @@ def _of_types(
     why: str,
 ) -> Scale | None:
     """So many workers of several types, as near to that as limits and load let those come or go."""
-    known = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
-    capacity = dict.fromkeys((t.name for t in types), sum(w.capacity_tokens for w in known) / len(known))
+    measured = [w for w in snapshot.workers if w.state == SERVING and w.capacity_tokens > 0]
+    capacity = dict.fromkeys(
+        (t.name for t in types), sum(w.capacity_tokens for w in measured) / len(measured)
+    )
     capacity |= {t.name: float(t.profile.kv.capacity_tokens) for t in types if t.known_profile is not None}
-    capacity |= {w.kind: float(w.capacity_tokens) for w in known}
+    capacity |= {w.kind: float(w.capacity_tokens) for w in measured}
 
     def may_go(rest: Mapping[str, int]) -> bool:
         return used_tokens <= settings.high * sum(capacity.get(kind, 0.0) * n for kind, n in rest.items())

@@ -156,15 +156,15 @@ def choose(question: MixQuestion) -> dict[str, int]:
 
     Types that are not to be chosen from, having no weight, keep what is there.
     """
-    known = tuple(t for t in question.worker_types if t.name in question.weights.of)
+    weighed = tuple(t for t in question.worker_types if t.name in question.weights.of)
     others = {name: n for name, n in question.there.items() if name not in question.weights.of}
-    elsewhere, low = sum(others.values()), sum(t.low for t in known)
+    elsewhere, low = sum(others.values()), sum(t.low for t in weighed)
     most = None if question.most is None else max(question.most - elsewhere, low)
-    asked = replace(question, most=most, least=max(question.least - elsewhere, 0))
+    remaining = replace(question, most=most, least=max(question.least - elsewhere, 0))
     try:
-        return cheapest(asked) | others
+        return cheapest(remaining) | others
     except Infeasible:
-        return MixProgram(asked).most_capable() | others
+        return MixProgram(remaining).most_capable() | others
 
 
 def cheapest(question: MixQuestion) -> dict[str, int]:

@@ -138,9 +138,9 @@ def _mix_facts(after: MixState, question: MixQuestion) -> Facts:
         "alone": {name: float(n) for name, n in alone.items()},
     }
     prices = {name: question.usd_per_h({name: n}) for name, n in alone.items()}
-    known = {name: round(usd, 4) for name, usd in prices.items() if usd is not None}
-    if known:
-        facts["alone_usd_per_h"] = known
+    stated = {name: round(usd, 4) for name, usd in prices.items() if usd is not None}
+    if stated:
+        facts["alone_usd_per_h"] = stated
     return facts
 
 

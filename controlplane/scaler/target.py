@@ -110,10 +110,10 @@ def target(
     highest = max(rates, key=lambda rate: rate.rps)
     if settings.to_zero and highest.rps == 0:
         return _within(settings, 0, f"nothing arrives: 0 {unit}", compared)
-    asked = math.ceil(compared[highest.name] * parts - 1e-9)
-    asked = max(asked, 0 if settings.to_zero else 1)
-    said = f"{highest.why}: {asked if parts == 1 else asked / parts} {unit}"
-    return _within(settings, asked, said, compared)
+    workers = math.ceil(compared[highest.name] * parts - 1e-9)
+    workers = max(workers, 0 if settings.to_zero else 1)
+    said = f"{highest.why}: {workers if parts == 1 else workers / parts} {unit}"
+    return _within(settings, workers, said, compared)
 
 
 def _workers(line: Line, rate_rps: float) -> float:

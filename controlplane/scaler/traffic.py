@@ -196,8 +196,8 @@ def change_points(counts: Sequence[int], strictness: float = 4.0) -> list[int]:
         return []
     scaled = _anscombe(counts) / math.sqrt(noise_of(counts))
     search = ruptures.KernelCPD(kernel="linear", min_size=_LEAST_BINS).fit(scaled.reshape(-1, 1))
-    found: list[int] = search.predict(pen=strictness * math.log(max(len(counts), _FLOOR)))
-    return found[:-1]
+    ends: list[int] = search.predict(pen=strictness * math.log(max(len(counts), _FLOOR)))
+    return ends[:-1]
 
 
 def noise_of(counts: Sequence[int]) -> float:

@@ -78,8 +78,8 @@ def even(worker_types: Sequence[WorkerType]) -> Weights:
 
     Of the types with a profile, where there are any.
     """
-    known = [t.name for t in worker_types if t.known_profile is not None]
-    names = known or [t.name for t in worker_types]
+    profiled = [t.name for t in worker_types if t.known_profile is not None]
+    names = profiled or [t.name for t in worker_types]
     return Weights(names[0], dict.fromkeys(names, 1.0), known=False)
 
 

@@ -80,31 +80,31 @@ class CompareFlags:
 
 
 @takes(CompareFlags)
-def compare_command(asked: CompareFlags) -> int:
+def compare_command(flags: CompareFlags) -> int:
     """Hold the simulator against a running fleet.
 
     tokenfleet compare --trace hour.csv --endpoint http://127.0.0.1:8000 --control http://127.0.0.1:8001
     --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
     """
-    request, fixed_s = _checked(asked)
+    request, fixed_s = _checked(flags)
     targets = request.slo
     from tokenfleet.compare.replay import read_steps
     from tokenfleet.planning.inputs import trimmed
     from tokenfleet.profiles.library import read_profile
     from tokenfleet.traces import read_traces
 
-    worker = read_profile(asked.profile)
-    if asked.steps is not None:
-        read_steps(asked.steps)  # what cannot be read is told before the replay
-    read = read_traces([str(path) for path in asked.trace])
+    worker = read_profile(flags.profile)
+    if flags.steps is not None:
+        read_steps(flags.steps)  # what cannot be read is told before the replay
+    read = read_traces([str(path) for path in flags.trace])
     workload = trimmed(read, request)
     if not len(workload):
         raise BadInput(f"{read.name}: no requests to replay")
     warn(read.warnings)
     run = asyncio.run(
-        _replayed(workload, asked.endpoint, asked.api_key, asked.control, worker, fixed_s, asked.seed)
+        _replayed(workload, flags.endpoint, flags.api_key, flags.control, worker, fixed_s, flags.seed)
     )
-    count = asked.workers or run["workers"]
+    count = flags.workers or run["workers"]
     from dataplane.simulated.simulate import WorkerSpec, simulate
 
     replayed: Replay = run["replayed"]
@@ -113,12 +113,12 @@ def compare_command(asked: CompareFlags) -> int:
     if replayed.errors:
         warn([f"{len(replayed.errors)} requests failed and are left out: {replayed.errors[0]}"])
     overheads_s = run["overheads_s"]
-    if asked.steps is not None:
-        overheads_s = _learned_s(replayed, asked.steps, overheads_s)
+    if flags.steps is not None:
+        overheads_s = _learned_s(replayed, flags.steps, overheads_s)
     outcome = simulate(
-        replayed.workload, [WorkerSpec(worker)] * count, targets, asked.policy, seed=asked.seed
+        replayed.workload, [WorkerSpec(worker)] * count, targets, flags.policy, seed=flags.seed
     )
-    lots = np.random.default_rng(asked.seed)
+    lots = np.random.default_rng(flags.seed)
     simulated = {
         "ttft_s": first_tokens_s(outcome.ttft_s, worker, overheads_s, lots),
         "tpot_s": outcome.tpot_s,
@@ -126,24 +126,24 @@ def compare_command(asked: CompareFlags) -> int:
         "migrations": int(outcome.migrations.sum()),
     }
     figures = compared(replayed.ttft_s, replayed.tpot_s, simulated, targets, run["counters"])
-    if asked.per_request is not None:
-        _write_requests(asked.per_request, replayed, simulated)
+    if flags.per_request is not None:
+        _write_requests(flags.per_request, replayed, simulated)
     run["overheads_s"] = overheads_s
-    _say(figures, run, count, int(replayed.finished.sum()), asked.output_format)
+    _say(figures, run, count, int(replayed.finished.sum()), flags.output_format)
     return 0
 
 
-def _checked(asked: CompareFlags) -> tuple[PlanRequest, float | None]:
+def _checked(flags: CompareFlags) -> tuple[PlanRequest, float | None]:
     """The request, and HTTP's share where it is given; raises BadInput for flags that do not go together."""
-    if asked.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {asked.output_format!r}")
-    if asked.control is None and asked.workers is None:
+    if flags.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
+    if flags.control is None and flags.workers is None:
         raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
     request = PlanRequest(
-        parse_slo(asked.slo), policy=asked.policy, rate_scale=asked.rate_scale, window=asked.window
+        parse_slo(flags.slo), policy=flags.policy, rate_scale=flags.rate_scale, window=flags.window
     )
-    fixed_s = None if asked.overhead is None else parse_duration_s(asked.overhead, "--overhead")
-    if fixed_s is not None and asked.steps is not None:
+    fixed_s = None if flags.overhead is None else parse_duration_s(flags.overhead, "--overhead")
+    if fixed_s is not None and flags.steps is not None:
         raise BadInput("--steps: learns what --overhead says; give one of them")
     return request, fixed_s
 

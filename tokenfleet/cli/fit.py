@@ -85,38 +85,38 @@ class FitFlags:
 
 
 @takes(FitFlags)
-def fit_command(asked: FitFlags) -> None:
+def fit_command(flags: FitFlags) -> None:
     """Fit a profile to what an engine was measured to do.
 
     tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --out my.yaml
     """
-    if asked.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {asked.output_format!r}")
-    _day(asked.measured_on)
+    if flags.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
+    _day(flags.measured_on)
     speeds: list[HostSpeed] = []
-    read = _read(asked, speeds)
-    kv_tokens = asked.kv_tokens
+    read = _read(flags, speeds)
+    kv_tokens = flags.kv_tokens
     if kv_tokens is None:
-        kv_tokens, said = _kv_tokens(asked.model, asked.gpu, asked.tp, read)
+        kv_tokens, said = _kv_tokens(flags.model, flags.gpu, flags.tp, read)
         Console(stderr=True).print(f"--kv-tokens not given: {said}", highlight=False, soft_wrap=True)
-    worker = asked.worker(kv_tokens)
+    worker = flags.worker(kv_tokens)
     if isinstance(read, RequestLog):
-        profile = fit_log(read, worker, seed=asked.seed)
+        profile = fit_log(read, worker, seed=flags.seed)
         profile = replace(profile, prefill=PrefillModel.of_step(profile.step))
     else:
-        profile = fitted_profile(read, worker, asked.robust, not asked.plain)
-    write_profile(profile, asked.out)
-    breaks = linear_breaks(read, asked.robust) if isinstance(read, StepSamples) else []
-    _say(profile, asked.out, asked.output_format, breaks, speeds)
+        profile = fitted_profile(read, worker, flags.robust, not flags.plain)
+    write_profile(profile, flags.out)
+    breaks = linear_breaks(read, flags.robust) if isinstance(read, StepSamples) else []
+    _say(profile, flags.out, flags.output_format, breaks, speeds)
 
 
-def _read(asked: FitFlags, speeds: list[HostSpeed]) -> StepSamples | RequestLog:
+def _read(flags: FitFlags, speeds: list[HostSpeed]) -> StepSamples | RequestLog:
     """The measurements; the machine's speed in each grid that was measured goes to `speeds`."""
-    logs = [path for path in asked.measurements if is_request_log(path)]
+    logs = [path for path in flags.measurements if is_request_log(path)]
     if not logs:
-        notes = None if asked.as_measured else speeds.append
-        return concatenated([read_measurements(path, notes) for path in asked.measurements])
-    if len(asked.measurements) > 1 or asked.engine != EngineMode.CHUNKED:
+        notes = None if flags.as_measured else speeds.append
+        return concatenated([read_measurements(path, notes) for path in flags.measurements])
+    if len(flags.measurements) > 1 or flags.engine != EngineMode.CHUNKED:
         raise BadInput(f"{logs[0]}: a request log is fitted alone, as the log of one chunked engine")
     return read_request_log(logs[0])
 

@@ -65,7 +65,7 @@ class ProfileFlags:
 
 
 @takes(ProfileFlags)
-def profile_command(asked: ProfileFlags) -> None:
+def profile_command(flags: ProfileFlags) -> None:
     """Measure a real engine, or with --predict compose a profile without one.
 
     On a noisy host give more --repeats: points are visited in rounds, and from three on `fit` tells the
@@ -75,48 +75,48 @@ def profile_command(asked: ProfileFlags) -> None:
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
     """
-    if asked.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {asked.output_format!r}")
-    if asked.predict:
-        _predict(asked)
+    if flags.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
+    if flags.predict:
+        _predict(flags)
         return
-    if asked.gpu is not None:
+    if flags.gpu is not None:
         raise BadInput("--gpu: only with --predict; an engine runs where it runs")
-    if asked.clock not in ("wall", "cpu"):
-        raise BadInput(f"--clock: wall or cpu, got {asked.clock!r}")
-    budget_s = parse_duration_s(asked.budget, "--budget")
-    folder = Path(asked.model).expanduser()
-    if (asked.model.startswith((".", "/", "~")) or asked.model.count("/") > 1) and not (
+    if flags.clock not in ("wall", "cpu"):
+        raise BadInput(f"--clock: wall or cpu, got {flags.clock!r}")
+    budget_s = parse_duration_s(flags.budget, "--budget")
+    folder = Path(flags.model).expanduser()
+    if (flags.model.startswith((".", "/", "~")) or flags.model.count("/") > 1) and not (
         folder / "config.json"
     ).is_file():
-        raise BadInput(f"--model: {asked.model}: no model folder (there is no config.json in it)")
-    if asked.out.is_dir():
-        raise BadInput(f"--out: {asked.out}: is a folder, expected a file")
+        raise BadInput(f"--model: {flags.model}: no model folder (there is no config.json in it)")
+    if flags.out.is_dir():
+        raise BadInput(f"--out: {flags.out}: is a folder, expected a file")
     if importlib.util.find_spec("vllm") is None:
         raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
-    _prepare_process(asked.cores)
-    name = str(folder.resolve()) if folder.is_dir() else asked.model
-    summary = asyncio.run(_measure(asked, name, budget_s))
-    _say(summary, asked.out, asked.output_format)
+    _prepare_process(flags.cores)
+    name = str(folder.resolve()) if folder.is_dir() else flags.model
+    summary = asyncio.run(_measure(flags, name, budget_s))
+    _say(summary, flags.out, flags.output_format)
 
 
-def _predict(asked: ProfileFlags) -> None:
+def _predict(flags: ProfileFlags) -> None:
     from datetime import date
 
     from tokenfleet.profiles.library import write_profile
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
-    if asked.gpu is None:
+    if flags.gpu is None:
         raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
-    host_s = parse_duration_s(asked.host, "--host")
-    worker = PredictedWorker(asked.model, asked.gpu, asked.tp, host_s)
+    host_s = parse_duration_s(flags.host, "--host")
+    worker = PredictedWorker(flags.model, flags.gpu, flags.tp, host_s)
     with console(stderr=True).status("composing"):
         profile = predicted_profile(worker, date.today())
-    write_profile(profile, asked.out)
+    write_profile(profile, flags.out)
     residuals = profile.residuals
     summary: dict[str, Any] = {
         "schema": "tokenfleet.predicted/1",
-        "profile": str(asked.out),
+        "profile": str(flags.out),
         "label": profile.label,
         "kv_tokens": profile.kv.capacity_tokens,
         "fit_error": residuals.mean_relative,
@@ -124,10 +124,10 @@ def _predict(asked: ProfileFlags) -> None:
         "host_s": host_s,
         "says": profile.source.what,
     }
-    if asked.output_format == "json":
+    if flags.output_format == "json":
         print(json.dumps(summary))
         return
-    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {asked.out}")
+    print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {flags.out}")
     print(
         f"fits its tables within {residuals.mean_relative:.1%} on average; {residuals.unseen_relative:.0%}"
         " is added for what they do not show"
@@ -135,32 +135,32 @@ def _predict(asked: ProfileFlags) -> None:
     print(profile.source.what)
 
 
-async def _measure(asked: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
+async def _measure(flags: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
     from controlplane.perfmodel.samples import grid
     from dataplane.live.gateway.server import parse_flags
     from dataplane.live.pool.ray_host import engine_settings_of
     from dataplane.live.worker.profiling import ProfiledEngine
     from tokenfleet.profiles.measurements import MeasurementFile
 
-    engine_settings = engine_settings_of(parse_flags(["--model", model, *(asked.engine_flags or [])]))
+    engine_settings = engine_settings_of(parse_flags(["--model", model, *(flags.engine_flags or [])]))
     began_s = time.monotonic()
     with console(stderr=True).status("starting the engine"):
-        engine = await ProfiledEngine.start(engine_settings, "cpu" if asked.clock == "cpu" else "wall")
+        engine = await ProfiledEngine.start(engine_settings, "cpu" if flags.clock == "cpu" else "wall")
     try:
-        file = MeasurementFile(asked.out, engine.environment())
+        file = MeasurementFile(flags.out, engine.environment())
         room = engine.room
-        if asked.max_context is not None:
-            room = replace(room, max_context_tokens=min(room.max_context_tokens, asked.max_context))
-        bursts = grid(room, np.random.default_rng(asked.seed))[: asked.points]
+        if flags.max_context is not None:
+            room = replace(room, max_context_tokens=min(room.max_context_tokens, flags.max_context))
+        bursts = grid(room, np.random.default_rng(flags.seed))[: flags.points]
         if not bursts:
             raise BadInput("profile: the engine's KV has no room for any grid point")
-        await _Visitor(engine, file, asked.seed, began_s + budget_s).visit(bursts, asked.repeats)
+        await _Visitor(engine, file, flags.seed, began_s + budget_s).visit(bursts, flags.repeats)
     finally:
         await engine.close()
     return {
         "points": len(bursts),
         "begun": len([b for b in bursts if b.name in file.visits]),
-        "done": len([b for b in bursts if file.visits.get(b.name, 0) >= asked.repeats]),
+        "done": len([b for b in bursts if file.visits.get(b.name, 0) >= flags.repeats]),
         "seconds": time.monotonic() - began_s,
         "environment": engine.environment(),
     }

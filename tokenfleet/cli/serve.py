@@ -136,55 +136,55 @@ class Checked:
 
 
 @takes(ServeFlags)
-def serve_command(asked: ServeFlags) -> None:
+def serve_command(flags: ServeFlags) -> None:
     """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
-    checked = _checked(asked)
+    checked = _checked(flags)
     _needs_live_extra()
-    keys = _keys(asked)
-    _prepare_process(asked.verbose)
+    keys = _keys(flags)
+    _prepare_process(flags.verbose)
     from dataplane.live.control.fleet import run_fleet
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
-    with folder_of_fleet(asked.data, asked.history) as folder:
+    with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
-        settings = _settings(asked, checked, keys, folder, (*planning, console_extension()))
+        settings = _settings(flags, checked, keys, folder, (*planning, console_extension()))
         _run(settings, run_fleet)
 
 
-def _checked(asked: ServeFlags) -> Checked:
-    if asked.engine not in ("vllm", "emulated"):
-        raise BadInput(f"--engine: expected vllm or emulated, got {asked.engine!r}")
-    plan = None if asked.plan is None else read_plan(asked.plan)
-    if asked.kind and (asked.workers, asked.tp) != (WORKERS, 1):
+def _checked(flags: ServeFlags) -> Checked:
+    if flags.engine not in ("vllm", "emulated"):
+        raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
+    plan = None if flags.plan is None else read_plan(flags.plan)
+    if flags.kind and (flags.workers, flags.tp) != (WORKERS, 1):
         raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
-    is_emulated = asked.engine == "emulated"
-    types = types_of(asked.workers, asked.tp, asked.kind or (), plan, asked.profile or (), is_emulated)
-    most = _most_workers(asked, sum(types.workers.values()))
-    if asked.port == asked.control_port:
-        raise BadInput(f"--control-port: {asked.port} is the port of the endpoint, too")
-    model = _model(asked.model)
-    slo = asked.slo or (None if plan is None else plan.slo_text)
+    is_emulated = flags.engine == "emulated"
+    types = types_of(flags.workers, flags.tp, flags.kind or (), plan, flags.profile or (), is_emulated)
+    most = _most_workers(flags, sum(types.workers.values()))
+    if flags.port == flags.control_port:
+        raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
+    model = _model(flags.model)
+    slo = flags.slo or (None if plan is None else plan.slo_text)
     return Checked(
         plan=plan,
         types=types,
         max_workers=most,
         model=model,
         slo=parse_slo(slo) if slo else DEFAULT_SLO,
-        queue_wait_s=parse_duration_s(asked.queue_wait, "--queue-wait"),
-        shutdown_s=max(1, round(parse_duration_s(asked.shutdown_wait, "--shutdown-wait"))),
-        policy=_policy(asked.policy),
+        queue_wait_s=parse_duration_s(flags.queue_wait, "--queue-wait"),
+        shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
+        policy=_policy(flags.policy),
     )
 
 
-def _most_workers(asked: ServeFlags, workers: int) -> int:
+def _most_workers(flags: ServeFlags, workers: int) -> int:
     """The workers there may ever be; raises BadInput where it is below what other flags ask for."""
-    bounds = None if asked.autoscale is None else bounds_of(asked.autoscale)
-    most = asked.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
+    bounds = None if flags.autoscale is None else bounds_of(flags.autoscale)
+    most = flags.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
     if workers > most or (bounds is not None and bounds[1] > most):
         raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
     if bounds is not None and not bounds[0] <= workers <= bounds[1]:
-        raise BadInput(f"--workers: {workers} is outside --autoscale {asked.autoscale}")
+        raise BadInput(f"--workers: {workers} is outside --autoscale {flags.autoscale}")
     return most
 
 
@@ -200,18 +200,18 @@ def _model(name: str) -> str:
     return str(folder.resolve())
 
 
-def _keys(asked: ServeFlags) -> tuple[ApiKey, ...]:
+def _keys(flags: ServeFlags) -> tuple[ApiKey, ...]:
     """The keys of clients; raises BadInput for a door to others without one."""
     from dataplane.http.keys import ApiKey
 
-    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(asked.api_key or [])]
-    keys += _keys_from(asked.api_keys) if asked.api_keys is not None else []
+    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(flags.api_key or [])]
+    keys += _keys_from(flags.api_keys) if flags.api_keys is not None else []
     if not keys and (secret := os.environ.get("VLLM_API_KEY")):
         keys = [ApiKey("key-0", secret)]
-    if asked.host not in LOOPBACK and not keys:
-        raise BadInput(f"--host: {asked.host} is reachable by others, so give --api-key or --api-keys")
-    if asked.control_host not in LOOPBACK and not asked.control_key:
-        raise BadInput(f"--control-host: {asked.control_host} is reachable by others, so give --control-key")
+    if flags.host not in LOOPBACK and not keys:
+        raise BadInput(f"--host: {flags.host} is reachable by others, so give --api-key or --api-keys")
+    if flags.control_host not in LOOPBACK and not flags.control_key:
+        raise BadInput(f"--control-host: {flags.control_host} is reachable by others, so give --control-key")
     return tuple(keys)
 
 

@@ -108,8 +108,8 @@ def _with_profile(
         return worker_type
     if read:
         raise BadInput(f"--profile: none is of {worker_type.name}; give one for each kind")
-    found = find_profiles(emulate, [worker_type.gpu or EMULATED[1]], [worker_type.tp_degree])
-    return replace(worker_type, known_profile=found[0])
+    profiles = find_profiles(emulate, [worker_type.gpu or EMULATED[1]], [worker_type.tp_degree])
+    return replace(worker_type, known_profile=profiles[0])
 
 
 def _is_of(profile: Profile, worker_type: WorkerType) -> bool:

@@ -97,11 +97,11 @@ def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
         gpu=(worker.gpu,) if worker.gpu else (),
         tp=(worker.tp,) if worker.tp else (),
     )
-    found = chosen_profiles(request)
-    if len(found) > 1:
-        names = ", ".join(p.type_name for p in found)
+    profiles = chosen_profiles(request)
+    if len(profiles) > 1:
+        names = ", ".join(p.type_name for p in profiles)
         raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
-    return found[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
+    return profiles[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
 
 
 def _workload(traces: list[Path], request: PlanRequest, worker: Profile) -> tuple[Workload, list[str]]:

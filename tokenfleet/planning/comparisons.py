@@ -94,25 +94,25 @@ def crossing(
     workload = replicates.workload.scaled(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
-    seen: dict[int, float] = {}  # misses; infinite where the trial was broken off
+    misses: dict[int, float] = {}  # misses; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
         outcome = replicates.replay(
             sizing.fleet(workers), workload=workload, max_misses=max(int(_BROKEN_OFF * allowed), 1)
         )
-        seen[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
-        return seen[workers] <= allowed
+        misses[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
+        return misses[workers] <= allowed
 
     fewest = sizing.fewest
     guess = max(round(sizing.workers * rate_scale), fewest)
-    found = smallest(passes, fewest, guess, 4 * guess + 8)
-    if found is None or found == fewest:
+    count = smallest(passes, fewest, guess, 4 * guess + 8)
+    if count is None or count == fewest:
         return None
-    if found - 1 not in seen or not math.isfinite(seen[found - 1]):
-        return float(found)
-    few, many = math.log(seen[found - 1] + 0.5), math.log(seen[found] + 0.5)
+    if count - 1 not in misses or not math.isfinite(misses[count - 1]):
+        return float(count)
+    few, many = math.log(misses[count - 1] + 0.5), math.log(misses[count] + 0.5)
     share = (few - math.log(allowed + 0.5)) / (few - many) if few > many else 1.0
-    return found - 1 + min(max(share, 0.0), 1.0)
+    return count - 1 + min(max(share, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +151,15 @@ def cost_by_slo(
 ) -> tuple[Costed, ...]:
     """The fleet's size as both targets are eased and tightened."""
     assert sizing.workers is not None
-    found = sizing.workers
+    workers = sizing.workers
 
     def one(scale: float) -> Costed:
         slo = Slo(replicates.slo.ttft_s * scale, replicates.slo.tpot_s * scale)
         if scale == 1.0:
-            return Costed(scale, slo, sizing.fleet(found))
+            return Costed(scale, slo, sizing.fleet(workers))
         if ceiling(sizing.worker_type.profile, replicates.workload, slo) < question.attainment:
             return Costed(scale, slo, None)
-        return Costed(scale, slo, _fewest(replace(replicates, slo=slo), question, sizing, 4 * found + 4))
+        return Costed(scale, slo, _fewest(replace(replicates, slo=slo), question, sizing, 4 * workers + 4))
 
     return tuple(pool.map(one, SLO_SCALES))
 
@@ -168,10 +168,10 @@ def _fewest(replicates: Replicates, question: PlanRequest, sizing: Sizing, cap: 
     """The smallest fleet of the sizing's kind on the trace, searched outwards from the answer's count."""
     assert sizing.workers is not None
     fresh = Sizing(sizing.worker_type, prefill_share=sizing.prefill_share, mix=sizing.mix)
-    found = smallest(
+    workers = smallest(
         lambda n: passes_on_trace(replicates, question, fresh, n), sizing.fewest, sizing.workers, cap
     )
-    return None if found is None else fresh.fleet(found)
+    return None if workers is None else fresh.fleet(workers)
 
 
 def counts_around(sizing: Sizing, beyond: int = 2) -> Sequence[int]:
@@ -195,8 +195,8 @@ def nearest_feasible(
     replicates: Replicates, question: PlanRequest, sizings: Sequence[Sizing], pool: Threads
 ) -> Nearest | None:
     """Of all kinds the least loosened target, the cheaper fleet among equals; None if nothing helps."""
-    found = pool.map(lambda sizing: nearest_of_kind(replicates, question, sizing, pool), sizings)
-    return min((n for n in found if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
+    targets = pool.map(lambda sizing: nearest_of_kind(replicates, question, sizing, pool), sizings)
+    return min((n for n in targets if n is not None), key=lambda n: (n.looser, n.fleet.cost), default=None)
 
 
 def nearest_of_kind(
@@ -206,9 +206,9 @@ def nearest_of_kind(
 
     First only what a lone request breaks is loosened; where that is not enough, both targets are.
     """
-    asked, profile = replicates.slo, sizing.worker_type.profile
-    base = nearest_possible(profile, replicates.workload, asked, question.attainment)
-    broken = (base.ttft_s > asked.ttft_s, base.tpot_s > asked.tpot_s)
+    target, profile = replicates.slo, sizing.worker_type.profile
+    base = nearest_possible(profile, replicates.workload, target, question.attainment)
+    broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s)
     limit = question.most_workers(sizing.worker_type)
     fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
@@ -235,7 +235,7 @@ def nearest_of_kind(
         step = smallest(holds, first, first, len(LOOSER) - 1)
         if step is not None:
             slo, count = _target(base, which, step), sized[step].confirmed or 0
-            looser = max(slo.ttft_s / asked.ttft_s, slo.tpot_s / asked.tpot_s)
+            looser = max(slo.ttft_s / target.ttft_s, slo.tpot_s / target.tpot_s)
             return Nearest(slo, sized[step].fleet(count), sized[step].sure[count], looser)
     return None
 

@@ -94,8 +94,8 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
     """The profiles asked for, in the engine mode asked for. Raises BadInput, ProfileMissing."""
     model = request.model
     if request.profiles:
-        found = [read_profile(path) for path in request.profiles]
-        others = sorted({p.model for p in found})
+        profiles = [read_profile(path) for path in request.profiles]
+        others = sorted({p.model for p in profiles})
         if len(others) > 1:
             raise BadInput(f"--profile: one model at a time, got {', '.join(others)}")
         if model is not None and not _same_model(model, others[0]):
@@ -103,13 +103,13 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
     elif model is None:
         raise BadInput("--model: missing; name a model of the library, or give --profile files")
     else:
-        found = find_profiles(model, request.gpu, request.tp)
+        profiles = find_profiles(model, request.gpu, request.tp)
     mode = request.engine
-    return found if mode is None else [profile.with_engine(mode=mode) for profile in found]
+    return profiles if mode is None else [profile.with_engine(mode=mode) for profile in profiles]
 
 
-def _same_model(asked: str, stated: str) -> bool:
-    return canonical_model(asked) == canonical_model(stated)
+def _same_model(name: str, stated: str) -> bool:
+    return canonical_model(name) == canonical_model(stated)
 
 
 def priced(
@@ -188,15 +188,15 @@ def within_context(
     long = tokens > limit
     if not long.any():
         return workload, []
-    says = (
+    warning = (
         f"{name}: {int(long.sum())} of {len(workload)} requests are longer than the model's context of"
         f" {limit} tokens; the longest has {int(tokens.max())}"
     )
     if not drop:
-        raise BadInput(f"{says}; --drop-too-long leaves them out")
+        raise BadInput(f"{warning}; --drop-too-long leaves them out")
     if long.all():
-        raise BadInput(says)
-    return _rows(workload, ~long), [f"{says}; left out"]
+        raise BadInput(warning)
+    return _rows(workload, ~long), [f"{warning}; left out"]
 
 
 def within_kv(

@@ -160,8 +160,10 @@ def _one_fewer(plan: Plan, spares: Spares) -> OneFewer | None:
         return fewer
     share = spares.one_fewer * spares.untouched
     estimate = replace(best.estimate, low=best.estimate.low * share, expected=best.estimate.expected * share)
-    says = f"enough workers stand only {spares.one_fewer:.3%} of the time, which its lower bound cannot spare"
-    return OneFewer(spares.bought.workers - 1, best.on_trace, estimate, says)
+    reason = (
+        f"enough workers stand only {spares.one_fewer:.3%} of the time, which its lower bound cannot spare"
+    )
+    return OneFewer(spares.bought.workers - 1, best.on_trace, estimate, reason)
 
 
 def _with_spares(schedule: Schedule, spares: Spares) -> Schedule:

@@ -141,12 +141,12 @@ class PlannedProfile(_Part):
             return parse_profile(json.dumps(self.profile), "inputs.profiles: profile")
         limits = self.engine_limits
         try:
-            (found, *_) = find_profiles(self.model, [self.gpu], [self.tp_degree])
+            (profile, *_) = find_profiles(self.model, [self.gpu], [self.tp_degree])
         except ProfileMissing:
             return None
         if limits is None:
-            return found
-        return found.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs)
+            return profile
+        return profile.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs)
 
 
 class PlanInputs(_Part):

@@ -359,12 +359,12 @@ def _type_json(worker_type: WorkerType) -> dict[str, Any]:
 def _own_profile(profile: Profile) -> dict[str, Any]:
     """The profile itself, unless the library has it, in some engine's limits: a reader finds it there."""
     try:
-        (found, *_) = find_profiles(profile.model, [profile.gpu], [profile.tp_degree])
+        (shipped, *_) = find_profiles(profile.model, [profile.gpu], [profile.tp_degree])
     except ProfileMissing:
-        found = None
-    if found is not None and replace(found, engine=profile.engine) == profile:
+        shipped = None
+    if shipped is not None and replace(shipped, engine=profile.engine) == profile:
         limits = profile.engine
-        if found.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs) == profile:
+        if shipped.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs) == profile:
             return {}
     return {"profile": profile_document(profile)}
 

@@ -67,18 +67,18 @@ def make_plan(
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
 
-    def serving(asked: PlanRequest) -> Plan:
+    def serving(request: PlanRequest) -> Plan:
         replicates = replicates_of(
             workload,
-            asked.slo,
-            asked.policy,
-            asked.seed,
+            request.slo,
+            request.policy,
+            request.seed,
             LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
             watch.simulated,
         )
-        replicates = replace(replicates, drifts=asked.drift)
+        replicates = replace(replicates, drifts=request.drift)
         return _serving(
-            Plan(asked, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
+            Plan(request, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
         )
 
     plan = serving(question)

@@ -235,13 +235,13 @@ class Option:
     @property
     def bounds(self) -> dict[str, float]:
         """`gt`, `ge`, `lt` and `le` of one value."""
-        found = {}
+        bounds = {}
         for part in (*self._item_metadata, *self.metadata):
             for bound in getattr(part, "metadata", ()):
                 for name in ("gt", "ge", "lt", "le"):
                     if (limit := getattr(bound, name, None)) is not None:
-                        found[name] = limit
-        return found
+                        bounds[name] = limit
+        return bounds
 
     @property
     def constraints(self) -> list[Any]:
@@ -353,8 +353,8 @@ def _plain(annotation: Any) -> tuple[type, list[Any]]:
 
 def _within(bounds: dict[str, float]) -> str:
     """`must be above 0 and below 1`."""
-    says = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    return "must be " + " and ".join(f"{says[name]} {limit:.10g}" for name, limit in bounds.items())
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    return "must be " + " and ".join(f"{words[name]} {limit:.10g}" for name, limit in bounds.items())
 
 
 def _seconds(seconds: float) -> str:

@@ -77,8 +77,8 @@ class _Window:
         if self.requests == 0:
             return low
         allowed = (1.0 - target) * self.requests
-        found = smallest(lambda n: self.misses(n) <= allowed, low, guess, most - 1)
-        return most if found is None else found
+        count = smallest(lambda n: self.misses(n) <= allowed, low, guess, most - 1)
+        return most if count is None else count
 
 
 def make_schedule(
@@ -196,15 +196,15 @@ def paid(wanted: Sequence[Stretch], cold_start_s: float) -> Paid:
     first_s, end_s = wanted[0].start_s, wanted[-1].end_s
     edges = {s.start_s for s in wanted} | {max(s.start_s - cold_start_s, first_s) for s in wanted}
     starts = sorted(edges)
-    found: list[Stretch] = []
+    stretches_paid: list[Stretch] = []
     for begin_s, stop_s in zip(starts, [*starts[1:], end_s], strict=True):
         # Summed as it was subtracted, so that a stretch ordered at `begin_s` is always seen from there.
         ahead = [s.workers for s in wanted if s.end_s > begin_s and s.start_s - cold_start_s <= begin_s]
-        if found and found[-1].workers == max(ahead):
-            found[-1] = Stretch(found[-1].start_s, stop_s, max(ahead))
+        if stretches_paid and stretches_paid[-1].workers == max(ahead):
+            stretches_paid[-1] = Stretch(stretches_paid[-1].start_s, stop_s, max(ahead))
         else:
-            found.append(Stretch(begin_s, stop_s, max(ahead)))
-    return Paid(cold_start_s, tuple(found), _orders(wanted, cold_start_s))
+            stretches_paid.append(Stretch(begin_s, stop_s, max(ahead)))
+    return Paid(cold_start_s, tuple(stretches_paid), _orders(wanted, cold_start_s))
 
 
 def _orders(wanted: Sequence[Stretch], cold_start_s: float) -> tuple[Order, ...]:

@@ -100,9 +100,9 @@ def size_on_trace(
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
     guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(replicates, worker_type)))
-    found = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
-    sizing.workers = found
-    if found is None:
+    count = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
+    sizing.workers = count
+    if count is None:
         best = max(sizing.on_trace.values(), default=0.0)
         if limit is not None and limit < far:
             sizing.reason = (

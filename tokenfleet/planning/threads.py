@@ -48,7 +48,7 @@ def threads(count: int) -> Iterator[Threads]:
 class Watch:
     """Subclass to show progress; `simulated` is called from several threads."""
 
-    def stage(self, says: str, share: float) -> None:
+    def stage(self, text: str, share: float) -> None:
         """A stage begins; `share` in [0, 1] of the work is behind it."""
 
     def simulated(self) -> None:
@@ -61,9 +61,9 @@ class Part(Watch):
     def __init__(self, whole: Watch, number: int, parts: int) -> None:
         self._whole, self._number, self._parts = whole, number, parts
 
-    def stage(self, says: str, share: float) -> None:
-        says = f"{self._number + 1} of {self._parts}: {says}"
-        self._whole.stage(says, (self._number + share) / self._parts)
+    def stage(self, text: str, share: float) -> None:
+        text = f"{self._number + 1} of {self._parts}: {text}"
+        self._whole.stage(text, (self._number + share) / self._parts)
 
     def simulated(self) -> None:
         self._whole.simulated()

@@ -86,7 +86,7 @@ def _least(errors: Callable[[Columns], Columns], first: Columns, rng: np.random.
     def cost(x: Columns) -> float:
         return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))
 
-    found = []
+    minima = []
     for k in range(STARTS):
         x = first + (rng.normal(0, 0.5, 4) if k else 0.0)
         for step in STEPS:
@@ -98,8 +98,8 @@ def _least(errors: Callable[[Columns], Columns], first: Columns, rng: np.random.
                 f_scale=OUTLIER,
                 max_nfev=40,
             ).x
-        found.append((cost(x), k, x))
-    best = min(found, key=lambda row: row[:2])[2]
+        minima.append((cost(x), k, x))
+    best = min(minima, key=lambda row: row[:2])[2]
     for size in SIMPLEX:
         corners = np.vstack([best, best + size * np.eye(4)])
         best = minimize(

@@ -65,10 +65,10 @@ def _option_field(option: Option) -> tuple[Any, Any]:
     plain: dict[type, Any] = {Slo: Targets, Path: FileText, EngineMode: Annotated[EngineMode, _AS_TEXT]}
     item: Any = Annotated[plain.get(option.item, option.item), Field(), *option.item_constraints]
     annotation = list[item] if option.is_list else item | None if option.default is None else item
-    says = f"{option.about.help}; {'each ' if option.is_list else ''}the text of a YAML file"
-    told = Field(description=says if option.kind == "file" else option.about.help)
+    description = f"{option.about.help}; {'each ' if option.is_list else ''}the text of a YAML file"
+    field = Field(description=description if option.kind == "file" else option.about.help)
     default = ... if option.is_required else [] if option.is_list else option.default
-    return Annotated[annotation, *option.constraints, told], default
+    return Annotated[annotation, *option.constraints, field], default
 
 
 _AS_TEXT = Field(strict=False)

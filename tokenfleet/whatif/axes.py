@@ -59,10 +59,10 @@ class Axis:
 
 def _axes() -> dict[str, Axis]:
     """An axis for every option, by its key; one for each target, and one for both lengths."""
-    known = {option.key: option for option in options()}
-    slo = known.pop("slo")
-    both = known["lengths.prompt"], known["lengths.output"]
-    return {key: Axis(option.about.role, option.about.name, (option,)) for key, option in known.items()} | {
+    by_key = {option.key: option for option in options()}
+    slo = by_key.pop("slo")
+    both = by_key["lengths.prompt"], by_key["lengths.output"]
+    return {key: Axis(option.about.role, option.about.name, (option,)) for key, option in by_key.items()} | {
         "lengths": Axis("circumstance", "prompt and output lengths", both),
         "slo.ttft": Axis("promise", "TTFT", (slo,), "ttft"),
         "slo.tpot": Axis("promise", "TPOT", (slo,), "tpot"),

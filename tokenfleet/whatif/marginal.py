@@ -35,18 +35,18 @@ class Clock:
 NO_CLOCK = Clock()
 
 
-def marginal(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
+def marginal(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, list[dict[str, Any]]]:
     """For each numeric axis: its steps between neighbouring values.
 
     `usd_per_hour` and `gpus` are what going from `from` to `to` adds (`cold-start`: to the schedule's price);
     `per_unit` is USD an hour (GPUs where a price is unknown) per unit of the axis, seconds for durations.
     """
     result: dict[str, list[dict[str, Any]]] = {}
-    for key in found[0].changes if found else ():
+    for key in scenarios[0].changes if scenarios else ():
         if not is_numeric(key):
             continue
         groups: dict[tuple[tuple[str, str], ...], list[tuple[float, Scenario]]] = {}
-        for one in found:
+        for one in scenarios:
             if one.feasible:
                 others = tuple((k, v) for k, v in one.changes.items() if k != key)
                 groups.setdefault(others, []).append((float(checked(key, one.changes[key])), one))
@@ -73,7 +73,7 @@ def _step(key: str, x0: float, first: Scenario, x1: float, second: Scenario, clo
         "usd_per_hour": usd,
         "gpus": gpus,
         "per_unit": float(f"{rise / (x1 - x0):.6g}"),
-        "says": _says(key, x0, first, x1, second, usd, gpus, clock),
+        "says": _sentence(key, x0, first, x1, second, usd, gpus, clock),
     }
 
 
@@ -84,7 +84,7 @@ def _usd(key: str, plan: PlanFile) -> float | None:
     return plan.usd_per_hour
 
 
-def _says(
+def _sentence(
     key: str,
     x0: float,
     first: Scenario,
@@ -108,9 +108,9 @@ def _says(
         return f"{gain} {_costs(usd, gpus)}, averaged over the schedule"
     if key in ("tp", "reclaims"):
         return f"{what} {x0:g} to {x1:g} {_costs(usd, gpus)}"
-    says = f"{(x1 / x0 - 1) * 100:+.3g} % on {what} ({x0:g} to {x1:g}) {_costs(usd, gpus)}"
+    sentence = f"{(x1 / x0 - 1) * 100:+.3g} % on {what} ({x0:g} to {x1:g}) {_costs(usd, gpus)}"
     when = _when(first, x0, second, x1, clock) if key == "rate" else ""
-    return f"{says}; {when}" if when else says
+    return f"{sentence}; {when}" if when else sentence
 
 
 def _zero_or(seconds: float) -> str:

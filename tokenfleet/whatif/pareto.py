@@ -20,23 +20,23 @@ _COLOURS = ("--blue", "--orange", "--good", "--bad", "--soft")
 _PLOTTED = ("slo.ttft", "slo.tpot", "attainment", "confidence")  # the first that varies is the x-axis
 
 
-def unbeaten(found: Sequence[Scenario]) -> list[bool]:
+def unbeaten(scenarios: Sequence[Scenario]) -> list[bool]:
     """For each scenario whether no other beats it; False where it has no fleet."""
-    priced = is_priced(found)
+    priced = is_priced(scenarios)
     return [
         one.feasible
         and not any(
             _circumstances(other) == _circumstances(one) and _beats(other, one, priced)
-            for other in found
+            for other in scenarios
             if other.feasible and other is not one
         )
-        for one in found
+        for one in scenarios
     ]
 
 
-def is_priced(found: Sequence[Scenario]) -> bool:
+def is_priced(scenarios: Sequence[Scenario]) -> bool:
     """Whether every fleet that was found has a price."""
-    return all(one.plan.usd_per_hour is not None for one in found if one.plan and one.feasible)
+    return all(one.plan.usd_per_hour is not None for one in scenarios if one.plan and one.feasible)
 
 
 def cost(one: Scenario, priced: bool) -> float:
@@ -65,46 +65,46 @@ def _promise(one: Scenario) -> tuple[float, ...]:
     return (-slo.ttft_s, -slo.tpot_s, attained.target, attained.confidence or 0.0)
 
 
-def cost_figure(found: Sequence[Scenario]) -> Figure:
+def cost_figure(scenarios: Sequence[Scenario]) -> Figure:
     """Cost against the first promise that varies, or each scenario's cost as a bar where none does."""
-    varied = [key for key in _PLOTTED if found and key in found[0].changes]
-    return _against(found, varied[0]) if varied else _bars(found)
+    varied = [key for key in _PLOTTED if scenarios and key in scenarios[0].changes]
+    return _against(scenarios, varied[0]) if varied else _bars(scenarios)
 
 
-def _against(found: Sequence[Scenario], key: str) -> Figure:
+def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     """Cost against a promise: a line and its crosses for each choice of everything else."""
-    best = unbeaten(found)
+    best = unbeaten(scenarios)
     series: dict[str, list[Scenario]] = {}
-    for one in found:
+    for one in scenarios:
         if one.feasible:
             # A line joins what competes: choices are points on it, everything else is a line of its own.
             rest = [f"{k} {v}" for k, v in one.changes.items() if k != key and AXES[k].role != "choice"]
             series.setdefault(", ".join(rest) or "cheapest", []).append(one)
-    stars = {id(one) for one, is_best in zip(found, best, strict=True) if is_best}
+    stars = {id(one) for one, is_best in zip(scenarios, best, strict=True) if is_best}
     data = []
     for number, (name, members) in enumerate(series.items()):
-        line, dearer = _cheapest(members, key, is_priced(found))
-        drawn = _Drawn(key, is_priced(found), _COLOURS[number % len(_COLOURS)])
+        line, dearer = _cheapest(members, key, is_priced(scenarios))
+        drawn = _Drawn(key, is_priced(scenarios), _COLOURS[number % len(_COLOURS)])
         data += drawn.line(name, line, [id(one) in stars for one in line])
         data += drawn.crosses(name, dearer)
     layout = {
         "xaxis": {"title": {"text": f"{AXES[key].name} ({_scale(key)[1]})"}},
-        "yaxis": {"title": {"text": _unit(is_priced(found))}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": _unit(is_priced(scenarios))}, "rangemode": "tozero"},
         "showlegend": len(series) > 1,
     }
     caption = (
         "Each line joins the cheapest fleets; a full dot is unbeaten: nothing in the same circumstances"
         " promises as much for less. Crosses are dearer choices for the same promise."
     )
-    columns = (*(found[0].changes if found else ()), "fleet", "cost", "unbeaten")
-    rows = _rows(found, best)
+    columns = (*(scenarios[0].changes if scenarios else ()), "fleet", "cost", "unbeaten")
+    rows = _rows(scenarios, best)
     return Figure("cost", "Cost against the promise", caption, _spec(data, layout), columns, rows, True)
 
 
-def _rows(found: Sequence[Scenario], best: Sequence[bool]) -> list[tuple[str, ...]]:
+def _rows(scenarios: Sequence[Scenario], best: Sequence[bool]) -> list[tuple[str, ...]]:
     return [
         (*one.changes.values(), _fleet(one), usd_text(one.plan.usd_per_hour), "yes" if is_best else "")
-        for one, is_best in zip(found, best, strict=True)
+        for one, is_best in zip(scenarios, best, strict=True)
         if one.plan is not None and one.feasible
     ]
 
@@ -163,9 +163,9 @@ def _unit(priced: bool) -> str:
     return "USD an hour" if priced else "GPUs"
 
 
-def _bars(found: Sequence[Scenario]) -> Figure:
-    priced = is_priced(found)
-    some = [one for one in found if one.feasible]
+def _bars(scenarios: Sequence[Scenario]) -> Figure:
+    priced = is_priced(scenarios)
+    some = [one for one in scenarios if one.feasible]
     bars = {
         "type": "bar",
         "x": ["<br>".join(f"{k} {v}" for k, v in one.changes.items()) for one in some],

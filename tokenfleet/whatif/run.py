@@ -129,14 +129,14 @@ _STOP_S = 5.0
 _RAY_ATTEMPTS = 3  # it waits 30 s for its own start, too few on a busy machine
 
 
-def solved(found: Sequence[Family], jobs: int) -> Iterator[tuple[int, Result]]:
+def solved(families: Sequence[Family], jobs: int) -> Iterator[tuple[int, Result]]:
     """Every task's number and result, in the order they are done, on `jobs` processors of this machine.
 
     A process has two families at least: with fewer, most processors would wait for the longest family, and
     each process has the simulator to load. Processors left over simulate in threads.
     """
-    processes = max(min(jobs, len(found) // FAMILIES_A_PROCESS), 1)
-    spread = [replace(family, threads=max(jobs // processes, 1)) for family in found]
+    processes = max(min(jobs, len(families) // FAMILIES_A_PROCESS), 1)
+    spread = [replace(family, threads=max(jobs // processes, 1)) for family in families]
     if processes <= 1:
         for family in spread:
             yield from solve(family)
@@ -144,11 +144,11 @@ def solved(found: Sequence[Family], jobs: int) -> Iterator[tuple[int, Result]]:
         yield from _by_processes(spread, processes)
 
 
-def _by_processes(found: Sequence[Family], processes: int) -> Iterator[tuple[int, Result]]:
+def _by_processes(families: Sequence[Family], processes: int) -> Iterator[tuple[int, Result]]:
     # A fork of this process would copy its threads' locks; the fork server has none.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    queue = list(found)
+    queue = list(families)
     workers: dict[Connection, ForkServerProcess] = {}
     try:
         for _ in range(processes):
@@ -218,7 +218,7 @@ def _end(workers: dict[Connection, ForkServerProcess]) -> None:
         worker.close()
 
 
-def solved_by_ray(found: Sequence[Family], address: str) -> Iterator[tuple[int, Result]]:
+def solved_by_ray(families: Sequence[Family], address: str) -> Iterator[tuple[int, Result]]:
     """The same on a Ray cluster at `address`, one processor a family; `local` starts one on this machine.
 
     Raises BadInput where Ray is not installed or no cluster answers there.
@@ -227,7 +227,7 @@ def solved_by_ray(found: Sequence[Family], address: str) -> Iterator[tuple[int, 
     try:
         # Streamed: each scenario comes back, and is kept, as soon as it is planned.
         remote = ray.remote(num_cpus=1, num_returns="streaming", max_retries=0)(_solve_there)
-        streams = [remote.remote(family) for family in found]
+        streams = [remote.remote(family) for family in families]
         while streams:
             (stream, *_), streams = ray.wait(streams, num_returns=1)
             with suppress(StopIteration):

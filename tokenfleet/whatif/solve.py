@@ -44,14 +44,14 @@ class Family:
 
 def families(tasks: Sequence[Task]) -> list[Family]:
     """Tasks by what their replays depend on; those that simulate longest first, so that none is left last."""
-    found: dict[object, list[Task]] = {}
+    groups: dict[object, list[Task]] = {}
     for task in tasks:
-        asked = task.question
+        question = task.question
         modes = tuple(sorted({str(t.profile.engine.mode) for t in task.worker_types}))
-        key = (workload_digest(task.workload), asked.slo, asked.policy, asked.seed, modes)
-        found.setdefault(key, []).append(task)
+        key = (workload_digest(task.workload), question.slo, question.policy, question.seed, modes)
+        groups.setdefault(key, []).append(task)
     # Workers, and with them events, grow with the rate.
-    ranked = sorted(found.values(), key=lambda of: (-of[0].workload.rate_rps * len(of), of[0].number))
+    ranked = sorted(groups.values(), key=lambda of: (-of[0].workload.rate_rps * len(of), of[0].number))
     return [Family(_sharing(of)) for of in ranked]
 
 

@@ -24,9 +24,9 @@ _COLUMNS = ("fleet", "GPUs", "cost", "expected", "at least")
 _SENTENCES = 12
 
 
-def whatif_json(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, Any]:
+def whatif_json(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str, Any]:
     """The JSON of `tokenfleet.whatif/1`."""
-    best = unbeaten(found)
+    best = unbeaten(scenarios)
     return {
         "schema": SCHEMA,
         "scenarios": [
@@ -37,35 +37,35 @@ def whatif_json(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[str,
                 "unbeaten": is_best,
                 "command": one.command,
             }
-            for one, is_best in zip(found, best, strict=True)
+            for one, is_best in zip(scenarios, best, strict=True)
         ],
-        "marginal": marginal(found, clock),
+        "marginal": marginal(scenarios, clock),
     }
 
 
-def whatif_tables(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> Iterable[RenderableType]:
+def whatif_tables(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> Iterable[RenderableType]:
     """One row a scenario, and what the steps between them cost, the dearest first."""
     table = Table()
-    for key in found[0].changes:
+    for key in scenarios[0].changes:
         table.add_column(key)
-    for name in columns(found):
+    for name in columns(scenarios):
         table.add_column(name, justify="left" if name == "fleet" else "right")
     table.add_column("")
-    for one, is_best in zip(found, unbeaten(found), strict=True):
-        table.add_row(*one.changes.values(), *cells(one, found), "*" if is_best else "")
+    for one, is_best in zip(scenarios, unbeaten(scenarios), strict=True):
+        table.add_row(*one.changes.values(), *cells(one, scenarios), "*" if is_best else "")
     yield table
     yield Text("* nothing in the same circumstances promises as much for less", style="dim")
-    for sentence in sentences(found, clock):
+    for sentence in sentences(scenarios, clock):
         yield Text(f"  {sentence}")
 
 
-def sentences(found: Sequence[Scenario], clock: Clock) -> list[str]:
+def sentences(scenarios: Sequence[Scenario], clock: Clock) -> list[str]:
     """Marginal prices in words: of each axis in turn the dearest step first, a dozen in all.
 
     Steps that cost nothing are left out, but for one of an axis that has no others.
     """
     ranked = []
-    for rows in marginal(found, clock).values():
+    for rows in marginal(scenarios, clock).values():
         rows = sorted(rows, key=lambda row: -abs(_rise(row)))
         telling = [row for row in rows if _rise(row)] or rows[:1]
         ranked.append([_held(row) for row in telling])
@@ -79,18 +79,18 @@ def _rise(row: dict[str, Any]) -> float:
 
 
 def _held(row: dict[str, Any]) -> str:
-    held = ", ".join(f"{key} {value}" for key, value in row["held"].items())
-    return f"{row['says']}" + (f" (at {held})" if held else "")
+    changes = ", ".join(f"{key} {value}" for key, value in row["held"].items())
+    return f"{row['says']}" + (f" (at {changes})" if changes else "")
 
 
-def columns(found: Sequence[Scenario]) -> tuple[str, ...]:
+def columns(scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     """Columns of a scenario's row; the schedule's price where one was asked for."""
-    return (*_COLUMNS, "schedule") if any(_paid(one) for one in found) else _COLUMNS
+    return (*_COLUMNS, "schedule") if any(_paid(one) for one in scenarios) else _COLUMNS
 
 
-def cells(one: Scenario, found: Sequence[Scenario]) -> tuple[str, ...]:
+def cells(one: Scenario, scenarios: Sequence[Scenario]) -> tuple[str, ...]:
     """A scenario's cells under `columns`."""
-    width = len(columns(found))
+    width = len(columns(scenarios))
     plan = one.plan
     if plan is None or not plan.feasible:
         why = one.error or (plan.reason if plan else "")
@@ -117,37 +117,37 @@ def _paid(one: Scenario) -> Paid | None:
     return detail.paid if detail else None
 
 
-def whatif_report(found: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str:
+def whatif_report(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> str:
     """The page: what each scenario costs, what a step along each axis costs, and the command of each row."""
-    keys = tuple(found[0].changes)
-    best = unbeaten(found)
+    keys = tuple(scenarios[0].changes)
+    best = unbeaten(scenarios)
     rows = [
-        (*one.changes.values(), *cells(one, found), "yes" if is_best else "")
-        for one, is_best in zip(found, best, strict=True)
+        (*one.changes.values(), *cells(one, scenarios), "yes" if is_best else "")
+        for one, is_best in zip(scenarios, best, strict=True)
     ]
-    says = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found, clock))
-    prices = f"<section><h2>What steps cost</h2><ul>{says}</ul></section>" if says else ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(scenarios, clock))
+    prices = f"<section><h2>What steps cost</h2><ul>{items}</ul></section>" if items else ""
     return page(
         "Tokenfleet what-if",
-        f"{len(found)} scenarios over {', '.join(keys)}",
+        f"{len(scenarios)} scenarios over {', '.join(keys)}",
         "Each is a plan of its own, in the same worlds.",
         prices,
-        [cost_figure(found)],
+        [cost_figure(scenarios)],
         [
-            section("Scenarios", (*keys, *columns(found), "unbeaten"), rows),
-            *_steps(found, clock),
+            section("Scenarios", (*keys, *columns(scenarios), "unbeaten"), rows),
+            *_steps(scenarios, clock),
             section(
                 "The plan of each scenario, whole",
                 (*keys, "command"),
-                [(*one.changes.values(), one.command) for one in found],
+                [(*one.changes.values(), one.command) for one in scenarios],
             ),
         ],
         f"Made by tokenfleet {__version__}. Latencies come from simulation, not from a running fleet.",
     )
 
 
-def _steps(found: Sequence[Scenario], clock: Clock) -> Iterable[str]:
-    for key, steps in marginal(found, clock).items():
+def _steps(scenarios: Sequence[Scenario], clock: Clock) -> Iterable[str]:
+    for key, steps in marginal(scenarios, clock).items():
         rows = [
             (
                 f"{step['from']:g} to {step['to']:g}",

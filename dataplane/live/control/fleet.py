@@ -148,7 +148,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
         await until_answering(settings.control_host, settings.control_port, answering)
         await until_answering(settings.gateway.host, settings.gateway.port, serving)
-        told = ControllerSettings(
+        controller_settings = ControllerSettings(
             control_url,
             settings.control_key,
             settings.advisory,
@@ -157,7 +157,7 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
             settings.autoscale,
             None if settings.data is None else str(settings.data.absolute() / "demand.json"),
         )
-        controller = ControllerProcess(told, events)
+        controller = ControllerProcess(controller_settings, events)
         cleanup.push_async_callback(controller.close)
         controller.start()
         announce(f"ready {gateway_url} control {control_url}")
@@ -180,9 +180,9 @@ def _placement(
     """
     if settings.policy == Policy.EXACT and (step_times is None or len(profiles) > 1):
         raise BadInput("--policy: exact: needs one kind of worker, and a profile of it")
-    known = {} if step_times is None else profiles
+    placed_by = {} if step_times is None else profiles
     placement = Placement(
-        known, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+        placed_by, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
     )
     history.on_learnt.append(placement.learn)
     for kind, times in () if step_times is None else step_times.kinds.items():

@@ -163,10 +163,10 @@ class TypeProfiles:
                 steps.new = 0
                 self._refit(kind, [w for w in workers if w["kind"] == kind and w.get("kv_blocks")])
 
-    def _refit(self, kind: str, known: Sequence[Row]) -> None:
-        capacity = min((int(w["kv_blocks"]) * int(w["block_tokens"]) for w in known), default=0)
-        seats = min((int(w["max_seqs"]) for w in known), default=0)
+    def _refit(self, kind: str, rows: Sequence[Row]) -> None:
+        capacity = min((int(w["kv_blocks"]) * int(w["block_tokens"]) for w in rows), default=0)
+        seats = min((int(w["max_seqs"]) for w in rows), default=0)
         columns = np.array(self._steps[kind].last, float).T
-        seen = profile_seen(StepSamples(*columns), capacity, seats, kind)
-        if seen is not None:
-            self._learnt[kind] = seen
+        profile = profile_seen(StepSamples(*columns), capacity, seats, kind)
+        if profile is not None:
+            self._learnt[kind] = profile

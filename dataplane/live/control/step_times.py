@@ -39,7 +39,7 @@ class KindTimes:
         self._events = events
         self._factors: dict[WorkerId, float] = {}
         self._learned_s = float("-inf")
-        self._told = 0
+        self._reported = 0
 
     def take(self, load: Telemetry) -> None:
         """Note the step as its worker's; learn from it, unless it comes too soon after the last."""
@@ -57,8 +57,8 @@ class KindTimes:
         )
         if drift is not None:
             self._announce(drift)
-        if drift is not None or self.refit.steps - self._told >= TELL_EVERY:
-            self._told = self.refit.steps
+        if drift is not None or self.refit.steps - self._reported >= TELL_EVERY:
+            self._reported = self.refit.steps
             for tell in self.on_refit:
                 tell(self.refit.model)
 
@@ -118,22 +118,22 @@ class StepTimes(Collector):
 
     def __init__(self, profiles: Mapping[str, Profile], events: EventLog) -> None:
         self.kinds = {kind: KindTimes(profile, events) for kind, profile in profiles.items()}
-        self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._seen)
+        self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._steps_taken)
         self.kind_of: Callable[[WorkerId], str | None] = lambda worker: next(iter(profiles))
-        self._seen: dict[WorkerId, int] = {}
+        self._steps_taken: dict[WorkerId, int] = {}
 
     def add(self, load: Telemetry) -> None:
         """Learn from one of a worker's new steps, once."""
         kind = self.kind_of(load.worker)
         if kind is None:
             return
-        new = load.since(self._seen.get(load.worker, 0))
+        new = load.since(self._steps_taken.get(load.worker, 0))
         if new:
             load = replace(load, **{name: getattr(new[0], name) for name in LEARNT})
         computed = load.step_s > 0 and (load.prefill_tokens or load.sequences)
-        if not computed or self._seen.get(load.worker) == load.steps:
+        if not computed or self._steps_taken.get(load.worker) == load.steps:
             return
-        self._seen[load.worker] = load.steps
+        self._steps_taken[load.worker] = load.steps
         self.kinds[kind].take(load)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class StepTimes(Collector):
     def _here(self) -> Collection[WorkerId]:
         """The workers there are; what is known of those that have gone is forgotten."""
         here = self.attached()
-        self._seen = {worker: steps for worker, steps in self._seen.items() if worker in here}
+        self._steps_taken = {worker: steps for worker, steps in self._steps_taken.items() if worker in here}
         return here
 
     def describe(self) -> Iterable[Metric]:

@@ -164,13 +164,13 @@ class Admission:
         now_s, queue = self._clock(), self._queue
         line, lost = np.empty(MOST_REQUESTS, np.int64), np.empty(len(self._waiting), np.int64)
         n, _ = line_up(self._placement.ledger, queue, now_s, line, lost)
-        asked = {r: self._waiting[r] for r in line[:n].tolist()}
+        requests = {r: self._waiting[r] for r in line[:n].tolist()}
         heartbeat, workers = self._placement.heartbeat(line[:n], now_s)
-        if asked and workers:
-            found = await asyncio.to_thread(lambda: solve(heartbeat(), SOLVE_LIMIT_S))
-            self._solved(len(asked), found.proven)
-            if found.proven:
-                for (r, tracked), j in zip(asked.items(), found.worker, strict=True):
+        if requests and workers:
+            placement = await asyncio.to_thread(lambda: solve(heartbeat(), SOLVE_LIMIT_S))
+            self._solved(len(requests), placement.proven)
+            if placement.proven:
+                for (r, tracked), j in zip(requests.items(), placement.worker, strict=True):
                     still = self._waiting.get(r) is tracked
                     if j is not None and still and self._placement.can_take(workers[j]):
                         await self._send(r, workers[j])
