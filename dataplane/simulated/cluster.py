@@ -91,8 +91,11 @@ def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
     now_s, r = clu.clock[0].now_s, clu.clock[0].arrived
     clu.clock[0].arrived += 1
     view_all(led, eng, now_s)
-    if rules.policy != EXACT and is_empty(clu.queue) and place(led, eng, clu, rules, r):
-        return
+    if rules.policy != EXACT and is_empty(clu.queue):
+        w = choose(led, clu, rules, r)
+        if w != NONE:
+            arrive(led, eng, w, r, now_s, False)
+            return
     out = turned_away(led, clu.queue, r)
     if out != NONE:
         turn_away(led, eng, clu, out)
@@ -150,26 +153,31 @@ def view_all(led: Ledger, eng: Engines, now_s: float) -> None:
 
 
 @compiled
-def place(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> bool:
-    """Assign a request and hand it to the worker; False when the policy would rather hold it."""
-    now_s = clu.clock[0].now_s
+def choose(led: Ledger, clu: Cluster, rules: Rules, r: int) -> int:
+    """The worker for a request, or NONE when the policy would rather hold it."""
     role = PREFILL_ONLY if rules.split else ANY_PHASE
-    w = decide(
+    return decide(
         led,
         rules.policy,
         rules.knobs,
         r,
-        now_s,
+        clu.clock[0].now_s,
         rules.offer_every_s,
         rules.patience,
         role,
         rules.draws[r],
     )
+
+
+@compiled
+def place_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> None:
+    """Put a request that waits on the worker chosen for it, or note that it found none."""
+    w = choose(led, clu, rules, r)
     if w == NONE:
-        return False
-    leave(led, clu.queue, r)
-    arrive(led, eng, w, r, now_s, False)
-    return True
+        refuse(clu.queue, r)
+    else:
+        leave(led, clu.queue, r)
+        arrive(led, eng, w, r, clu.clock[0].now_s, False)
 
 
 @compiled
@@ -205,8 +213,8 @@ def offer_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
     while r != NONE:
         if has_lost:
             count_miss(eng, r)
-        elif not place(led, eng, clu, rules, r):
-            refuse(clu.queue, r)
+        else:
+            place_held(led, eng, clu, rules, r)
         r, has_lost = offer(led, clu.queue, now_s)
 
 

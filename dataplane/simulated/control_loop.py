@@ -26,7 +26,7 @@ from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.elastic import Elastic
-from dataplane.simulated.heartbeat import HEARTBEAT_S, place_held
+from dataplane.simulated.heartbeat import HEARTBEAT_S, place_together
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import deviations, observe
 from dataplane.simulated.run import RunState
@@ -174,7 +174,7 @@ def drive(
         clock["now_s"] = now_s
         if now_s == place_s:
             if run.cluster.queue.waiting:
-                place_held(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
+                place_together(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)

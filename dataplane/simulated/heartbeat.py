@@ -12,9 +12,9 @@ from controlplane.placement.exact import solve
 from controlplane.placement.heartbeat import MOST_REQUESTS, heartbeat_of
 from controlplane.placement.ledger import NONE, SERVING, Ledger
 from controlplane.placement.policies import BEST_FIT, PlacementSettings
-from controlplane.placement.queue import begin_round, leave, line_up, offer_late, refuse
+from controlplane.placement.queue import begin_round, leave, line_up, offer_late
 from controlplane.types import Slo
-from dataplane.simulated.cluster import place, view_all
+from dataplane.simulated.cluster import place_held, view_all
 from dataplane.simulated.engine import arrive, count_miss
 from dataplane.simulated.records import Cluster, Engines, Rules
 
@@ -22,7 +22,7 @@ HEARTBEAT_S = 0.05
 TIME_LIMIT_S = 1.0
 
 
-def place_held(
+def place_together(
     led: Ledger,
     eng: Engines,
     clu: Cluster,
@@ -49,8 +49,7 @@ def place_held(
                 arrive(led, eng, int(serving[j]), r, now_s, False)
     begin_round(clu.queue)
     while (r := offer_late(led, clu.queue)) != NONE:
-        if not place(led, eng, clu, rules._replace(policy=BEST_FIT), r):
-            refuse(clu.queue, r)
+        place_held(led, eng, clu, rules._replace(policy=BEST_FIT), r)
 
 
 def check_exact(profiles: Sequence[Profile], slos: Sequence[Slo]) -> None:
