@@ -135,7 +135,7 @@ def main() -> int:
     parser = flags(__doc__, AZURE_HOUR, SHAREGPT, *SERVEGEN.values(), resumes=True)
     parser.add_argument("--profile", choices=sorted(PROFILES), default="measured")
     parser.add_argument(
-        "--drift", action="store_true", help="plans with worlds that drift, as `plan --drift`"
+        "--drift", action="store_true", help="plans with replicates that drift, as `plan --drift`"
     )
     parser.add_argument("--source", action="append", help="only this one; may be given more than once")
     parser.add_argument("--rate", type=float, help="requests a second, of a window in the mean")
