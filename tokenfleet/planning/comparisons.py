@@ -94,7 +94,7 @@ def crossing(
     workload = replicates.workload.scaled(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
-    misses: dict[int, float] = {}  # misses; infinite where the trial was broken off
+    misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
         outcome = replicates.replay(
