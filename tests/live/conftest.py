@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
+from made_plans import plan_of_fleet
 from served_fleet import ServedFleet, serve
 
 STORY_S = 120.0
@@ -66,18 +67,13 @@ def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
 def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     """A plan's mix: an emulated worker of one kind and two of another."""
     parts = [("h100-sxm", 2, 1, 5.38), ("a100-sxm", 1, 2, 2.78)]
-    plan = {
-        "schema": "tokenfleet.plan/1", "feasible": True, "workers": 3, "usd_per_hour": 8.16,
-        "slo": {"ttft_s": 0.4, "tpot_s": 0.03}, "inputs": {"profiles": [{"model": "llama-3.1-8b"}]},
-        "fleet": [
-            {"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts
-        ],
-    }  # fmt: skip
+    fleet = [{"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts]
+    plan = plan_of_fleet(fleet, "llama-3.1-8b")
     path = scratch / "mixed.json"
     path.write_text(json.dumps(plan))
-    fleet = serve(model_folder, "--engine", "emulated", "--plan", str(path), folder=scratch)
-    yield fleet
-    fleet.stop()
+    served = serve(model_folder, "--engine", "emulated", "--plan", str(path), folder=scratch)
+    yield served
+    served.stop()
 
 
 @pytest.fixture(scope="session")
