@@ -19,7 +19,7 @@ from tokenfleet.planning.result import Inputs
 from tokenfleet.profiles.library import age_warning, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.traces import Trace
-from tokenfleet.traces.check import doctor_warnings
+from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
 
 RATE_POINTS = 120
 MANY_REQUESTS = 200_000
@@ -84,6 +84,8 @@ def gather(
         *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow,
     )  # fmt: skip
     clock_s = trace.clock_start_s
+    if clock_s is not None and clock_s > LATEST_DATE_S:
+        clock_s = None  # milliseconds read as seconds: `doctored` says so, and it is no time to schedule by
     if clock_s is not None and request.window is not None:
         clock_s += parse_window_s(request.window)[0]
     inputs = described(trace.name, workload, warnings)
