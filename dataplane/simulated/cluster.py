@@ -75,7 +75,10 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
             clu.transit_s[passing] = clu.transit_s[clu.clock[0].transit_n]
             place_decode(led, eng, clu, rules, r)
         elif boundary_s == now_s:
-            end_step(led, eng, clu, rules, w)
+            end_activity(led, eng, w)
+            if eng.total[0].handover_n > 0:
+                hand_over(eng, clu, now_s + rules.transfer_s)
+            begin_activity(led, eng, w, now_s)
         else:
             offer_held(led, eng, clu, rules)
         if is_empty(clu.queue):
@@ -113,16 +116,13 @@ def turn_away(led: Ledger, eng: Engines, clu: Cluster, r: int) -> None:
 
 
 @compiled
-def end_step(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, w: int) -> None:
-    """End a worker's activity at its boundary, send off what is to decode elsewhere, and begin its next."""
-    now_s = clu.clock[0].now_s
-    end_activity(led, eng, w)
+def hand_over(eng: Engines, clu: Cluster, arrives_s: float) -> None:
+    """Send off the KV of requests prefilled just now, to arrive where they will decode."""
     while eng.total[0].handover_n > 0:
         eng.total[0].handover_n -= 1
         clu.transit[clu.clock[0].transit_n] = eng.handover[eng.total[0].handover_n]
-        clu.transit_s[clu.clock[0].transit_n] = now_s + rules.transfer_s
+        clu.transit_s[clu.clock[0].transit_n] = arrives_s
         clu.clock[0].transit_n += 1
-    begin_activity(led, eng, w, now_s)
 
 
 @compiled
