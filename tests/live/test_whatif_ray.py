@@ -1,31 +1,26 @@
 """A what-if grid on a Ray cluster gives the bytes that one process gives."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from checkout import ROOT
+from planning_builders import SLO, poisson, save, worker
+
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.profiles.library import write_profile
+from tokenfleet.traces import read_traces
+from tokenfleet.whatif import run
+from tokenfleet.whatif.axes import grid
+from tokenfleet.whatif.view import whatif_json
 
 pytest.importorskip("ray")
-sys.path.insert(0, str(ROOT / "tests" / "builders"))
 
 
 def test_a_grid_on_ray_is_the_grid_of_one_process(tmp_path: Path) -> None:
-    from planning_builders import SLO, poisson, worker
-    from test_plan_command import save
-
-    from tokenfleet.planning.request import PlanRequest
-    from tokenfleet.profiles.library import write_profile
-    from tokenfleet.traces import read_traces
-    from tokenfleet.whatif import run
-    from tokenfleet.whatif.axes import grid
-    from tokenfleet.whatif.view import whatif_json
-
     save(poisson(requests=300), tmp_path / "trace.csv")
     write_profile(worker(), tmp_path / "worker.yaml")
-    asked = PlanRequest(SLO, attainment=0.95, profiles=(tmp_path / "worker.yaml",))
-    read, cells = read_traces([str(tmp_path / "trace.csv")]), grid(["rate=1,2", "confidence=0.9,0.95"])
-    here, _ = run.planned(read, asked, cells)
-    there, _ = run.planned(read, asked, cells, ray="local")
+    request = PlanRequest(SLO, attainment=0.95, profiles=(tmp_path / "worker.yaml",))
+    traces, cells = read_traces([str(tmp_path / "trace.csv")]), grid(["rate=1,2", "confidence=0.9,0.95"])
+    here, _ = run.planned(traces, request, cells)
+    there, _ = run.planned(traces, request, cells, ray="local")
     assert json.dumps(whatif_json(there)) == json.dumps(whatif_json(here))
