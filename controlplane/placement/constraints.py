@@ -218,7 +218,7 @@ def failing(deficit_s: float, saves_s: float) -> float:
 
 @compiled
 def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
-    """Whether not even an idle worker of the fastest variant could still meet a request's TTFT.
+    """Whether not even an idle worker of the fastest type could still meet a request's TTFT.
 
     `busy`: one as full as (b) lets it be instead, a step in progress. Who waits until only an idle worker
     would do finds the few whose step happens to end just then, and no choice of where to do least harm.

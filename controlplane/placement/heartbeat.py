@@ -79,7 +79,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The problem: workers of one variant, all requests under one SLO.
+    """The problem: workers of one type, all requests under one SLO.
 
     `theta` in [0, 1]: the share of expected growth that (b) counts. `gamma` in (0, 1]: the share of KV
     capacity that (e) may fill.

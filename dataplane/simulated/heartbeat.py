@@ -55,4 +55,4 @@ def place_together(
 def check_exact(profiles: Sequence[Profile], slos: Sequence[Slo]) -> None:
     """Raise BadInput where the heartbeat's program does not cover what is asked."""
     if len(profiles) > 1 or len(slos) > 1:
-        raise BadInput("policy: exact: covers one variant and one SLO class; use spread or best-fit for more")
+        raise BadInput("policy: exact: covers one worker type and one SLO class; else use spread or best-fit")
