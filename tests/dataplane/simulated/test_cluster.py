@@ -270,7 +270,7 @@ def test_each_class_is_judged_by_its_own_targets():
         ([WorkerSpec(profile(), "prefill")], "spread", "both prefill and decode"),
         ([WorkerSpec(profile(EngineMode.SPLIT))], "spread", "split mode needs"),
         ([WorkerSpec(profile(), "prefill"), WorkerSpec(profile(), "decode")], "exact", "no split mode"),
-        ([WorkerSpec(profile()), WorkerSpec(profile(seqs=8))], "exact", "one variant"),
+        ([WorkerSpec(profile()), WorkerSpec(profile(seqs=8))], "exact", "one worker type"),
     ],
 )
 def test_a_fleet_that_cannot_run_is_refused(workers, policy, says):
