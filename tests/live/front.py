@@ -101,7 +101,7 @@ class FrontHost:
         self.may_stop = asyncio.Event()
         self.may_stop.set()
 
-    async def launch(self, worker, kind):
+    async def launch(self, worker, kind, say):
         if self.failures:
             self.failures -= 1
             raise RuntimeError("no such model")

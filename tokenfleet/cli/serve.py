@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,13 +34,21 @@ if TYPE_CHECKING:
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.pool.fleet_types import FleetTypes
 
-    RunFleet = Callable[[FleetSettings, Callable[[str], None]], Coroutine[None, None, None]]
+    Say = Callable[[str], None]
+    RunFleet = Callable[[FleetSettings, Say, Say], Coroutine[None, None, None]]
 
 INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 )
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 WORKERS = 2
+# Warnings of every start on CPUs, or of Ray in a thread, by the logger they come from: they read like faults.
+EXPECTED = {
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    "vllm.config.vllm": ("Model Runner V2 requires Triton",),
+    "torch._library.triton": ("Triton not available",),
+    "ray._private.worker": ("SIGTERM handler is not set",),
+}
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 
 
@@ -137,11 +146,16 @@ class Checked:
 
 @takes(ServeFlags)
 def serve_command(flags: ServeFlags) -> None:
-    """Run the fleet until SIGTERM or SIGINT. Prints one line when it answers; logs go to stderr."""
+    """Run the fleet until SIGTERM or SIGINT.
+
+    Prints one line when it answers; how far the start is, and logs, go to stderr.
+    """
     checked = _checked(flags)
     _needs_live_extra()
     keys = _keys(flags)
     _prepare_process(flags.verbose)
+    tell = _teller()
+    tell("loading vLLM and Ray")
     from dataplane.live.control.fleet import run_fleet
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
@@ -149,7 +163,7 @@ def serve_command(flags: ServeFlags) -> None:
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
         settings = _settings(flags, checked, keys, folder, (*planning, console_extension()))
-        _run(settings, run_fleet)
+        _run(settings, run_fleet, tell)
 
 
 def _checked(flags: ServeFlags) -> Checked:
@@ -251,14 +265,24 @@ def _settings(
     )
 
 
-def _run(settings: FleetSettings, run_fleet: RunFleet) -> None:
+def _teller() -> Say:
+    """Writes a line to stderr with the seconds since now."""
+    began_s = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - began_s:4.0f} s  {line}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _run(settings: FleetSettings, run_fleet: RunFleet, tell: Say) -> None:
     import uvloop
 
     def announce(line: str) -> None:
         print(line, flush=True)
 
     try:
-        uvloop.run(run_fleet(settings, announce))
+        uvloop.run(run_fleet(settings, announce, tell))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None  # told to stop before it could answer
     except RuntimeError as error:
@@ -299,6 +323,14 @@ def _prepare_process(verbose: bool) -> None:
         os.environ.setdefault(name, value)
     logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenfleet").setLevel(logging.INFO)
+    if not verbose:
+        for name in EXPECTED:
+            logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a warning says more than every start on such a host says."""
+    return not any(part in record.getMessage() for part in EXPECTED.get(record.name, ()))
 
 
 def _policy(name: str) -> Policy:

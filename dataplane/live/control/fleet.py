@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # Of a core's time: every step of a worker is that much longer while it takes KV in.
 CPU_MOVES = MoveBudget(bytes_per_s=200e6, share=0.01, stage_s=30.0)
+STILL_S = 10.0
 PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
 
 
@@ -80,9 +82,12 @@ class FleetSettings:
     extensions: tuple[Extension, ...] = ()
 
 
-async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) -> None:
+async def run_fleet(
+    settings: FleetSettings, announce: Callable[[str], None], tell: Callable[[str], None]
+) -> None:
     """Start the fleet, `announce` its addresses once both answer, and return when it has been stopped.
 
+    `tell` is given a line at each phase of the start, and at least every STILL_S.
     Raises BadInput for what the operator can mend (ports, model, flags), RuntimeError for a worker that
     does not start. Whatever it raises, nothing it started is left.
     """
@@ -103,7 +108,10 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         profiles = {t.name: t.known_profile for t in settings.types if t.known_profile is not None}
         step_times = StepTimes(profiles, events) if len(profiles) == len(settings.types) else None
         placement = _placement(settings, history, profiles, step_times)
+        tell(f"reading {settings.gateway.model} and the engine's flags")
         gateway = Gateway(settings.gateway)
+        if settings.engine == "vllm":
+            tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
         host = await _host(settings, gateway, profiles)
         core = FleetCore(
             CoreSettings(settings.max_workers, settings.slo, settings.waiting, _moves(settings)),
@@ -125,7 +133,10 @@ async def run_fleet(settings: FleetSettings, announce: Callable[[str], None]) ->
         cluster = WorkerPool(host, core, events, settings.max_workers, settings.types)
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
+        telling = asyncio.create_task(tell_start(cluster, tell))
+        cleanup.callback(telling.cancel)
         await cluster.start()
+        telling.cancel()
         gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
 
         gateway_url = _url(settings.gateway.host, settings.gateway.port)
@@ -204,6 +215,28 @@ async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str
 
     host: Host = await RayHost.start(gateway.arguments, settings.types)
     return host
+
+
+async def tell_start(cluster: WorkerPool, tell: Callable[[str], None]) -> None:
+    """Tell what the workers' starts are at whenever that changes, and every STILL_S, until cancelled."""
+    said, said_s = "", time.monotonic()
+    while True:
+        now, now_s = _phases(cluster), time.monotonic()
+        if now != said or now_s - said_s >= STILL_S:
+            tell(f"still: {now}" if now == said else now)
+            said, said_s = now, now_s
+        await asyncio.sleep(0.2)
+
+
+def _phases(cluster: WorkerPool) -> str:
+    """Each phase with its workers: by name where they are few, else how many."""
+    by_phase: dict[str, list[str]] = {}
+    for member in cluster.members():
+        by_phase.setdefault("ready" if member.state == "serving" else member.phase, []).append(member.worker)
+    return "; ".join(
+        f"{', '.join(names) if len(names) <= 4 else f'{len(names)} workers'}: {phase}"
+        for phase, names in by_phase.items()
+    )
 
 
 async def _end_server(server: object, answering: asyncio.Task[None]) -> None:

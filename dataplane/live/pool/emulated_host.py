@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
@@ -19,7 +19,7 @@ class EmulatedHost:
         self._fabric = Fabric()
         self._engines: dict[WorkerId, EmulatedEngine] = {}
 
-    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
         engine = EmulatedEngine(
             worker,
             self._profiles[kind],

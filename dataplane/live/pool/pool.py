@@ -13,8 +13,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from controlplane.errors import BadInput, ControlPlaneError
@@ -39,8 +40,11 @@ START_LIMIT_S = 1800.0  # a large model loads for minutes
 class Host(Protocol):
     """Where workers run: Ray, or this process for the emulated engine."""
 
-    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
-        """Start a worker of a kind; return when its engine answers. Raises RuntimeError with its reason."""
+    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
+        """Start a worker of a kind; return when its engine answers. `say` is told each phase of the start.
+
+        Raises RuntimeError with its reason.
+        """
 
     async def stop(self, worker: WorkerId) -> None:
         """End a worker and all its processes; nothing happens for one that is gone."""
@@ -61,6 +65,7 @@ class Member:
     state: WorkerState
     since_s: float
     reason: str
+    phase: str = "starting its process"  # of its start
     task: asyncio.Task[None] | None = None
     is_stopping: bool = False  # drained, and past being taken back
 
@@ -240,7 +245,7 @@ class WorkerPool:
 
     async def _launch(self, member: Member) -> None:
         try:
-            link = await self.host.launch(member.worker, member.kind)
+            link = await self.host.launch(member.worker, member.kind, partial(setattr, member, "phase"))
         except BaseException:
             self._members.pop(member.worker, None)
             await self.host.stop(member.worker)

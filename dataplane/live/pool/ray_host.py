@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import ray
 import zmq.asyncio
 
+from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
@@ -23,6 +25,8 @@ from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from dataplane.live.worker.launch import Place, RayWorker, launch_worker
 from dataplane.live.worker.link import WorkerLink
 
+log = logging.getLogger("tokenfleet.ray")
+STARTS_OF_RAY = 3
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
 
 
@@ -56,10 +60,11 @@ class RayHost:
             raise
         return host
 
-    async def launch(self, worker: WorkerId, kind: str) -> EngineLink:
+    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
         worker_type = self._types[kind]
         engine_settings = self._engine_settings | {"tensor_parallel_size": worker_type.tp_degree}
-        started = await launch_worker(worker, engine_settings, self._token, self._place(worker, worker_type))
+        place = self._place(worker, worker_type)
+        started = await launch_worker(worker, engine_settings, self._token, place, say)
         self._workers[worker] = started
         return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
 
@@ -111,9 +116,25 @@ def engine_settings_of(arguments: Any) -> dict[str, Any]:
 
 
 def _initialise(address: str | None, folder: Path | None) -> None:
+    """Join the cluster at `address`, or start a local Ray in `folder`. Raises BadInput with Ray's reason."""
     if address is not None:
-        ray.init(address=address, log_to_driver=False)
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise BadInput(f"RAY_ADDRESS: no Ray cluster at {address}: {error}") from error
         return
+    for attempt in range(1, STARTS_OF_RAY + 1):
+        try:
+            _start_local(folder)
+            return
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            ray.shutdown()  # its processes are slow to come up on a busy host; what did come up ends here
+            if attempt == STARTS_OF_RAY:
+                raise BadInput(f"Ray: did not start in {attempt} attempts: {error}") from error
+            log.warning("Ray did not start (%s); trying again", error)
+
+
+def _start_local(folder: Path | None) -> None:
     ray.init(
         address="local",
         include_dashboard=False,

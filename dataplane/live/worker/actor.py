@@ -35,6 +35,7 @@ from dataplane.live.engine_api.vllm_surface import (
     vllm_version,
 )
 from dataplane.live.kv.transport import reserve_addresses
+from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 
@@ -54,6 +55,11 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._shared: set[Path] = set()
         self._lost = ""
+        self._phase = "loading the model"
+
+    async def phase(self) -> str:
+        """What its start is at."""
+        return self._phase
 
     async def start(self, engine_settings: Mapping[str, Any], host: str) -> WorkerInfo:
         """Start the engine, warm it up, open the door; return what gateways need to know.
@@ -66,9 +72,13 @@ class Worker:
         addresses, release = reserve_addresses(host, ranks)
         door = KvDoor(addresses, self._token)
         # In a thread, so that the actor answers while a large model loads.
-        self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, door))
+        try:
+            self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, door))
+        except RuntimeError as error:
+            raise start_failure(error, own_log()) from error
         release()
         self._shared = shared_memory(descendants())
+        self._phase = "warming up"
         await warm_up(self._core)
         self._context = zmq.asyncio.Context()
         self._socket: Any = self._context.socket(SocketType.ROUTER)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.worker.actor import Worker
+from dataplane.live.worker.cause import StartFailure
 
 log = logging.getLogger(__name__)
 PLACE_S = 30.0
 START_S = 1800.0  # a large model loads for minutes
 HEALTH_S = 5.0
+PHASE_EVERY_S = 0.5
 STOP_S = 20.0
 ROOT = (
     Path(__file__).resolve().parents[3]
@@ -74,13 +77,20 @@ class RayWorker:
 
 
 async def launch_worker(
-    worker: WorkerId, engine_settings: Mapping[str, Any], token: str, place: Place = Place()
+    worker: WorkerId,
+    engine_settings: Mapping[str, Any],
+    token: str,
+    place: Place = Place(),
+    say: Callable[[str], None] = lambda phase: None,
 ) -> RayWorker:
     """Start one worker and return when it has warmed up; Ray must be initialised.
 
-    `asked` are vLLM engine arguments, `token` the fleet's secret. Raises BadInput when its devices are not
-    to be had, RuntimeError with the engine's reason when it does not start.
+    `engine_settings` are vLLM engine arguments, `token` the fleet's secret; `say` is told each phase of the
+    start. Raises BadInput when its devices are not to be had, RuntimeError with the engine's reason when it
+    does not start.
     """
+    if place.gpus:
+        say("waiting for its GPUs")
     group = await _reserve(place) if place.gpus else None
     actor = None
     try:
@@ -92,16 +102,30 @@ async def launch_worker(
         }
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        say("starting its process")
         actor = ray.remote(Worker).options(**options).remote(worker, token)
-        info = await asyncio.wait_for(actor.start.remote(dict(engine_settings), place.host), START_S)
+        starting = asyncio.wrap_future(actor.start.remote(dict(engine_settings), place.host).future())
+        following = asyncio.create_task(_follow_phases(actor, say))
+        try:
+            info = await asyncio.wait_for(starting, START_S)
+        finally:
+            following.cancel()
     except BaseException as error:
         _end(actor, group)
         if isinstance(error, ray.exceptions.RayTaskError):
-            raise RuntimeError(f"worker {worker}: {error.cause}") from error
+            raise RuntimeError(f"worker {worker}: {error.cause}{_kept_log(error.cause)}") from error
         if isinstance(error, ray.exceptions.RayError | TimeoutError):
             raise RuntimeError(f"worker {worker}: {error or 'did not start in time'}") from error
         raise
     return RayWorker(actor, group, info)
+
+
+async def _follow_phases(actor: Any, say: Callable[[str], None]) -> None:
+    """Say what the actor is at until cancelled; its end is `start`'s to tell."""
+    with suppress(ray.exceptions.RayError):
+        while True:
+            say(await actor.phase.remote())
+            await asyncio.sleep(PHASE_EVERY_S)
 
 
 async def _reserve(place: Place) -> Any:
@@ -121,12 +145,24 @@ def _environment(place: Place) -> dict[str, str]:
     variables = {
         "PYTHONPATH": os.pathsep.join(paths),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where cause.py looks for a failed start's reason
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
     if place.cores:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = place.cores
     return variables
+
+
+def _kept_log(error: BaseException) -> str:
+    """Keep what the failed engine said, the last such only, and say where; Ray's own logs end with Ray."""
+    if not isinstance(error, StartFailure) or not error.log:
+        return ""
+    path = Path(tempfile.gettempdir(), f"tokenfleet-{os.getpid()}-failed-start.log")
+    with suppress(OSError):
+        path.write_text(error.log)
+        return f" (its log: {path})"
+    return ""
 
 
 def _end(actor: Any, group: Any) -> None:
