@@ -22,7 +22,7 @@ def test_the_engines_own_error_is_the_cause():
 
 
 def test_a_rank_that_failed_is_behind_the_engine_that_waited_for_it():
-    log = "(Worker_TP1 pid=9) ERROR 11-22 10:45:00 [multiproc_executor.py:7] torch.OutOfMemoryError: CUDA oom\n"
+    log = "(Worker_TP1 pid=9) ERROR 11-22 10:45:00 [executor.py:7] torch.OutOfMemoryError: CUDA oom\n"
     log += f"{AT}Exception: WorkerProc initialization failed due to an exception in a background process."
     log += " See stack trace for root cause.\n"
     assert str(start_failure(POINTS_ELSEWHERE, log)) == "torch.OutOfMemoryError: CUDA oom"
