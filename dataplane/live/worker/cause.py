@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 LOG_BYTES = 1 << 18
-# Lines may begin with vLLM's process name and logger: "(EngineCore pid=7) ERROR 11-22 10:45 [core.py:11] ".
+# Lines may begin with vLLM's process name and logger: "(EngineCore pid=7) ERROR 11-22 10:45 [core:11] ".
 PREFIX = re.compile(r"^(\(\w+(?: pid=\d+)?\)\s*)?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt): ?\S")
 ELSEWHERE = re.compile(r"root cause", re.IGNORECASE)
