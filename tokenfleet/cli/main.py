@@ -48,7 +48,7 @@ VERBS = {
         "tokenfleet.cli.scorecard", "scorecard_command", "what a plan predicted, and what came of it"
     ),
     "api": Verb("tokenfleet.cli.api", "api_command", "plan jobs over HTTP, and the console"),
-    "fleet": Verb("tokenfleet.cli.fleet", "fleet_app", "status, scale, drain, migrate, explain"),
+    "fleet": Verb("tokenfleet.cli.fleet_changes", "fleet_app", "status, scale, drain, update, explain"),
 }
 
 _EPILOG = "Every verb takes --config FILE.yaml (its flags, without the dashes) and --no-color."

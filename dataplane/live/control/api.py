@@ -42,6 +42,13 @@ class MoveOrder(BaseModel):
     target: str | None = Field(None, min_length=1, max_length=64)
 
 
+class EvacuationOrder(BaseModel):
+    """How long until a worker must be gone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False)
+
+
 class ScaleDecision(BaseModel):
     """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
 
@@ -113,6 +120,11 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
         """Let a draining worker serve again."""
         operations.cancel_drain(worker)
         return {"worker": worker, "state": "serving"}
+
+    @app.post("/v1/workers/{worker}/evacuate", status_code=202)
+    async def evacuate(worker: str, order: Annotated[EvacuationOrder, Body()]) -> dict[str, Any]:
+        """Empty a worker by a deadline, by moves and replays, then stop it and launch another."""
+        return operations.evacuate(worker, order.deadline_s, "an operator asked")
 
     @app.get("/v1/requests")
     async def requests() -> dict[str, Any]:

@@ -44,7 +44,8 @@ from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
-from dataplane.live.pool.pool import Host, WorkerPool
+from dataplane.live.pool.member import Host
+from dataplane.live.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from controlplane.errors import BadInput
+from controlplane.migration.evacuation import MOVE, REPLAY, STAY
 from controlplane.snapshot import Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import UnknownName
@@ -20,7 +21,8 @@ from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.migration.move import Move
-from dataplane.live.pool.pool import Member, WorkerPool
+from dataplane.live.pool.member import Member
+from dataplane.live.pool.pool import WorkerPool
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
@@ -158,6 +160,13 @@ class Operations:
     def cancel_drain(self, worker: str) -> None:
         self._known(worker)
         self.cluster.cancel_drain(WorkerId(worker), "an operator cancelled the drain")
+
+    def evacuate(self, worker: str, seconds: float, reason: str) -> dict[str, Any]:
+        """Empty a worker within `seconds`; what its requests are to do, counted."""
+        self._known(worker)
+        plan = self.cluster.evacuate(WorkerId(worker), seconds, reason)
+        counts = {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
+        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": counts}
 
     async def migrate(self, name: str, target: str | None, reason: str) -> dict[str, Any]:
         """Begin a move and return its record; without a target the worker with most room is taken."""

@@ -91,6 +91,7 @@ class EmulatedEngine:
             vllm_version=vllm_version,
             dtype="none",
             pid=os.getpid(),
+            weights=model,
         )
         self._trace = StepTrace(worker, self.batch.total_blocks)
         self._events: asyncio.Queue[Event] = asyncio.Queue(UNREAD_EVENTS)

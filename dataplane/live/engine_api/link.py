@@ -17,7 +17,10 @@ PRIOR_TOKENS = "tokenfleet_prior_tokens"
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker is, told once when it is ready. `kv_addresses` holds one address per TP rank."""
+    """What a worker is, told once when it is ready. `kv_addresses` holds one address per TP rank.
+
+    `weights` is a digest: equal for engines that continue each other's outputs. `kv_dtype` is vLLM's name.
+    """
 
     worker: WorkerId
     engine: Literal["vllm", "emulated"]
@@ -34,6 +37,8 @@ class WorkerInfo:
     vllm_version: str
     dtype: str
     pid: int
+    weights: str = ""
+    kv_dtype: str = "auto"
 
 
 class Executed(NamedTuple):

@@ -172,7 +172,7 @@ class Admission:
             if placement.proven:
                 for (r, tracked), j in zip(requests.items(), placement.worker, strict=True):
                     still = self._waiting.get(r) is tracked
-                    if j is not None and still and self._placement.can_take(workers[j]):
+                    if j is not None and still and self._placement.can_take(workers[j], tracked):
                         await self._send(r, workers[j])
             else:
                 await self._offer_in_order(Policy.SPREAD)

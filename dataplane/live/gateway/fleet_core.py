@@ -150,14 +150,14 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         at.reader = self._loop.create_task(self._read(at))
         self._admission.look()
 
-    async def detach(self, worker: WorkerId) -> None:
+    async def detach(self, worker: WorkerId, why: str = "the worker was stopped") -> None:
         """Part with a worker on purpose; whatever it still runs is replayed elsewhere."""
         at = self._attached.get(worker)
         if at is None:
             return
         if at.reader is not None:
             at.reader.cancel()
-        self._forget_worker(at, "the worker was stopped")
+        self._forget_worker(at, why)
         await at.link.close()
 
     def set_open(self, worker: WorkerId, is_open: bool) -> None:
@@ -211,9 +211,17 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             await source.abort([old_segment])
         return arrival
 
-    async def move(self, request: RequestId, target: WorkerId, reason: str) -> Move:
+    async def replay_on(self, tracked: Tracked, target: WorkerId, why: str) -> asyncio.Future[bool]:
+        """Let a request go on from its tokens on `target`, as far as nothing hinders it; as `cut_over`."""
+        tracked.replays += 1
+        self.metrics.replays.inc()
+        so_far = len(tracked.output_token_ids)
+        self._record("replay", why, tracked, source=tracked.worker, target=target, tokens_so_far=so_far)
+        return await self.cut_over(tracked.id, target, COMPUTE)
+
+    async def move(self, request: RequestId, target: WorkerId, reason: str, hurried: bool = False) -> Move:
         """Move a request and return how it went; recorded with its reason, and counted."""
-        move = await self.migrations.migrate(request, target, why=reason)
+        move = await self.migrations.migrate(request, target, why=reason, hurried=hurried)
         self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
         said = f"{reason}; {move.outcome}" + (f": {move.reason}" if move.reason else "")
         facts = {"request_id": request, "worker": target, "source": move.source, "migration": move.id}
@@ -318,6 +326,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         segment, link = self.requests.listen(tracked, worker), self.link(worker)
         assert link is not None  # its callers have looked in this turn of the loop
         self.placement.put(tracked, worker, has_kv=transfer.load is not None)
+        if not tracked.output_token_ids:
+            tracked.weights = link.info.weights
         if tracked.ticket.worker is None:
             tracked.ticket.worker = worker
         if tracked.stays == 1:
@@ -342,6 +352,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         tracked.settle_cut(False)
         tracked.replays, tracked.fruitless = tracked.replays + 1, tracked.fruitless + 1
         obstacle = obstacle_to_replay(tracked.request, tracked.output_token_ids)
+        obstacle = obstacle or self._other_weights(tracked)
         if obstacle is None and tracked.fruitless > self.settings.max_fruitless:
             obstacle = f"{tracked.fruitless} attempts in a row gave no token"
         if obstacle is not None:
@@ -350,6 +361,13 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.metrics.replays.inc()
         self._record("replay", why, tracked, source=lost_on, tokens_so_far=len(tracked.output_token_ids))
         self._admission.take_back(tracked)
+
+    def _other_weights(self, tracked: Tracked) -> str | None:
+        """What hinders a request that has begun where all workers run other weights than made its tokens."""
+        served = {at.link.info.weights for at in self._attached}
+        if not tracked.output_token_ids or not served or tracked.weights in served:
+            return None
+        return "no worker runs the weights that it began on"
 
     # Endings.
 

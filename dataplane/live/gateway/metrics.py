@@ -85,6 +85,14 @@ class Metrics:
             "tokenfleet_replays",
             "Segments begun anew from prompt and tokens, because a worker was lost or refused them",
         )
+        self.evacuations = counter(
+            "tokenfleet_evacuations", "Workers evacuated, by whether in time: met, late", ["deadline"]
+        )
+        self.evacuated = counter(
+            "tokenfleet_evacuated_requests",
+            "Requests of evacuated workers by how they left: moved, replayed, ended, failed",
+            ["how"],
+        )
         self.lost_workers = counter("tokenfleet_workers_lost", "Workers that died")
 
     def count_end(self, request: Tracked, outcome: str) -> None:
@@ -118,6 +126,12 @@ class Metrics:
         self.moved_bytes.inc(moved_bytes)
         if downtime_s is not None:
             self.downtime_s.observe(downtime_s)
+
+    def count_evacuation(self, in_time: bool, counts: Mapping[str, float]) -> None:
+        """Count a worker that was evacuated, and its requests by how they left."""
+        self.evacuations.labels("met" if in_time else "late").inc()
+        for how in ("moved", "replayed", "ended", "failed"):
+            self.evacuated.labels(how).inc(counts[how])
 
     def forget_worker(self, worker: WorkerId) -> None:
         """Drop the gauges of a worker that is gone."""

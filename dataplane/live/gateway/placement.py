@@ -87,6 +87,7 @@ class Placement:
         self._worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
         self._kinds: dict[int, str] = {}
+        self._weights: dict[int, str] = {}
         self._rows: dict[RequestId, int] = {}
         self._free = list(range(ROWS))
         # Compiled now rather than under the first client's request.
@@ -119,6 +120,7 @@ class Placement:
         """A worker of a kind takes requests from now on."""
         w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
         self._worker_rows[info.worker], self._workers[w], self._kinds[w] = w, info.worker, kind
+        self._weights[w] = info.weights
         row = self._led.coefficients[w]
         row[:] = self._profile_rows.get(kind, 0.0)
         # The engine's own limits, whatever the profile's engine had.
@@ -133,7 +135,7 @@ class Placement:
             return
         for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
             self._leave(self._rows[request])
-        del self._workers[w], self._kinds[w]
+        del self._workers[w], self._kinds[w], self._weights[w]
         blank = self._led.workers[w]
         for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
             blank[name] = 0
@@ -153,6 +155,8 @@ class Placement:
         """The worker for a request, or None when it had better wait. `policy`: another than the fleet's."""
         r = self.row(request)
         barred = [self._worker_rows[w] for w in exclude if w in self._worker_rows]
+        if request.output_token_ids:
+            barred += [w for w, weights in self._weights.items() if weights != request.weights]
         status = self._led.workers["status"]
         before = status[barred].copy()
         status[barred] = OFF
@@ -174,10 +178,12 @@ class Placement:
         chosen = int(assign(led, code, knobs, r, now_s, True, ANY_PHASE, draw))
         return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
 
-    def can_take(self, worker: WorkerId) -> bool:
-        """Whether a worker is open and has a seat."""
+    def can_take(self, worker: WorkerId, request: Tracked) -> bool:
+        """Whether a worker is open, has a seat, and may go on with the request."""
         w = self._worker_rows.get(worker)
-        return w is not None and self._led.workers[w]["status"] == SERVING and bool(has_seat(self._led, w))
+        if w is None or (request.output_token_ids and self._weights[w] != request.weights):
+            return False
+        return self._led.workers[w]["status"] == SERVING and bool(has_seat(self._led, w))
 
     def heartbeat(self, rows: Ints, now_s: float) -> tuple[Callable[[], Heartbeat], list[WorkerId]]:
         """The exact policy's problem of placing ledger `rows`, and its workers.

@@ -26,7 +26,7 @@ class Tracked:
 
     `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
     the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
-    ended without a token.
+    ended without a token. `weights` are those that made its tokens; no others may go on with it.
     """
 
     request: EngineCoreRequest
@@ -43,6 +43,7 @@ class Tracked:
     moves: int = 0
     replays: int = 0
     fruitless: int = 0
+    weights: str = ""
 
     @property
     def id(self) -> RequestId:

@@ -27,7 +27,7 @@ from typing import Protocol
 
 from controlplane.migration.move import CLOSED, Happened, Stage
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Control, KvLoad, Transfer
+from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, UNBOUND, Control, KvLoad, Transfer
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo
 from dataplane.live.engine_api.segment import control_request, loader_request, obstacle_to_move
 from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -75,16 +75,24 @@ class Migrations:
         self.open: dict[RequestId, Move] = {}
         self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
 
-    async def migrate(self, request: RequestId, target: WorkerId, mode: Mode = "live", why: str = "") -> Move:
+    async def migrate(
+        self,
+        request: RequestId,
+        target: WorkerId,
+        mode: Mode = "live",
+        why: str = "",
+        hurried: bool = False,
+    ) -> Move:
         """Move a request, waiting for the budget; return the closed move. Raises nothing of its own.
 
         `stop-and-copy` copies all KV after the cut-over, `recompute` none: what live migration is measured
         against, and `recompute` also what is done between workers of two kinds, which lay KV out differently.
+        `hurried`: its worker must be gone soon, so its copy takes what it can.
         """
         running = self._fleet.running(request)
         source = None if running is None else running.worker
         name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
-        move = Move(name, request, source, target, mode, time.time(), why=why)
+        move = Move(name, request, source, target, mode, time.time(), why=why, hurried=hurried)
         if request in self.open:
             move.take(Happened.REFUSED, "it is already being moved")
             return self._close(move)
@@ -144,7 +152,7 @@ class Migrations:
             move.take(Happened.WAITING)
             await self._cut_over(move, running, Transfer())
             return
-        if _layout(self._info(running.worker)) != _layout(self._info(move.target)):
+        if layout(self._info(running.worker)) != layout(self._info(move.target)):
             move.mode = "recompute"
             move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
         await self._move_running(move, running)
@@ -155,7 +163,7 @@ class Migrations:
             return f"{running.worker if source is None else move.target} is gone"
         if running.worker == move.target:
             return f"it is on {move.target} already"
-        if _meaning(source.info) != _meaning(target.info):
+        if meaning(source.info) != meaning(target.info):
             return f"{running.worker} and {move.target} do not run the same model in the same way"
         return obstacle_to_move(running.request, running.output_token_ids)
 
@@ -227,7 +235,7 @@ class Migrations:
         self._check(move, running)
         name = f"{move.id}-{len(move.stages)}"
         source = self._info(running.worker)
-        pace = self._budget.pace(tokens * source.kv_bytes_per_token)
+        pace = UNBOUND if move.hurried else self._budget.pace(tokens * source.kv_bytes_per_token)
         load = KvLoad(source.kv_addresses, running.segment, tokens, pace=pace)
         drop = () if previous is None else (previous,)
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
@@ -305,11 +313,11 @@ class Migrations:
             await link.abort([segment])
 
 
-def _meaning(info: WorkerInfo) -> tuple[str, ...]:
+def meaning(info: WorkerInfo) -> tuple[str, ...]:
     """The settings that must be equal for one engine to continue another's output token for token."""
-    return (info.engine, info.model, info.dtype, info.vllm_version)
+    return (info.engine, info.model, info.weights, info.dtype, info.vllm_version)
 
 
-def _layout(info: WorkerInfo) -> tuple[int, ...]:
+def layout(info: WorkerInfo) -> tuple[int | str, ...]:
     """The settings that must also be equal for one engine to read another's KV blocks."""
-    return (info.block_tokens, info.kv_bytes_per_token, info.tp_degree)
+    return (info.block_tokens, info.kv_bytes_per_token, info.kv_dtype, info.tp_degree)

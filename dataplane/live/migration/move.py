@@ -59,7 +59,7 @@ class Move:
     """One move's record. `bytes` counts whole blocks taken from the source; times are wall-clock seconds.
 
     `downtime_s` runs from the cut-over to the target's first token; the source may have decoded on in it.
-    `why` it was begun; `reason` of how it went.
+    `why` it was begun; `reason` of how it went. `hurried`: copied as fast as it can be, whatever the budget.
     """
 
     id: str
@@ -76,6 +76,7 @@ class Move:
     finished_s: float | None = None
     reason: str = ""
     why: str = ""
+    hurried: bool = False
 
     @property
     def moved(self) -> bool:

@@ -13,61 +13,27 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
-from typing import Literal, Protocol
 
 from controlplane.errors import BadInput, ControlPlaneError
+from controlplane.migration.evacuation import Order
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain, steps_to
 from controlplane.snapshot import Facts
 from controlplane.types import WorkerId
-from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
-from dataplane.live.gateway.request import Tracked
 from dataplane.live.pool.fleet_types import FleetTypes
+from dataplane.live.pool.leaving import Exit
+from dataplane.live.pool.member import Host, Member, WorkerState
 
 log = logging.getLogger(__name__)
 
-WorkerState = Literal["starting", "serving", "draining"]
 LONGEST_PAUSE_S = 30.0
 YOUNG_S = 30.0
 MISSED_CHECKS = 3
 START_LIMIT_S = 1800.0  # a large model loads for minutes
-
-
-class Host(Protocol):
-    """Where workers run: Ray, or this process for the emulated engine."""
-
-    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
-        """Start a worker of a kind; return when its engine answers. `say` is told each phase of the start.
-
-        Raises RuntimeError with its reason.
-        """
-
-    async def stop(self, worker: WorkerId) -> None:
-        """End a worker and all its processes; nothing happens for one that is gone."""
-
-    async def is_healthy(self, worker: WorkerId) -> bool:
-        """Whether its process still answers."""
-
-    async def close(self) -> None:
-        """End everything this host has started."""
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A worker of the cluster, from the decision to launch it until it is gone."""
-
-    worker: WorkerId
-    kind: str
-    state: WorkerState
-    since_s: float
-    reason: str
-    phase: str = "starting its process"  # of its start
-    task: asyncio.Task[None] | None = None
-    is_stopping: bool = False  # drained, and past being taken back
 
 
 class WorkerPool:
@@ -142,8 +108,7 @@ class WorkerPool:
         wanted = self._checked(self.wanted_kinds | dict(kinds))
         self._want(wanted, reason, facts)
         for kind in wanted:
-            for step in self._steps(kind, reason):
-                self._take(step, kind)
+            self._settle(kind, reason)
 
     def drain(self, worker: WorkerId, reason: str) -> None:
         """Move everything off a worker, then stop it; the wanted number falls by one.
@@ -167,11 +132,42 @@ class WorkerPool:
         member = self._member(worker)
         if member.state != "draining":
             raise BadInput(f"worker {worker}: is not draining")
-        if member.is_stopping:
-            raise BadInput(f"worker {worker}: is drained and being stopped; scale up instead")
+        if member.is_stopping or member.is_leaving:
+            what = "drained and being stopped" if member.is_stopping else "being evacuated"
+            raise BadInput(f"worker {worker}: is {what}; scale up instead")
         more = self.wanted_kinds[member.kind] + 1
         self._want(self.wanted_kinds | {member.kind: more}, f"{worker} stays: {reason}")
         self._undrain(member, reason)
+
+    def evacuate(self, worker: WorkerId, seconds: float, reason: str) -> tuple[Order, ...]:
+        """Empty a worker within `seconds`, stop it, and launch another; return the plan to begin with.
+
+        Raises BadInput, and does nothing, for an unknown worker, one that is leaving for good already, or
+        where its requests have nowhere to go.
+        """
+        member = self._member(worker)
+        if member.is_stopping or member.is_leaving:
+            what = "being stopped" if member.is_stopping else "being evacuated already"
+            raise BadInput(f"worker {worker}: is {what}")
+        if member.state == "starting":
+            self._give_up(member, f"{reason}; it was not ready yet")
+            self._settle(member.kind, f"in place of {worker}")
+            return ()
+        deadline_s, way_out = time.monotonic() + seconds, self._exit(member)
+        try:
+            plan = way_out.plan(seconds)
+        except BadInput:
+            raise BadInput(
+                f"worker {worker}: its requests have nowhere to go, as no other worker serves this model;"
+                " scale up first"
+            ) from None
+        if member.task is not None:
+            member.task.cancel()  # its drain
+        member.is_leaving = True
+        self._become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
+        self.core.set_open(worker, False)
+        member.task = self._spawn(self._evacuate(member, way_out, deadline_s, reason))
+        return plan
 
     async def close(self) -> None:
         """Stop every worker and the host; returns when nothing of them is left."""
@@ -208,7 +204,7 @@ class WorkerPool:
         standing = [
             Standing(m.worker, m.state, m.since_s, len(self.core.requests.on_worker(m.worker)))
             for m in self._members.values()
-            if m.kind == kind and not m.is_stopping
+            if m.kind == kind and not m.is_stopping and not m.is_leaving
         ]
         return steps_to(self.wanted_kinds[kind], standing, now_s, self.start_limit_s, reason)
 
@@ -270,6 +266,8 @@ class WorkerPool:
             if member.task is not None:
                 member.task.cancel()
             self._record("gone", f"lost while draining: {reason}", worker=worker)
+            if member.is_leaving:
+                self._settle(member.kind, f"in place of {worker}, which was evacuated")
         else:
             self._replace(member, reason)
 
@@ -295,37 +293,32 @@ class WorkerPool:
         member.task = self._spawn(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
-        while remaining := self.core.requests.on_worker(member.worker):
-            moved = await asyncio.gather(*(self._move_off(t.id, member.worker) for t in remaining))
-            if not any(moved):
-                await asyncio.sleep(0.2)  # no room elsewhere, or nothing that may move: let them run on
-        member.is_stopping = True
-        await self.core.detach(member.worker)
-        await self.host.stop(member.worker)
-        self._members.pop(member.worker, None)
+        await self._exit(member).drain(f"{member.worker} is being drained")
+        await self._part(member, "the worker was stopped")
         self.drain_s = time.monotonic() - member.since_s
         self._record("stop", "drained: nothing runs on it any more", worker=member.worker)
 
-    async def _move_off(self, request: str, source: WorkerId) -> bool:
-        tracked = self.core.requests.find(request)
-        if tracked is None or tracked.worker != source:
-            return True
-        target = self._haven(tracked, source)
-        if target is None:
-            return False
-        try:
-            move = await self.core.move(tracked.id, target, f"{source} is being drained")
-        except Exception:  # a fault of ours in one move must not leave the worker half drained for ever
-            log.exception("the move of %s broke", tracked.id)
-            return False
-        return move.moved
+    async def _evacuate(self, member: Member, way_out: Exit, deadline_s: float, reason: str) -> None:
+        done = await way_out.evacuate(deadline_s, f"{member.worker} is evacuated: {reason}")
+        await self._part(member, f"{member.worker} had to be gone: {reason}")
+        self.core.metrics.count_evacuation(done.in_time, asdict(done))
+        self._record("evacuated", str(done), worker=member.worker, **asdict(done))
+        self._settle(member.kind, f"in place of {member.worker}, which was evacuated")
 
-    def _haven(self, tracked: Tracked, source: WorkerId) -> WorkerId | None:
-        """The worker that takes a request of a draining one: of its kind, with KV, if one has room."""
-        kind = self._members[source].kind
-        others = [m.worker for m in self.members() if m.kind != kind]
-        now_s, choose = time.monotonic(), self.core.placement.choose
-        return choose(tracked, now_s, (source, *others)) or choose(tracked, now_s, (source,))
+    async def _part(self, member: Member, why: str) -> None:
+        """The end of a worker that requests have left; what is still there is replayed, or fails."""
+        member.is_stopping = True
+        await self.core.detach(member.worker, why)
+        await self.host.stop(member.worker)
+        self._members.pop(member.worker, None)
+
+    def _exit(self, member: Member) -> Exit:
+        return Exit(self.core, member.worker, lambda worker: self.state_of(worker) == "serving")
+
+    def _settle(self, kind: str, reason: str) -> None:
+        """Take the steps to the wanted number of a kind."""
+        for step in self._steps(kind, reason):
+            self._take(step, kind)
 
     async def _watch(self, every_s: float) -> None:
         """Notice a worker whose process hangs or has vanished without its link saying so."""

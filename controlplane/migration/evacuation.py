@@ -1,0 +1,199 @@
+"""The deadline planner: what of a worker that must soon be gone is moved, and what is computed anew.
+
+A gateway holds every token, so no request that can be replayed is lost with its worker: what runs out with
+the time is the chance to move. A request that is not moved is computed anew, `tokens` of prefill on another
+worker. The plan makes the tokens computed anew as few as it can:
+
+    maximise  Σ tokens_i        over the requests i that are moved
+    such that Σ (fixed_s + tokens_i / tokens_per_s) <= seconds
+              Σ over those moved to j of tokens_i <= free_j,  and their number <= seats_j
+
+A knapsack of several sacks and a time limit: requests in falling size, each tried on the haven that it
+fills best, cut off where what is left cannot beat the best plan so far. The first plan is best-fit
+decreasing; after `MOST_NODES` the best one found stands.
+
+A request that is expected to end by itself in time is moved only with what the others leave, and stays else:
+if it is still there at the end it is replayed. One that can be neither moved nor replayed stays until the
+deadline, and ends in an error if it has not finished by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from controlplane.errors import BadInput
+from controlplane.types import RequestId, WorkerId
+
+MOST_NODES = 2_000  # of the search; it is made again whenever a move has ended
+MOST_SEARCHED = 200  # requests; more are moved as best-fit decreasing has them
+MOVE: Final = "move"
+REPLAY: Final = "replay"
+STAY: Final = "stay"
+How = Literal["move", "replay", "stay"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A request of the worker that must go.
+
+    `tokens`: the KV it needs where it goes. `remaining_s`: when it is expected to end by itself, inf where
+    nothing is known. `has_kv`: it has begun, so that a replay computes `tokens` again.
+    """
+
+    request: RequestId
+    tokens: int
+    remaining_s: float = math.inf
+    has_kv: bool = True
+    may_move: bool = True
+    may_replay: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Haven:
+    """A worker that can take requests: its free KV and seats, and whether it reads the leaving one's KV."""
+
+    worker: WorkerId
+    free_tokens: int
+    seats: int
+    reads_kv: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How fast moves leave the worker, all of them together, and what each takes besides."""
+
+    tokens_per_s: float
+    fixed_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not (self.tokens_per_s > 0 and self.fixed_s >= 0):
+            raise BadInput(f"evacuation: need tokens_per_s > 0 and fixed_s >= 0, got {self}")
+
+    def move_s(self, tokens: int) -> float:
+        return self.fixed_s + tokens / self.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One request's way out; `target` is None for one that stays."""
+
+    request: RequestId
+    how: How
+    target: WorkerId | None = None
+
+
+def plan_evacuation(
+    leaving: Sequence[Leaving], havens: Sequence[Haven], seconds: float, way: Way
+) -> tuple[Order, ...]:
+    """An order for each request: moves in the order to begin them, then replays, then those that stay.
+
+    Raises BadInput where there are requests that could go on elsewhere, and no haven.
+    """
+    if not havens and any(r.may_move or r.may_replay for r in leaving):
+        raise BadInput("evacuation: no other worker serves, so there is nowhere to go")
+    rooms = [_Room(h.worker, h.free_tokens, h.seats) for h in havens if h.reads_kv]
+    large_first = sorted(leaving, key=lambda r: (-r.tokens, r.request))
+    movable = [r for r in large_first if r.may_move and r.has_kv]
+    must = [r for r in movable if r.remaining_s > seconds]
+    moves = _best_moves(must, rooms, max(seconds, 0.0), way)
+    left_s = seconds - sum(way.move_s(r.tokens) for r, _ in moves)
+    for r in movable:  # with what the others leave: those that may end by themselves, the latest last
+        if r.remaining_s <= seconds and way.move_s(r.tokens) <= left_s and (room := _best_fit(r, rooms)):
+            room.take(r.tokens)
+            moves.append((r, room.worker))
+            left_s -= way.move_s(r.tokens)
+    taken = {r.request for r, _ in moves}
+    rest = [r for r in large_first if r.request not in taken]
+    ends = {r.request for r in rest if r.has_kv and r.remaining_s <= seconds}
+    replays = [r for r in rest if r.may_replay and r.request not in ends]
+    free = {h.worker: h.free_tokens - sum(r.tokens for r, w in moves if w == h.worker) for h in havens}
+    orders = [Order(r.request, MOVE, worker) for r, worker in moves]
+    for r in replays:  # where most is free, each in its turn
+        worker = max(free, key=lambda w: (free[w], w))
+        free[worker] -= r.tokens
+        orders.append(Order(r.request, REPLAY, worker))
+    stays = (r for r in rest if not r.may_replay or r.request in ends)
+    return (*orders, *(Order(r.request, STAY) for r in stays))
+
+
+@dataclass(slots=True)
+class _Room:
+    worker: WorkerId
+    free: int
+    seats: int
+
+    def fits(self, tokens: int) -> bool:
+        return self.seats > 0 and tokens <= self.free
+
+    def take(self, tokens: int, back: int = 1) -> None:
+        """Take a request in; `back` -1 gives its place back."""
+        self.free -= back * tokens
+        self.seats -= back
+
+
+def _best_fit(r: Leaving, rooms: Iterable[_Room]) -> _Room | None:
+    fitting = (room for room in rooms if room.fits(r.tokens))
+    return min(fitting, key=lambda room: (room.free, room.worker), default=None)
+
+
+def _best_moves(
+    requests: Sequence[Leaving], rooms: list[_Room], seconds: float, way: Way
+) -> list[tuple[Leaving, WorkerId]]:
+    """The moves with the most tokens, from requests in falling size; `rooms` are left without their place."""
+    search = _Search(requests, rooms, way)
+    search.first(seconds)
+    if len(requests) <= MOST_SEARCHED:
+        search.dive(0, 0, seconds, [])
+    for r, room in search.best:
+        room.take(r.tokens)
+    return [(r, room.worker) for r, room in search.best]
+
+
+class _Search:
+    """Branch and bound over requests in falling size: to which room each goes, or that it is not moved."""
+
+    def __init__(self, requests: Sequence[Leaving], rooms: Sequence[_Room], way: Way) -> None:
+        self._requests, self._rooms, self._way = requests, rooms, way
+        self._after = [0]  # tokens of all requests from each on
+        for r in reversed(requests):
+            self._after.append(self._after[-1] + r.tokens)
+        self._after.reverse()
+        self._nodes = 0
+        self._most = 0
+        self.best: list[tuple[Leaving, _Room]] = []
+
+    def first(self, left_s: float) -> None:
+        """Each in turn to the haven that it fills best."""
+        for r in self._requests:
+            room = _best_fit(r, self._rooms)
+            if room is not None and self._way.move_s(r.tokens) <= left_s:
+                room.take(r.tokens)
+                left_s -= self._way.move_s(r.tokens)
+                self._most += r.tokens
+                self.best.append((r, room))
+        for r, room in self.best:
+            room.take(r.tokens, back=-1)
+
+    def dive(self, at: int, value: int, left_s: float, chosen: list[tuple[Leaving, _Room]]) -> None:
+        """Try everything from the request `at` on that can still beat the best."""
+        self._nodes += 1
+        if value > self._most:
+            self._most, self.best = value, list(chosen)
+        free = sum(max(room.free, 0) for room in self._rooms if room.seats > 0)
+        bound = min(self._after[at], free, left_s * self._way.tokens_per_s)
+        if value + bound <= self._most or self._nodes > MOST_NODES:
+            return
+        r = self._requests[at]
+        cost_s = self._way.move_s(r.tokens)
+        tried = set()
+        for room in sorted(self._rooms, key=lambda m: (m.free, m.worker)) if cost_s <= left_s else ():
+            if not room.fits(r.tokens) or (room.free, room.seats) in tried:
+                continue
+            tried.add((room.free, room.seats))
+            room.take(r.tokens)
+            self.dive(at + 1, value + r.tokens, left_s - cost_s, [*chosen, (r, room)])
+            room.take(r.tokens, back=-1)
+        self.dive(at + 1, value, left_s, chosen)

@@ -1,0 +1,267 @@
+"""The ways in which requests leave a worker: unhurried in a drain, and by a deadline's plan in an evacuation.
+
+An evacuation makes its plan (controlplane.migration.evacuation) again whenever something has ended, with the
+pace that its moves have shown and the KV that is then free. Moves fill the worker's budget of moves; replays
+go on beside them, one at a time on each target, so that none waits for another's prefill. Shortly before the
+deadline whatever may be replayed is, at once; what cannot be continued elsewhere ends in an explicit error as
+the worker is parted with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
+from controlplane.types import RequestId, WorkerId
+from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay
+from dataplane.live.gateway.connections import Attached
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.request import Tracked
+from dataplane.live.migration.coordinator import layout, meaning
+
+log = logging.getLogger(__name__)
+PRIOR_BYTES_PER_S = 2.4e9  # until the first move has ended: rather too much, for a replay is not taken back
+LOOK_S = 0.05
+DRAIN_LOOK_S = 0.2
+RESERVE_S, RESERVE_SHARE = 1.0, 0.1  # of the time given, kept for the last replays
+
+
+@dataclass(slots=True)
+class Evacuated:
+    """The outcome of an evacuation: requests by how they left, and the time from the order to the end."""
+
+    moved: int = 0
+    replayed: int = 0
+    ended: int = 0
+    failed: int = 0
+    moved_tokens: int = 0
+    replayed_tokens: int = 0
+    seconds: float = 0.0
+    in_time: bool = True
+
+    def __str__(self) -> str:
+        late = "" if self.in_time else ", too late"
+        return (
+            f"empty after {self.seconds:.1f} s{late}: {self.moved} requests moved, {self.replayed} computed"
+            f" anew, {self.ended} ended by themselves, {self.failed} could not be continued"
+        )
+
+
+@dataclass(slots=True)
+class _Under:
+    """Moves and replays under way, with the KV that they are about to take."""
+
+    moves: dict[RequestId, asyncio.Task[bool]] = field(default_factory=dict)
+    replays: dict[WorkerId, asyncio.Future[bool]] = field(default_factory=dict)
+    bound_for: dict[RequestId, tuple[WorkerId, int]] = field(default_factory=dict)
+
+
+class Exit:
+    """The way out of one worker of `core`. `is_open`: whether a worker takes requests."""
+
+    def __init__(self, core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> None:
+        self._core, self.worker, self._is_open = core, worker, is_open
+        self._under = _Under()
+        self._fixed: set[RequestId] = set()  # a move of theirs has failed
+        self._done = Evacuated()
+        self._moving_s = 0.0  # how long at least one move has been under way
+
+    # Unhurried.
+
+    async def drain(self, why: str, until_s: float = math.inf) -> None:
+        """Move everything off as room comes free, until nothing is left or the time has come."""
+        while (remaining := self._here()) and time.monotonic() < until_s:
+            moved = await asyncio.gather(*(self._move_off(tracked, why) for tracked in remaining))
+            if not any(moved):
+                await asyncio.sleep(DRAIN_LOOK_S)  # no room elsewhere, or none may move: let them run on
+
+    async def _move_off(self, tracked: Tracked, why: str) -> bool:
+        if tracked.worker != self.worker:
+            return True
+        target = self._haven_of(tracked)
+        return target is not None and await self._move(tracked.id, target, why)
+
+    def _haven_of(self, tracked: Tracked) -> WorkerId | None:
+        """The worker that takes a request unhurriedly: of this one's kind, with KV, if one has room."""
+        kind = self._core.kind_of(self.worker)
+        others = [at.worker for at in self._core.attached() if at.kind != kind]
+        now_s, choose = time.monotonic(), self._core.placement.choose
+        return choose(tracked, now_s, (self.worker, *others)) or choose(tracked, now_s, (self.worker,))
+
+    async def _move(self, request: RequestId, target: WorkerId, why: str, hurried: bool = False) -> bool:
+        try:
+            move = await self._core.move(request, target, why, hurried)
+        except Exception:  # a fault of ours in one move must not leave the worker half empty for ever
+            log.exception("the move of %s broke", request)
+            return False
+        return move.moved
+
+    # By a deadline.
+
+    def plan(self, seconds: float) -> tuple[Order, ...]:
+        """What an evacuation would do now. Raises BadInput where there is nowhere to go."""
+        moving = self._under.bound_for.keys() | self._core.migrations.open.keys()
+        leaving = [self._leaving(tracked) for tracked in self._here() if tracked.id not in moving]
+        halves = sum(tokens for _, tokens in self._under.bound_for.values()) / 2
+        way = self._way()
+        return plan_evacuation(leaving, self._havens(), seconds - halves / way.tokens_per_s, way)
+
+    async def evacuate(self, deadline_s: float, why: str) -> Evacuated:
+        """Empty the worker by `deadline_s` (monotonic), by the plan as it is remade."""
+        began_s = time.monotonic()
+        cut_s = deadline_s - min(RESERVE_S, RESERVE_SHARE * (deadline_s - began_s))
+        here = {tracked.id for tracked in self._here()}
+        try:
+            while self._here() and (left_s := cut_s - time.monotonic()) > 0:
+                if self._havens():
+                    await self._begin(self.plan(left_s), why)
+                await self._wait(min(LOOK_S, left_s))
+                self._reap()
+        finally:
+            for task in self._under.moves.values():
+                task.cancel()
+            await asyncio.gather(*self._under.moves.values(), return_exceptions=True)
+            self._reap()
+        await self._replay_all(f"{why}; its time has come")
+        self._under.replays.clear()
+        while self._here() and time.monotonic() < deadline_s - LOOK_S:
+            await asyncio.sleep(LOOK_S)  # what cannot go on elsewhere may still end by itself
+        done = self._done
+        done.failed = len(self._here())
+        done.ended = max(0, len(here) - done.moved - done.replayed - done.failed)
+        done.seconds, done.in_time = time.monotonic() - began_s, time.monotonic() <= deadline_s
+        return done
+
+    async def _wait(self, look_s: float) -> None:
+        """Until something under way has ended, or it is time to look."""
+        waits = [*self._under.moves.values(), *self._under.replays.values()]
+        is_moving, began_s = bool(self._under.moves), time.monotonic()
+        if waits:
+            await asyncio.wait(waits, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(look_s)
+        if is_moving:
+            self._moving_s += time.monotonic() - began_s
+
+    async def _begin(self, plan: tuple[Order, ...], why: str) -> None:
+        """Begin as many of the plan's orders as may be under way at a time."""
+        most = self._core.settings.moves.per_worker
+        for order in plan:
+            tracked = self._core.requests.get(order.request)
+            if order.target is None or tracked is None or tracked.worker != self.worker:
+                continue
+            tokens = tracked.context_tokens
+            if order.how == MOVE and len(self._under.moves) < most:
+                self._under.bound_for[order.request] = order.target, tokens
+                move = self._move(order.request, order.target, why, hurried=True)
+                self._under.moves[order.request] = asyncio.ensure_future(move)
+            elif order.how == REPLAY and order.target not in self._under.replays:
+                await self._replay(tracked, order.target, why)
+
+    async def _replay(self, tracked: Tracked, target: WorkerId, why: str) -> None:
+        self._done.replayed += 1
+        self._done.replayed_tokens += tracked.context_tokens if tracked.output_token_ids else 0
+        reason = f"{why}; computed anew on {target}"
+        self._under.replays[target] = await self._core.replay_on(tracked, target, reason)
+
+    async def _replay_all(self, why: str) -> None:
+        """Replay everything that may be, at once: there is no time for moves any more."""
+        if not self._havens():
+            return
+        for order in plan_evacuation(
+            [self._leaving(t) for t in self._here()], self._havens(), 0.0, self._way()
+        ):
+            tracked = self._core.requests.get(order.request)
+            if tracked is None or tracked.worker != self.worker:
+                continue
+            target = order.target
+            if order.how == STAY and self._obstacle(tracked) is None:  # it did not end by itself
+                target = max(self._havens(), key=lambda h: (h.free_tokens, h.worker)).worker
+            if target is not None:
+                await self._replay(tracked, target, why)
+
+    def _reap(self) -> None:
+        """Take note of what has ended."""
+        for request, task in [(r, t) for r, t in self._under.moves.items() if t.done()]:
+            del self._under.moves[request]
+            _, tokens = self._under.bound_for.pop(request)
+            with suppress(asyncio.CancelledError):
+                if task.result():
+                    self._done.moved += 1
+                    self._done.moved_tokens += tokens
+                else:
+                    self._fixed.add(request)
+        for worker in [w for w, arrival in self._under.replays.items() if arrival.done()]:
+            del self._under.replays[worker]
+
+    # What is there.
+
+    def _here(self) -> list[Tracked]:
+        return self._core.requests.on_worker(self.worker)
+
+    def _leaving(self, tracked: Tracked) -> Leaving:
+        outputs = tracked.output_token_ids
+        may_move = obstacle_to_move(tracked.request, outputs) is None and tracked.id not in self._fixed
+        rest = max(tracked.predicted_tokens - len(outputs), 1)
+        pace_s = tracked.tpot_s() if outputs else None
+        return Leaving(
+            tracked.id,
+            tracked.context_tokens,
+            math.inf if pace_s is None else rest * pace_s,
+            has_kv=bool(outputs),
+            may_move=may_move,
+            may_replay=self._obstacle(tracked) is None,
+        )
+
+    def _obstacle(self, tracked: Tracked) -> str | None:
+        return obstacle_to_replay(tracked.request, tracked.output_token_ids)
+
+    def _link(self) -> EngineLink | None:
+        return self._core.link(self.worker)
+
+    def _havens(self) -> list[Haven]:
+        """Open workers that run the same model in the same way."""
+        link = self._link()
+        if link is None:
+            return []
+        load: Counter[WorkerId] = Counter()
+        seats: Counter[WorkerId] = Counter()
+        for tracked in self._core.requests:
+            if tracked.worker is not None:
+                load[tracked.worker] += tracked.context_tokens
+                seats[tracked.worker] += 1
+        for worker, tokens in self._under.bound_for.values():
+            load[worker] += tokens
+            seats[worker] += 1
+        return [
+            _haven(at, load[at.worker], seats[at.worker], layout(at.link.info) == layout(link.info))
+            for at in self._core.attached()
+            if at.worker != self.worker
+            and self._is_open(at.worker)
+            and meaning(at.link.info) == meaning(link.info)
+        ]
+
+    def _way(self) -> Way:
+        """The pace of this evacuation's moves so far, overhead included; a prior until one has ended."""
+        link = self._link()
+        done = self._done.moved_tokens
+        if done:
+            halves = sum(tokens for _, tokens in self._under.bound_for.values()) / 2
+            return Way((done + halves) / max(self._moving_s, 1e-3), 0.0)
+        size = 0 if link is None else link.info.kv_bytes_per_token
+        return Way(PRIOR_BYTES_PER_S / max(size, 1))
+
+
+def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:
+    info = at.link.info
+    # Each request's last block is begun, and grows while the others come.
+    free = info.kv_blocks * info.block_tokens - tokens - (requests + 1) * info.block_tokens
+    return Haven(at.worker, free, info.max_seqs - requests, reads_kv)

@@ -1,0 +1,47 @@
+"""A worker of a fleet from the decision to launch it until it is gone, and the host it runs on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from controlplane.types import WorkerId
+from dataplane.live.engine_api.link import EngineLink
+
+WorkerState = Literal["starting", "serving", "draining"]
+
+
+class Host(Protocol):
+    """Where workers run: Ray, or this process for the emulated engine."""
+
+    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
+        """Start a worker of a kind; return when its engine answers. `say` is told each phase of the start.
+
+        Raises RuntimeError with its reason.
+        """
+
+    async def stop(self, worker: WorkerId) -> None:
+        """End a worker and all its processes; nothing happens for one that is gone."""
+
+    async def is_healthy(self, worker: WorkerId) -> bool:
+        """Whether its process still answers."""
+
+    async def close(self) -> None:
+        """End everything this host has started."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker of the cluster, from the decision to launch it until it is gone."""
+
+    worker: WorkerId
+    kind: str
+    state: WorkerState
+    since_s: float
+    reason: str
+    phase: str = "starting its process"  # of its start
+    task: asyncio.Task[None] | None = None
+    is_leaving: bool = False  # evacuated: not taken back
+    is_stopping: bool = False  # drained, and past being taken back

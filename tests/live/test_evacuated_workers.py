@@ -1,0 +1,174 @@
+"""Workers evacuated by a deadline, on emulated engines: streams are moved or computed anew, and end whole."""
+
+import asyncio
+
+import pytest
+from front import A, Front, FrontHost, profile, until
+
+from controlplane.errors import BadInput
+from controlplane.types import WorkerId
+
+W0 = WorkerId("w0")
+
+
+@pytest.fixture
+def play(live_extra):
+    from controlplane.placement.queue import QueueSettings
+    from controlplane.worker_type import WorkerGroup, WorkerType
+    from dataplane.live.pool.fleet_types import FleetTypes
+    from dataplane.live.pool.pool import WorkerPool
+
+    def run(story, workers=3, **sizes):
+        async def scene():
+            front = Front((), profile(**sizes), QueueSettings())
+            types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
+            fleet = WorkerPool(FrontHost(front), front.core, front.events, 6, types)
+            try:
+                await fleet.start()
+                await asyncio.wait_for(story(front, fleet), 60)
+            finally:
+                await fleet.close()
+                await front.close()
+
+        asyncio.run(scene())
+
+    return run
+
+
+def alone(prompt, tokens):
+    """What an emulated engine makes of a prompt when nothing happens."""
+    from dataplane.live.emulated.segment import Noise, state_after
+
+    noise, state, made = Noise(), state_after(prompt), []
+    for _ in range(tokens):
+        made.append(noise.token(state))
+        state = state_after(made[-1:], state)
+    return made
+
+
+async def streams(front, count, tokens, prompt_tokens=30, **params):
+    """Begin streams, and return their prompts once all decode."""
+    prompts = {f"r{i}": [i + 1] * prompt_tokens for i in range(count)}
+    for name, prompt in prompts.items():
+        await front.send(name, prompt, max_tokens=tokens, **params)
+    await asyncio.gather(*(front.until(name, 3) for name in prompts))
+    return prompts
+
+
+def whole(front, prompts, tokens):
+    return all(front.tokens[name] == alone(prompt, tokens) for name, prompt in prompts.items())
+
+
+def evacuated(front):
+    return next((e for e in front.events if e.kind == "evacuated"), None)
+
+
+def test_an_evacuated_workers_streams_go_on_whole_and_another_takes_its_place(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 12, 400)
+        fleet.evacuate(W0, 5.0, "a test")
+        await until(lambda: evacuated(front))
+        facts = evacuated(front).facts
+        assert facts["in_time"]
+        assert facts["moved"] > 0
+        assert (facts["replayed"], facts["failed"]) == (0, 0)
+        await until(lambda: fleet.serving == 3)
+        assert fleet.state_of(W0) is None
+        await front.ended(*prompts)
+        assert whole(front, prompts, 400)
+
+    play(story)
+
+
+def test_what_there_is_no_time_to_move_is_computed_anew_in_time(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 12, 1500, prompt_tokens=600)
+        front.fabric.bytes_per_s = 6e5  # a move of one takes half a second
+        fleet.evacuate(W0, 1.5, "a test")
+        await until(lambda: evacuated(front))
+        facts = evacuated(front).facts
+        assert facts["in_time"]
+        assert facts["failed"] == 0
+        assert facts["replayed"] > 0
+        await front.ended(*prompts)
+        assert whole(front, prompts, 1500)
+
+    play(story)
+
+
+def test_with_nowhere_to_go_nothing_is_done(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 2, 300)
+        with pytest.raises(BadInput, match="worker w0: its requests have nowhere to go"):
+            fleet.evacuate(W0, 5.0, "a test")
+        assert fleet.state_of(W0) == "serving"
+        await front.ended(*prompts)
+        assert whole(front, prompts, 300)
+
+    play(story, workers=1)
+
+
+def test_what_cannot_be_continued_ends_in_an_explicit_error_and_the_others_go_on(play):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    async def story(front, fleet):
+        prompts = await streams(front, 6, 3000)
+        grammar = StructuredOutputsParams(regex="a*")
+        for i in range(6):
+            await front.send(f"g{i}", [90 + i] * 30, max_tokens=30_000, structured_outputs=grammar)
+        await asyncio.gather(*(front.until(f"g{i}", 3) for i in range(6)))
+        fixed = [f"g{i}" for i in range(6) if front.core.requests.get(f"g{i}").worker == W0]
+        fleet.evacuate(W0, 0.6, "a test")
+        await until(lambda: evacuated(front))
+        assert evacuated(front).facts["failed"] == len(fixed) > 0
+        assert [front.finish.get(name) for name in fixed] == ["ERROR"] * len(fixed)
+        assert "had to be gone" in next(e.reason for e in front.events if e.kind == "failed")
+        await front.ended(*prompts)
+        assert whole(front, prompts, 3000)
+
+    play(story)
+
+
+def test_a_haven_that_dies_meanwhile_loses_no_stream(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 12, 800, prompt_tokens=300)
+        front.fabric.bytes_per_s = 3e6
+        fleet.evacuate(W0, 4.0, "a test")
+        await until(lambda: front.core.migrations.open)
+        haven = next(iter(front.core.migrations.open.values())).target
+        front.engines[haven].kill("kill -9")
+        await until(lambda: evacuated(front))
+        assert evacuated(front).facts["in_time"]
+        await front.ended(*prompts)
+        assert whole(front, prompts, 800)
+
+    play(story)
+
+
+def test_a_worker_that_dies_while_it_is_evacuated_is_replaced(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 6, 800, prompt_tokens=300)
+        front.fabric.bytes_per_s = 3e6
+        fleet.evacuate(W0, 4.0, "a test")
+        front.engines[W0].kill("the machine was taken")
+        await until(lambda: fleet.serving == 3 and fleet.state_of(W0) is None)
+        await front.ended(*prompts)
+        assert whole(front, prompts, 800)
+
+    play(story)
+
+
+def test_an_evacuation_is_neither_ordered_twice_nor_taken_back(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 6, 800, prompt_tokens=300)
+        front.fabric.bytes_per_s = 3e6
+        fleet.evacuate(W0, 4.0, "a test")
+        with pytest.raises(BadInput, match="being evacuated already"):
+            fleet.evacuate(W0, 4.0, "again")
+        with pytest.raises(BadInput, match="being evacuated"):
+            fleet.cancel_drain(W0, "changed my mind")
+        with pytest.raises(BadInput, match="no such worker"):
+            fleet.evacuate(A, 4.0, "a test")
+        await front.ended(*prompts)
+
+    play(story)
