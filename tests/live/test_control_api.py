@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -126,8 +127,32 @@ def fleet_verb(fleet, *words):
 def test_status_is_a_table_or_json(emulated_fleet):
     table = fleet_verb(emulated_fleet, "status")
     assert (table.returncode, "serving" in table.stdout) == (0, True)
+    assert "within both targets (99.00% is asked)" in table.stdout
     view = fleet_verb(emulated_fleet, "status", "--format", "json")
     assert json.loads(view.stdout)["schema"] == "tokenfleet.fleet/1"
+
+
+def test_the_timeline_counts_what_was_served_and_turned_away(emulated_fleet):
+    def sums():
+        points = emulated_fleet.ask("GET", "/v1/fleet/timeline?minutes=60")["points"]
+        tokens = sum(p["tokens_per_s"] * p["over_s"] for p in points)
+        return tokens, sum(p["finished"] for p in points), max((p["at_s"] for p in points), default=0)
+
+    tokens, finished, _ = sums()
+    thread, _ = stream(emulated_fleet, 40)
+    thread.join(60)
+    emulated_fleet.until(lambda: sums()[1] == finished + 1)
+    assert sums()[0] == pytest.approx(tokens + 40)
+    assert abs(sums()[2] - time.time()) < 60
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        emulated_fleet.ask("GET", "/v1/fleet/timeline?minutes=0")
+    assert refused.value.code == 400
+
+
+def test_a_browser_that_opens_the_endpoint_is_shown_the_fleet(emulated_fleet):
+    with urllib.request.urlopen(emulated_fleet.gateway, timeout=20) as reply:
+        assert reply.url.rstrip("/") == emulated_fleet.control
+        assert "<title>Live" in reply.read().decode()
 
 
 def test_the_verbs_pass_on_what_the_fleet_says(emulated_fleet):

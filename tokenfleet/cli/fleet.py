@@ -178,9 +178,26 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
+    parts.append(_lately(view["lately"], view["attainment_target"]))
     if view["decisions"]:
         parts.append(_decisions_table(view["decisions"]))
     return parts
+
+
+def _lately(lately: dict[str, Any], target: float) -> str:
+    """What has come of the requests of the last minutes, in two lines."""
+    ttft, tpot, both = (lately["ttft_s"] or {}, lately["tpot_s"] or {}, lately["attainment"]["both"])
+    within = f"{both['met'] / both['of']:.2%}" if both["of"] else "none"
+    latencies = "; ".join(
+        f"{name} p50 {duration_text(times['p50'])}, p90 {duration_text(times['p90'])}"
+        for name, times in (("TTFT", ttft), ("TPOT", tpot))
+        if times
+    )
+    return (
+        f"last {duration_text(lately['over_s'])}: {lately['finished']} finished, {within} within both targets"
+        f" ({target:.2%} is asked), {lately['failed']} failed, {lately['rejected']} rejected, "
+        f"{lately['tokens_per_s']:.0f} tokens/s" + (f"; {latencies}" if latencies else "")
+    )
 
 
 def _wanted(view: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ EXPECTED = {
     "torch._library.triton": ("Triton not available",),
     "ray._private.worker": ("SIGTERM handler is not set",),
 }
+ATTAINMENT = 0.99  # asked of a fleet without a plan
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 
 
@@ -162,7 +163,7 @@ def serve_command(flags: ServeFlags) -> None:
 
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
-        settings = _settings(flags, checked, keys, folder, (*planning, console_extension()))
+        settings = _settings(flags, checked, keys, folder, (*planning, console_extension("live.html")))
         _run(settings, run_fleet, tell)
 
 
@@ -253,6 +254,7 @@ def _settings(
         control_key=asked.control_key,
         keys=keys,
         slo=checked.slo,
+        attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
         waiting=QueueSettings(asked.queue, checked.queue_wait_s),
         autoscale=None if scaled is None else autoscale_of(scaled, asked.scale_in_after, checked.plan),
         advisory=asked.advisory,

@@ -7,6 +7,7 @@ may be open to every caller, and a key never stands in an address.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from dataplane.http.server import Extension
 
 STATIC = Path(__file__).with_name("static")
 FOLDER = "/console/"
-PAGES = {"/": "plan.html", "/plan": "plan.html", "/live": "live.html"}
+PAGES = {"/plan": "plan.html", "/live": "live.html"}
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -47,16 +48,15 @@ class StaticFile(NamedTuple):
     tag: str
 
 
-def static_files() -> dict[str, StaticFile]:
-    """Every file that may be asked for, by its path; nothing else can be."""
+def static_files(home: str) -> dict[str, StaticFile]:
+    """Every file that may be asked for, by its path; nothing else can be. `home` is the page at `/`."""
     by_name = {path.name: _read(path) for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
     files = {FOLDER + name: file for name, file in by_name.items() if not name.endswith(".html")}
-    return files | {path: by_name[name] for path, name in PAGES.items()}
+    return files | {path: by_name[name] for path, name in {"/": home, **PAGES}.items()}
 
 
-def console_router() -> APIRouter:
+def console_router(files: Mapping[str, StaticFile]) -> APIRouter:
     """GET routes of the pages and their files; they are for people, so OpenAPI leaves them out."""
-    files = static_files()
     router = APIRouter(include_in_schema=False)
 
     async def page(request: Request) -> Response:
@@ -68,14 +68,15 @@ def console_router() -> APIRouter:
             return Response(status_code=304, headers=headers)
         return Response(file.body, media_type=file.media_type, headers=headers)
 
-    for path in (*PAGES, FOLDER + "{name}"):
+    for path in ("/", *PAGES, FOLDER + "{name}"):
         router.add_api_route(path, page, methods=["GET", "HEAD"])
     return router
 
 
-def console_extension() -> Extension:
-    """The console as a control API takes it in."""
-    return Extension(routers=(console_router(),), open_paths=frozenset(static_files()))
+def console_extension(home: str = "plan.html") -> Extension:
+    """The console as an API takes it in: the plan page at `/`, or for a fleet the live one."""
+    files = static_files(home)
+    return Extension(routers=(console_router(files),), open_paths=frozenset(files))
 
 
 def _read(path: Path) -> StaticFile:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Body, FastAPI, Header, Response
+from fastapi import Body, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 
@@ -92,6 +92,11 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
     async def fleet() -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         return operations.fleet()
+
+    @app.get("/v1/fleet/timeline")
+    async def timeline(minutes: Annotated[float, Query(gt=0, le=60)] = 30.0) -> dict[str, Any]:
+        """Throughput, TTFT, TPOT, attainment and errors of the last minutes, in buckets of `bucket_s`."""
+        return operations.timeline(minutes)
 
     @app.post("/v1/fleet/scale", status_code=202)
     async def scale(order: Annotated[ScaleOrder, Body()]) -> dict[str, Any]:

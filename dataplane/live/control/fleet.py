@@ -59,8 +59,9 @@ PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a hist
 class FleetSettings:
     """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every type has one.
 
-    `move_bytes_per_s`: what copies may take of a worker, `move_share`: of a core's time. None of both is
-    CPU_MOVES where copying takes the cores that compute, no bound elsewhere.
+    `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
+    may take of a worker, `move_share`: of a core's time. None of both is CPU_MOVES where copying takes the
+    cores that compute, no bound elsewhere.
     """
 
     gateway: GatewaySettings
@@ -72,6 +73,7 @@ class FleetSettings:
     control_key: str | None
     keys: tuple[ApiKey, ...]
     slo: Slo
+    attainment: float
     waiting: QueueSettings
     autoscale: Autoscale | None = None
     advisory: bool = False
@@ -143,7 +145,12 @@ async def run_fleet(
         gateway_url = _url(settings.gateway.host, settings.gateway.port)
         control_url = _url(settings.control_host, settings.control_port)
         facts = FleetFacts(
-            settings.gateway.model, settings.engine, gateway_url, settings.advisory, settings.autoscale
+            settings.gateway.model,
+            settings.engine,
+            gateway_url,
+            settings.advisory,
+            settings.autoscale,
+            settings.attainment,
         )
         operations = Operations(facts, core, cluster, metrics, events, arrived, step_times)
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
@@ -155,7 +162,7 @@ async def run_fleet(
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 
-        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon)
+        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon, page=control_url)
         core.on_closing.append(lambda why: setattr(door, "closing", why))
         serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
         await until_answering(settings.control_host, settings.control_port, answering)

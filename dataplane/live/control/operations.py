@@ -20,6 +20,7 @@ from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.request import Tracked
+from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.migration.move import Move
 from dataplane.live.pool.member import Member
 from dataplane.live.pool.pool import WorkerPool
@@ -31,13 +32,15 @@ SCALING_KINDS = ("scale", "advice-scale")
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """Facts that do not change while the fleet runs. `advisory`: decisions are only recorded."""
+    """Facts that do not change while the fleet runs. `advisory`: decisions are only recorded; `attainment`:
+    the share of requests that should be within their targets."""
 
     model: str
     engine: str
     gateway: str
     advisory: bool
     autoscale: Autoscale | None
+    attainment: float
 
 
 class Operations:
@@ -56,6 +59,7 @@ class Operations:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
         self.arrived, self.step_times = arrived, step_times
         self.auto = facts.autoscale is not None
+        self._began_s = time.time()
         self._moves: set[asyncio.Task[Move]] = set()
 
     @property
@@ -85,7 +89,9 @@ class Operations:
             "autoscale": None if scale is None else {"min_workers": scale.low, "max_workers": scale.high},
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
+            "attainment_target": self.facts.attainment,
             "attainment": self.metrics.attainment(),
+            "lately": self.metrics.timeline.lately(self._began_s, time.time()),
             "requests": {
                 "running": sum(t.worker is not None for t in requests),
                 "waiting": self.core.waiting,
@@ -99,6 +105,11 @@ class Operations:
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
         }
+
+    def timeline(self, minutes: float) -> dict[str, Any]:
+        """Throughput, latencies, attainment and errors of the last minutes, in buckets."""
+        points = self.metrics.timeline.points(minutes, time.time())
+        return {"bucket_s": BUCKET_S, "now_s": time.time(), "points": points}
 
     def requests(self) -> list[dict[str, Any]]:
         """Every running and waiting request."""

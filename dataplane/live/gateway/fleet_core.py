@@ -281,7 +281,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 listened.append((tracked, output))
         token_counts = [(tracked, len(output.new_token_ids)) for tracked, output in listened]
         self.placement.advance(at.worker, token_counts, now_s)
-        self.metrics.tokens.inc(sum(tokens for _, tokens in token_counts))
+        self.metrics.count_tokens(sum(tokens for _, tokens in token_counts))
         for tracked, output in listened:
             self._accept(tracked, output, now_s, shift_s)
         if listened or batch.scheduler_stats is not None:

@@ -8,6 +8,7 @@ place of its `engine` index.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from controlplane.types import WorkerId
 from dataplane.live.gateway.request import Tracked
+from dataplane.live.gateway.timeline import Timeline
 
 LATENCY_BUCKETS_S = (
     0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 120,
@@ -31,6 +33,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.timeline = Timeline()
         counter = functools.partial(Counter, registry=self.registry)
         gauge = functools.partial(Gauge, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
@@ -100,11 +103,14 @@ class Metrics:
         priority = PRIORITY_NAMES[request.ticket.priority]
         self.requests.labels(outcome, priority).inc()
         if outcome != "finished":
+            self.timeline.add_unfinished(outcome, time.time())
             return
         ttft_met, tpot_met = request.slo_met()
-        for target, met in zip(SLO_TARGETS, (ttft_met, tpot_met, ttft_met and tpot_met), strict=True):
+        targets_met = (ttft_met, tpot_met, ttft_met and tpot_met)
+        for target, met in zip(SLO_TARGETS, targets_met, strict=True):
             self.slo.labels(target, "true" if met else "false", priority).inc()
         ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
+        self.timeline.add_finished(ttft_s, tpot_s, targets_met, time.time())
         if ttft_s is not None:
             self.ttft_s.labels(priority).observe(ttft_s)
         if tpot_s is not None:
@@ -119,6 +125,16 @@ class Metrics:
                 count["of"] += int(sample.value)
                 count["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
         return counts
+
+    def count_limited(self) -> None:
+        """Count a request that its key's rate limit turned away."""
+        self.requests.labels("rate_limited", "any").inc()
+        self.timeline.add_unfinished("rate_limited", time.time())
+
+    def count_tokens(self, tokens: int) -> None:
+        """Count output tokens that are passed to clients."""
+        self.tokens.inc(tokens)
+        self.timeline.add_tokens(tokens, time.time())
 
     def count_move(self, outcome: str, moved_bytes: int, downtime_s: float | None) -> None:
         """Count a move that is over."""

@@ -39,13 +39,15 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 @dataclass(slots=True)
 class DoorPolicy:
     """The gateway's keys and default targets; `abandon` ends the requests of a client that has left;
-    `closing` is why no request is let in any more, or empty."""
+    `closing` is why no request is let in any more, or empty. `page` is where a browser on this machine that
+    opens `/` is sent."""
 
     keys: KeyRing
     default_slo: Slo
     metrics: Metrics
     abandon: Callable[[Ticket], Awaitable[None]]
     closing: str = ""
+    page: str = ""
 
 
 class Refusal(Exception):
@@ -110,13 +112,18 @@ class FrontDoor:
             else:
                 await self.app(scope, receive, send)
             return
+        if policy.page and scope["path"] == "/" and scope["method"] == "GET" and _is_local(scope["client"]):
+            moved = {"type": "http.response.start", "status": 307}
+            await send(moved | {"headers": [(b"location", policy.page.encode()), (b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+            return
         asked_id = headers.get("x-request-id", "")
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
         try:
             ticket = _admit(policy, scope, headers, request_id)
         except Refusal as refusal:
             if refusal.status == 429:
-                policy.metrics.requests.labels("rate_limited", "any").inc()
+                policy.metrics.count_limited()
             await _answer(refusal, request_id, send)
             return
         # vLLM names its own request after this header, so that both sides of a log agree.
@@ -131,6 +138,10 @@ class FrontDoor:
             CURRENT_TICKET.reset(token)
             if watch is not None:
                 watch.cancel()
+
+
+def _is_local(client: tuple[str, int] | None) -> bool:
+    return client is not None and client[0] in ("127.0.0.1", "::1")
 
 
 def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str) -> Ticket:

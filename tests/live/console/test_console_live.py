@@ -53,6 +53,22 @@ def test_attainment_is_counted_from_finished_requests(emulated_fleet, live):
     live.until("#targets", f"of {before + 1} since the fleet began")
 
 
+def test_what_came_of_late_stands_above_the_workers(emulated_fleet, live):
+    titles = live.page.locator("#timeline h3").all_inner_texts()
+    assert titles == ["Throughput", "TTFT", "TPOT", "Errors"]
+    top = "(id) => document.getElementById(id).getBoundingClientRect().top"
+    assert live.page.evaluate(top, "timeline") < live.page.evaluate(top, "workers")
+    assert "the last" in live.text("#window")
+
+
+def test_attainment_is_coloured_by_what_is_asked(live):
+    tones = """async () => {
+      const { tone } = await import("/console/live_timeline.js");
+      return [tone(0.99, 0.99), tone(0.985, 0.99), tone(0.97, 0.99), tone(0.97, 0.95), tone(null, 0.99)];
+    }"""
+    assert live.page.evaluate(tones) == ["good", "warn", "bad", "good", "good"]
+
+
 def test_scaling_asks_first_and_is_done_by_keyboard_alone(emulated_fleet, live):
     emulated_fleet.ask("POST", "/v1/fleet/scale", {"workers": 3})
     live.until("#tiles", "of 3")

@@ -3,12 +3,12 @@
 import { Refused, Unreachable, ask, offers } from "./api.js";
 import { confirmed } from "./confirm_dialog.js";
 import { byId, make, say } from "./dom.js";
-import { count, counted, share } from "./format.js";
+import { count, counted, duration, share } from "./format.js";
 import { EventStream } from "./event_stream.js";
-import { Attainment } from "./live_attainment.js";
 import { Decisions } from "./live_decisions.js";
 import { forgetMoved, showMoved, showMoving } from "./live_moving.js";
 import { offerScorecard } from "./live_scorecard.js";
+import { TIMELINE, Timeline, ratioOf, tone } from "./live_timeline.js";
 import { Workers } from "./live_workers.js";
 
 const EVERY_MS = 1000;
@@ -17,7 +17,7 @@ const AGAIN_MS = [500, 1000, 2000, 4000];
 
 const workers = new Workers(drain);
 const decisions = new Decisions();
-const attainment = new Attainment();
+const timeline = new Timeline();
 const opened_s = Date.now() / 1e3;
 
 let fleet = null;
@@ -69,6 +69,7 @@ async function look() {
       return;
     }
     show(await ask("GET", "/v1/fleet"));
+    if (!document.hidden) timeline.draw(await ask("GET", TIMELINE), fleet.slo);
     fails = 0;
     if (!isStreamLost) connection("");
   } catch (error) {
@@ -111,8 +112,7 @@ function show(now) {
   showTiles(now);
   workers.show(now.workers);
   showMoving(now.moving);
-  byId("attainment").hidden = !now.attainment;
-  if (now.attainment) attainment.show(now.attainment, now.slo, Date.now() / 1e3);
+  timeline.attainment(now);
   offerKinds(Object.keys(now.wanted_kinds));
   if (document.activeElement !== byId("scale-to") && byId("scale-to").dataset.typed === undefined)
     byId("scale-to").value = wantedOf(now);
@@ -152,21 +152,35 @@ function rangeOf({ auto, autoscale }) {
 
 function showTiles(now) {
   const serving = now.workers.filter((w) => w.state === "serving").length;
-  const both = now.attainment?.both;
+  const { lately } = now;
+  say(byId("window"), `Tokens, latencies, targets and failures: the last ${duration(lately.over_s, 2)}.`);
+  const within = ratioOf(lately.attainment.both);
   const tiles = [
-    [`${count(serving)} of ${count(now.wanted_workers)}`, "workers serving"],
-    [count(now.requests.running), "requests running"],
-    [count(now.requests.waiting), "requests waiting"],
-    [count(now.moving.length), "moving"],
-    [both?.of ? share(both.met / both.of) : "–", "within both targets"],
+    [`${count(serving)} of ${count(now.wanted_workers)}`, "workers serving", ""],
+    [count(now.requests.running), "requests running", ""],
+    [count(now.requests.waiting), "requests waiting", ""],
+    [count(lately.tokens_per_s), "tokens/s", ""],
+    [duration(lately.ttft_s?.p90), "TTFT p90", ""],
+    [duration(lately.tpot_s?.p90), "TPOT p90", ""],
+    [
+      share(within),
+      "within both targets",
+      within === null ? "" : tone(within, now.attainment_target),
+    ],
+    [count(lately.failed), "failed", lately.failed ? "bad" : ""],
   ];
   const list = byId("tiles");
   if (list.children.length !== tiles.length) {
     list.replaceChildren(
-      ...tiles.map(([, name]) => make("li", {}, make("b"), " ", make("span", { class: "soft" }, name))),
+      ...tiles.map(() => make("li", {}, make("b"), " ", make("span", { class: "soft" }))),
     );
   }
-  tiles.forEach(([value], i) => say(list.children[i].firstElementChild, value));
+  tiles.forEach(([value, name, mark], i) => {
+    const [figure, label] = list.children[i].children;
+    say(figure, value);
+    figure.className = `tone ${mark}`;
+    say(label, name);
+  });
 }
 
 async function drain(worker, isDraining) {

@@ -7,6 +7,7 @@ import { byId, make, say } from "./dom.js";
 import { count, duration, percent } from "./format.js";
 
 const COLUMNS = ["worker", "kind", "state", "KV in use", "running", "waiting", "tokens", "step", "action"];
+const MANY = 12; // beyond them rows are a line each, and scroll
 const NUMBERS = new Set(["running", "waiting", "tokens", "step"]);
 
 /** The table of workers. `onDrain(worker, isDraining)` is called by a worker's button. */
@@ -14,24 +15,25 @@ export class Workers {
   #rows = new Map();
   #body = make("tbody");
   #onDrain;
+  #table;
 
   constructor(onDrain) {
     this.#onDrain = onDrain;
     const head = COLUMNS.map((name) =>
       make("th", { scope: "col", class: NUMBERS.has(name) ? "number" : null }, name),
     );
-    byId("workers").replaceChildren(
-      make(
-        "div",
-        { class: "table", tabindex: "0", role: "region", "aria-label": "Workers, one a row" },
-        make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), this.#body),
-      ),
+    this.#table = make(
+      "div",
+      { class: "table", tabindex: "0", role: "region", "aria-label": "Workers, one a row" },
+      make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), this.#body),
     );
+    byId("workers").replaceChildren(this.#table);
   }
 
   /** Show these workers, and no others. */
   show(workers) {
     const names = new Set(workers.map((w) => w.worker));
+    this.#table.classList.toggle("many", workers.length > MANY);
     for (const [name, row] of this.#rows) {
       if (names.has(name)) continue;
       row.element.remove();
@@ -76,6 +78,7 @@ function update(row, worker) {
   say(row.state, worker.state);
   row.state.className = `state ${["serving", "starting", "draining"].includes(worker.state) ? worker.state : ""}`;
   say(row.reason, `${duration(worker.for_s, 2)}: ${worker.reason}`);
+  row.cells.state.title = row.reason.textContent;
   const used = load === null ? null : load.kv_used_blocks / Math.max(1, load.kv_total_blocks);
   row.fill.replaceChildren(bar(used, used > 0.95 ? "bad" : used > 0.8 ? "warn" : "good"));
   say(

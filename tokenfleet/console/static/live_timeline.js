@@ -1,0 +1,144 @@
+/* The last half hour, from the fleet's own buckets: throughput, TTFT, TPOT, errors, and attainment by target. */
+
+import { bar, chart } from "./chart.js";
+import { byId, make, say } from "./dom.js";
+import { clock, count, duration, number, share } from "./format.js";
+
+const MINUTES = 30;
+const TARGETS = [
+  ["ttft", "TTFT"],
+  ["tpot", "TPOT"],
+  ["both", "both"],
+];
+
+export const TIMELINE = `/v1/fleet/timeline?minutes=${MINUTES}`;
+
+/** Tone of an attainment: as asked, up to twice the misses that were asked for, more. */
+export function tone(ratio, asked) {
+  if (ratio === null || ratio >= asked) return "good";
+  return 1 - ratio <= 2 * (1 - asked) ? "warn" : "bad";
+}
+
+export const ratioOf = ({ met, of }) => (of ? met / of : null);
+
+/** The charts and the attainment by target. */
+export class Timeline {
+  #drawn = "";
+
+  /** Draw these buckets, unless they are the ones that stand there: a chart under the finger holds still. */
+  draw({ points, bucket_s: bucketS, now_s: nowS }, slo) {
+    const key = JSON.stringify([points.length, points.at(-1)?.at_s, slo]);
+    if (key === this.#drawn || byId("timeline").contains(document.activeElement)) return;
+    this.#drawn = key;
+    // The newest bucket still fills, so its rates would read as a fall.
+    const frame = { buckets: points.filter((p) => p.at_s + bucketS <= nowS), bucketS, nowS };
+    const open = new Set([...byId("timeline").querySelectorAll("details[open]")].map((d) => d.dataset.of));
+    const figures = [
+      throughput(frame),
+      latency(frame, "TTFT", "ttft_s", slo.ttft_s),
+      latency(frame, "TPOT", "tpot_s", slo.tpot_s),
+      errors(frame),
+    ].map((parts) => {
+      const figure = chart({ ...parts, x: timeAxis(frame), height: 150 });
+      const details = figure.querySelector("details");
+      details.dataset.of = parts.title;
+      details.open = open.has(parts.title);
+      return figure;
+    });
+    byId("timeline").replaceChildren(...figures);
+  }
+
+  /** Attainment by target: of late, coloured by what is asked, and since the fleet began. */
+  attainment({ attainment: all, attainment_target: asked, lately, slo }) {
+    say(
+      byId("attainment-says"),
+      `TTFT within ${duration(slo.ttft_s)} and TPOT within ${duration(slo.tpot_s)}, unless a request asks for its own; ` +
+        `${share(asked)} should be within both.`,
+    );
+    byId("targets").replaceChildren(
+      ...TARGETS.map(([name, label]) => {
+        const ratio = ratioOf(lately.attainment[name]);
+        const { met, of } = lately.attainment[name];
+        const since = ratioOf(all[name]);
+        return make(
+          "li",
+          {},
+          make("b", { class: `tone ${tone(ratio, asked)}` }, `${label}: ${ratio === null ? "none finished" : share(ratio)}`),
+          bar(ratio, tone(ratio, asked)),
+          make("div", { class: "soft" }, `${count(met)} of ${count(of)} in the last ${duration(lately.over_s, 2)}`),
+          make(
+            "div",
+            { class: "soft" },
+            since === null
+              ? "nothing finished yet"
+              : `${share(since)} of ${count(all[name].of)} since the fleet began`,
+          ),
+        );
+      }),
+    );
+  }
+}
+
+/* The charts of a frame: {buckets, bucketS, nowS}. */
+
+const throughput = (frame) => ({
+  title: "Throughput",
+  says: "Output tokens a second.",
+  y: { name: "tokens/s", kind: "linear", zero: true, format: (v) => count(v) },
+  series: [{ name: "tokens/s", kind: "line", tone: "a", points: series(frame, (b) => b.tokens_per_s) }],
+  data: rows(frame, ["tokens/s", "requests"], (b) => [b.tokens_per_s, b.finished].map(count)),
+});
+
+function latency(frame, name, field, targetS) {
+  const most = Math.max(0, ...frame.buckets.map((b) => b[field]?.p90 ?? 0));
+  const of = (percentile) => (b) => b[field]?.[percentile] ?? null;
+  return {
+    title: name,
+    says: `Of finished requests; target ${duration(targetS)}.`,
+    y: { name, kind: "linear", zero: true, format: (v) => duration(v, 2) },
+    series: [
+      { name: "p90", kind: "line", tone: "a", points: series(frame, of("p90")) },
+      { name: "p50", kind: "line", tone: "b dotted", points: series(frame, of("p50")) },
+    ],
+    // Far below its target a latency would be a flat line under it.
+    marks: most > targetS / 3 ? [{ axis: "y", at: targetS, name: "target" }] : [],
+    data: rows(frame, ["p50", "p90", "p99"], (b) =>
+      ["p50", "p90", "p99"].map((percentile) => duration(of(percentile)(b))),
+    ),
+  };
+}
+
+function errors(frame) {
+  const most = Math.max(1, ...frame.buckets.flatMap((b) => [b.failed, b.rejected]));
+  return {
+    title: "Errors",
+    says: `Requests in ${frame.bucketS} s.`,
+    y: { name: "requests", kind: "linear", domain: [0, most], format: (v) => number(v) },
+    series: [
+      { name: "failed", kind: "line", tone: "a", points: series(frame, (b) => b.failed) },
+      { name: "turned away", kind: "line", tone: "b dashed", points: series(frame, (b) => b.rejected) },
+    ],
+    data: rows(frame, ["failed", "turned away", "left by clients"], (b) =>
+      [b.failed, b.rejected, b.aborted].map(count),
+    ),
+  };
+}
+
+function timeAxis({ buckets, nowS }) {
+  const first = buckets.length ? (buckets[0].at_s - nowS) / 60 : 0;
+  return { name: "minutes from now", kind: "linear", domain: [Math.min(-2, first), 0], format: String };
+}
+
+/** [minutes from now, value] of each bucket, with a gap where no request was: such buckets are not sent. */
+function series({ buckets, bucketS, nowS }, value) {
+  return buckets.flatMap((bucket, i) => {
+    const point = [(bucket.at_s - nowS) / 60, value(bucket)];
+    const isAfterGap = i > 0 && bucket.at_s - buckets[i - 1].at_s > 1.5 * bucketS;
+    return isAfterGap ? [[point[0], null], point] : [point];
+  });
+}
+
+const rows = ({ buckets }, names, values) => ({
+  columns: [{ name: "at" }, ...names.map((name) => ({ name, number: true }))],
+  rows: buckets.map((b) => [clock(b.at_s), ...values(b)]),
+});
