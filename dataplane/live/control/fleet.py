@@ -162,7 +162,7 @@ async def run_fleet(
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 
-        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon, page=control_url)
+        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon, control_url)
         core.on_closing.append(lambda why: setattr(door, "closing", why))
         serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
         await until_answering(settings.control_host, settings.control_port, answering)

@@ -46,8 +46,8 @@ class DoorPolicy:
     default_slo: Slo
     metrics: Metrics
     abandon: Callable[[Ticket], Awaitable[None]]
+    page: str
     closing: str = ""
-    page: str = ""
 
 
 class Refusal(Exception):
@@ -112,10 +112,8 @@ class FrontDoor:
             else:
                 await self.app(scope, receive, send)
             return
-        if policy.page and scope["path"] == "/" and scope["method"] == "GET" and _is_local(scope["client"]):
-            moved = {"type": "http.response.start", "status": 307}
-            await send(moved | {"headers": [(b"location", policy.page.encode()), (b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
+        if _opens_page(scope):
+            await _redirect(policy.page, send)
             return
         asked_id = headers.get("x-request-id", "")
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
@@ -140,8 +138,17 @@ class FrontDoor:
                 watch.cancel()
 
 
-def _is_local(client: tuple[str, int] | None) -> bool:
-    return client is not None and client[0] in ("127.0.0.1", "::1")
+def _opens_page(scope: Message) -> bool:
+    """Whether a browser on this machine opens `/`, where vLLM has nothing."""
+    client = scope["client"]
+    is_local = client is not None and client[0] in ("127.0.0.1", "::1")
+    return is_local and (scope["method"], scope["path"]) == ("GET", "/")
+
+
+async def _redirect(address: str, send: Send) -> None:
+    headers = [(b"location", address.encode()), (b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 307, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str) -> Ticket:

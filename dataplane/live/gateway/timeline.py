@@ -1,4 +1,4 @@
-"""What a fleet has done of late: throughput, TTFT, TPOT, attainment and errors in buckets of ten seconds.
+"""The last hour of a fleet: throughput, TTFT, TPOT, attainment and errors in buckets of ten seconds.
 
 Prometheus keeps such series where it is installed; the live page and `tokenfleet fleet status` need them on a
 fleet that stands alone. Memory is bounded: KEPT buckets, each with at most MOST_VALUES latencies.
