@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
+import itertools
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,10 @@ import pytest
 from checkout import ROOT
 from made_plans import plan_of_fleet
 from served_fleet import ServedFleet, serve
+
+from tokenfleet.export.deployment import deployment
+from tokenfleet.export.kuberay import kuberay
+from tokenfleet.planning.plan_file import parse_plan
 
 STORY_S = 120.0
 
@@ -65,13 +70,15 @@ def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
 
 @pytest.fixture(scope="session")
 def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
-    """A plan's mix: an emulated worker of one kind and two of another."""
+    """A plan's mix, served as its export says: an emulated worker of one kind and two of another."""
     parts = [("h100-sxm", 2, 1, 5.38), ("a100-sxm", 1, 2, 2.78)]
     fleet = [{"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts]
-    plan = plan_of_fleet(fleet, "llama-3.1-8b")
-    path = scratch / "mixed.json"
-    path.write_text(json.dumps(plan))
-    served = serve(model_folder, "--engine", "emulated", "--plan", str(path), folder=scratch)
+    plan = parse_plan(plan_of_fleet(fleet, "llama-3.1-8b", policy="best-fit"), "mixed.json")
+    config, job, _ = kuberay(deployment(plan, str(model_folder)), "mixed", "image")
+    (scratch / "plan.json").write_text(config["data"]["plan.json"])
+    words = shlex.split(job["spec"]["entrypoint"].replace("/etc/tokenfleet", str(scratch)))
+    asked = [words[i : i + 2] for i, word in enumerate(words) if word in ("--plan", "--max-workers")]
+    served = serve(model_folder, "--engine", "emulated", *itertools.chain(*asked), folder=scratch)
     yield served
     served.stop()
 

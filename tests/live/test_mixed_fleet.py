@@ -4,6 +4,7 @@ import asyncio
 
 import httpx
 import pytest
+from made_plans import SLO
 from raw_stream import session, stream
 from served_fleet import serve
 
@@ -35,6 +36,19 @@ def test_a_mixed_plan_starts_its_kinds_and_says_so(mixed_fleet, capsys):
     assert main(["fleet", "--control", mixed_fleet.control, "status"]) == 0
     shown = capsys.readouterr().out
     assert f"wanted 3 (1 {LARGE}, 2 {SMALL})" in " ".join(shown.split())
+
+
+def test_a_fleet_from_an_export_places_by_the_plans_targets_and_policy(mixed_fleet, capsys):
+    view = mixed_fleet.ask("GET", "/v1/fleet")
+    assert view["slo"] == {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
+    assert view["placement"] == {"policy": "best-fit", "by": "targets", "step_times_known": True}
+    assert {(w["kind"], w["max_seqs"]) for w in view["workers"]} == {(LARGE, 256), (SMALL, 256)}
+    assert view["max_workers"] == 3
+    assert main(["fleet", "--control", mixed_fleet.control, "status"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "placed by best-fit within TTFT 400 ms, TPOT 30 ms" in shown
+    # The plan's packing: while one worker can take them within their targets, no other gets any.
+    assert len({complete(mixed_fleet) for _ in range(4)}) == 1
 
 
 def test_kinds_are_scaled_one_by_one(mixed_fleet, capsys):

@@ -2,21 +2,23 @@
 
 import json
 import shlex
-from dataclasses import replace
 
 import pytest
+import yaml
 from planning_builders import planned, worker, worker_type
 
+from controlplane.errors import BadInput
 from controlplane.scaler.state import ScalingSettings
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
-from tokenfleet.cli.serve_plan import autoscale_of, types_of
-from tokenfleet.export.deployment import deployment
-from tokenfleet.export.kuberay import kuberay, serve_words
+from tokenfleet.cli.serve_plan import autoscale_of, planned_types
+from tokenfleet.export.deployment import deployment, serve_words
+from tokenfleet.export.files import ExportSettings, export_files
+from tokenfleet.export.kuberay import kuberay
 from tokenfleet.export.production_stack import production_stack
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 from tokenfleet.planning.plan_json import plan_json
-from tokenfleet.profiles.library import find_profiles
+from tokenfleet.profiles.form import parse_profile
 
 TP, USD, RECLAIMS, MAX_GPUS, BUDGET = 2, 2.25, 0.04, 48, 90.0
 MADE = worker("made-gpu", TP)
@@ -38,7 +40,7 @@ def plan(tmp_path_factory) -> PlanFile:
 
 
 def test_price_limit_reclaims_profile_and_degree_of_a_plan_are_the_scalers(plan):
-    types = types_of(2, 1, (), plan, (), is_emulated=False)
+    types = planned_types(plan, (), as_is=False)
     autoscale = autoscale_of("1..24", "60s", plan)
     sent = ControllerSettings("", None, False, 0, tuple(types), autoscale)
     read = CONTROLLER_SETTINGS.validate_json(CONTROLLER_SETTINGS.dump_json(sent))
@@ -53,35 +55,53 @@ def test_price_limit_reclaims_profile_and_degree_of_a_plan_are_the_scalers(plan)
     assert types.workers == {one.name: plan.workers}
 
 
-def test_price_limit_reclaims_profile_and_degree_of_a_plan_are_the_exports(plan):
-    fleet = deployment(plan, "a/model")
-    (group,) = fleet.groups
-    one = group.worker_type
-    assert (one.known_profile, one.limit, one.reclaims_per_h) == (MADE, MAX_GPUS // TP, RECLAIMS)
-    n = plan.workers
-    words = serve_words(fleet)
-    assert words[words.index("--kind") + 1] == (
-        f"gpu=made-gpu,tp={TP},workers={n},max={n},usd={TP * USD:g},reclaims={RECLAIMS:g}"
-    )
-    assert words[-4:] == ["--max-num-batched-tokens", "1024", "--max-num-seqs", "64"]
-    (served,) = types_of(2, 1, [words[words.index("--kind") + 1]], None, (), is_emulated=False)
-    assert (served.usd_per_h, served.reclaims_per_h, served.limit) == (TP * USD, RECLAIMS, n)
-    job, _ = kuberay(fleet, "fleet", "image")
-    assert shlex.split(job["spec"]["entrypoint"]) == words
+def test_whether_requests_move_is_the_plans_word():
+    for moves in (True, False):
+        settings = ControllerSettings("", None, False, 0, (), moves=moves).tick(SnapshotBuilder({}).profiles)
+        assert (settings.moves is not None) == moves
+
+
+def test_an_export_carries_the_plan_itself_and_serves_it(plan, tmp_path):
+    fleet = deployment(plan, "/srv/weights")
+    texts = export_files(fleet, ["kuberay", "systemd"], ExportSettings(), tmp_path)
+    config, job, _ = yaml.safe_load_all(texts[tmp_path / "kuberay" / "kuberay.yaml"])
+    carried = [config["data"]["plan.json"], texts[tmp_path / "systemd" / "plan.json"]]
+    for text in carried:
+        (tmp_path / "carried.json").write_text(text)
+        read = read_plan(tmp_path / "carried.json")
+        assert read.document == plan.document
+        (one,) = planned_types(read, (), as_is=False)
+        assert one.profile == MADE
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words == serve_words(fleet, "/etc/tokenfleet/plan.json")
+    # The model's own name says that the weights are of it, whatever their folder is called.
+    assert words[-4:] == ["--served-model-name", "weights", "/srv/weights", "made"]
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "plan"]
+    assert mount["mountPath"] == "/etc/tokenfleet"
+    assert {"name": "plan", "configMap": {"name": config["metadata"]["name"]}} in pod["volumes"]
+    unit = texts[tmp_path / "systemd" / "tokenfleet.service"]
+    assert "--plan /etc/tokenfleet/plan.json" in unit
+
+
+def test_production_stack_is_written_only_for_the_placement_that_its_router_has(plan):
+    with pytest.raises(BadInput, match=r"production-stack: its router places requests in turn.*round-robin"):
+        production_stack(deployment(plan, "a/model"))
+    fleet = deployment(plan.model_copy(update={"policy": "round-robin"}), "a/model")
     (spec,) = production_stack(fleet)["servingEngineSpec"]["modelSpec"]
-    assert (spec["requestGPU"], spec["replicaCount"]) == (TP, n)
+    assert (spec["requestGPU"], spec["replicaCount"]) == (TP, plan.workers)
     assert spec["vllmConfig"]["tensorParallelSize"] == TP
     assert spec["vllmConfig"]["maxNumSeqs"] == MADE.engine.max_seqs
 
 
-def test_a_plan_carries_a_profile_only_where_the_library_has_no_such_one():
-    (shipped,) = find_profiles("llama-3.1-8b", ["h100"], [1])
-    for profile, is_carried in (
-        (shipped, False),
-        (shipped.with_engine(max_seqs=64), False),
-        (replace(shipped, step=replace(shipped.step, base_s=1.0)), True),
-        (MADE, True),
-    ):
-        document = plan_json(planned(worker_types=[worker_type(profile)], attainment=0.5))
-        (stated,) = document["inputs"]["profiles"]
-        assert ("profile" in stated) == is_carried
+def test_a_split_plan_is_refused_by_name_by_all_that_would_run_it(plan):
+    parts = [plan.fleet[0].model_copy(update={"role": role}) for role in ("prefill", "decode")]
+    fleet = deployment(plan.model_copy(update={"fleet": parts, "policy": "round-robin"}), "a/model")
+    for export in (lambda: kuberay(fleet, "f", "i"), lambda: production_stack(fleet)):
+        with pytest.raises(BadInput, match="separate prefill and decode workers cannot be served"):
+            export()
+
+
+def test_a_plan_carries_the_profiles_it_was_made_with():
+    (document,) = plan_json(planned(worker_types=[worker_type(MADE)], attainment=0.5))["inputs"]["profiles"]
+    assert parse_profile(json.dumps(document["profile"]), "plan") == MADE

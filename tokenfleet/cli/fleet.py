@@ -175,6 +175,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     counts = view["requests"]
     parts: list[Any] = [
         workers,
+        _placement_line(view),
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
@@ -198,6 +199,16 @@ def _lately(lately: dict[str, Any], target: float) -> str:
         f" ({target:.2%} is asked), {lately['failed']} failed, {lately['rejected']} rejected, "
         f"{lately['tokens_per_s']:.0f} tokens/s" + (f"; {latencies}" if latencies else "")
     )
+
+
+def _placement_line(view: dict[str, Any]) -> str:
+    """By what requests are placed, and whether their targets play a part in it."""
+    placed, slo = view["placement"], view["slo"]
+    targets = f"TTFT {duration_text(slo['ttft_s'])}, TPOT {duration_text(slo['tpot_s'])}"
+    if placed["by"] == "targets":
+        return f"placed by {placed['policy']} within {targets}"
+    why = "" if placed["step_times_known"] else ": step times of its workers are not known"
+    return f"placed by load ({placed['policy']}){why}; {targets} are only judged"
 
 
 def _wanted(view: dict[str, Any]) -> str:

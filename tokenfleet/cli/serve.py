@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from controlplane.placement.policies import Policy
+from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import Slo
 from tokenfleet.cli.flags import takes
-from tokenfleet.cli.serve_plan import autoscale_of, bounds_of, types_of
+from tokenfleet.cli.serve_plan import WORKERS, autoscale_of, most_workers, types_asked
+from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 
@@ -41,7 +42,6 @@ INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 )
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-WORKERS = 2
 # Warnings of every start on CPUs, or of Ray in a thread, by the logger they come from: they read like faults.
 EXPECTED = {
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
@@ -51,6 +51,11 @@ EXPECTED = {
 }
 ATTAINMENT = 0.99  # asked of a fleet without a plan
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
+DEFAULT_POLICY = "spread+migrate"
+AS_IS_MEANS = (
+    "--as-is: the plan's step times are of other hardware or another model and are left out; without"
+    " --profile, requests are placed by load (KV and seats), and the targets are only judged"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,12 @@ class ServeFlags:
     """What `tokenfleet serve` is asked."""
 
     model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")]
-    workers: Annotated[int, typer.Option(min=1, help="how many to start with")] = WORKERS
-    tp: Annotated[int, typer.Option(min=1, help="GPUs a worker spans (tensor parallel)")] = 1
+    workers: Annotated[
+        int | None, typer.Option(min=1, help=f"how many to start with (default: {WORKERS})")
+    ] = None
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="GPUs a worker spans (tensor parallel; default: 1)")
+    ] = None
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
     control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1"
@@ -81,7 +90,21 @@ class ServeFlags:
             " hour a spot worker is taken away)",
         ),
     ] = None
-    plan: Annotated[Path | None, typer.Option(help="take workers, kinds and SLOs from a plan's JSON")] = None
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="run a plan's JSON: its workers, step times, targets, policy, engine limits, prices and"
+            " limits of GPUs and dollars"
+        ),
+    ] = None
+    as_is: Annotated[
+        bool,
+        typer.Option(
+            "--as-is",
+            help="run the plan's workers, policy and targets on other GPUs, another model or with other flags"
+            " than it was made for; its step times are then left out",
+        ),
+    ] = False
     autoscale: Annotated[str | None, typer.Option(help="let the controller decide within MIN..MAX")] = None
     scale_in_after: Annotated[
         str, typer.Option(help="how long fewer workers must be enough before some are drained")
@@ -111,7 +134,13 @@ class ServeFlags:
     ] = None
     history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0
     history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024
-    policy: Annotated[str, typer.Option(help="placement, where step times are known")] = "spread"
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="placement, where step times are known; with +migrate, running requests move, too"
+            " (default: the plan's, else spread+migrate)"
+        ),
+    ] = None
     queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256
     queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s"
     shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s"
@@ -143,6 +172,7 @@ class Checked:
     queue_wait_s: float
     shutdown_s: int
     policy: Policy
+    moves: bool
 
 
 @takes(ServeFlags)
@@ -150,6 +180,12 @@ def serve_command(flags: ServeFlags) -> None:
     """Run the fleet until SIGTERM or SIGINT.
 
     Prints one line when it answers; how far the start is, and logs, go to stderr.
+
+    tokenfleet serve --model meta-llama/Llama-3.1-8B-Instruct --plan out/plan.json
+
+    tokenfleet serve --model ./tiny --plan out/plan.json --engine emulated
+
+    tokenfleet serve --model ./tiny --workers 2 -- --max-model-len 4096
     """
     checked = _checked(flags)
     _needs_live_extra()
@@ -158,9 +194,14 @@ def serve_command(flags: ServeFlags) -> None:
     tell = _teller()
     tell("loading vLLM and Ray")
     from dataplane.live.control.fleet import run_fleet
+    from dataplane.live.engine_api.vllm_surface import current_platform
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
+    if flags.engine == "vllm" and current_platform.is_cpu():
+        checked.types.check_cpus()
+    if flags.as_is:
+        warn([AS_IS_MEANS])
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
         settings = _settings(flags, checked, keys, folder, (*planning, console_extension("live.html")))
@@ -171,14 +212,12 @@ def _checked(flags: ServeFlags) -> Checked:
     if flags.engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
     plan = None if flags.plan is None else read_plan(flags.plan)
-    if flags.kind and (flags.workers, flags.tp) != (WORKERS, 1):
-        raise BadInput("--kind: says how many workers and which TP degree, so leave out --workers and --tp")
-    is_emulated = flags.engine == "emulated"
-    types = types_of(flags.workers, flags.tp, flags.kind or (), plan, flags.profile or (), is_emulated)
-    most = _most_workers(flags, sum(types.workers.values()))
+    model = _model(flags.model)
+    types = types_asked(flags, plan, model)
+    most = most_workers(flags, sum(types.workers.values()))
     if flags.port == flags.control_port:
         raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
-    model = _model(flags.model)
+    policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
     slo = flags.slo or (None if plan is None else plan.slo_text)
     return Checked(
         plan=plan,
@@ -188,19 +227,9 @@ def _checked(flags: ServeFlags) -> Checked:
         slo=parse_slo(slo) if slo else DEFAULT_SLO,
         queue_wait_s=parse_duration_s(flags.queue_wait, "--queue-wait"),
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
-        policy=_policy(flags.policy),
+        policy=policy,
+        moves=moves,
     )
-
-
-def _most_workers(flags: ServeFlags, workers: int) -> int:
-    """The workers there may ever be; raises BadInput where it is below what other flags ask for."""
-    bounds = None if flags.autoscale is None else bounds_of(flags.autoscale)
-    most = flags.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
-    if workers > most or (bounds is not None and bounds[1] > most):
-        raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
-    if bounds is not None and not bounds[0] <= workers <= bounds[1]:
-        raise BadInput(f"--workers: {workers} is outside --autoscale {flags.autoscale}")
-    return most
 
 
 def _model(name: str) -> str:
@@ -256,9 +285,12 @@ def _settings(
         slo=checked.slo,
         attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
         waiting=QueueSettings(asked.queue, checked.queue_wait_s),
-        autoscale=None if scaled is None else autoscale_of(scaled, asked.scale_in_after, checked.plan),
+        autoscale=None
+        if scaled is None
+        else autoscale_of(scaled, asked.scale_in_after, checked.plan, asked.as_is),
         advisory=asked.advisory,
         policy=checked.policy,
+        moves=checked.moves,
         data=None if asked.history is False else folder,
         history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
@@ -335,11 +367,12 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not any(part in record.getMessage() for part in EXPECTED.get(record.name, ()))
 
 
-def _policy(name: str) -> Policy:
-    """A placement policy by name; a fleet moves requests under any. Raises BadInput listing them."""
-    if name not in list(Policy):
-        raise BadInput(f"--policy: one of {', '.join(Policy)}, got {name!r}")
-    return Policy(name)
+def _policy(name: str) -> tuple[Policy, bool]:
+    """A placement policy by name, and whether running requests move. Raises BadInput listing the names."""
+    try:
+        return read_policy(name)
+    except BadInput as refusal:
+        raise BadInput(f"--{refusal}") from None
 
 
 def _keys_from(path: Path) -> list[ApiKey]:

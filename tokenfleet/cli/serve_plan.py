@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,26 +14,42 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.durations import parse_duration_s
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.profiles.library import canonical_gpus, find_profiles, read_profile
+from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 
 if TYPE_CHECKING:
     from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes
+    from tokenfleet.cli.serve import ServeFlags
 
 
+WORKERS = 2  # unless something says
 EMULATED = ("llama-3.1-8b", "h100-sxm")  # what an emulated engine is like unless something says
 NAMES = ("gpu", "tp", "workers", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
 
 
+def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTypes:
+    """The types of worker to serve with; raises BadInput for flags that contradict each other or the plan."""
+    profiles, is_emulated = flags.profile or (), flags.engine == "emulated"
+    counted = [name for name in ("workers", "tp") if getattr(flags, name) is not None]
+    if plan is None:
+        if flags.as_is:
+            raise BadInput("--as-is: says how to run a plan; give --plan, too")
+        if flags.kind and counted:
+            raise BadInput(f"--{counted[0]}: --kind says how many workers and which TP degree; give either")
+        return types_of(flags.workers or WORKERS, flags.tp or 1, flags.kind or (), profiles, is_emulated)
+    if flags.kind or counted:
+        raise BadInput(f"--{'kind' if flags.kind else counted[0]}: the plan says which workers; give either")
+    if is_emulated and flags.as_is:
+        raise BadInput("--as-is: emulated engines are what the plan says; leave it out")
+    if not is_emulated and not flags.as_is:
+        check_model(plan, model, flags.engine_flags or ())
+    return planned_types(plan, profiles, flags.as_is)
+
+
 def types_of(
-    workers: int,
-    tp: int,
-    flags: Sequence[str],
-    plan: PlanFile | None,
-    profiles: Sequence[Path],
-    is_emulated: bool,
+    workers: int, tp: int, flags: Sequence[str], profiles: Sequence[Path], is_emulated: bool
 ) -> FleetTypes:
     """The types to serve with, each with its profile where one is known. Raises BadInput.
 
@@ -40,33 +58,69 @@ def types_of(
     """
     from dataplane.live.pool.fleet_types import FleetTypes
 
-    model = EMULATED[0]
-    if plan is not None:
-        if flags:
-            raise BadInput("--kind: the plan says which kinds there are; give either")
-        groups = _planned(plan)
-        model = plan.inputs.profiles[0].model
-    elif flags:
-        groups = [_kind(text) for text in flags]
-    else:
-        groups = [WorkerGroup(WorkerType(None, tp), workers)]
+    groups = [_kind(text) for text in flags] or [WorkerGroup(WorkerType(None, tp), workers)]
     if sum(group.workers for group in groups) == 0:
         raise BadInput("--kind: workers: a fleet starts with at least one")
-    read = [read_profile(path) for path in profiles]
-    emulated = model if is_emulated else None
-    return FleetTypes(
-        [replace(g, worker_type=_with_profile(g.worker_type, len(groups), read, emulated)) for g in groups]
-    )
+    return FleetTypes(_with_profiles(groups, profiles, is_emulated))
 
 
-def _planned(plan: PlanFile) -> list[WorkerGroup]:
-    """A plan's groups; those of one type (prefill and decode workers) are one."""
-    groups: dict[str, WorkerGroup] = {}
-    for group in plan.groups:
-        name = group.worker_type.name
-        workers = group.workers + (groups[name].workers if name in groups else 0)
-        groups[name] = WorkerGroup(group.worker_type, workers)
-    return list(groups.values())
+def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> FleetTypes:
+    """A plan's types with profiles, prices, limits and engine limits. Raises BadInput for what is not served.
+
+    `profiles` stand in for the plan's. `as_is`: of a type only its TP degree and engine limits are kept,
+    since GPUs, model and so step times and prices are others.
+    """
+    from dataplane.live.pool.fleet_types import FleetTypes
+
+    if (why := plan.unserved) is not None:
+        raise BadInput(f"--plan: {why}")
+    groups = list(plan.groups)
+    if as_is:
+        degrees = dict.fromkeys(group.worker_type.tp_degree for group in groups)
+        counts = {tp: sum(g.workers for g in groups if g.worker_type.tp_degree == tp) for tp in degrees}
+        limits = {
+            f"TP{tp}": min(
+                (g.worker_type.profile.engine for g in groups if g.worker_type.tp_degree == tp),
+                key=lambda engine: (engine.max_seqs, engine.max_batched_tokens),
+            )
+            for tp in degrees
+        }
+        groups = [WorkerGroup(WorkerType(None, tp), workers) for tp, workers in counts.items()]
+    else:
+        limits = {g.worker_type.name: g.worker_type.profile.engine for g in groups}
+    return FleetTypes(_with_profiles(groups, profiles, is_emulated=False), limits, as_is)
+
+
+def check_model(plan: PlanFile, model: str, engine_flags: Sequence[str]) -> None:
+    """Raise BadInput unless one of the model's names is that of the plan's model.
+
+    Its names are its folder's or the hub's, the one in its configuration, and those it is served by.
+    """
+    planned = plan.inputs.profiles[0].model
+    names = [model, *_served_names(engine_flags)]
+    if (Path(model) / "config.json").is_file():
+        with suppress(OSError, ValueError, AttributeError):
+            config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+            names.append(str(config.get("_name_or_path", "")))
+    if not any(canonical_model(name) == planned for name in names):
+        raise BadInput(
+            f"--model: {model} goes by no name of the plan's {planned}; where it is that model, say so with"
+            f" -- --served-model-name {planned}; elsewhere, --as-is serves it without the plan's step times"
+        )
+
+
+def _served_names(engine_flags: Sequence[str]) -> list[str]:
+    """What follows vLLM's --served-model-name."""
+    names: list[str] = []
+    taking = False
+    for word in engine_flags:
+        if word.startswith("--"):
+            flag, _, value = word.replace("_", "-").partition("=")
+            taking = flag == "--served-model-name"
+            names += [word.partition("=")[2]] if taking and value else []
+        elif taking:
+            names.append(word)
+    return names
 
 
 def _kind(text: str) -> WorkerGroup:
@@ -95,25 +149,27 @@ def _kind(text: str) -> WorkerGroup:
     return WorkerGroup(WorkerType(gpu, tp, usd_per_h=usd, limit=limit, reclaims_per_h=reclaims), workers)
 
 
-def _with_profile(
-    worker_type: WorkerType, types: int, read: list[Profile], emulate: str | None
-) -> WorkerType:
-    """The type with its profile: of those read, else its plan's, else of `emulate` in the library."""
-    own = [p for p in read if _is_of(p, worker_type)]
-    if not own and types == 1 and read:
-        own = read[:1]
-    if own:
-        return replace(worker_type, known_profile=own[0])
-    if emulate is None or (worker_type.known_profile is not None and not read):
-        return worker_type
-    if read:
-        raise BadInput(f"--profile: none is of {worker_type.name}; give one for each kind")
-    profiles = find_profiles(emulate, [worker_type.gpu or EMULATED[1]], [worker_type.tp_degree])
-    return replace(worker_type, known_profile=profiles[0])
+def _with_profiles(
+    groups: Sequence[WorkerGroup], profiles: Sequence[Path], is_emulated: bool
+) -> list[WorkerGroup]:
+    """The groups with profiles: of those read, else their own, else (emulated) of the library."""
+    read = [read_profile(path) for path in profiles]
+    found = []
+    for group in groups:
+        t = group.worker_type
+        own = [p for p in read if _is_of(p, t)] or (read[:1] if len(groups) == 1 else [])
+        if read and not own and t.known_profile is None:
+            raise BadInput(f"--profile: none is of {t.name}; give one for each kind")
+        if not own and is_emulated:
+            own = find_profiles(EMULATED[0], [t.gpu or EMULATED[1]], [t.tp_degree])
+        found.append(replace(group, worker_type=replace(t, known_profile=own[0])) if own else group)
+    return found
 
 
 def _is_of(profile: Profile, worker_type: WorkerType) -> bool:
-    names = [] if worker_type.gpu is None else [*canonical_gpus(worker_type.gpu), worker_type.gpu]
+    """Whether a profile is of a type; one that names no GPU is by any."""
+    gpu = worker_type.gpu
+    names = [profile.gpu] if gpu is None else [*canonical_gpus(gpu), gpu]
     return profile.tp_degree == worker_type.tp_degree and profile.gpu in names
 
 
@@ -125,8 +181,19 @@ def bounds_of(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def autoscale_of(text: str, hold: str, plan: PlanFile | None) -> Autoscale:
-    """--autoscale and --scale-in-after, with a plan's line and limits where it has them."""
+def most_workers(flags: ServeFlags, workers: int) -> int:
+    """The workers there may ever be; raises BadInput where it is below what other flags ask for."""
+    bounds = None if flags.autoscale is None else bounds_of(flags.autoscale)
+    most = flags.max_workers or max(8, 2 * workers, bounds[1] if bounds else 0)
+    if workers > most or (bounds is not None and bounds[1] > most):
+        raise BadInput(f"--max-workers: {most} is below what --workers or --autoscale ask for")
+    if bounds is not None and not bounds[0] <= workers <= bounds[1]:
+        raise BadInput(f"--workers: {workers} is outside --autoscale {flags.autoscale}")
+    return most
+
+
+def autoscale_of(text: str, hold: str, plan: PlanFile | None, as_is: bool = False) -> Autoscale:
+    """--autoscale and --scale-in-after, with a plan's limits, and its line where workers are as planned."""
     from dataplane.live.control.settings import Autoscale
 
     low, high = bounds_of(text)
@@ -134,7 +201,7 @@ def autoscale_of(text: str, hold: str, plan: PlanFile | None) -> Autoscale:
     if plan is None:
         return Autoscale(low, high, hold_s=hold_s)
     # A mix's line counts workers of no one type: what each type can do says how many of which.
-    line = plan.demand_line if len(plan.fleet) == 1 else None
+    line = plan.demand_line if len(plan.fleet) == 1 and not as_is else None
     limits = plan.inputs.max_gpus, plan.inputs.budget_usd_per_h
     if line is None:
         return Autoscale(low, high, None, hold_s, None, *limits)

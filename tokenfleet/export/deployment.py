@@ -1,15 +1,19 @@
-"""A plan as a deployment: worker groups, engine limits, targets, and worker counts over time."""
+"""A plan as a deployment: its file for `serve --plan`, its weights, and worker counts over time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
-from tokenfleet.planning.plan_file import EngineLimits, PlanFile
+from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.profiles.library import canonical_model
 
+PLAN = "plan.json"
+PORT, CONTROL_PORT = 8000, 8001
 # The library's names as the hub's; a name that is not here must be given.
 _WEIGHTS = {
     "llama-2-7b": "meta-llama/Llama-2-7b-chat-hf",
@@ -48,30 +52,47 @@ class Span:
 class Deployment:
     """A fleet to be deployed. `weights`: what the engines load. `clock_start_s`: the schedule's zero.
 
-    `engines`: by the name of a type, what the plan assumed of its engine.
+    `document`: the plan's own text, for `serve --plan`, which is the whole of the fleet. `unserved`:
+    what of it no fleet runs.
     """
 
     groups: tuple[WorkerGroup, ...]
+    document: str
+    model: str
+    policy: str
     weights: str
     slo: Slo
     attainment: float
     schedule: tuple[Span, ...]
     clock_start_s: float | None
     cold_start_s: float
-    engines: Mapping[str, EngineLimits]
+    unserved: str | None
 
     @property
     def workers(self) -> int:
         return sum(group.workers for group in self.groups)
 
-    def engine_of(self, group: WorkerGroup) -> EngineLimits | None:
-        """What the plan assumed of the group's engine; None where an older plan does not say."""
-        return self.engines.get(group.worker_type.name)
-
     @property
     def slo_text(self) -> str:
         """The targets as `--slo` takes them."""
         return f"ttft={self.slo.ttft_s:g}s,tpot={self.slo.tpot_s:g}s"
+
+
+def serve_words(fleet: Deployment, plan: str) -> list[str]:
+    """`tokenfleet serve` of the plan in that file, open to other machines; keys come by the environment.
+
+    Raises BadInput for a plan that no fleet runs.
+    """
+    if fleet.unserved is not None:
+        raise BadInput(f"export: {fleet.unserved}")
+    words = ["tokenfleet", "serve", "--model", fleet.weights, "--plan", plan]
+    words += ["--max-workers", str(fleet.workers), "--host", "0.0.0.0", "--port", str(PORT)]
+    words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT)]
+    if canonical_model(fleet.weights) == fleet.model:
+        return words
+    # Weights of another name are served by the model's, too, which says that they are of it.
+    names = dict.fromkeys((PurePosixPath(fleet.weights).name, fleet.weights, fleet.model))
+    return [*words, "--", "--served-model-name", *names]
 
 
 def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
@@ -84,11 +105,14 @@ def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
     scale = plan.inputs.rate_scale
     return Deployment(
         plan.groups,
+        json.dumps(plan.document, indent=1) + "\n",
+        model,
+        plan.policy,
         loads,
         plan.targets,
         plan.attainment.target,
         tuple(Span(s.start_s * scale, s.end_s * scale, s.workers) for s in plan.schedule),
         plan.inputs.clock_start_unix_s,
         paid.cold_start_s if paid else 0.0,
-        {f"{p.gpu} TP{p.tp_degree}": p.engine_limits for p in plan.inputs.profiles if p.engine_limits},
+        plan.unserved,
     )

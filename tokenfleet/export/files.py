@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from controlplane.errors import BadInput
-from tokenfleet.export.deployment import Deployment
+from tokenfleet.export.deployment import PLAN, Deployment
 from tokenfleet.export.grafana import dashboard_text
 from tokenfleet.export.kuberay import KEYS, kuberay
 from tokenfleet.export.production_stack import keda, production_stack
@@ -67,7 +67,7 @@ def _grafana(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
 
 
 def _systemd(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
-    return {"tokenfleet.service": systemd_unit(fleet)}
+    return {"tokenfleet.service": systemd_unit(fleet), PLAN: fleet.document}
 
 
 KINDS: Mapping[str, Callable[[Deployment, ExportSettings], dict[str, str]]] = {

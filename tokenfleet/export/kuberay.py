@@ -1,4 +1,4 @@
-"""A fleet on KubeRay: one Ray cluster with as many GPUs as the plan has, and `tokenfleet serve` on its head.
+"""A fleet on KubeRay: one Ray cluster with as many GPUs as the plan has, and `serve --plan` on its head.
 
 The head holds the first worker's GPUs too, since the gateway's vLLM looks for a GPU on the host where it
 starts. Requests reach it through a Service of the export's own: KubeRay derives the name of its Service from
@@ -12,29 +12,36 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.worker_type import WorkerGroup
-from tokenfleet.export.deployment import Deployment, product
+from tokenfleet.export.deployment import CONTROL_PORT, PLAN, PORT, Deployment, product, serve_words
 from tokenfleet.export.kubernetes import checked_object
 
 RAY_VERSION = "2.60.0"
-PORT, CONTROL_PORT = 8000, 8001
+FOLDER = "/etc/tokenfleet"  # of the plan's file
+MOST_CONFIG_BYTES = 1_000_000
 KEYS = "tokenfleet-keys"  # the Secret with api-key and control-key
 MEMORY_PER_GPU_GI = 64
 CORES_PER_GPU = 8
 
 
 def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
-    """The RayJob and the Service. Raises BadInput for a fleet that one `serve` cannot run."""
-    if any(group.role != "any" for group in fleet.groups):
-        raise BadInput("kuberay: `tokenfleet serve` has no separate prefill and decode workers yet")
+    """The plan's ConfigMap, the RayJob and the Service. Raises BadInput for a plan that is too large."""
+    if len(fleet.document) > MOST_CONFIG_BYTES:
+        raise BadInput(f"kuberay: the plan has {len(fleet.document)} bytes, a ConfigMap {MOST_CONFIG_BYTES}")
     first, *others = fleet.groups
     rest = [(first, first.workers - 1), *((group, group.workers) for group in others)]
     labels = {"app.kubernetes.io/name": "tokenfleet", "app.kubernetes.io/instance": name}
+    plan: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-plan", "labels": labels},
+        "data": {PLAN: fleet.document},
+    }
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {"name": name, "labels": labels},
         "spec": {
-            "entrypoint": shlex.join(serve_words(fleet)),
+            "entrypoint": shlex.join(serve_words(fleet, f"{FOLDER}/{PLAN}")),
             "submissionMode": "K8sJobMode",
             # A fleet that ends by itself has failed: a new cluster is made for it, so many times.
             "backoffLimit": 10,
@@ -45,7 +52,7 @@ def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
                     "rayStartParams": {"dashboard-host": "0.0.0.0"},
                     "template": {
                         "metadata": {"labels": labels},
-                        "spec": _pod(first, _head(first, image)),
+                        "spec": _with_plan(_pod(first, _head(first, image)), plan["metadata"]["name"]),
                     },
                 },
                 "workerGroupSpecs": [
@@ -75,41 +82,7 @@ def kuberay(fleet: Deployment, name: str, image: str) -> list[dict[str, Any]]:
             ],
         },
     }
-    return [checked_object(job), checked_object(service)]
-
-
-def serve_words(fleet: Deployment) -> list[str]:
-    """`tokenfleet serve` for the fleet, reachable from other machines; its keys come by the environment."""
-    words = ["tokenfleet", "serve", "--model", fleet.weights]
-    first = fleet.groups[0].worker_type
-    if len(fleet.groups) == 1 and first.usd_per_h is None and not first.reclaims_per_h:
-        words += ["--workers", str(fleet.workers), "--tp", str(first.tp_degree)]
-    else:
-        words += [word for group in fleet.groups for word in ("--kind", _kind(group))]
-    words += ["--slo", fleet.slo_text, "--max-workers", str(fleet.workers)]
-    words += ["--host", "0.0.0.0", "--port", str(PORT)]
-    words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT)]
-    flags = [_engine_flags(fleet, group) for group in fleet.groups]
-    # Engines of one fleet get the same flags: those of the group that was planned with the least.
-    least = min(flags, key=lambda words: [int(word) for word in words if word.isdigit()])
-    return [*words, *(["--", *least] if least else [])]
-
-
-def _kind(group: WorkerGroup) -> str:
-    """The group as `--kind` takes it, with price and reclaims where they are known."""
-    t, workers = group.worker_type, group.workers
-    text = f"gpu={t.gpu},tp={t.tp_degree},workers={workers},max={workers}"
-    text += "" if t.usd_per_h is None else f",usd={t.usd_per_h:.6g}"
-    return text + (f",reclaims={t.reclaims_per_h:g}" if t.reclaims_per_h else "")
-
-
-def _engine_flags(fleet: Deployment, group: WorkerGroup) -> list[str]:
-    """vLLM's flags for what the plan assumed of the group's engine."""
-    engine = fleet.engine_of(group)
-    if engine is None:
-        return []
-    batched, seqs = engine.max_batched_tokens, engine.max_seqs
-    return ["--max-num-batched-tokens", str(batched), "--max-num-seqs", str(seqs)]
+    return [checked_object(one) for one in (plan, job, service)]
 
 
 def _head(group: WorkerGroup, image: str) -> dict[str, Any]:
@@ -162,6 +135,14 @@ def _pod(group: WorkerGroup, container: dict[str, Any]) -> dict[str, Any]:
     label = product(group)
     if label is not None:
         pod["nodeSelector"] = {"nvidia.com/gpu.product": label}
+    return pod
+
+
+def _with_plan(pod: dict[str, Any], config: str) -> dict[str, Any]:
+    """The pod with the plan's file in its first container."""
+    pod["volumes"].append({"name": "plan", "configMap": {"name": config}})
+    mount = {"name": "plan", "mountPath": FOLDER, "readOnly": True}
+    pod["containers"][0]["volumeMounts"].append(mount)
     return pod
 
 

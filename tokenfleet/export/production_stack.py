@@ -3,7 +3,8 @@
 The values have one modelSpec for each group of workers. The floors are minimum replica counts in whole
 minutes of a named time zone. A floor begins a cold start early. A trace of a day or less repeats daily; of a
 longer one each minute of the day takes the highest count of its days. Hours that the trace does not cover get
-the whole fleet. These are floors only: a trigger that reacts to load may add replicas.
+the whole fleet. These are floors only: a trigger that reacts to load may add replicas. The chart's router
+knows neither step times nor targets: only a plan that was proven with round-robin placement is written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from controlplane.errors import BadInput
+from controlplane.placement.policies import Policy
 from tokenfleet.export.deployment import Deployment, product
 from tokenfleet.export.kuberay import CORES_PER_GPU, MEMORY_PER_GPU_GI
 from tokenfleet.export.kubernetes import checked_object
@@ -32,17 +34,15 @@ def spec_name(fleet: Deployment, number: int) -> str:
 
 
 def production_stack(fleet: Deployment) -> dict[str, Any]:
-    """The chart's values. Raises BadInput for split fleets, whose KV transfer the chart sets up otherwise."""
-    if any(group.role != "any" for group in fleet.groups):
-        raise BadInput("production-stack: prefill and decode workers need the chart's own KV transfer set-up")
+    """The chart's values. Raises BadInput for a fleet planned with another placement than its router's."""
+    _check_policy(fleet, "production-stack")
     specs = []
     for number, group in enumerate(fleet.groups):
         config: dict[str, Any] = {"enableChunkedPrefill": True, "enablePrefixCaching": True}
-        gpus, engine, label = group.worker_type.gpus, fleet.engine_of(group), product(group)
+        gpus, engine, label = group.worker_type.gpus, group.worker_type.profile.engine, product(group)
         config["tensorParallelSize"] = gpus
-        if engine is not None:
-            config["maxNumSeqs"] = engine.max_seqs
-            config["extraArgs"] = ["--max-num-batched-tokens", str(engine.max_batched_tokens)]
+        config["maxNumSeqs"] = engine.max_seqs
+        config["extraArgs"] = ["--max-num-batched-tokens", str(engine.max_batched_tokens)]
         spec: dict[str, Any] = {
             "name": spec_name(fleet, number),
             "repository": IMAGE,
@@ -63,6 +63,16 @@ def production_stack(fleet: Deployment) -> dict[str, Any]:
         "servingEngineSpec": {"enableEngine": True, "modelSpec": specs},
         "routerSpec": {"enableRouter": True, "routingLogic": "roundrobin"},
     }
+
+
+def _check_policy(fleet: Deployment, kind: str) -> None:
+    if fleet.unserved is not None:
+        raise BadInput(f"{kind}: {fleet.unserved}")
+    if fleet.policy != Policy.ROUND_ROBIN:
+        raise BadInput(
+            f"{kind}: its router places requests in turn, and the fleet was planned with {fleet.policy}: plan"
+            f" with --policy {Policy.ROUND_ROBIN}, or export kuberay or systemd"
+        )
 
 
 def zone(name: str) -> ZoneInfo:
@@ -129,8 +139,10 @@ def windows(by_minute: list[int]) -> list[tuple[int, int, int]]:
 def keda(fleet: Deployment, release: str, timezone: str, begins: str | None = None) -> list[dict[str, Any]]:
     """A ScaledObject for each group's Deployment of the production-stack release `release`.
 
-    A mix is apportioned by its groups' share of the workers, rounded up, so floors are never too low.
+    A mix is apportioned by its groups' share of the workers, rounded up, so floors are never too low. Raises
+    BadInput as `floors` does, and for a fleet that was planned with another placement than the router's.
     """
+    _check_policy(fleet, "keda")
     by_minute = floors(fleet, timezone, begins)
     objects = []
     for number, group in enumerate(fleet.groups):

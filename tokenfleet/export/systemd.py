@@ -1,12 +1,11 @@
-"""A systemd unit for `tokenfleet serve` on one GPU machine, without Kubernetes."""
+"""A systemd unit for `tokenfleet serve --plan` on one GPU machine, without Kubernetes."""
 
 from __future__ import annotations
 
 import shlex
 
 from controlplane.errors import BadInput
-from tokenfleet.export.deployment import Deployment
-from tokenfleet.export.kuberay import serve_words
+from tokenfleet.export.deployment import PLAN, Deployment, serve_words
 
 SHUTDOWN_S = 60
 
@@ -15,7 +14,7 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several GPU types."""
     if len({group.worker_type.gpu for group in fleet.groups}) > 1:
         raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
-    words = [program, *serve_words(fleet)[1:]]
+    words = [program, *serve_words(fleet, f"/etc/tokenfleet/{PLAN}")[1:]]
     flags = [] if "--" not in words else words[words.index("--") :]
     head = words[: len(words) - len(flags)]
     head += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
@@ -25,7 +24,7 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     parts = ", ".join(f"{workers} workers of {t.gpus} x {t.gpu}" for workers, t in types)
     gpus = sum(group.gpus for group in fleet.groups)
     return f"""\
-# {parts}: this machine needs {gpus} GPUs.
+# {parts}: this machine needs {gpus} GPUs, and the plan beside this file as /etc/tokenfleet/{PLAN}.
 [Unit]
 Description=Tokenfleet: {fleet.weights} within {fleet.slo_text}
 After=network-online.target nvidia-persistenced.service

@@ -123,7 +123,7 @@ class EngineLimits(_Part):
 class PlannedProfile(_Part):
     """A profile that was planned with: `kind` and `date` say how and when it was measured.
 
-    `profile`: all of it, where it is not the library's.
+    `profile`: all of it; an older plan leaves it out where it was the library's.
     """
 
     model: str
@@ -135,10 +135,17 @@ class PlannedProfile(_Part):
     usd_per_gpu_h: Dollars | None = None
     profile: dict[str, Any] | None = None
 
-    def whole(self) -> Profile | None:
-        """The profile itself; None for one that an older plan names and the library does not have."""
+    def whole(self, where: str = "inputs.profiles") -> Profile | None:
+        """The profile itself; None for one that an older plan names and the library does not have.
+
+        Raises BadInput for one that is no profile, or of another worker than is said.
+        """
         if self.profile is not None:
-            return parse_profile(json.dumps(self.profile), "inputs.profiles: profile")
+            profile = parse_profile(json.dumps(self.profile), f"{where}: profile")
+            said = f"{self.model} on {self.gpu} TP{self.tp_degree}"
+            if (found := f"{profile.model} on {profile.type_name}") != said:
+                raise BadInput(f"{where}: profile: expected one of {said}, got {found}")
+            return profile
         limits = self.engine_limits
         try:
             (profile, *_) = find_profiles(self.model, [self.gpu], [self.tp_degree])
@@ -209,6 +216,23 @@ class PlanFile(PlanBrief):
         """The fleet's workers with their type's profile, price, limit and reclaims as they were planned."""
         return tuple(self._group(part) for part in self.fleet)
 
+    @property
+    def unserved(self) -> str | None:
+        """What of this plan no fleet runs, and the way round it; None where a fleet can run it whole."""
+        from controlplane.placement.policies import policy_names
+
+        if self.policy not in policy_names():
+            return f"policy: no fleet runs {self.policy!r}; plan anew with one of {', '.join(policy_names())}"
+        if any(part.role != "any" for part in self.fleet):
+            return "fleet: separate prefill and decode workers cannot be served; plan with --engine chunked"
+        for part in self.fleet:
+            profile = self.profile_of(part).whole()
+            if profile is None:
+                return f"inputs.profiles: no step times of {part.gpu} TP{part.tp_degree}; plan anew"
+            if (mode := profile.engine.mode) != EngineMode.CHUNKED:
+                return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
+        return None
+
     def _group(self, part: FleetPart) -> WorkerGroup:
         planned, max_gpus = self.profile_of(part), self.inputs.max_gpus
         usd = None if part.usd_per_hour is None else part.usd_per_hour / part.workers
@@ -247,6 +271,8 @@ def parse_plan(document: Any, where: str) -> PlanFile:
     for i, part in enumerate(plan.fleet):
         if (part.gpu, part.tp_degree) not in profiles:
             raise BadInput(f"{where}: fleet.{i}: inputs.profiles has no {part.gpu} TP{part.tp_degree}")
+    for i, planned in enumerate(plan.inputs.profiles):
+        planned.whole(f"{where}: inputs.profiles.{i}")
     for name in ("workers", "gpus"):
         whole, stated = sum(getattr(part, name) for part in plan.fleet), getattr(plan, name)
         if whole != stated:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from controlplane.errors import ProfileMissing
-from controlplane.perfmodel.profile import Profile
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Plateau
@@ -17,7 +14,6 @@ from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.plan_file import SCHEMA
 from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
 from tokenfleet.profiles.form import profile_document
-from tokenfleet.profiles.library import find_profiles
 
 CURVE_POINTS = 60
 
@@ -352,21 +348,8 @@ def _type_json(worker_type: WorkerType) -> dict[str, Any]:
         "context_limit_tokens": profile.context_limit_tokens,
         "usd_per_gpu_h": worker_type.usd_per_gpu_h,
         "price": worker_type.priced,
-        **_own_profile(profile),
+        "profile": profile_document(profile),
     }
-
-
-def _own_profile(profile: Profile) -> dict[str, Any]:
-    """The profile itself, unless the library has it, in some engine's limits: a reader finds it there."""
-    try:
-        (shipped, *_) = find_profiles(profile.model, [profile.gpu], [profile.tp_degree])
-    except ProfileMissing:
-        shipped = None
-    if shipped is not None and replace(shipped, engine=profile.engine) == profile:
-        limits = profile.engine
-        if shipped.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs) == profile:
-            return {}
-    return {"profile": profile_document(profile)}
 
 
 def _usd(fleet: Fleet) -> float | None:

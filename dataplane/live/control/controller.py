@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ class LivePlane:
         now_s = time.monotonic()
         fleet = self.ask("GET", "/v1/fleet")
         self._wanted, self._silence = int(fleet["wanted_workers"]), ""
-        return self._builder.snapshot(fleet, self.ask("GET", "/v1/requests")["requests"], now_s)
+        snapshot = self._builder.snapshot(fleet, self.ask("GET", "/v1/requests")["requests"], now_s)
+        return snapshot if self._settings.moves else replace(snapshot, errors={})  # they only make moves
 
     def migrate(self, move: Migrate) -> str | None:
         return self._move(move)

@@ -59,6 +59,7 @@ PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a hist
 class FleetSettings:
     """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every type has one.
 
+    `moves`: whether the controller may move requests between serving workers (else only draining ones are).
     `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
     may take of a worker, `move_share`: of a core's time. None of both is CPU_MOVES where copying takes the
     cores that compute, no bound elsewhere.
@@ -78,6 +79,7 @@ class FleetSettings:
     autoscale: Autoscale | None = None
     advisory: bool = False
     policy: Policy = Policy.SPREAD
+    moves: bool = True
     data: Path | None = None
     history_limits: HistoryLimits | None = None
     move_bytes_per_s: float | None = None
@@ -113,6 +115,7 @@ async def run_fleet(
         placement = _placement(settings, history, profiles, step_times)
         tell(f"reading {settings.gateway.model} and the engine's flags")
         gateway = Gateway(settings.gateway)
+        settings.types.check_flags(gateway.arguments)
         if settings.engine == "vllm":
             tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
         host = await _host(settings, gateway, profiles)
@@ -151,6 +154,8 @@ async def run_fleet(
             settings.advisory,
             settings.autoscale,
             settings.attainment,
+            settings.policy,
+            settings.moves,
         )
         operations = Operations(facts, core, cluster, metrics, events, arrived, step_times)
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
@@ -175,6 +180,7 @@ async def run_fleet(
             tuple(settings.types),
             settings.autoscale,
             None if settings.data is None else str(settings.data.absolute() / "demand.json"),
+            settings.moves,
         )
         controller = ControllerProcess(controller_settings, events)
         cleanup.push_async_callback(controller.close)

@@ -9,6 +9,7 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY
+from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import UnknownName
@@ -27,13 +28,17 @@ from dataplane.live.pool.pool import WorkerPool
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
+BY_TARGETS = (Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT, Policy.EXACT)
 SCALING_KINDS = ("scale", "advice-scale")
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """Facts that do not change while the fleet runs. `advisory`: decisions are only recorded; `attainment`:
-    the share of requests that should be within their targets."""
+    """Facts that do not change while the fleet runs.
+
+    `advisory`: decisions are only recorded. `attainment`: the share of requests that should be within their
+    targets. `moves`: whether the controller may move running requests.
+    """
 
     model: str
     engine: str
@@ -41,6 +46,8 @@ class FleetFacts:
     advisory: bool
     autoscale: Autoscale | None
     attainment: float
+    policy: Policy
+    moves: bool
 
 
 class Operations:
@@ -90,6 +97,12 @@ class Operations:
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "attainment_target": self.facts.attainment,
+            "placement": {
+                "policy": self.facts.policy + (MIGRATE if self.facts.moves else ""),
+                # Without step times of every kind only KV and seats bound what a worker takes.
+                "by": "targets" if self.step_times and self.facts.policy in BY_TARGETS else "load",
+                "step_times_known": self.step_times is not None,
+            },
             "attainment": self.metrics.attainment(),
             "lately": self.metrics.timeline.lately(self._began_s, time.time()),
             "requests": {

@@ -72,7 +72,7 @@ class ControllerSettings:
     """The control API's address, and the settings of `tick`.
 
     `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `demand`: the
-    file that counts are kept in; None keeps none.
+    file that counts are kept in; None keeps none. `moves`: whether requests move between serving workers.
     """
 
     control: str
@@ -82,6 +82,7 @@ class ControllerSettings:
     worker_types: tuple[WorkerType, ...]
     autoscale: Autoscale | None = None
     demand: str | None = None
+    moves: bool = True
 
     @property
     def profiles(self) -> dict[str, Profile]:
@@ -92,7 +93,7 @@ class ControllerSettings:
         """This heartbeat's settings; profiles and size of KV as known by now: with both, moves must pay."""
         price = Price(float(kv_bytes_per_token)) if kv_bytes_per_token else None
         shed = ShedSettings(price=price) if profiles.any() is not None else None
-        plain = Settings(replace(MOVES, price=price), shed)
+        plain = Settings(replace(MOVES, price=price), shed) if self.moves else Settings(None, None)
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.

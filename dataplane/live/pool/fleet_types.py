@@ -8,19 +8,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import EngineLimits
 from controlplane.worker_type import WorkerGroup, WorkerType
 
 # GPUs whose name Ray gives to nodes that have them; any other is asked for by number only.
-RAY_NAMES = ("A100", "A10G", "B200", "GB200", "H100", "H200", "L4", "L40S", "V100")
+RAY_NAMES = ("A100", "A10G", "B200", "GB200", "H100", "H200", "L4", "L40S", "RTX-PRO-6000", "V100")
+CPU = "cpu"  # the GPU's name in a profile of an engine that computes on CPUs
+AS_IS = "--as-is serves the plan's workers on what is here, without its step times"
+LEAST_KV = 0.95  # of the KV memory that was planned with
 
 
 class FleetTypes:
     """A fleet's types by name, in the order given; in messages a type is a kind, as `--kind` has it.
 
-    Raises BadInput where two have one name, or more workers are to start than can be had.
+    `planned`: by kind, the engine limits that a plan fixed; its workers must then be as they were planned.
+    `as_is`: an operator's flags go before those limits. Raises BadInput where two types have one name, or
+    more workers are to start than can be had.
     """
 
-    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[WorkerGroup],
+        planned: Mapping[str, EngineLimits] | None = None,
+        as_is: bool = False,
+    ) -> None:
+        self.planned, self.as_is = dict(planned or {}), as_is
         self._groups = {group.worker_type.name: group for group in groups}
         if not groups or len(self._groups) < len(groups):
             names = ", ".join(group.worker_type.name for group in groups) or "none"
@@ -46,9 +58,9 @@ class FleetTypes:
         return tuple(self._groups)
 
     @property
-    def gpus_differ(self) -> bool:
-        """Whether there are several types of GPU, so that a worker must ask for its own."""
-        return len({worker_type.gpu for worker_type in self}) > 1
+    def by_gpu(self) -> bool:
+        """Whether a worker must ask for its own type of GPU: one of several, or a plan's."""
+        return bool(self.planned) or len({worker_type.gpu for worker_type in self}) > 1
 
     @property
     def workers(self) -> dict[str, int]:
@@ -72,20 +84,82 @@ class FleetTypes:
             raise BadInput(f"kind: expected one of {', '.join(self.names)}, got {name!r}")
         return name
 
-    def check_gpus(self, resources: Mapping[str, float]) -> None:
-        """Raise BadInput unless a Ray cluster of these resources has the GPUs that the fleet starts with."""
-        gpus = int(resources.get("GPU", 0))
-        groups = self._groups.values()
-        if gpus < self.gpus:
-            parts = ", ".join(f"{group.workers} workers of {group.worker_type.gpus} GPUs" for group in groups)
-            raise BadInput(f"--workers: {parts} need {self.gpus}, Ray has {gpus}")
-        for group in groups if self.gpus_differ else ():
-            name = accelerator(group.worker_type)
-            if group.workers and name and f"accelerator_type:{name}" not in resources:
-                raise BadInput(f"--workers: {group.worker_type.name}: Ray has no node with {name} GPUs")
+    def check_gpus(self, nodes: Sequence[Mapping[str, float]]) -> None:
+        """Raise BadInput unless Ray nodes of these resources hold the workers that the fleet starts with.
+
+        All GPUs of a worker are on one node.
+        """
+        where = "--plan" if self.planned else "--workers"
+        parts = ", ".join(f"{g.workers} workers of {g.worker_type.gpus} GPUs" for g in self._groups.values())
+        free = [int(node.get("GPU", 0)) for node in nodes]
+        if sum(free) < self.gpus:
+            raise BadInput(f"{where}: {parts} need {self.gpus}, Ray has {sum(free)}")
+        for group in sorted(self._groups.values(), key=lambda group: -group.worker_type.gpus):
+            t = group.worker_type
+            name = accelerator(t) if self.by_gpu else None
+            if self.planned and t.gpu is not None and name is None:
+                raise BadInput(f"{where}: {t.name}: Ray does not say which nodes have {t.gpu}; {AS_IS}")
+            own = [i for i, at in enumerate(nodes) if name is None or f"accelerator_type:{name}" in at]
+            if group.workers and not own:
+                rest = f"; {AS_IS}" if self.planned else ""
+                raise BadInput(f"{where}: {t.name}: Ray has no node with {name} GPUs{rest}")
+            for _ in range(group.workers):
+                at = next((i for i in own if free[i] >= t.gpus), None)
+                if at is None:
+                    what = f"{name} GPUs" if name else "GPUs"
+                    raise BadInput(
+                        f"{where}: {group.workers} workers of {t.gpus} {what}, each on one node, do not fit"
+                        f" on Ray's nodes, which have {', '.join(str(int(n.get('GPU', 0))) for n in nodes)}"
+                    )
+                free[at] -= t.gpus
+
+    def check_cpus(self) -> None:
+        """Raise BadInput where a plan's workers are on GPUs: engines compute on this host's CPUs."""
+        for t in self if self.planned else ():
+            if t.gpu not in (None, CPU):
+                raise BadInput(f"--plan: planned for {t.name}, but this host has no GPU; {AS_IS}")
+
+    def check_flags(self, arguments: object) -> None:
+        """Raise BadInput where an operator's vLLM flags contradict what a plan fixed."""
+        for kind, limits in () if self.as_is else self.planned.items():
+            fixed = {
+                "max_num_seqs": limits.max_seqs,
+                "max_num_batched_tokens": limits.max_batched_tokens,
+                "tensor_parallel_size": self[kind].tp_degree,
+                "enable_chunked_prefill": True,
+            }
+            for name, planned in fixed.items():
+                asked = getattr(arguments, name)
+                if asked not in (None, planned) and (name, asked) != ("tensor_parallel_size", 1):
+                    flag = f"--{name.replace('_', '-')}"
+                    raise BadInput(f"{flag}: {kind} was planned with {planned}, not {asked}; {AS_IS}")
+
+    def engine_settings(self, kind: str, asked: Mapping[str, object], on_cpus: bool) -> dict[str, object]:
+        """vLLM's settings for a worker of a kind: what was asked, its TP degree, and what its plan fixed."""
+        limits, profile = self.planned.get(kind), self[kind].known_profile
+        fixed: dict[str, object] = {}
+        if limits is not None:
+            fixed = {"max_num_seqs": limits.max_seqs, "max_num_batched_tokens": limits.max_batched_tokens}
+            if on_cpus and profile is not None and profile.kv.bytes_per_token:
+                # Elsewhere an engine takes what memory there is, and is held against the plan once it has.
+                kv_bytes = profile.kv.capacity_tokens * profile.kv.bytes_per_token
+                fixed["kv_cache_memory_bytes"] = kv_bytes // self[kind].tp_degree
+        return fixed | dict(asked) | {"tensor_parallel_size": self[kind].tp_degree}
+
+    def shortfall(self, kind: str, kv_tokens: int) -> str | None:
+        """What a started engine lacks of what its kind was planned with; None for nothing."""
+        profile = self[kind].known_profile
+        if kind not in self.planned or profile is None:
+            return None
+        if kv_tokens >= LEAST_KV * profile.kv.capacity_tokens:
+            return None
+        return (
+            f"has room for {kv_tokens:,} tokens of KV, {kind} was planned with"
+            f" {profile.kv.capacity_tokens:,}: give it more memory, or plan with what it has; {AS_IS}"
+        )
 
 
 def accelerator(worker_type: WorkerType) -> str | None:
     """What Ray calls the type's GPU; None where it has no name for it."""
-    name = (worker_type.gpu or "").split("-")[0].upper()
-    return name if name in RAY_NAMES else None
+    gpu = f"{worker_type.gpu or ''}-".upper()
+    return next((name for name in RAY_NAMES if gpu.startswith(f"{name}-")), None)

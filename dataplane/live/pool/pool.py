@@ -242,6 +242,9 @@ class WorkerPool:
     async def _launch(self, member: Member) -> None:
         try:
             link = await self.host.launch(member.worker, member.kind, partial(setattr, member, "phase"))
+            kv_tokens = link.info.kv_blocks * link.info.block_tokens
+            if (lacks := self.types.shortfall(member.kind, kv_tokens)) is not None:
+                raise RuntimeError(f"worker {member.worker}: {lacks}")
         except BaseException:
             self._members.pop(member.worker, None)
             await self.host.stop(member.worker)

@@ -54,7 +54,7 @@ class RayHost:
         try:
             await asyncio.to_thread(_initialise, address, folder)
             if not current_platform.is_cpu():
-                types.check_gpus(ray.cluster_resources())
+                types.check_gpus([node["Resources"] for node in ray.nodes() if node["Alive"]])
         except BaseException:
             await host.close()
             raise
@@ -62,7 +62,7 @@ class RayHost:
 
     async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
         worker_type = self._types[kind]
-        engine_settings = self._engine_settings | {"tensor_parallel_size": worker_type.tp_degree}
+        engine_settings = self._types.engine_settings(kind, self._engine_settings, current_platform.is_cpu())
         place = self._place(worker, worker_type)
         started = await launch_worker(worker, engine_settings, self._token, place, say)
         self._workers[worker] = started
@@ -87,7 +87,7 @@ class RayHost:
 
     def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
         if not current_platform.is_cpu():
-            name = accelerator(worker_type) if self._types.gpus_differ else None
+            name = accelerator(worker_type) if self._types.by_gpu else None
             return Place(gpus=worker_type.tp_degree, accelerator=name)
         if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
             return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"])

@@ -26,7 +26,8 @@ SCALED = {
 FLEET = {
     "model": "m", "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
-    "decisions": DECIDED, "scaling": [SCALED],
+    "decisions": DECIDED, "scaling": [SCALED], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
+    "placement": {"policy": "spread+migrate", "by": "load", "step_times_known": False},
 }  # fmt: skip
 
 

@@ -1,16 +1,23 @@
 """Which types of worker `tokenfleet serve` starts, from its flags or a plan."""
 
 import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from checkout import ROOT
 from made_plans import plan_of_fleet
+from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import KvModel
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
-from tokenfleet.cli.serve_plan import autoscale_of, types_of
+from tokenfleet.cli.main import main
+from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_of
 from tokenfleet.planning.plan_file import read_plan
+from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.prices import read_prices
 
 LIBRARY = ROOT / "profiles"
@@ -33,17 +40,145 @@ def described(types):
 
 
 def test_a_mixed_plan_is_served_as_it_is(tmp_path):
-    plan = plan_of(tmp_path, MIX)
-    real = types_of(2, 1, (), plan, (), is_emulated=False)
-    assert described(real) == [
+    types = planned_types(plan_of(tmp_path, MIX), (), as_is=False)
+    assert described(types) == [
         ("h100-sxm TP2", 2, 5.38, "llama-3.1-70b on h100-sxm TP2 (composed)"),
         ("a100-sxm TP4", 1, None, "llama-3.1-70b on a100-sxm TP4 (composed)"),
     ]
-    emulated = types_of(2, 1, (), plan, (), is_emulated=True)
-    assert [(t.profile.model, t.profile.gpu, t.profile.tp_degree) for t in emulated] == [
-        ("llama-3.1-70b", "h100-sxm", 2),
-        ("llama-3.1-70b", "a100-sxm", 4),
-    ]
+    fixed = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "tensor_parallel_size": 4}
+    assert types.engine_settings("a100-sxm TP4", {"model": "m"}, on_cpus=False) == fixed | {"model": "m"}
+    unplanned = types_of(2, 1, (), (), is_emulated=False)
+    assert unplanned.engine_settings("TP1", {"model": "m"}, on_cpus=True) == {
+        "model": "m",
+        "tensor_parallel_size": 1,
+    }
+
+
+def test_a_plan_served_as_is_keeps_numbers_and_limits_and_leaves_out_what_is_of_other_hardware(tmp_path):
+    plan = plan_of(tmp_path, [*MIX, MIX[0] | {"gpu": "h200-sxm", "workers": 3}])
+    types = planned_types(plan, (), as_is=True)
+    assert described(types) == [("TP2", 5, None, None), ("TP4", 1, None, None)]
+    assert [t.limit for t in types] == [None, None]
+    types.check_cpus()
+    types.check_gpus([{"GPU": 8.0}, {"GPU": 8.0}])
+    types.check_flags(flags(max_num_seqs=8))
+    settings = types.engine_settings("TP4", {"max_num_seqs": 8}, on_cpus=True)
+    assert settings == {"max_num_seqs": 8, "max_num_batched_tokens": 8192, "tensor_parallel_size": 4}
+    assert types.shortfall("TP2", 16) is None
+    file = LIBRARY / "h100-sxm" / "llama-3.1-8b_tp2.yaml"
+    own = planned_types(plan_of(tmp_path, MIX[:1]), [file], as_is=True)
+    assert described(own) == [("TP2", 2, None, "llama-3.1-8b on h100-sxm TP2 (composed)")]
+
+
+def flags(**given):
+    plain = {"max_num_seqs": None, "max_num_batched_tokens": None}
+    return SimpleNamespace(**plain | {"tensor_parallel_size": 1, "enable_chunked_prefill": None} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_num_seqs": 64}, r"^--max-num-seqs: h100-sxm TP2 was planned with 256, not 64; --as-is"),
+        ({"max_num_batched_tokens": 2048}, "^--max-num-batched-tokens: .* 8192, not 2048"),
+        ({"tensor_parallel_size": 4}, "^--tensor-parallel-size: h100-sxm TP2 was planned with 2, not 4"),
+        ({"enable_chunked_prefill": False}, "^--enable-chunked-prefill: .* True, not False"),
+    ],
+)
+def test_engine_flags_that_contradict_a_plan_are_refused(tmp_path, given, says):
+    types = planned_types(plan_of(tmp_path, MIX[:1]), (), as_is=False)
+    types.check_flags(flags(max_num_seqs=256, max_num_batched_tokens=8192, tensor_parallel_size=2))
+    with pytest.raises(BadInput, match=says):
+        types.check_flags(flags(**given))
+
+
+H100, A100 = {"accelerator_type:H100": 1.0}, {"accelerator_type:A100": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ([{"GPU": 4.0} | H100], "--plan: 2 workers of 2 GPUs, 1 workers of 4 GPUs need 8, Ray has 4"),
+        ([{"GPU": 8.0} | H100], "a100-sxm TP4: Ray has no node with A100 GPUs; --as-is"),
+        ([{"GPU": 8.0}], "a100-sxm TP4: Ray has no node with A100 GPUs"),
+        (
+            [{"GPU": 6.0} | H100, {"GPU": 2.0} | A100],
+            "1 workers of 4 A100 GPUs, each on one node, do",
+        ),
+        (
+            [{"GPU": 3.0} | H100, {"GPU": 5.0} | A100],
+            "2 workers of 2 H100 GPUs, each on one node, do",
+        ),
+    ],
+)
+def test_a_plans_gpus_are_there_by_type_number_and_node_or_it_is_refused(tmp_path, nodes, says):
+    types = planned_types(plan_of(tmp_path, MIX), (), as_is=False)
+    types.check_gpus([{"GPU": 2.0} | H100, {"GPU": 2.0} | H100, {"GPU": 4.0} | A100])
+    with pytest.raises(BadInput, match=says):
+        types.check_gpus(nodes)
+
+
+def test_a_plan_for_gpus_is_refused_where_engines_compute_on_cpus(tmp_path):
+    with pytest.raises(BadInput, match=r"planned for h100-sxm TP2, but this host has no GPU; --as-is"):
+        planned_types(plan_of(tmp_path, MIX), (), as_is=False).check_cpus()
+    types_of(2, 1, ["gpu=h100-sxm"], (), is_emulated=False).check_cpus()  # an operator's own word
+
+
+def test_a_plan_of_an_engine_on_cpus_fixes_its_kv_memory_and_a_smaller_one_is_refused(tmp_path):
+    made = replace(worker("cpu"), kv=KvModel(13_616, 16, bytes_per_token=2048))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_json(planned(worker_types=[worker_type(made)], attainment=0.5))))
+    types = planned_types(read_plan(path), (), as_is=False)
+    types.check_cpus()
+    settings = types.engine_settings("cpu TP1", {}, on_cpus=True)
+    assert settings["kv_cache_memory_bytes"] == 13_616 * 2048
+    assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (64, 1024)
+    assert types.shortfall("cpu TP1", 13_600) is None
+    lacks = types.shortfall("cpu TP1", 8192)
+    assert "has room for 8,192 tokens of KV, cpu TP1 was planned with 13,616" in lacks
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"policy": "psychic"}, "--plan: policy: no fleet runs 'psychic'"),
+        ({"fleet": "role"}, "fleet: separate prefill and decode workers cannot be served"),
+        ({"profiles": {"gpu": "unheard-of"}}, "no step times of unheard-of TP2; plan anew"),
+        ({"profiles": {"engine_limits": {"mode": "prefill-first", "max_batched_tokens": 1, "max_seqs": 1}}},
+         "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_no_fleet_runs_is_refused_whole(tmp_path, change, says):
+    document = plan_of_fleet(MIX[:1])
+    if "fleet" in change:
+        document["fleet"] = [document["fleet"][0] | {"role": role} for role in ("prefill", "decode")]
+        document |= {"workers": 4, "gpus": 8}
+    document |= {"policy": change.get("policy", "spread")}
+    document["inputs"]["profiles"][0] |= change.get("profiles", {})
+    document["fleet"][0]["gpu"] = document["inputs"]["profiles"][0]["gpu"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(BadInput, match=re.escape(says)):
+        planned_types(read_plan(path), (), as_is=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine_flags", "config"),
+    [
+        ("meta-llama/Llama-3.1-70B-Instruct", (), None),
+        ("/models/mine", ("--served-model-name", "mine", "llama-3.1-70b", "--dtype", "auto"), None),
+        ("/models/mine", ("--served-model-name=llama-3.1-70b",), None),
+        ("FOLDER", (), {"_name_or_path": "meta-llama/Llama-3.1-70B"}),
+    ],
+)
+def test_a_model_is_known_by_its_names(tmp_path, model, engine_flags, config):
+    plan = plan_of(tmp_path, MIX)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config) if config else "no JSON")
+    check_model(plan, model.replace("FOLDER", str(folder)), engine_flags)
+    for other, more in (("meta-llama/Llama-3.1-8B", ()), ("/models/mine", ("--dtype", "llama-3.1-70b"))):
+        with pytest.raises(BadInput, match=r"goes by no name of the plan's llama-3\.1-70b; .* --as-is"):
+            check_model(plan, other, more)
 
 
 def test_a_mixed_plans_line_counts_workers_of_no_kind(tmp_path):
@@ -54,33 +189,26 @@ def test_a_mixed_plans_line_counts_workers_of_no_kind(tmp_path):
     assert autoscale_of("1..8", "80s", alike).line == (1.0, 0.5)
 
 
-def test_prefill_and_decode_workers_of_one_kind_are_counted_together(tmp_path):
-    parts = [MIX[0] | {"role": "prefill"}, MIX[0] | {"role": "decode", "workers": 3, "usd_per_hour": 16.14}]
-    assert described(types_of(2, 1, (), plan_of(tmp_path, parts), (), False)) == [
-        ("h100-sxm TP2", 5, 5.38, "llama-3.1-70b on h100-sxm TP2 (composed)")
-    ]
-
-
 def test_kinds_are_taken_from_the_line():
     given = ["gpu=h100-sxm,tp=2,workers=3,max=4,usd=7.5", "gpu=a100-sxm", "tp=8"]
-    types = types_of(2, 1, given, None, (), is_emulated=False)
+    types = types_of(2, 1, given, (), is_emulated=False)
     assert types.workers == {"h100-sxm TP2": 3, "a100-sxm TP1": 1, "TP8": 1}
     assert [t.limit for t in types] == [4, None, None]
     listed = read_prices().usd_per_gpu_h("a100-sxm").usd
     assert [t.usd_per_h for t in types] == [7.5, listed, None]
-    assert types_of(5, 2, (), None, (), is_emulated=False).workers == {"TP2": 5}
-    (spot,) = types_of(2, 1, ["gpu=h100-sxm,reclaims=0.1"], None, (), is_emulated=False)
+    assert types_of(5, 2, (), (), is_emulated=False).workers == {"TP2": 5}
+    (spot,) = types_of(2, 1, ["gpu=h100-sxm,reclaims=0.1"], (), is_emulated=False)
     assert (spot.reclaims_per_h, spot.usd_per_h) == (0.1, read_prices().usd_per_gpu_h("h100-sxm", True).usd)
 
 
 def test_profiles_find_their_kinds():
     files = [LIBRARY / "h100-sxm" / "llama-3.1-8b_tp2.yaml", LIBRARY / "h100-sxm" / "llama-3.1-8b_tp1.yaml"]
-    types = types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], None, files, is_emulated=True)
+    types = types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], files, is_emulated=True)
     assert [t.profile.tp_degree for t in types] == [1, 2]
-    (alone,) = types_of(2, 1, (), None, files[:1], is_emulated=True)
+    (alone,) = types_of(2, 1, (), files[:1], is_emulated=True)
     assert alone.profile.tp_degree == 2  # of one kind there is no doubt which is meant
     with pytest.raises(BadInput, match=r"--profile: none is of h100 TP1"):
-        types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], None, files[:1], is_emulated=True)
+        types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], files[:1], is_emulated=True)
 
 
 @pytest.mark.parametrize(
@@ -103,24 +231,44 @@ def test_profiles_find_their_kinds():
 )
 def test_kinds_that_cannot_be_are_refused(given, says):
     with pytest.raises(BadInput, match=says):
-        types_of(2, 1, given, None, (), is_emulated=False)
+        types_of(2, 1, given, (), is_emulated=False)
 
 
-def test_a_plan_and_kinds_are_not_both_given(tmp_path):
-    with pytest.raises(BadInput, match="the plan says"):
-        types_of(2, 1, ["tp=2"], plan_of(tmp_path, MIX), (), is_emulated=False)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--kind", "tp=2"], "--kind: the plan says which workers; give either"),
+        (["--workers", "3"], "--workers: the plan says which workers; give either"),
+        (["--tp", "1"], "--tp: the plan says which workers; give either"),
+        (["--policy", "fastest"], "--policy: one of spread"),
+        (["--model", "meta-llama/Llama-3.1-8B"], "--model: meta-llama/Llama-3.1-8B goes by no name"),
+        (["--engine", "emulated", "--as-is"], "--as-is: emulated engines are what the plan says"),
+    ],
+)
+def test_flags_that_contradict_a_plan_are_refused_before_anything_starts(tmp_path, capsys, words, says):
+    plan_of(tmp_path, MIX)
+    model = [] if "--model" in words else ["--model", "llama-3.1-70b"]
+    assert main(["serve", "--plan", str(tmp_path / "plan.json"), *model, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {says}")
+
+
+def test_as_is_without_a_plan_is_refused(capsys):
+    assert main(["serve", "--model", "m", "--as-is"]) == 2
+    assert "--as-is: says how to run a plan; give --plan, too" in capsys.readouterr().err
 
 
 def test_gpus_are_looked_for_by_type_where_types_differ():
     types = FleetTypes(
         [WorkerGroup(WorkerType("h100-sxm", 2), 2), WorkerGroup(WorkerType("rtx-pro-6000"), 1)]
     )
-    assert [accelerator(t) for t in types] == ["H100", None]
-    types.check_gpus({"GPU": 5.0, "accelerator_type:H100": 1.0})
+    assert [accelerator(t) for t in types] == ["H100", "RTX-PRO-6000"]
+    assert accelerator(WorkerType("h1000")) is None
+    rtx = {"accelerator_type:RTX-PRO-6000": 1.0}
+    types.check_gpus([{"GPU": 4.0} | H100, {"GPU": 1.0} | rtx])
     with pytest.raises(BadInput, match="need 5, Ray has 4"):
-        types.check_gpus({"GPU": 4.0, "accelerator_type:H100": 1.0})
+        types.check_gpus([{"GPU": 4.0} | H100])
     with pytest.raises(BadInput, match="no node with H100"):
-        types.check_gpus({"GPU": 8.0})
-    FleetTypes([WorkerGroup(WorkerType("h100-sxm", 2), 2)]).check_gpus(
-        {"GPU": 4.0}
-    )  # of one type none is asked for
+        types.check_gpus([{"GPU": 8.0}])
+    # Of one type that no plan fixed none is asked for.
+    FleetTypes([WorkerGroup(WorkerType("h100-sxm", 2), 2)]).check_gpus([{"GPU": 4.0}])

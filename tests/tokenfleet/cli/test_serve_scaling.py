@@ -32,6 +32,7 @@ def plan(folder: Path, line: dict[str, Any] | None) -> PlanFile:
 def test_a_plans_line_is_taken_with_the_lengths_it_was_drawn_at(tmp_path: Path) -> None:
     taken = autoscale_of("1..8", "60s", plan(tmp_path, LINE | LENGTHS))
     assert (taken.line, taken.learned_at) == ((0.5, 0.4), (1000.0, 200.0))
+    assert autoscale_of("1..8", "60s", plan(tmp_path, LINE | LENGTHS), as_is=True).line is None
     settings = taken.settings((WorkerType.of(PROFILE),))
     given, learned = settings.target.line, settings.learned_at
     assert given is not None

@@ -2,9 +2,9 @@
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tokenfleet.export.grafana import dashboard, dashboard_text
 from tokenfleet.export.kubernetes import checked_object
 from tokenfleet.export.production_stack import DAY, floors, keda, windows
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
-from tokenfleet.planning.plan_file import parse_plan
+from tokenfleet.planning.plan_file import parse_plan, read_plan
 
 SLO, TARGET = Slo(1.6, 0.075), 0.99  # what `serve` promises by default; deploy/ has its rules and dashboard
 
@@ -59,9 +59,16 @@ def documents(texts: dict[Path, str]) -> list[dict[str, Any]]:
 
 
 def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
-    texts = export_files(fleet(), ["kuberay", "keda", "prometheus"], ExportSettings(), Path("out"))
+    in_turn = fleet(policy="round-robin")
+    texts = export_files(in_turn, ["kuberay", "keda", "prometheus"], ExportSettings(), Path("out"))
     objects = [d for d in documents(texts) if "kind" in d]
-    assert {d["kind"] for d in objects} == {"RayJob", "Service", "ScaledObject", "PrometheusRule"}
+    assert {d["kind"] for d in objects} == {
+        "ConfigMap",
+        "RayJob",
+        "Service",
+        "ScaledObject",
+        "PrometheusRule",
+    }
     for one in objects:
         checked_object(one)
 
@@ -77,7 +84,7 @@ def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
 )
 def test_the_check_finds_what_an_api_would_refuse(path: tuple[Any, ...], value: Any) -> None:
     texts = export_files(fleet(), ["kuberay"], ExportSettings(), Path("out"))
-    job = documents(texts)[0]
+    job = documents(texts)[1]
     part = job
     for key in path[:-1]:
         part = part[key]
@@ -86,8 +93,8 @@ def test_the_check_finds_what_an_api_would_refuse(path: tuple[Any, ...], value: 
         checked_object(job)
 
 
-def test_kuberay_has_the_plan_s_gpus_workers_and_engine_limits() -> None:
-    job = documents(export_files(fleet(), ["kuberay"], ExportSettings(image="r/t:1"), Path("out")))[0]
+def test_kuberay_has_the_plan_s_gpus_and_workers_and_serves_the_plan() -> None:
+    _, job, _ = documents(export_files(fleet(), ["kuberay"], ExportSettings(image="r/t:1"), Path("out")))
     cluster = job["spec"]["rayClusterSpec"]
     (group,) = cluster["workerGroupSpecs"]
     pods = [cluster["headGroupSpec"]["template"]] + [group["template"]] * group["replicas"]
@@ -98,21 +105,20 @@ def test_kuberay_has_the_plan_s_gpus_workers_and_engine_limits() -> None:
     }
     command = job["spec"]["entrypoint"]
     assert (
-        "serve --model meta-llama/Llama-3.1-8B-Instruct --workers 5 --tp 2 --slo ttft=0.4s,tpot=0.03s"
+        "serve --model meta-llama/Llama-3.1-8B-Instruct --plan /etc/tokenfleet/plan.json --max-workers 5"
         in command
     )
-    assert command.endswith("-- --max-num-batched-tokens 8192 --max-num-seqs 256")
     assert "key" not in command.lower()  # secrets come by the environment
 
 
 def test_the_command_in_every_export_is_one_that_serve_takes() -> None:
     from tokenfleet.cli.main import VERBS, _command
-    from tokenfleet.export.kuberay import serve_words
+    from tokenfleet.export.deployment import serve_words
 
     command = _command(VERBS["serve"])
-    context = command.make_context("serve", serve_words(fleet())[2:], resilient_parsing=False)
-    assert context.params["workers"] == 5
-    assert context.params["engine_flags"] == ["--max-num-batched-tokens", "8192", "--max-num-seqs", "256"]
+    context = command.make_context("serve", serve_words(fleet(), "/p.json")[2:], resilient_parsing=False)
+    assert context.params["plan"] == Path("/p.json")
+    assert (context.params["max_workers"], context.params["engine_flags"]) == (5, ())
     pod = yaml.safe_load((ROOT / "deploy/kustomize/base/deployment.yaml").read_text())["spec"]["template"][
         "spec"
     ]
@@ -128,7 +134,11 @@ def test_production_stack_gets_a_model_for_each_kind_of_worker() -> None:
         {"gpu": "h100-sxm", "tp_degree": 2, "workers": 2},
         {"gpu": "a100-sxm", "tp_degree": 2, "workers": 3},
     ]
-    (values,) = documents(export_files(fleet(fleet=parts), ["production-stack"], ExportSettings(), Path("o")))
+    (values,) = documents(
+        export_files(
+            fleet(fleet=parts, policy="round-robin"), ["production-stack"], ExportSettings(), Path("o")
+        )
+    )
     first, second = values["servingEngineSpec"]["modelSpec"]
     assert (first["replicaCount"], first["requestGPU"], second["replicaCount"]) == (2, 2, 3)
     assert first["vllmConfig"]["tensorParallelSize"] == 2
@@ -137,13 +147,14 @@ def test_production_stack_gets_a_model_for_each_kind_of_worker() -> None:
 
 
 def test_floors_are_local_and_begin_a_cold_start_early() -> None:
-    minutes = floors(fleet(), "Europe/Berlin")  # 07:00 UTC is 08:00 there in January
+    plain = fleet(policy="round-robin")
+    minutes = floors(plain, "Europe/Berlin")  # 07:00 UTC is 08:00 there in January
     assert minutes[8 * 60] == 3
     assert minutes[8 * 60 + 54] == 3
     assert minutes[8 * 60 + 55] == 5  # wanted from 09:00 on, five minutes to start
     assert minutes[9 * 60 + 59] == 5
     assert minutes[3 * 60] == 5  # not in the trace: the whole fleet
-    (scaled,) = keda(fleet(), "stack", "Europe/Berlin")
+    (scaled,) = keda(plain, "stack", "Europe/Berlin")
     assert scaled["spec"]["minReplicaCount"] == 3
     assert [t["metadata"] for t in scaled["spec"]["triggers"]] == [
         {"timezone": "Europe/Berlin", "start": "55 8 * * *", "end": "55 7 * * *", "desiredReplicas": "5"}
@@ -170,7 +181,8 @@ def test_the_windows_say_every_minute_s_floor(counts: list[int], shift: int) -> 
 def test_a_trace_of_several_days_gives_the_most_of_any_day() -> None:
     spans = tuple(Span(i * 86400.0, (i + 1) * 86400.0, n) for i, n in enumerate((2, 4, 3)))
     group = WorkerGroup(WorkerType("h100-sxm"), 4)
-    week = Deployment((group,), "m", SLO, TARGET, spans, 0.0, 0.0, {})
+    week = replace(fleet(policy="round-robin"), groups=(group,), schedule=spans, clock_start_s=0.0)
+    week = replace(week, cold_start_s=0.0)
     assert floors(week, "UTC") == [4] * DAY
     assert keda(week, "s", "UTC")[0]["spec"]["triggers"]
 
@@ -299,7 +311,14 @@ def test_kustomize_renders_objects_that_their_apis_take() -> None:
         ({"schema": "tokenfleet.plan/2"}, "kuberay", "schema"),
         ({"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": -1}]}, "systemd", "fleet.0.workers"),
         ({"fleet": [{"gpu": "x\nExecStart=rm", "tp_degree": 1, "workers": 1}]}, "systemd", "fleet.0.gpu"),
-        ({"schedule": []}, "keda", "no schedule"),
+        ({"schedule": [], "policy": "round-robin"}, "keda", "no schedule"),
+        ({}, "keda", "keda: its router places requests in turn, and the fleet was planned with spread"),
+        ({"policy": "psychic"}, "kuberay", "policy: no fleet runs 'psychic'"),
+        (
+            {"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 5, "role": "prefill"}]},
+            "systemd",
+            "separate prefill and decode workers cannot be served",
+        ),
         ({"slo": {"ttft_s": 0, "tpot_s": 0.1}}, "prometheus", "slo.ttft_s"),
     ],
 )
@@ -322,17 +341,9 @@ def mixed(*gpus: str) -> Deployment:
 
 
 def test_a_mix_is_one_serve_with_a_group_of_pods_for_each_kind() -> None:
-    from tokenfleet.cli.main import VERBS, _command
-
-    job = documents(export_files(mixed("h100-sxm"), ["kuberay"], ExportSettings(), Path("out")))[0]
+    _, job, _ = documents(export_files(mixed("h100-sxm"), ["kuberay"], ExportSettings(), Path("out")))
     pods = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert [(pod["groupName"], pod["replicas"]) for pod in pods] == [("h100-sxm-tp2", 2)]  # TP1: the head
-    words = shlex.split(job["spec"]["entrypoint"])
-    found = _command(VERBS["serve"]).make_context("serve", words[2:], resilient_parsing=False)
-    assert list(found.params["kind"]) == [
-        "gpu=h100-sxm,tp=1,workers=1,max=1",
-        "gpu=h100-sxm,tp=2,workers=2,max=2",
-    ]
     unit = export_files(mixed("h100-sxm"), ["systemd"], ExportSettings(), Path("out"))
     assert "this machine needs 5 GPUs" in "".join(unit.values())
 
@@ -358,6 +369,7 @@ def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFi
         "1",
     ]
     words += ["--slo", "ttft=1s,tpot=50ms", "--attainment", "0.95", "--output-dir", f"{tmp_path}/out"]
+    words += ["--policy", "round-robin"]
     assert main(words) == 0
     capsys.readouterr()
     words = ["export", *KINDS, "--plan", f"{tmp_path}/out/plan.json", "--output-dir", f"{tmp_path}/deployed"]
@@ -368,4 +380,5 @@ def test_a_saved_plan_is_exported_whole(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words, "--timezone", "Asia/Tokyo", "--day-begins", "23:58"]) == 0
     files = [Path(line) for line in capsys.readouterr().out.split()]
     assert {path.parent.name for path in files} == set(KINDS)
-    assert "--max-num-seqs 256" in (tmp_path / "deployed/systemd/tokenfleet.service").read_text()
+    served = read_plan(tmp_path / "deployed/systemd/plan.json")
+    assert served.document == read_plan(tmp_path / "out/plan.json").document
