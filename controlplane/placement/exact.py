@@ -1,4 +1,7 @@
-"""The heartbeat's placement solved exactly: the MIP of Aladdin §4.2 by OR-Tools CP-SAT.
+"""The exact policy's heartbeat: the requests that wait are placed together, by the MIP of Aladdin §4.2.
+
+Both data planes run it by `waiting_line` and `place_together`. Requests that can no longer meet their TTFT
+are no part of the program: each plane offers them by itself where they do no harm (queue.offer_late).
 
 CP-SAT rather than a MIP solver on floats: every variable is binary and every row a knapsack of whole
 numbers (see `heartbeat`), so feasibility is exact, with no tolerance to argue about; its clause learning and
@@ -17,13 +20,52 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from controlplane.placement.heartbeat import Heartbeat, Placement, Rows, best_fit, cost_of, worker_rows
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.heartbeat import (
+    MOST_REQUESTS,
+    Heartbeat,
+    Placement,
+    Rows,
+    best_fit,
+    cost_of,
+    heartbeat_of,
+    worker_rows,
+)
+from controlplane.placement.ledger import Ints, Ledger
+from controlplane.placement.policies import PlacementSettings
+from controlplane.placement.queue import Queue, line_up
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 
-def solve(beat: Heartbeat, time_limit_s: float = 1.0, seed: int = 0, threads: int = 1) -> Placement:
+HEARTBEAT_S = 0.05  # between two heartbeats, at least
+SOLVE_LIMIT_S = 0.25  # for one heartbeat
+
+
+def waiting_line(led: Ledger, queue: Queue, now_s: float) -> tuple[Ints, Ints]:
+    """The requests of a heartbeat, in order, and those found to have lost their TTFT."""
+    line, lost = np.empty(MOST_REQUESTS, np.int64), np.empty(queue.waiting, np.int64)
+    n, m = line_up(led, queue, now_s, line, lost)
+    return line[:n], lost[:m]
+
+
+def place_together(
+    led: Ledger, line: Ints, workers: Ints, profile: Profile, settings: PlacementSettings, now_s: float
+) -> tuple[list[tuple[int, int]], bool]:
+    """(request, worker) for those of `line` that find a place among `workers`; whether it is proven best.
+
+    When the time is up the best placement found holds: it keeps every constraint and is never worse than
+    `best_fit`. The others stay in the queue.
+    """
+    if not len(line) or not len(workers):
+        return [], True
+    found = solve(heartbeat_of(led, line, workers, profile, settings, now_s), SOLVE_LIMIT_S)
+    placed = zip(line.tolist(), found.worker, strict=True)
+    return [(r, int(workers[j])) for r, j in placed if j is not None], found.proven
+
+
+def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S, seed: int = 0, threads: int = 1) -> Placement:
     """The cheapest placement of a heartbeat, or the best found when the time is up.
 
     Never worse than `best_fit`, which is the warm start and the answer if nothing better turns up. With one

@@ -80,6 +80,18 @@ def is_empty(queue: Queue) -> bool:
 
 
 @compiled
+def held_tokens(led: Ledger, queue: Queue) -> int:
+    """The tokens of all that wait: prompts, and outputs that were made before a worker was lost."""
+    tokens = 0
+    for at in range(len(queue.head)):
+        r = queue.head[at]
+        while r != NONE:
+            tokens += led.requests[r].prompt + led.requests[r].key
+            r = led.requests[r].next
+    return tokens
+
+
+@compiled
 def hold(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
     """Put a newcomer at the end of the line of its priority; `turned_away` has made room for it."""
     insert(led, queue, led.requests[r].priority, queue.tail[led.requests[r].priority], r)

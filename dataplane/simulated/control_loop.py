@@ -19,14 +19,16 @@ from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
 from controlplane.migration.move import Price
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.exact import HEARTBEAT_S
 from controlplane.placement.policies import EXACT
+from controlplane.placement.queue import held_tokens
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
 from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.elastic import Elastic
-from dataplane.simulated.heartbeat import HEARTBEAT_S, place_together
+from dataplane.simulated.heartbeat import beat
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import deviations, observe
 from dataplane.simulated.run import RunState
@@ -137,6 +139,7 @@ class SimulatedPlane:
             wanted=elastic.wanted,
             arrivals=self._arrived - before,
             by_class=by_class,
+            waiting_tokens=int(held_tokens(run.ledger, run.cluster.queue)),
             waiting_requests=run.cluster.queue.waiting,
             cold_start_s=elastic.cold_start_s,
             drain_s=elastic.drain_s,
@@ -174,7 +177,7 @@ def drive(
         clock["now_s"] = now_s
         if now_s == place_s:
             if run.cluster.queue.waiting:
-                place_together(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
+                beat(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)

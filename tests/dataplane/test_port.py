@@ -106,19 +106,21 @@ def brief(action):
     return action.workers if isinstance(action, Scale) else (action.request, action.target)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size(seed, monkeypatch):
+@pytest.mark.parametrize(
+    ("policy", "seed"), [*(("jsq+migrate", seed) for seed in range(4)), ("spread+migrate", 0)]
+)
+def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size(policy, seed, monkeypatch):
     rng = np.random.default_rng(seed)
     n = 150
     load = Workload(np.sort(rng.gamma(2.0, 4.0, n)), rng.integers(20, 250, n), rng.integers(5, 150, n))
     predicted = np.maximum(load.output_tokens * rng.lognormal(-0.3, 0.5, n), 1).astype(np.int64)
     run = prepare(
-        load, [WorkerSpec(PROFILE)] * 4, SLO, "jsq+migrate", settings=None, predictor=None,
+        load, [WorkerSpec(PROFILE)] * 4, SLO, policy, settings=None, predictor=None,
         predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
     )  # fmt: skip
     elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
     live = LivePlane(ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),)))
-    states, told, posted, done = [State()], {}, [], []
+    states, told, posted, done, held = [State()], {}, [], [], []
     observe, report = SimulatedPlane.observe, SimulatedPlane.report
 
     def ask(self, method, path, body=None):
@@ -130,6 +132,7 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     def observed(self):
         """The live plane's round goes first, on the same fleet; what it asks for changes nothing."""
         snapshot = observe(self)
+        held.append(snapshot.waiting_tokens)
         told.update(as_replies(self, elastic))
         monkeypatch.setattr(controller.time, "monotonic", lambda: self.now_s)
         states[0] = run_round(live, partial(tick, ASKED), states[0])
@@ -146,4 +149,8 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     monkeypatch.setattr(SimulatedPlane, "report", reported)
     drive(run, ControlSettings(ASKED, bytes_per_s=1e8), elastic)
     begun = {type(outcome.action) for outcome in done if outcome.refused is None}
-    assert begun == {Migrate, Reassign, Scale}
+    if policy.startswith("jsq"):  # which never holds one back
+        assert begun == {Migrate, Reassign, Scale}
+    else:
+        assert max(held) > PROFILE.kv.capacity_tokens
+        assert Scale in begun

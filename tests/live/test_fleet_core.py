@@ -338,12 +338,12 @@ def test_requests_outlive_a_worker_under_the_exact_policy(live_extra):
     play(story, ledger=True, policy=Policy.EXACT)
 
 
-def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_spread_places_in_the_end(
+def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_its_best_placement_holds(
     live_extra, monkeypatch
 ):
-    from dataplane.live.gateway import admission
+    from controlplane.placement import exact
 
-    solve, begun, may_end = admission.solve, threading.Event(), threading.Event()
+    solve, begun, may_end = exact.solve, threading.Event(), threading.Event()
 
     def slowly(beat, limit_s):
         begun.set()
@@ -353,7 +353,7 @@ def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_spread_places_in_th
     async def story(front):
         await front.send("runs", max_tokens=3000)
         await front.until("runs", 1)
-        monkeypatch.setattr(admission, "solve", slowly)
+        monkeypatch.setattr(exact, "solve", slowly)
         await front.send("waits")
         await asyncio.to_thread(begun.wait)
         await front.until("runs", len(front.tokens["runs"]) + 50)
@@ -361,7 +361,7 @@ def test_a_solver_that_takes_its_time_holds_up_no_tokens_and_spread_places_in_th
         may_end.set()
         await front.ended("waits", "runs")
         assert front.finish == {"waits": "LENGTH", "runs": "LENGTH"}
-        assert heartbeats(front, "spread") == 1
+        assert heartbeats(front, "best found") == 1
         assert [event.kind for event in front.events] == ["fallback"]
 
     play(story, ledger=True, policy=Policy.EXACT)

@@ -11,10 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-import numpy as np
-
-from controlplane.placement.exact import solve
-from controlplane.placement.heartbeat import MOST_REQUESTS
+from controlplane.placement.exact import HEARTBEAT_S, waiting_line
 from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import Policy
 from controlplane.placement.queue import (
@@ -22,7 +19,6 @@ from controlplane.placement.queue import (
     begin_round,
     hold,
     leave,
-    line_up,
     new_queue,
     offer,
     offer_late,
@@ -36,15 +32,13 @@ from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Rejection, Tracked
 
 LOOK_EVERY_S = 0.25
-HEARTBEAT_S = 0.05  # between two of the exact policy's heartbeats, at least
-SOLVE_LIMIT_S = 0.25  # for one heartbeat; past it `spread` places its requests
 
 
 class Admission:
     """The queue before the fleet. `begin` starts a request on a worker, `turn_away` ends it with a reason.
 
     `is_coming`: whether the first worker is starting; no request is turned away for having waited for it.
-    `solved`: told of each heartbeat of the exact policy (its requests, whether it was solved in time).
+    `solved`: told of each heartbeat of the exact policy (its requests, whether its placement is proven best).
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class Admission:
         begin: Callable[[Tracked, WorkerId], Awaitable[None]],
         turn_away: Callable[[Tracked, str], None],
         is_coming: Callable[[], bool] = lambda: False,
-        solved: Callable[[int, bool], None] = lambda requests, in_time: None,
+        solved: Callable[[int, bool], None] = lambda requests, is_proven: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._placement, self._clock = settings, placement, clock
@@ -130,13 +124,13 @@ class Admission:
             if self._placement.policy == Policy.EXACT:
                 await self._beat()
             else:
-                await self._offer_in_order(self._placement.policy)
+                await self._offer_in_order()
 
     def _turn_away_overdue(self, now_s: float) -> None:
         while (r := int(overdue(self._placement.ledger, self._queue, now_s))) != NONE:
             self._turn_away(self._waiting[r], f"no worker had room within {self._settings.max_wait_s:g} s")
 
-    async def _offer_in_order(self, policy: Policy) -> None:
+    async def _offer_in_order(self) -> None:
         now_s = self._clock()
         begin_round(self._queue)
         while True:
@@ -144,7 +138,7 @@ class Admission:
             if r == NONE:
                 return
             if not has_lost:
-                await self._offer(int(r), policy, now_s)
+                await self._offer(int(r), self._placement.policy, now_s)
 
     async def _offer(self, r: int, policy: Policy, now_s: float) -> None:
         worker = self._placement.choose(self._waiting[r], now_s, policy=policy)
@@ -162,20 +156,14 @@ class Admission:
     async def _beat(self) -> None:
         """A heartbeat of the exact policy, solved beside the event loop, and late requests after it."""
         now_s, queue = self._clock(), self._queue
-        line, lost = np.empty(MOST_REQUESTS, np.int64), np.empty(len(self._waiting), np.int64)
-        n, _ = line_up(self._placement.ledger, queue, now_s, line, lost)
-        requests = {r: self._waiting[r] for r in line[:n].tolist()}
-        heartbeat, workers = self._placement.heartbeat(line[:n], now_s)
-        if requests and workers:
-            placement = await asyncio.to_thread(lambda: solve(heartbeat(), SOLVE_LIMIT_S))
-            self._solved(len(requests), placement.proven)
-            if placement.proven:
-                for (r, tracked), j in zip(requests.items(), placement.worker, strict=True):
-                    still = self._waiting.get(r) is tracked
-                    if j is not None and still and self._placement.can_take(workers[j], tracked):
-                        await self._send(r, workers[j])
-            else:
-                await self._offer_in_order(Policy.SPREAD)
+        line, _ = waiting_line(self._placement.ledger, queue, now_s)
+        requests = {r: self._waiting[r] for r in line.tolist()}
+        if requests:
+            placed, is_proven = await asyncio.to_thread(self._placement.together(line, now_s))
+            self._solved(len(requests), is_proven)
+            for r, worker in placed:
+                if self._waiting.get(r) is requests[r] and self._placement.can_take(worker, requests[r]):
+                    await self._send(r, worker)
         begin_round(queue)
         while (r := int(offer_late(self._placement.ledger, queue))) != NONE:
             await self._offer(r, Policy.BEST_FIT, now_s)

@@ -416,13 +416,13 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     # Small things.
 
-    def _note_heartbeat(self, requests: int, in_time: bool) -> None:
+    def _note_heartbeat(self, requests: int, is_proven: bool) -> None:
         """Count a heartbeat of the exact policy; say so where the solver's time begins to run out."""
-        if not in_time and self._solved_in_time:
-            why = f"{requests} requests were not placed exactly in time; spread places them"
+        if not is_proven and self._solved_in_time:
+            why = f"{requests} requests were not placed exactly in time; the best placement found holds"
             self.events.record(time.time(), "fallback", why)
-        self._solved_in_time = in_time
-        self.metrics.heartbeats.labels("exact" if in_time else "spread").inc()
+        self._solved_in_time = is_proven
+        self.metrics.heartbeats.labels("exact" if is_proven else "best found").inc()
 
     def _record(self, kind: str, why: str, tracked: Tracked, **facts: object) -> None:
         self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)

@@ -64,9 +64,7 @@ class Metrics:
         self.queue_wait_s = histogram(
             "tokenfleet_queue_wait_seconds", wait, by_priority, buckets=LATENCY_BUCKETS_S
         )
-        beats = (
-            "Heartbeats of --policy exact by what placed their requests: exact, or spread when time ran out"
-        )
+        beats = "Heartbeats of --policy exact by their placement: exact, or best found when time ran out"
         self.heartbeats = counter("tokenfleet_exact_heartbeats", beats, ["placed_by"])
         self.tokens = counter("tokenfleet_output_tokens", "Tokens passed to clients")
         self.waiting = gauge("tokenfleet_queue_requests", "Requests no worker has taken yet")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from controlplane.perfmodel.coefficients import (
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.decide import PATIENCE, decide, has_seat
-from controlplane.placement.heartbeat import Heartbeat, heartbeat_of
+from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODING,
@@ -185,16 +184,20 @@ class Placement:
             return False
         return self._led.workers[w]["status"] == SERVING and bool(has_seat(self._led, w))
 
-    def heartbeat(self, rows: Ints, now_s: float) -> tuple[Callable[[], Heartbeat], list[WorkerId]]:
-        """The exact policy's problem of placing ledger `rows`, and its workers.
-
-        What builds it may be called on another thread: the ledger is copied here and now.
+    def together(self, line: Ints, now_s: float) -> Callable[[], tuple[list[tuple[int, WorkerId]], bool]]:
+        """The exact policy's placement of ledger rows, to be called on another thread: (row, worker) pairs,
+        and whether it is proven best. The ledger is copied here and now.
         """
         serving = [w for w in self._workers if self._led.workers[w]["status"] == SERVING]
-        led = Ledger._make(column.copy() for column in self._led)
+        led, names = Ledger._make(column.copy() for column in self._led), dict(self._workers)
         (profile,) = self._profiles.values()
-        build = partial(heartbeat_of, led, rows, np.array(serving, np.int64), profile, self._settings, now_s)
-        return build, [self._workers[w] for w in serving]
+
+        def solved() -> tuple[list[tuple[int, WorkerId]], bool]:
+            workers = np.array(serving, np.int64)
+            placed, is_proven = place_together(led, line, workers, profile, self._settings, now_s)
+            return [(r, names[w]) for r, w in placed], is_proven
+
+        return solved
 
     def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
         """A request is on a worker (again); `has_kv` when it brings its KV and needs no prefill there."""
