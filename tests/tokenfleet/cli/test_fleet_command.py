@@ -28,7 +28,8 @@ FLEET = {
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
     "decisions": DECIDED, "scaling": [SCALED], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
     "attainment_target": 0.99, "lately": {
-        "over_s": 60.0, "tokens_per_s": 0.0, "finished": 0, "failed": 0, "rejected": 0, "ttft_s": None, "tpot_s": None,
+        "over_s": 60.0, "tokens_per_s": 0.0, "finished": 0, "failed": 0, "rejected": 0, "ttft_s": None,
+        "tpot_s": None,
         "attainment": {"both": {"met": 0, "of": 0}},
     },
     "placement": {"policy": "spread+migrate", "by": "load", "step_times_known": False},
