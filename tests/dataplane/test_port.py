@@ -122,7 +122,8 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
     live = LivePlane(ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),)))
     states, told, posted, done, held = [State()], {}, [], [], []
-    # The simulated plane alone counts peaks of KV, by which requests are shed.
+    # These replies do not lengthen the prediction of a request that has outlived it, as both planes do, and
+    # shedding goes by such predictions.
     asked = ASKED if policy.startswith("jsq") else replace(ASKED, shed=None)
     observe, report = SimulatedPlane.observe, SimulatedPlane.report
 

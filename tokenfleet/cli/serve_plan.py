@@ -75,19 +75,19 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
     if (why := plan.unserved) is not None:
         raise BadInput(f"--plan: {why}")
     groups = list(plan.groups)
+    limits = {g.worker_type.name: g.worker_type.profile.engine for g in groups}
     if as_is:
-        degrees = dict.fromkeys(group.worker_type.tp_degree for group in groups)
-        counts = {tp: sum(g.workers for g in groups if g.worker_type.tp_degree == tp) for tp in degrees}
+        alike: dict[WorkerType, list[WorkerGroup]] = {}
+        for group in groups:
+            alike.setdefault(WorkerType(None, group.worker_type.tp_degree), []).append(group)
+        groups = [WorkerGroup(t, sum(g.workers for g in of)) for t, of in alike.items()]
+        # Of types that are one here the engines get the least limits.
         limits = {
-            f"TP{tp}": min(
-                (g.worker_type.profile.engine for g in groups if g.worker_type.tp_degree == tp),
-                key=lambda engine: (engine.max_seqs, engine.max_batched_tokens),
+            t.name: min(
+                (limits[g.worker_type.name] for g in of), key=lambda e: (e.max_seqs, e.max_batched_tokens)
             )
-            for tp in degrees
+            for t, of in alike.items()
         }
-        groups = [WorkerGroup(WorkerType(None, tp), workers) for tp, workers in counts.items()]
-    else:
-        limits = {g.worker_type.name: g.worker_type.profile.engine for g in groups}
     return FleetTypes(_with_profiles(groups, profiles, is_emulated=False), limits, as_is)
 
 

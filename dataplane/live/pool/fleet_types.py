@@ -140,7 +140,7 @@ class FleetTypes:
         fixed: dict[str, object] = {}
         if limits is not None:
             fixed = {"max_num_seqs": limits.max_seqs, "max_num_batched_tokens": limits.max_batched_tokens}
-            if on_cpus and profile is not None and profile.kv.bytes_per_token:
+            if on_cpus and profile is not None and profile.kv.bytes_per_token and not self.as_is:
                 # Elsewhere an engine takes what memory there is, and is held against the plan once it has.
                 kv_bytes = profile.kv.capacity_tokens * profile.kv.bytes_per_token
                 fixed["kv_cache_memory_bytes"] = kv_bytes // self[kind].tp_degree
@@ -149,7 +149,7 @@ class FleetTypes:
     def shortfall(self, kind: str, kv_tokens: int) -> str | None:
         """What a started engine lacks of what its kind was planned with; None for nothing."""
         profile = self[kind].known_profile
-        if kind not in self.planned or profile is None:
+        if kind not in self.planned or profile is None or self.as_is:
             return None
         if kv_tokens >= LEAST_KV * profile.kv.capacity_tokens:
             return None
