@@ -22,7 +22,7 @@ from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import Slo
 from tokenfleet.cli.flags import takes
-from tokenfleet.cli.serve_plan import WORKERS, autoscale_of, most_workers, types_asked
+from tokenfleet.cli.serve_plan import AS_IS_MEANS, WORKERS, autoscale_of, most_workers, types_asked
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.planning.plan_file import PlanFile, read_plan
@@ -52,10 +52,6 @@ EXPECTED = {
 ATTAINMENT = 0.99  # asked of a fleet without a plan
 DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 DEFAULT_POLICY = "spread+migrate"
-AS_IS_MEANS = (
-    "--as-is: the plan's step times are of other hardware or another model and are left out; without"
-    " --profile, requests are placed by load (KV and seats), and the targets are only judged"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +190,27 @@ def serve_command(flags: ServeFlags) -> None:
     tell = _teller()
     tell("loading vLLM and Ray")
     from dataplane.live.control.fleet import run_fleet
-    from dataplane.live.engine_api.vllm_surface import current_platform
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
-    if flags.engine == "vllm" and current_platform.is_cpu():
-        checked.types.check_cpus()
-    if flags.as_is:
-        warn([AS_IS_MEANS])
+    _check_plan_fits(flags, checked)
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
         settings = _settings(flags, checked, keys, folder, (*planning, console_extension("live.html")))
         _run(settings, run_fleet, tell)
+
+
+def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
+    """Raise BadInput where engines or flags are not the plan's. Its GPUs are looked for once Ray runs."""
+    from dataplane.live.engine_api.vllm_surface import current_platform
+    from dataplane.live.gateway.server import parse_flags
+
+    if flags.engine == "vllm" and current_platform.is_cpu():
+        checked.types.check_cpus()
+    if checked.plan is not None:
+        checked.types.check_flags(parse_flags(["--model", checked.model, *(flags.engine_flags or ())]))
+    if flags.as_is:
+        warn([AS_IS_MEANS])
 
 
 def _checked(flags: ServeFlags) -> Checked:

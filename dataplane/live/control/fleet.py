@@ -115,7 +115,6 @@ async def run_fleet(
         placement = _placement(settings, history, profiles, step_times)
         tell(f"reading {settings.gateway.model} and the engine's flags")
         gateway = Gateway(settings.gateway)
-        settings.types.check_flags(gateway.arguments)
         if settings.engine == "vllm":
             tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
         host = await _host(settings, gateway, profiles)
