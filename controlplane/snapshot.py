@@ -107,12 +107,12 @@ class WorkerLoad:
 class Snapshot:
     """The fleet at `now_s`; `waiting_tokens` are the prompts that no worker has taken.
 
-    `moving` and `busy`: requests on the move, and workers at either end of a move. `errors`: Algorithm 2's
-    outstanding surprises, where the plane keeps them. `arrivals`: requests that arrived since the last
-    snapshot, None = not counted; `by_class` the same with their lengths. `fixed`: the number of workers an
-    operator has fixed. `waiting_requests`: those that no worker has taken. `cold_start_s`, `drain_s`: what a
-    launch and a drain have lately taken here, 0 = not known. `wanted_kinds`: how many of each are
-    wanted, in a fleet of several kinds; they add up to `wanted`.
+    `moving` and `busy`: requests on the move or not to be moved, and workers at either end of a move.
+    `errors`: Algorithm 2's outstanding surprises, where the plane keeps them. `arrivals`: requests that
+    arrived since the last snapshot, None = not counted; `by_class` the same with their lengths. `fixed`: the
+    number of workers an operator has fixed. `waiting_requests`: those that no worker has taken.
+    `cold_start_s`, `drain_s`: what a launch and a drain have lately taken here, 0 = not known.
+    `wanted_kinds`: how many of each are wanted, in a fleet of several kinds; they add up to `wanted`.
     """
 
     now_s: float

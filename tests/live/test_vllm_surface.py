@@ -6,8 +6,10 @@ import inspect
 import pytest
 import quiet_vllm  # noqa: F401  # first
 
+from controlplane.types import WorkerId
 from dataplane.live.engine_api import vllm_surface as surface
 from dataplane.live.engine_api.kv_messages import Control, KvLoad, Transfer, message_of
+from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.segment import (
     control_request,
     obstacle_to_move,
@@ -32,6 +34,12 @@ def request(prompt=(1, 2, 3), **params):
         cache_salt=None,
         data_parallel_rank=None,
     )
+
+
+def info(**facts):
+    plain = {"block_tokens": 32, "kv_blocks": 8, "kv_bytes_per_token": 1, "max_model_len": 99, "max_seqs": 8}
+    plain |= {"max_batched_tokens": 99, "tp_degree": 1, "vllm_version": "0", "dtype": "float32", "pid": 1}
+    return WorkerInfo(WorkerId("w"), "vllm", "m", "", ("x",), **(plain | facts))
 
 
 def test_every_name_of_the_surface_exists():
@@ -116,8 +124,28 @@ def test_a_continuation_counts_what_is_left_and_leaves_the_original_alone():
     assert first.sampling_params.extra_args is None
 
 
+def structured(**more):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return request(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), **more)
+
+
+def test_a_grammar_goes_on_from_the_tokens_so_far_unless_reasoning_hides_where_it_began():
+    asked = structured()
+    assert "reasoning" in obstacle_to_replay(asked, [1])
+    assert obstacle_to_replay(asked, []) is None
+    asked.reasoning_ended = True
+    assert obstacle_to_move(asked, [1], info()) is None
+    later = segment_request(asked, [7, 8], "r#1", Transfer())
+    assert later.sampling_params.extra_args["tokenfleet_prior_tokens"] == [7, 8]
+
+
+def test_no_request_of_an_engine_with_several_kv_groups_is_moved_once_it_has_begun():
+    assert obstacle_to_move(request(), [1], info(why_fixed="its KV")) == "its KV"
+    assert obstacle_to_move(request(), [], info(why_fixed="its KV")) is None
+
+
 CANNOT = {
-    "structured": {"structured_outputs": "choice"},
     "several outputs": {"n": 2},
     "thinking": {"thinking_token_budget": 5},
 }
@@ -125,23 +153,18 @@ CANNOT = {
 
 @pytest.mark.parametrize("what", CANNOT)
 def test_what_cannot_go_on_is_refused_once_a_token_was_sent(what):
-    params = dict(CANNOT[what])
-    if "structured_outputs" in params:
-        from vllm.sampling_params import StructuredOutputsParams
-
-        params["structured_outputs"] = StructuredOutputsParams(choice=["yes", "no"])
-    asked = request(**params)
+    asked = request(**CANNOT[what])
     assert obstacle_to_replay(asked, []) is None
     assert what in obstacle_to_replay(asked, [1])
-    assert what in obstacle_to_move(asked, [1])
+    assert what in obstacle_to_move(asked, [1], info())
 
 
 def test_seeds_are_an_obstacle_to_a_move_but_not_to_a_replay_nor_when_greedy():
     seeded = request(seed=3, temperature=0.7)
-    assert "seeded" in obstacle_to_move(seeded, [1])
-    assert obstacle_to_move(seeded, [1], seeds_are_stateless=True) is None
+    assert "seeded" in obstacle_to_move(seeded, [1], info())
+    assert obstacle_to_move(seeded, [1], info(has_stateless_seeds=True)) is None
     assert obstacle_to_replay(seeded, [1]) is None
-    assert obstacle_to_move(request(seed=3, temperature=0.0), [1]) is None
+    assert obstacle_to_move(request(seed=3, temperature=0.0), [1], info()) is None
 
 
 def test_every_sampling_parameter_has_been_judged():
@@ -200,16 +223,89 @@ def test_engine_settings_that_the_live_plane_needs_cannot_be_taken_away():
     from controlplane.errors import BadInput
 
     door = KvDoor(("unix://x",), "secret")
-    made = engine_args({"model": "m", "max_num_seqs": 8}, door)
-    assert (made.max_num_seqs, made.enable_prefix_caching) == (8, True)
+    made = engine_args({"model": "m", "max_num_seqs": 8, "enable_prefix_caching": False}, door)
+    assert (made.max_num_seqs, made.enable_prefix_caching, made.mm_processor_cache_gb) == (8, False, 0)
     for asked in (
         {"kv_transfer_config": {"kv_connector": "Other"}},
         {"logits_processors": ["mine"]},
-        {"enable_prefix_caching": False},
         {"no_such_flag": 1},
     ):
         with pytest.raises(BadInput, match=next(iter(asked))):
             engine_args({"model": "m"} | asked, door)
+
+
+class Config:
+    """As much of vLLM's configuration as is looked at before an engine starts."""
+
+    def __init__(self, pipeline=1, replicas=1, runner="generate", has_encoder=False):
+        from types import SimpleNamespace
+
+        self.parallel_config = SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=replicas)
+        self.model_config = SimpleNamespace(model="m", runner_type=runner, is_encoder_decoder=has_encoder)
+
+
+def test_what_is_out_of_reach_is_refused_by_name():
+    from controlplane.errors import BadInput
+
+    surface.check_served(Config())
+    for config, named in (
+        (Config(pipeline=2), "pipeline-parallel"),
+        (Config(replicas=2), "data-parallel"),
+        (Config(runner="pooling"), "pooling"),
+        (Config(has_encoder=True), "encoder"),
+    ):
+        with pytest.raises(BadInput, match=named):
+            surface.check_served(config)
+
+
+def test_kv_is_moved_of_layers_that_keep_every_token_only():
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    from dataplane.live.kv.connector import KEEPS_ALL, why_fixed
+
+    shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
+    assert {FullAttentionSpec.__name__, MLAAttentionSpec.__name__} == KEEPS_ALL
+    assert why_fixed([KVCacheGroupSpec(["a"], full)]) == ""
+    assert "SlidingWindowSpec" in why_fixed([KVCacheGroupSpec(["a"], window)])
+    assert "2 groups" in why_fixed([KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)])
+
+
+class Word:
+    """A grammar of one word, by tokens."""
+
+    def __init__(self, *tokens):
+        self.left = list(tokens)
+
+    def accept_tokens(self, name, tokens):
+        taken, self.left = self.left[: len(tokens)], self.left[len(tokens) :]
+        return taken == tokens
+
+
+def test_a_grammar_is_advanced_when_it_is_compiled_and_is_an_error_where_it_cannot_be():
+    from concurrent.futures import Future
+    from types import SimpleNamespace
+
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+
+    from dataplane.live.kv.connector import advance_grammar
+
+    holder = StructuredOutputRequest(params=None, _grammar=(compiled := Future()))
+    advance_grammar(SimpleNamespace(request_id="r", structured_output_request=holder), [1, 2])
+    assert holder.grammar is None  # the scheduler waits
+    compiled.set_result(Word(1, 2, 3))
+    assert holder.grammar.left == [3]
+    for result in (Word(4, 5), ValueError("no such grammar")):
+        holder = StructuredOutputRequest(params=None, _grammar=(compiled := Future()))
+        advance_grammar(SimpleNamespace(request_id="r", structured_output_request=holder), [1, 2])
+        compiled.set_exception(result) if isinstance(result, ValueError) else compiled.set_result(result)
+        assert isinstance(holder.grammar, ValueError)
 
 
 def test_carried_penalties_equal_vllms_own_over_the_whole_output():

@@ -180,6 +180,9 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
     parts.append(_lately(view["lately"], view["attainment_target"]))
+    parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]
+    for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
+        parts.append(f"no request is moved here: {why}")
     if view["decisions"]:
         parts.append(_decisions_table(view["decisions"]))
     return parts

@@ -119,7 +119,13 @@ async def run_fleet(
             tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
         host = await _host(settings, gateway, profiles)
         core = FleetCore(
-            CoreSettings(settings.max_workers, settings.slo, settings.waiting, _moves(settings)),
+            CoreSettings(
+                settings.max_workers,
+                settings.slo,
+                settings.waiting,
+                _moves(settings),
+                reasons=gateway.reasons,
+            ),
             placement,
             metrics,
             events,

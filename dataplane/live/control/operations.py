@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -109,11 +110,17 @@ class Operations:
                 "running": sum(t.worker is not None for t in requests),
                 "waiting": self.core.waiting,
             },
-            "workers": [_worker_view(m, attached.get(m.worker), requests) for m in self.cluster.members()],
+            "workers": [
+                _worker_view(m, attached.get(m.worker), requests)
+                | {"adapters": sorted(self.core.adapters.of(m.worker))}
+                for m in self.cluster.members()
+            ],
             "arrivals": self.arrived.as_json(),
             "step_times": [] if self.step_times is None else self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
+            # Why requests that run cannot be moved, and how many.
+            "fixed": dict(Counter(filter(None, map(self.core.why_fixed, requests)))),
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
@@ -127,7 +134,10 @@ class Operations:
     def requests(self) -> list[dict[str, Any]]:
         """Every running and waiting request."""
         now_s = time.monotonic()
-        return [_request_view(tracked, now_s) for tracked in self.core.requests]
+        return [
+            _request_view(tracked, now_s) | {"fixed": self.core.why_fixed(tracked)}
+            for tracked in self.core.requests
+        ]
 
     def explain(self, name: str) -> dict[str, Any]:
         """A request, if it still runs, and every kept event about it. Raises UnknownName."""
@@ -265,6 +275,7 @@ def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -
             "block_tokens": info.block_tokens,
             "kv_blocks": info.kv_blocks,
             "kv_bytes_per_token": info.kv_bytes_per_token,
+            "fixed": info.why_fixed or None,
         }
         view["telemetry"] = None if at.telemetry is None else asdict(replace(at.telemetry, executed=()))
     return view

@@ -54,7 +54,10 @@ class SnapshotBuilder:
             tuple(self._worker(w, placed[w["worker"]]) for w in fleet["workers"]),
             int(fleet["wanted_workers"]),
             sum(_tokens(r) for r in waiting),
-            frozenset(RequestId(move["request_id"]) for move in fleet["moving"]),
+            frozenset(
+                RequestId(r["request_id"])
+                for r in (*fleet["moving"], *(r for r in requests if r.get("fixed")))
+            ),
             frozenset(WorkerId(move[end]) for move in fleet["moving"] for end in ("source", "target")),
             self._errors(fleet["workers"], requests),
             None if arrived is None else sum(c.requests for c in arrived),

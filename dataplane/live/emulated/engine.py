@@ -19,7 +19,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
 from dataplane.live.emulated.batch import Batch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
-from dataplane.live.engine_api.link import Event, Lost, Outputs, SegmentRefused, WorkerInfo
+from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
 from dataplane.live.engine_api.step_trace import Step, StepTrace
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -27,6 +27,7 @@ from dataplane.live.engine_api.vllm_surface import (
     EngineCoreRequest,
     FinishReason,
     LogprobsLists,
+    LoRARequest,
     PrefillStats,
     SchedulerStats,
     vllm_version,
@@ -96,6 +97,7 @@ class EmulatedEngine:
         self._trace = StepTrace(worker, self.batch.total_blocks)
         self._events: asyncio.Queue[Event] = asyncio.Queue(UNREAD_EVENTS)
         self._work = asyncio.Event()
+        self._adapters: set[int] = set()
         self._lost: Lost | None = None
         self._told_s = 0.0
         self._telling: set[asyncio.Task[None]] = set()
@@ -117,6 +119,9 @@ class EmulatedEngine:
         if len(self.batch) >= 4 * self._info.max_seqs and not request.abort_immediately:
             await self._events.put(SegmentRefused(request.request_id, "its queue is full"))
             return
+        adapter = request.lora_request
+        if adapter is not None and adapter.lora_int_id not in self._adapters:
+            await self.load_adapter(adapter)
         is_leased = self.batch.add(request, time.monotonic())
         if is_leased is not None:
             reason = FinishReason.ABORT if is_leased else FinishReason.ERROR
@@ -127,6 +132,10 @@ class EmulatedEngine:
         for name in segments:
             self.batch.abort(name, time.monotonic())
         self._work.set()
+
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        self._adapters.add(adapter.lora_int_id)
+        await self._events.put(Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id))
 
     async def receive(self) -> Event:
         if self._lost is not None and self._events.empty():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from controlplane.types import WorkerId
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, EngineCoreRequest
+    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, EngineCoreRequest, LoRARequest
 
 # In SamplingParams.extra_args: output tokens that an earlier segment of the request made.
 PRIOR_TOKENS = "tokenfleet_prior_tokens"
@@ -20,6 +20,8 @@ class WorkerInfo:
     """What a worker is, told once when it is ready. `kv_addresses` holds one address per TP rank.
 
     `weights` is a digest: equal for engines that continue each other's outputs. `kv_dtype` is vLLM's name.
+    `why_fixed`: why no request of it can be moved, or empty. `has_stateless_seeds`: it derives each draw from
+    (seed, position), as vLLM's second model runner does.
     """
 
     worker: WorkerId
@@ -39,6 +41,9 @@ class WorkerInfo:
     pid: int
     weights: str = ""
     kv_dtype: str = "auto"
+    why_fixed: str = ""
+    caches_prefixes: bool = True
+    has_stateless_seeds: bool = False
 
 
 class Executed(NamedTuple):
@@ -92,6 +97,15 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """The LoRA adapters that a worker holds, after it was told to load `asked`; `error` if it could not."""
+
+    held: tuple[int, ...]
+    asked: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentRefused:
     """A worker would not take a segment (its queue is full, or the request cannot be read)."""
 
@@ -106,7 +120,7 @@ class Lost:
     reason: str
 
 
-Event = Outputs | Telemetry | SegmentRefused | Lost
+Event = Outputs | Telemetry | SegmentRefused | Adapters | Lost
 
 
 class EngineLink(Protocol):
@@ -120,6 +134,9 @@ class EngineLink(Protocol):
 
     async def abort(self, segments: Sequence[str]) -> None:
         """End segments; unknown ids are ignored. No output follows for them."""
+
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        """Have the engine load an adapter; `Adapters` follows. A request brings its own if it is missing."""
 
     async def receive(self) -> Event:
         """Return the next event."""

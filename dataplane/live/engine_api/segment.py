@@ -6,6 +6,7 @@ does; `segment_request` adjusts those that can be adjusted:
 
 - max_tokens and min_tokens count what is left;
 - presence and frequency penalties count the earlier tokens through `penalties.CarriedPenalties`;
+- a grammar is advanced over the earlier tokens by the engine's connector, before it masks the next one;
 - prompt logprobs were delivered with the first token and are not asked for again.
 
 Stop strings, text and logprob records live above the fleet and do not notice a new segment.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 
 from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, KvLoad, Transfer, params_from
-from dataplane.live.engine_api.link import PRIOR_TOKENS
+from dataplane.live.engine_api.link import PRIOR_TOKENS, WorkerInfo
 from dataplane.live.engine_api.vllm_surface import EngineCoreRequest, SamplingParams
 
 
@@ -28,7 +29,6 @@ def _has_long_bad_words(params: SamplingParams) -> bool:
 # What depends on the outputs as outputs, and would start anew in a continuation: (present?, what).
 OBSTACLES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
     (lambda p: p.n > 1, "several outputs of one engine request (n > 1)"),
-    (lambda p: p.structured_outputs is not None, "structured output: its grammar would start again"),
     (_has_long_bad_words, "bad words of several tokens: one could straddle the move"),
     (lambda p: p.repetition_detection is not None, "repetition detection: it would forget the text so far"),
     (lambda p: p.thinking_token_budget is not None, "a thinking budget: it would start again"),
@@ -55,22 +55,22 @@ def obstacle_to_replay(request: EngineCoreRequest, output_token_ids: Sequence[in
     for present, what in OBSTACLES:
         if present(request.sampling_params):
             return what
+    if request.sampling_params.structured_outputs is not None and not request.reasoning_ended:
+        return "structured output after reasoning: where its grammar began is not known"
     return None
 
 
 def obstacle_to_move(
-    request: EngineCoreRequest, output_token_ids: Sequence[int], seeds_are_stateless: bool = False
+    request: EngineCoreRequest, output_token_ids: Sequence[int], source: WorkerInfo
 ) -> str | None:
-    """What of a request could not continue exactly after a move, or None.
-
-    `seeds_are_stateless`: the engine derives each draw from (seed, position), as vLLM's second model
-    runner does; the first one's generators live in the worker and would restart.
-    """
+    """What of a request on `source` could not continue exactly after a move, or None."""
     obstacle = obstacle_to_replay(request, output_token_ids)
-    params = request.sampling_params
-    if obstacle is not None or not output_token_ids or seeds_are_stateless:
+    if obstacle is not None or not output_token_ids:
         return obstacle
-    if params.seed is not None and params.temperature > 0:
+    if source.why_fixed:
+        return source.why_fixed
+    params = request.sampling_params
+    if params.seed is not None and params.temperature > 0 and not source.has_stateless_seeds:
         return "seeded sampling: the generator's state stays in the worker"
     return None
 
@@ -88,7 +88,7 @@ def segment_request(
         params.prompt_logprobs = None
         params.prompt_logprob_token_ids = None
         params.skip_reading_prefix_cache = False
-        if params.presence_penalty or params.frequency_penalty:
+        if params.presence_penalty or params.frequency_penalty or params.structured_outputs:
             extra[PRIOR_TOKENS] = list(output_token_ids)
     params.extra_args = extra
     continued = copy(request)

@@ -8,6 +8,8 @@ check. Importing this module without that vLLM raises BadInput.
 
 from __future__ import annotations
 
+from typing import Any
+
 from controlplane.errors import BadInput
 
 SUPPORTED_VERSION = "0.32.0"
@@ -35,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
@@ -77,6 +80,7 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
+    "LoRARequest",
     "LogprobsLists",
     "MsgpackDecoder",
     "MsgpackEncoder",
@@ -87,10 +91,30 @@ __all__ = [
     "SchedulerStats",
     "SupportsHMA",
     "UsageContext",
+    "check_served",
     "current_platform",
     "sleep_while_spinning",
     "vllm_version",
 ]
+
+
+def check_served(config: Any) -> None:
+    """Raise BadInput where an engine of this configuration is out of the live plane's reach."""
+    model, parallel = config.model_config, config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise BadInput(
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: a worker is one stage;"
+            " let it span GPUs by --tp"
+        )
+    if parallel.data_parallel_size > 1:
+        raise BadInput(
+            f"--data-parallel-size {parallel.data_parallel_size}: replicas are workers; use --workers"
+        )
+    if model.runner_type != "generate":
+        what = f"it is served for {model.runner_type} (embeddings, scores, rewards)"
+        raise BadInput(f"model {model.model}: {what}; a fleet serves models that generate text")
+    if model.is_encoder_decoder:
+        raise BadInput(f"model {model.model}: it has an encoder and a decoder; a fleet serves decoders")
 
 
 def sleep_while_spinning() -> None:

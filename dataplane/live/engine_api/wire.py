@@ -6,12 +6,14 @@ encoding, so nothing is lost or copied by field; everything else is msgpack of p
     gateway → worker   hello   [wire version, vllm version, token]
                        add     segment, EngineCoreRequest (vLLM's frames)
                        abort   [segment, …]
+                       adapter LoRARequest (vLLM's array): load it
                        alive   -
                        bye     -
     worker → gateway   welcome WorkerInfo as a map
                        outputs EngineCoreOutputs (vLLM's frames)
                        load    Telemetry as a map
                        refused [segment, reason]
+                       adapters Adapters as a map
                        lost    reason
 
 Both sides bound their queues. A worker that cannot deliver a gateway's outputs disconnects that gateway: its
@@ -30,6 +32,7 @@ from controlplane.errors import BadInput
 WIRE_VERSION = 1
 HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
 WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
+ADAPTER, ADAPTERS = b"adapter", b"adapters"
 
 ALIVE_EVERY_S = 1.0  # either side says something at least this often
 SILENCE_S = 10.0  # and is given up after this long without a word

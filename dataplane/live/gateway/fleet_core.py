@@ -24,15 +24,17 @@ from types import SimpleNamespace
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
-from dataplane.live.engine_api.link import EngineLink, Lost, Outputs, SegmentRefused, Telemetry
-from dataplane.live.engine_api.segment import obstacle_to_replay, segment_request
+from dataplane.live.engine_api.link import Adapters, EngineLink, Lost, Outputs, SegmentRefused, Telemetry
+from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreClient,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    LoRARequest,
 )
+from dataplane.live.gateway.adapters import AdapterBook
 from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.connections import Attached, Attachments, RequestBook, Unread
 from dataplane.live.gateway.events import EventLog
@@ -51,7 +53,8 @@ COMPUTE = Transfer()  # a segment that brings no KV
 class CoreSettings:
     """`slots` bounds the workers at any one time (vLLM's metrics are laid out once); `max_unread` the
     batches the front end may lag behind before workers are made to wait; `max_fruitless` the segments in
-    a row that may end without a token before a request is given up."""
+    a row that may end without a token before a request is given up. `reasons`: a grammar begins to hold
+    where the model's reasoning ends, which only the engine notices."""
 
     slots: int
     default_slo: Slo
@@ -59,6 +62,7 @@ class CoreSettings:
     moves: MoveBudget = field(default_factory=MoveBudget)
     max_unread: int = 256
     max_fruitless: int = 8
+    reasons: bool = False
 
 
 class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
@@ -79,7 +83,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         predict: Callable[[int], int],
     ) -> None:
         self.settings, self.placement, self.metrics, self.events = settings, placement, metrics, events
-        self.requests = RequestBook()
+        self.requests, self.adapters = RequestBook(), AdapterBook()
+        placement.holders = self.adapters.holders
         self.migrations = Migrations(self, settings.moves)
         self.on_lost: list[Callable[[WorkerId, str], None]] = []
         self.on_arrival: list[Callable[[Tracked], None]] = []
@@ -113,12 +118,19 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     async def reset_mm_cache_async(self) -> None:
         """Nothing to do: the cache is the workers', and starts empty."""
 
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
+        await self.adapters.load([at.link for at in self._attached], lora_request)
+        return True
+
     async def get_output_async(self) -> EngineCoreOutputs:
         """Return the next batch of outputs, in the order their tokens were tracked."""
         return await self._unread.next()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Track a new request; it is placed at once where a worker has room, or waits."""
+        if not self.settings.reasons:
+            request.reasoning_ended = True
         tracked = tracked_from(request, self.settings.default_slo, self._predict, time.monotonic())
         self.requests.add(tracked)
         for tell in self.on_arrival:
@@ -194,6 +206,13 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             return None
         return Running(tracked.request, tracked.segment, tracked.worker, tracked.output_token_ids)
 
+    def why_fixed(self, tracked: Tracked) -> str | None:
+        """Why a request cannot be moved from where it runs; None if it can, or runs nowhere."""
+        link = self._link_of(tracked)
+        if link is None:
+            return None
+        return obstacle_to_move(tracked.request, tracked.output_token_ids, link.info)
+
     async def cut_over(
         self, request: RequestId, target: WorkerId, transfer: Transfer
     ) -> asyncio.Future[bool]:
@@ -257,6 +276,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 tracked = self.requests.listening_to(event.segment)
                 if tracked is not None:
                     self._replay(tracked, f"{at.worker} refused it: {event.reason}")
+            elif isinstance(event, Adapters):
+                self.adapters.take(at.worker, event)
             else:
                 self.metrics.lost_workers.inc()
                 self._forget_worker(at, event.reason)
@@ -340,6 +361,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     def _forget_worker(self, at: Attached, reason: str) -> None:
         self._attached.discard(at.worker)
         self.placement.detach(at.worker)
+        self.adapters.forget(at.worker)
         self.metrics.forget_worker(at.worker)
         for tracked in self.requests.on_worker(at.worker):
             self._replay(tracked, f"{at.worker} is gone: {reason}")
@@ -355,6 +377,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         obstacle = obstacle or self._other_weights(tracked)
         if obstacle is None and tracked.fruitless > self.settings.max_fruitless:
             obstacle = f"{tracked.fruitless} attempts in a row gave no token"
+            if tracked.output_token_ids and tracked.request.sampling_params.structured_outputs is not None:
+                obstacle += "; its grammar may not accept the tokens so far"
         if obstacle is not None:
             self._fail(tracked, f"{why}; it cannot be continued: {obstacle}")
             return

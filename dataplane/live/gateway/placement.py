@@ -56,6 +56,7 @@ from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
+LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
 ROWS, SLOTS = 1024, 1024  # requests in the ledger to begin with, and at a worker at most
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
@@ -89,6 +90,7 @@ class Placement:
         self._weights: dict[int, str] = {}
         self._rows: dict[RequestId, int] = {}
         self._free = list(range(ROWS))
+        self.holders: Callable[[int], Collection[WorkerId]] = lambda adapter: ()  # who holds a LoRA adapter
         # Compiled now rather than under the first client's request.
         for moving in (False, True):
             self._choose(0, 0.0, moving, policy)
@@ -152,19 +154,30 @@ class Placement:
         policy: Policy | None = None,
     ) -> WorkerId | None:
         """The worker for a request, or None when it had better wait. `policy`: another than the fleet's."""
-        r = self.row(request)
-        barred = [self._worker_rows[w] for w in exclude if w in self._worker_rows]
+        r, policy = self.row(request), policy or self.policy
+        barred = {self._worker_rows[w] for w in exclude if w in self._worker_rows}
         if request.output_token_ids:
-            barred += [w for w, weights in self._weights.items() if weights != request.weights]
+            barred |= {w for w, weights in self._weights.items() if weights != request.weights}
+        w = self._choose_among(r, now_s, barred, policy)
+        adapter = request.request.lora_request
+        if w != NONE and adapter is not None:
+            holders = {self._worker_rows[h] for h in self.holders(adapter.lora_int_id)} - barred
+            if holders and w not in holders:
+                h = self._choose_among(r, now_s, self._workers.keys() - holders, policy)
+                busy = self._led.workers["decoding"] + self._led.workers["queued"]
+                w = h if h != NONE and busy[h] <= busy[w] + LEAN else w
+        return None if w == NONE else self._workers[w]
+
+    def _choose_among(self, r: int, now_s: float, barred: Collection[int], policy: Policy) -> int:
+        rows = list(barred)
         status = self._led.workers["status"]
-        before = status[barred].copy()
-        status[barred] = OFF
+        before = status[rows].copy()
+        status[rows] = OFF
         try:
             moving = self._led.requests[r]["phase"] != HELD
-            w = self._choose(r, now_s, moving, policy or self.policy)
+            return self._choose(r, now_s, moving, policy)
         finally:
-            status[barred] = before
-        return None if w == NONE else self._workers[w]
+            status[rows] = before
 
     def _choose(self, r: int, now_s: float, moving: bool, policy: Policy) -> int:
         # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.

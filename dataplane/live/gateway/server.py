@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.vllm_surface import AsyncEngineArgs, EngineCoreClient, UsageContext
+from dataplane.http.rules import is_loopback
+from dataplane.live.engine_api.vllm_surface import (
+    AsyncEngineArgs,
+    EngineCoreClient,
+    UsageContext,
+    check_served,
+)
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
 
@@ -59,6 +66,12 @@ class Gateway:
         self.arguments: argparse.Namespace = parse_flags(settings.server_flags())
         self.config: Any = engine_config(self.arguments)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether grammars begin to hold only where the model's reasoning has ended."""
+        outputs = self.config.structured_outputs_config
+        return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning
+
     def prepare(self, kv_blocks: int) -> None:
         """Take over what only a started engine knows: its KV blocks, for vLLM's metrics."""
         self.config.cache_config.num_gpu_blocks = kv_blocks
@@ -66,6 +79,9 @@ class Gateway:
     async def serve(self, core: FleetCore, door: DoorPolicy, listening: socket.socket) -> None:
         """Answer until SIGTERM or SIGINT, then end every stream and return."""
         address = f"http://{self.settings.host}:{self.settings.port}"
+        if self.config.lora_config is not None and is_loopback(self.settings.host):
+            # vLLM's own switch: beyond this machine whoever runs the fleet must want it.
+            os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         await serve_http(FleetLLM(self.config, core, door), listening, address, self.arguments)
 
 
@@ -118,9 +134,14 @@ def engine_config(arguments: argparse.Namespace) -> Any:
     Raises BadInput where vLLM cannot serve this model with these flags.
     """
     try:
-        return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        args = AsyncEngineArgs.from_cli_args(arguments)
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
         raise BadInput(f"model {arguments.model}: {_first_line(error)}") from error
+    check_served(config)
+    # Engines keep no images: each is sent whole, and vLLM's cache here only saves its processing.
+    config.parallel_config._api_process_count = 2
+    return config
 
 
 async def serve_http(llm: FleetLLM, listening: socket.socket, address: str, arguments: Any) -> None:

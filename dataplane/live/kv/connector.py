@@ -3,7 +3,11 @@
 It is loaded through vLLM's public out-of-tree hook (`kv_connector_module_path`), once in the scheduler's
 process and once in each rank's. Only what NIXL's and LMCache's connectors use is used.
 
-An engine that uses it needs prefix caching on, `kv_load_failure_policy="fail"`, and one KV cache group.
+An engine that uses it needs `kv_load_failure_policy="fail"`. Blocks are moved where the KV cache is one group
+of layers that keep every token's KV (`why_fixed`); in any other engine the connector only counts.
+
+A continued request whose output follows a grammar comes with its tokens so far: the grammar is advanced over
+them as soon as it is compiled, which the scheduler waits for in any case.
 
 vLLM's own iteration details count requests and tokens but not the context they hold, and a decode step's time
 grows with context. The connector sees every scheduled step, and its stats travel with the step's outputs; so
@@ -14,6 +18,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +27,7 @@ import torch
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api.kv_messages import Control, Transfer, message_from
+from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.processes import cpu_s, descendants, exit_with_parent
 from dataplane.live.engine_api.vllm_surface import (
     KVConnectorBase_V1,
@@ -71,11 +78,15 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         exit_with_parent()
         if current_platform.is_cpu():
             sleep_while_spinning()
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise BadInput(f"model: {groups} KV cache groups; live migration knows one")
+        self._why_fixed = why_fixed(kv_cache_config.kv_cache_groups)
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
+            groups, pool = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
+            self._cache: dict[str, Any] = {
+                "groups": len(groups),
+                "block_bytes": sum(t.size for t in pool) // max(1, kv_cache_config.num_blocks),
+                "why_fixed": self._why_fixed,
+            }
             self._running: set[str] = set()
             self._ranks: list[int] | None = None
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
@@ -90,11 +101,16 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._rank = vllm_config.parallel_config.rank
             self._block_errors: set[int] = set()
+            self._loads: Loads | None = None
 
     # In the scheduler
 
     def on_new_request(self, request: Any) -> None:
         self._running.add(request.request_id)
+        if request.structured_output_request is not None:
+            prior = (request.sampling_params.extra_args or {}).get(PRIOR_TOKENS)
+            if prior:
+                advance_grammar(request, prior)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         message = message_from(request.kv_transfer_params)
@@ -125,7 +141,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if message.verb == "release":
                 self._holds.release(message.segment)
             else:
-                is_running = message.segment in self._running
+                is_running = message.segment in self._running and not self._why_fixed
                 leased = self._holds.begin(message.segment, is_running, now_s)
                 self._answers[request.request_id] = "leased" if leased else "gone"
             return False, None
@@ -166,6 +182,12 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In a rank
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+            # A rank whose first step decodes one token would use the CPU's tiles before asking the kernel
+            # for them, and die of SIGILL.
+            torch.cpu._init_amx()
+        if self._why_fixed:
+            return
         layers = list(kv_caches.values())
         blocks = self._kv_cache_config.num_blocks
         for name, tensor in kv_caches.items():
@@ -173,20 +195,18 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 raise BadInput(
                     f"{name}: KV cache of shape {tuple(tensor.shape)}, expected {blocks} blocks first"
                 )
-        if layers[0].device.type == "cpu" and torch.cpu._is_amx_tile_supported():
-            # A rank whose first step decodes one token would use the CPU's tiles before asking the kernel
-            # for them, and die of SIGILL.
-            torch.cpu._init_amx()
         transport = SocketTransport(self._settings["token"])
         self._loads = Loads(layers, transport, self._settings["addresses"][self._rank], self._rank)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         # Here and not in start_load_kv, which vLLM may call after the step's writes.
-        self._loads.take_orders(connector_metadata.orders)
+        if self._loads is not None:
+            self._loads.take_orders(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._loads.start()
+        if self._loads is not None:
+            self._loads.start()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads inside a step are done before its first layer."""
@@ -198,6 +218,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing is saved."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if self._loads is None:
+            return KVConnectorTransferResults()
         freed, received, failed, self._block_errors = self._loads.results()
         return KVConnectorTransferResults(
             finished_sending=freed, finished_recving=received, failed_recving=failed
@@ -220,7 +242,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         answers, self._answers = self._answers, {}
         load, began_s = self._begun.popleft()
         stats: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
-        stats["loaders"] = self._holds.loaders
+        stats |= {"loaders": self._holds.loaders, "cache": self._cache}
         if self._settings.get("cpu_clock"):
             if self._ranks is None:  # looked for once: it takes longer than a step
                 self._ranks = descendants()
@@ -228,8 +250,45 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepStats(data=stats)
 
     def shutdown(self) -> None:
-        if self._role == KVConnectorRole.WORKER and hasattr(self, "_loads"):
+        if self._role == KVConnectorRole.WORKER and self._loads is not None:
             self._loads.close()
+
+
+KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}  # vLLM's kinds of layers with a block for every token
+
+
+def why_fixed(groups: Sequence[Any]) -> str:
+    """Why no request of an engine with these KV cache groups can be moved; empty if it can.
+
+    A layer that drops what lies behind its window, or folds it into a state, has no block for each position
+    of a request: what the target wants may be gone at the source.
+    """
+    if len(groups) != 1:
+        return f"its KV cache has {len(groups)} groups of layers"
+    spec = groups[0].kv_cache_spec
+    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # one type, several sizes
+    others = sorted({type(s).__name__ for s in specs} - KEEPS_ALL)
+    return f"its layers do not keep every token's KV ({', '.join(others)})" if others else ""
+
+
+def advance_grammar(request: Any, prior_tokens: list[int]) -> None:
+    """Let the request's grammar, once it is compiled, accept the tokens that came before this segment.
+
+    The scheduler ends a request whose grammar is an exception in an error.
+    """
+    compiled, advanced = request.structured_output_request._grammar, Future[Any]()
+
+    def advance(done: Future[Any]) -> None:
+        try:
+            grammar = done.result()
+            if not grammar.accept_tokens(request.request_id, prior_tokens):
+                raise ValueError("its grammar does not accept the tokens so far")
+            advanced.set_result(grammar)
+        except Exception as error:  # whatever a grammar's own code raises must reach the scheduler
+            advanced.set_exception(error)
+
+    request.structured_output_request.grammar = advanced
+    compiled.add_done_callback(advance)
 
 
 KEYS = (

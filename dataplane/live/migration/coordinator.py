@@ -86,7 +86,8 @@ class Migrations:
         """Move a request, waiting for the budget; return the closed move. Raises nothing of its own.
 
         `stop-and-copy` copies all KV after the cut-over, `recompute` none: what live migration is measured
-        against, and `recompute` also what is done between workers of two kinds, which lay KV out differently.
+        against. The first is also what is done where prefixes are not cached, the second between workers of
+        two kinds, which lay KV out differently.
         `hurried`: its worker must be gone soon, so its copy takes what it can.
         """
         running = self._fleet.running(request)
@@ -155,6 +156,9 @@ class Migrations:
         if layout(self._info(running.worker)) != layout(self._info(move.target)):
             move.mode = "recompute"
             move.reason = f"{running.worker} and {move.target} lay KV out differently, so it is computed anew"
+        elif move.mode == "live" and not self._info(move.target).caches_prefixes:
+            move.mode = "stop-and-copy"
+            move.reason = f"{move.target} caches no prefixes, so nothing can be copied ahead"
         await self._move_running(move, running)
 
     def _refusal(self, running: Running, move: Move) -> str | None:
@@ -165,7 +169,7 @@ class Migrations:
             return f"it is on {move.target} already"
         if meaning(source.info) != meaning(target.info):
             return f"{running.worker} and {move.target} do not run the same model in the same way"
-        return obstacle_to_move(running.request, running.output_token_ids)
+        return obstacle_to_move(running.request, running.output_token_ids, source.info)
 
     async def _move_running(self, move: Move, running: Running) -> None:
         loader: str | None = None

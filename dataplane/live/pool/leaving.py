@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay
+from dataplane.live.engine_api.segment import obstacle_to_replay
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.request import Tracked
@@ -86,6 +86,8 @@ class Exit:
     async def _move_off(self, tracked: Tracked, why: str) -> bool:
         if tracked.worker != self.worker:
             return True
+        if self._core.why_fixed(tracked) is not None:
+            return False
         target = self._haven_of(tracked)
         return target is not None and await self._move(tracked.id, target, why)
 
@@ -209,7 +211,7 @@ class Exit:
 
     def _leaving(self, tracked: Tracked) -> Leaving:
         outputs = tracked.output_token_ids
-        may_move = obstacle_to_move(tracked.request, outputs) is None and tracked.id not in self._fixed
+        may_move = self._core.why_fixed(tracked) is None and tracked.id not in self._fixed
         rest = max(tracked.predicted_tokens - len(outputs), 1)
         pace_s = tracked.tpot_s() if outputs else None
         return Leaving(

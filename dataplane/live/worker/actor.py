@@ -22,7 +22,7 @@ from zmq.constants import SocketOption, SocketType
 from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.kv_messages import Control, message_of
-from dataplane.live.engine_api.link import Telemetry, WorkerInfo
+from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
 from dataplane.live.engine_api.step_trace import Step, StepTrace
 from dataplane.live.engine_api.vllm_surface import (
@@ -31,6 +31,7 @@ from dataplane.live.engine_api.vllm_surface import (
     EngineCoreRequest,
     EngineDeadError,
     FinishReason,
+    LoRARequest,
     MsgpackDecoder,
     vllm_version,
 )
@@ -54,6 +55,7 @@ class Worker:
         self._token = token
         self._tasks: list[asyncio.Task[None]] = []
         self._shared: set[Path] = set()
+        self._adapters: frozenset[int] = frozenset()
         self._lost = ""
         self._phase = "loading the model"
 
@@ -79,13 +81,13 @@ class Worker:
         release()
         self._shared = shared_memory(descendants())
         self._phase = "warming up"
-        await warm_up(self._core)
+        kv = await warm_up(self._core)
         self._context = zmq.asyncio.Context()
         self._socket: Any = self._context.socket(SocketType.ROUTER)
         self._socket.setsockopt(SocketOption.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(SocketOption.SNDHWM, wire.QUEUED_BATCHES)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self._info = worker_info(self._worker, self._core, f"tcp://{host}:{port}", door, os.getpid())
+        self._info = worker_info(self._worker, self._core, kv, f"tcp://{host}:{port}", door, os.getpid())
         self._peers = GatewayPeers(self._socket, self._core.abort_requests_async)
         self._trace = StepTrace(self._worker, self._info.kv_blocks)
         self._told_s = 0.0
@@ -153,6 +155,8 @@ class Worker:
             peer.heard_s = time.monotonic()
             if kind == wire.ADD:
                 await self._add(peer, decoder, frames)
+            elif kind == wire.ADAPTER:
+                await self._load_adapter(wire.noun_from(frames[0].bytes, LoRARequest))
             elif kind == wire.ABORT:
                 await self._peers.abort(peer, wire.unpack(frames[0].bytes))
             elif kind == wire.BYE:
@@ -186,10 +190,34 @@ class Worker:
         if len(self._peers) >= 4 * self._info.max_seqs and not request.abort_immediately:
             peer.offer([wire.REFUSED, wire.pack([segment, "its queue is full"])])
             return
+        adapter = request.lora_request
+        if adapter is not None and adapter.lora_int_id not in self._adapters:
+            # The engine would load it in the middle of a step, and die of one that cannot be loaded.
+            why = await self._load_adapter(adapter)
+            if why:
+                peer.offer([wire.REFUSED, wire.pack([segment, f"adapter {adapter.lora_name}: {why}"])])
+                return
         message = message_of(request)
         if not (isinstance(message, Control) and message.verb == "release"):
             self._peers.admit(peer, segment)  # an output will come for it
         await self._core.add_request_async(request)
+
+    async def _load_adapter(self, adapter: LoRARequest) -> str:
+        """Let the engine load an adapter, and tell the gateways; return why it could not, or nothing.
+
+        No other message is read meanwhile: the engine could not act on it.
+        """
+        why = ""
+        try:
+            await self._core.add_lora_async(adapter)
+            self._adapters = frozenset(await self._core.list_loras_async())
+        except EngineDeadError:
+            raise
+        except Exception as error:  # what an engine's utility call raises: whatever is wrong with the files
+            why = str(error)
+        told = Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id, why)
+        self._peers.offer_all([wire.ADAPTERS, wire.pack(asdict(told))])
+        return why
 
     async def _pump(self) -> None:
         while True:

@@ -25,6 +25,7 @@ from dataplane.live.engine_api.vllm_surface import (
     OMPProcessManager,
     SamplingParams,
     UsageContext,
+    check_served,
     current_platform,
     vllm_version,
 )
@@ -59,13 +60,12 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             raise BadInput(
                 f"engine argument {name}: the live plane sets it itself, got {engine_settings[name]!r}"
             )
-    if engine_settings.get("enable_prefix_caching") is False:
-        raise BadInput("engine argument enable_prefix_caching: live migration needs it")
     names = {field.name for field in fields(AsyncEngineArgs)}
     unknown = sorted(set(engine_settings) - names)
     if unknown:
         raise BadInput(f"engine argument {unknown[0]}: vllm {vllm_version} has none of that name")
-    settings: dict[str, Any] = {"scheduling_policy": "priority"}
+    # One KV cache group for all layers, also where some look back over a window only: such KV can be moved.
+    settings: dict[str, Any] = {"scheduling_policy": "priority", "disable_hybrid_kv_cache_manager": True}
     if current_platform.is_cpu():
         settings |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
         settings |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
@@ -74,7 +74,8 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
     settings |= {
-        "enable_prefix_caching": True,
+        # What enters an engine's cache of images, a gateway would have to know of each engine.
+        "mm_processor_cache_gb": 0,
         "disable_log_stats": False,
         "logits_processors": ["dataplane.live.engine_api.penalties:CarriedPenalties"],
         "kv_transfer_config": {
@@ -97,6 +98,9 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
 def start_engine(args: AsyncEngineArgs) -> Any:
     """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    check_served(config)
+    if config.model_config.is_hybrid:  # states and attention in turns cannot be one group
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
     is_one_process = config.parallel_config.distributed_executor_backend == ONE_PROCESS_EXECUTOR
     # OpenMP reads its cores when a process starts. vLLM tells its rank processes, not its engine's.
     cores = OMPProcessManager(config).configure_omp_envs(0, 0) if is_one_process else nullcontext()
@@ -104,14 +108,14 @@ def start_engine(args: AsyncEngineArgs) -> Any:
         return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
 
 
-def worker_info(worker: WorkerId, core: Any, endpoint: str, door: KvDoor, pid: int) -> WorkerInfo:
-    """What gateways are told of a started engine."""
+def worker_info(
+    worker: WorkerId, core: Any, kv: Mapping[str, Any], endpoint: str, door: KvDoor, pid: int
+) -> WorkerInfo:
+    """What gateways are told of a started engine; `kv` is what its connector says of the KV cache."""
     config = core.vllm_config
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    heads = model.get_num_kv_heads(parallel)
-    values_per_token = 2 * heads * model.get_head_size() * model.get_num_layers(parallel)
-    cache_dtype = model.dtype if cache.cache_dtype == "auto" else None
-    bytes_per_value = cache_dtype.itemsize if cache_dtype is not None else 1
+    # Groups share the blocks: a token takes one of each.
+    blocks = cache.num_gpu_blocks if kv["groups"] == 1 else cache.kv_cache_size_tokens // cache.block_size
     return WorkerInfo(
         worker=worker,
         engine="vllm",
@@ -119,8 +123,8 @@ def worker_info(worker: WorkerId, core: Any, endpoint: str, door: KvDoor, pid: i
         endpoint=endpoint,
         kv_addresses=door.addresses,
         block_tokens=cache.block_size,
-        kv_blocks=cache.num_gpu_blocks,
-        kv_bytes_per_token=values_per_token * bytes_per_value * parallel.tensor_parallel_size,
+        kv_blocks=blocks,
+        kv_bytes_per_token=kv["block_bytes"] // cache.block_size * parallel.tensor_parallel_size,
         max_model_len=model.max_model_len,
         max_seqs=config.scheduler_config.max_num_seqs,
         max_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -128,11 +132,16 @@ def worker_info(worker: WorkerId, core: Any, endpoint: str, door: KvDoor, pid: i
         vllm_version=vllm_version,
         dtype=str(model.dtype).removeprefix("torch."),
         pid=pid,
+        why_fixed=kv["why_fixed"],
+        caches_prefixes=bool(cache.enable_prefix_caching),
+        has_stateless_seeds=bool(config.use_v2_model_runner),
     )
 
 
-async def warm_up(core: Any) -> None:
+async def warm_up(core: Any) -> Mapping[str, Any]:
     """Run every kind of step a client could be the first to ask for, then forget what it left in the cache.
+
+    Return what the engine's connector says of its KV cache.
 
     A first logprobs request compiles for seconds, a first prompt of a new size is slower than the next.
     Raises BadInput when the engine does not get through it.
@@ -150,14 +159,16 @@ async def warm_up(core: Any) -> None:
     try:
         for turn, kind in enumerate(kinds):
             waves = lengths if turn == 0 else lengths[:2]
-            await asyncio.wait_for(_run(core, f"warm-{turn}", waves, kind), WARM_UP_S)
+            kv = await asyncio.wait_for(_run(core, f"warm-{turn}", waves, kind), WARM_UP_S)
         await core.reset_prefix_cache_async()
     except TimeoutError:
         raise BadInput(f"engine: did not get through its warm-up within {WARM_UP_S:g} s") from None
+    return kv
 
 
-async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any]) -> None:
-    """Run one request per length together, to their ends."""
+async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    """Run one request per length together, to their ends; return what the connector says of the KV cache."""
+    kv: dict[str, Any] = {}
     unfinished = set()
     for at, length in enumerate(lengths):
         segment = f"{name}-{at}"
@@ -177,4 +188,8 @@ async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any])
         )
     while unfinished:
         batch = await core.get_output_async()
+        stats = batch.scheduler_stats
+        if stats is not None:
+            kv = (stats.kv_connector_stats or {}).get("cache", kv)
         unfinished -= {output.request_id for output in batch.outputs if output.finish_reason is not None}
+    return kv

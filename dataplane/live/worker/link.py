@@ -13,10 +13,19 @@ from zmq.constants import SocketOption, SocketType
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import wire
-from dataplane.live.engine_api.link import Event, Lost, Outputs, SegmentRefused, Telemetry, WorkerInfo
+from dataplane.live.engine_api.link import (
+    Adapters,
+    Event,
+    Lost,
+    Outputs,
+    SegmentRefused,
+    Telemetry,
+    WorkerInfo,
+)
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    LoRARequest,
     MsgpackDecoder,
     MsgpackEncoder,
     vllm_version,
@@ -78,6 +87,10 @@ class WorkerLink:
         if self._lost is None:
             await self._socket.send_multipart([wire.ABORT, wire.pack(list(segments))])
 
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        if self._lost is None:
+            await self._socket.send_multipart([wire.ADAPTER, wire.pack(adapter)])
+
     async def receive(self) -> Event:
         if self._lost is not None and self._events.empty():
             return self._lost
@@ -119,6 +132,8 @@ class WorkerLink:
             return Outputs(self._decoder.decode(frames))
         if kind == wire.LOAD:
             return wire.noun_from(frames[0].bytes, Telemetry)
+        if kind == wire.ADAPTERS:
+            return wire.noun_from(frames[0].bytes, Adapters)
         if kind == wire.REFUSED:
             segment, reason = wire.unpack(frames[0].bytes)
             return SegmentRefused(segment, reason)
