@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -18,6 +19,19 @@ from fastapi import APIRouter
 from prometheus_client.registry import Collector
 
 from controlplane.errors import BadInput
+
+OPEN_FILES = 1 << 18
+
+
+def allow_open_files() -> None:
+    """Allow this process, and all it will start, as many open files as it may have, up to OPEN_FILES.
+
+    Each stream and each worker takes some; many systems begin with 1,024 and allow far more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int, what: str) -> socket.socket:

@@ -1,33 +1,30 @@
-"""The control API's replies, made up: a worker, a request and the fleet of both."""
+"""The control API's replies, made up: a worker, a request and the answer with both."""
+
+from itertools import count
 
 from made_types import profile_of
 
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode
+from dataplane.live.control.changes import Changes, Mirror, RequestRow, StepRow, WorkerRow
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),))
 
 
+VERSIONS = count(1)
 PROFILE = profile_of(STEP, 16_000, 32, prefill=PrefillModel(0.01, 1e-4), mode=EngineMode.PREFILL_FIRST)
 
 
 def worker(name, steps=100, waiting=0, state="serving", kind="a", **load):
-    telemetry = {"steps": steps, "waiting": waiting, "step_s": 0.02, "prefill_tokens": 0, "sequences": 2}
-    telemetry |= {"context_tokens": 500, **load}
-    return {
-        "worker": name, "kind": kind, "state": state, "kv_blocks": 1000, "block_tokens": 16, "max_seqs": 32,
-        "kv_bytes_per_token": 1000,
-        "telemetry": telemetry,
-    }  # fmt: skip
+    last = StepRow(**{"prefill_tokens": 0, "sequences": 2, "context_tokens": 500, "step_s": 0.02, **load},
+                   steps=steps, waiting=waiting)  # fmt: skip
+    return WorkerRow(name, kind, state, 16_000, 32, 1000, last)
 
 
-def request(name, at="a", output=10, expected=100, age_s=1.0, prompt=50):
-    state = "waiting" if at is None else "decoding" if output else "prefilling"
-    return {
-        "request_id": name, "worker": at, "state": state, "prompt_tokens": prompt, "output_tokens": output,
-        "expected_tokens": expected, "priority": "normal", "age_s": age_s,
-        "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
-    }  # fmt: skip
+def request(name, at="a", output=10, expected=100, prompt=50, number=None):
+    """A request's row, its output tokens and what is expected of it; its name says its number, if nothing."""
+    number = int.from_bytes(name.encode()) if number is None else number
+    return RequestRow(number, name, at, prompt, 0, 0.1), output, expected
 
 
 def counted(requests, ttft_s=1.0):
@@ -35,8 +32,18 @@ def counted(requests, ttft_s=1.0):
     return {"ttft_s": ttft_s, "tpot_s": 0.1, **sums}
 
 
-def fleet(*workers, arrivals=(), wanted=2, auto=True):
-    return {
-        "workers": list(workers), "wanted_workers": wanted, "wanted_kinds": {"a": wanted}, "auto": auto,
-        "moving": [], "arrivals": list(arrivals), "cold_start_s": 30.0, "drain_s": 4.0,
-    }  # fmt: skip
+def fleet(*workers, requests=(), arrivals=(), wanted=2, auto=True, moving=(), cold_start_s=30.0):
+    """All there is, newer than any before it."""
+    rows = sorted(requests, key=lambda row: row[0].number)
+    return Changes(
+        "book", 0, next(VERSIONS), [row.number for row, _, _ in rows], [made for _, made, _ in rows],
+        [expected for _, _, expected in rows], [row for row, _, _ in rows], list(workers), list(moving),
+        list(arrivals), wanted, {"a": wanted}, auto, cold_start_s, 4.0,
+    )  # fmt: skip
+
+
+def seen(*workers, **told):
+    """A mirror that has taken all there is."""
+    mirror = Mirror()
+    assert mirror.take(fleet(*workers, **told))
+    return mirror

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from made_profiles import made_profile
-from made_replies import fleet, request, worker
+from made_replies import request, seen, worker
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
@@ -35,8 +35,8 @@ PROFILE = made_profile(
 )
 
 
-def as_replies(led):
-    """The ledger as GET /v1/fleet and GET /v1/requests would tell of it."""
+def as_seen(led):
+    """The ledger as the controller's mirror would have it."""
     workers = [worker(str(w), int(step)) for w, step in enumerate(led.workers["step"])]
     requests = [
         request(
@@ -48,7 +48,7 @@ def as_replies(led):
         for r, row in enumerate(led.requests)
         if row["phase"] != DONE
     ]
-    return fleet(*workers), requests
+    return seen(*workers, requests=requests)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
@@ -63,15 +63,15 @@ def test_both_planes_see_the_same_errors_of_algorithm_2(seed, factor):
         predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
     )  # fmt: skip
     tracker, live = DeviationTracker(), SnapshotBuilder()
-    seen = 0
+    off = 0
     for now_s in np.arange(0.1, 14, 0.1):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
         view_all(run.ledger, run.engines, now_s)
         loads(run.ledger)  # renews outlived predictions, as every look of the control loop does
         errors = deviations(tracker, run.ledger)
-        assert errors == live.snapshot(*as_replies(run.ledger), now_s).errors
-        seen += any(e.sequences for e in errors.values())
-    assert seen > 20
+        assert errors == live.snapshot(as_seen(run.ledger), now_s).errors
+        off += any(e.sequences for e in errors.values())
+    assert off > 20
 
 
 SEAT = replace(

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 from made_moves import profile
 from made_replies import fleet, request, worker
+from msgspec import structs
 
 from controlplane.control import Settings, State, tick
 from controlplane.migration.balance import MoveSettings
@@ -19,6 +21,7 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.live.control import controller
+from dataplane.live.control.changes import MoveRow
 from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
@@ -71,13 +74,15 @@ def test_a_round_asks_by_a_verb_each_in_their_order_and_reports_what_came_of_the
     ]
 
 
-def as_replies(plane, elastic):
-    """The simulated fleet as the control API would tell of it, by path."""
+def as_told(plane, elastic):
+    """The simulated fleet as the control API would tell of it."""
     run, led = plane._run, plane._run.ledger
     queued = np.bincount(led.requests["worker"][led.requests["phase"] == QUEUED], minlength=len(led.workers))
     workers = [
-        worker(str(w), int(led.workers["step"][w]), int(queued[w]), state, KIND)
-        | {"kv_blocks": 0 if state == "starting" else 64}
+        structs.replace(
+            worker(str(w), int(led.workers["step"][w]), int(queued[w]), state, KIND),
+            kv_tokens=0 if state == "starting" else 1024,
+        )
         for w, state in enumerate(elastic.states())
         if state is not None
     ]
@@ -87,20 +92,14 @@ def as_replies(plane, elastic):
             None if row["worker"] < 0 else str(row["worker"]),
             int(generated(led, r)) if row["phase"] == DECODING else 0,
             int(row["predicted"]),
-            plane.now_s - float(row["arrival_s"]),
             int(row["prompt"]),
+            r,
         )
         for r, row in enumerate(led.requests[: int(run.cluster.clock["arrived"][0])])
         if row["phase"] != DONE
     ]
-    moving = [
-        {"request_id": str(m.request), "source": str(m.source), "target": str(m.target)}
-        for m in plane.moves.open
-    ]
-    return {
-        "/v1/fleet": fleet(*workers, wanted=elastic.wanted) | {"moving": moving},
-        "/v1/requests": {"requests": requests},
-    }
+    moving = [MoveRow(str(m.request), str(m.source), str(m.target)) for m in plane.moves.open]
+    return fleet(*workers, requests=requests, wanted=elastic.wanted, moving=moving)
 
 
 def brief(action):
@@ -121,23 +120,23 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     )  # fmt: skip
     elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
     live = LivePlane(ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),)))
-    states, told, posted, done, held = [State()], {}, [], [], []
-    # These replies do not lengthen the prediction of a request that has outlived it, as both planes do, and
+    states, told, posted, done, held = [State()], [], [], [], []
+    # These answers do not lengthen the prediction of a request that has outlived it, as both planes do, and
     # shedding goes by such predictions.
     asked = ASKED if policy.startswith("jsq") else replace(ASKED, shed=None)
     observe, report = SimulatedPlane.observe, SimulatedPlane.report
 
     def ask(self, method, path, body=None):
         if method == "GET":
-            return told[path]
+            return msgspec.json.encode(told.pop())
         posted.append(body["workers"] if path.endswith("scale") else (body["request_id"], body["target"]))
-        return {}
+        return b"{}"
 
     def observed(self):
         """The live plane's round goes first, on the same fleet; what it asks for changes nothing."""
         snapshot = observe(self)
         held.append(snapshot.waiting_tokens)
-        told.update(as_replies(self, elastic))
+        told.append(as_told(self, elastic))
         monkeypatch.setattr(controller.time, "monotonic", lambda: self.now_s)
         states[0] = run_round(live, partial(tick, asked), states[0])
         return snapshot

@@ -161,3 +161,27 @@ def test_what_cannot_be_is_refused(play):
         await front.ended("r")
 
     play(story, workers=1)
+
+
+def test_a_gateway_links_to_a_thousand_workers(live_extra):
+    """Each link takes three of ZMQ's sockets, of which a context by itself allows 1,023."""
+    import resource
+
+    from dataplane.live.worker.link import WorkerLink, link_context
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 5000:
+        pytest.skip(f"only {hard} open files are allowed here")
+
+    async def story():
+        context = link_context()
+        try:
+            assert len([WorkerLink("tcp://127.0.0.1:1", context) for _ in range(1000)]) == 1000
+        finally:
+            context.destroy(linger=0)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 5000), hard))
+    try:
+        asyncio.run(story())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

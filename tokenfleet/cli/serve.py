@@ -189,11 +189,13 @@ def serve_command(flags: ServeFlags) -> None:
     _prepare_process(flags.verbose)
     tell = _teller()
     tell("loading vLLM and Ray")
+    from dataplane.http.server import allow_open_files
     from dataplane.live.control.fleet import run_fleet
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
     _check_plan_fits(flags, checked)
+    allow_open_files()
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
         settings = _settings(flags, checked, keys, folder, (*planning, console_extension("live.html")))

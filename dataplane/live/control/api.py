@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
+import msgspec
 import uvicorn
 from fastapi import Body, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -88,10 +89,10 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
         {path: most for extension in extensions for path, most in extension.body_bytes.items()},
     )
 
-    @app.get("/v1/fleet")
-    async def fleet() -> dict[str, Any]:
+    @app.get("/v1/fleet", response_model=dict[str, Any])
+    async def fleet() -> Any:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
-        return operations.fleet()
+        return _json(operations.fleet())
 
     @app.get("/v1/fleet/timeline")
     async def timeline(minutes: Annotated[float, Query(gt=0, le=60)] = 30.0) -> dict[str, Any]:
@@ -131,10 +132,10 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
         """Empty a worker by a deadline, by moves and replays, then stop it and launch another."""
         return operations.evacuate(worker, order.deadline_s, "an operator asked")
 
-    @app.get("/v1/requests")
-    async def requests() -> dict[str, Any]:
+    @app.get("/v1/requests", response_model=dict[str, Any])
+    async def requests() -> Any:
         """Running and waiting requests, with worker and progress."""
-        return {"requests": operations.requests()}
+        return _json({"requests": operations.requests()})
 
     @app.get("/v1/requests/{request_id}")
     async def explain(request_id: str) -> dict[str, Any]:
@@ -151,20 +152,7 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
         """One move: stage, bytes, downtime, outcome."""
         return operations.migration(migration_id)
 
-    @app.post("/v1/decisions/scale", status_code=202)
-    async def decide_scale(decision: Annotated[ScaleDecision, Body()]) -> dict[str, int]:
-        """The controller's door: scale, or where it is only advice record it."""
-        change = Scale(decision.workers, decision.reason, decision.facts, decision.kinds)
-        operations.decide_scale(change, decision.advisory)
-        return {"workers": decision.workers}
-
-    @app.post("/v1/decisions/migrate", status_code=202)
-    async def decide_migrate(decision: Annotated[MoveDecision, Body()]) -> dict[str, str]:
-        """The controller's door: begin to move a request, or where it is only advice record it."""
-        await operations.decide_migrate(
-            decision.request_id, decision.target, decision.reason, decision.advisory
-        )
-        return {"request_id": decision.request_id}
+    _open_controllers_door(app, operations)
 
     @app.get("/v1/events", response_class=EventSourceResponse)
     async def events(
@@ -194,6 +182,35 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
         for router in extension.routers:
             app.include_router(router)
     return app
+
+
+def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
+    """The routes that the controller's process looks and decides through."""
+
+    @app.get("/v1/changes", response_model=dict[str, Any])
+    async def changes(book: str = "", since: Annotated[int, Query(ge=0, le=1 << 53)] = 0) -> Any:
+        """What has changed since a version of this book; all there is since 0."""
+        return _json(operations.changes(book, since))
+
+    @app.post("/v1/decisions/scale", status_code=202)
+    async def decide_scale(decision: Annotated[ScaleDecision, Body()]) -> dict[str, int]:
+        """Scale, or where it is only advice record it."""
+        change = Scale(decision.workers, decision.reason, decision.facts, decision.kinds)
+        operations.decide_scale(change, decision.advisory)
+        return {"workers": decision.workers}
+
+    @app.post("/v1/decisions/migrate", status_code=202)
+    async def decide_migrate(decision: Annotated[MoveDecision, Body()]) -> dict[str, str]:
+        """Begin to move a request, or where it is only advice record it."""
+        await operations.decide_migrate(
+            decision.request_id, decision.target, decision.reason, decision.advisory
+        )
+        return {"request_id": decision.request_id}
+
+
+def _json(view: object) -> Response:
+    """A reply as it is: FastAPI's own way through pydantic takes many times as long of the gateway's loop."""
+    return Response(msgspec.json.encode(view), media_type="application/json")
 
 
 async def _event_lines(operations: Operations, after_id: int) -> AsyncIterator[dict[str, str]]:

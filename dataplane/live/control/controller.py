@@ -24,12 +24,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.port import Outcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
 from dataplane.kernel_cache import use_kernel_cache
+from dataplane.live.control.changes import Changes, Mirror
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
 
@@ -44,6 +47,7 @@ class LivePlane:
     def __init__(self, settings: ControllerSettings) -> None:
         self._settings = settings
         self._builder = SnapshotBuilder(settings.profiles)
+        self._mirror = Mirror()
         self._wanted = 0
         self._advised: tuple[object, ...] | None = None
         self._silence = ""  # why the API did not answer since the last look
@@ -56,9 +60,13 @@ class LivePlane:
     def observe(self) -> Snapshot:
         """The fleet now. Raises OSError (urllib's errors are) where the API does not answer."""
         now_s = time.monotonic()
-        fleet = self.ask("GET", "/v1/fleet")
-        self._wanted, self._silence = int(fleet["wanted_workers"]), ""
-        snapshot = self._builder.snapshot(fleet, self.ask("GET", "/v1/requests")["requests"], now_s)
+        told = self._changes()
+        if not self._mirror.take(told):
+            self._mirror = Mirror()
+            told = self._changes()
+            self._mirror.take(told)
+        self._wanted, self._silence = told.wanted_workers, ""
+        snapshot = self._builder.snapshot(self._mirror, now_s)
         return snapshot if self._settings.moves else replace(snapshot, errors={})  # they only make moves
 
     def migrate(self, move: Migrate) -> str | None:
@@ -99,15 +107,23 @@ class LivePlane:
             self._silence = f"the control API does not answer: {error}"
         return self._silence or None
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The reply's JSON. Raises OSError when there is none."""
+    def _changes(self) -> Changes:
+        """The fleet's changes since what the mirror has."""
+        path = f"/v1/changes?book={self._mirror.book}&since={self._mirror.version}"
+        try:
+            return msgspec.json.decode(self.ask("GET", path), type=Changes)
+        except msgspec.MsgspecError as error:
+            raise OSError(f"it gave no changes: {error}") from error
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The reply's body. Raises OSError when there is none."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._settings.control + path, data, method=method)
         request.add_header("content-type", "application/json")
         if self._settings.key is not None:
             request.add_header("authorization", f"Bearer {self._settings.key}")
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-            return json.load(reply)
+            return bytes(reply.read())
 
 
 class DemandFile:

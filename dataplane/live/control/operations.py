@@ -14,6 +14,7 @@ from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import UnknownName
+from dataplane.live.control.changes import Changes, MoveRow, RequestRow, StepRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.gateway.connections import Attached
@@ -82,8 +83,12 @@ class Operations:
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
-        requests = list(self.core.requests)
-        scale = self.facts.autoscale
+        book, scale = self.core.requests, self.facts.autoscale
+        views = [
+            _worker_view(m, attached.get(m.worker), book.on_worker(m.worker))
+            | {"adapters": sorted(self.core.adapters.of(m.worker))}
+            for m in self.cluster.members()
+        ]
         return {
             "schema": "tokenfleet.fleet/1",
             "model": self.facts.model,
@@ -107,20 +112,16 @@ class Operations:
             "attainment": self.metrics.attainment(),
             "lately": self.metrics.timeline.lately(self._began_s, time.time()),
             "requests": {
-                "running": sum(t.worker is not None for t in requests),
+                "running": sum(view["requests"] for view in views),
                 "waiting": self.core.waiting,
             },
-            "workers": [
-                _worker_view(m, attached.get(m.worker), requests)
-                | {"adapters": sorted(self.core.adapters.of(m.worker))}
-                for m in self.cluster.members()
-            ],
+            "workers": views,
             "arrivals": self.arrived.as_json(),
             "step_times": [] if self.step_times is None else self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
             # Why requests that run cannot be moved, and how many.
-            "fixed": dict(Counter(filter(None, map(self.core.why_fixed, requests)))),
+            "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
@@ -130,6 +131,31 @@ class Operations:
         """Throughput, latencies, attainment and errors of the last minutes, in buckets."""
         points = self.metrics.timeline.points(minutes, time.time())
         return {"bucket_s": BUCKET_S, "now_s": time.time(), "points": points}
+
+    def changes(self, book: str, since: int) -> Changes:
+        """What has changed since a version of this `book`; all there is for another's (control.changes)."""
+        requests, pool = self.core.requests, self.cluster
+        since = since if book == requests.life else 0
+        now = list(requests)
+        changed = requests.changed(since)
+        attached = {at.worker: at for at in self.core.attached()}
+        return Changes(
+            requests.life,
+            since,
+            requests.next_version(),
+            [t.number for t in now],
+            [len(t.output_token_ids) for t in now],
+            [t.predicted_tokens for t in now],
+            [_request_row(t, self.core.why_fixed(t) is not None) for t in changed],
+            [_worker_row(member, attached.get(member.worker)) for member in pool.members()],
+            [MoveRow(m.request, m.source, m.target) for m in self.core.migrations.open.values()],
+            self.arrived.as_json(),
+            pool.wanted,
+            pool.wanted_kinds,
+            self.auto,
+            round(pool.cold_start_s, 3),
+            round(pool.drain_s, 3),
+        )
 
     def requests(self) -> list[dict[str, Any]]:
         """Every running and waiting request."""
@@ -255,8 +281,35 @@ class Operations:
             raise UnknownName(f"worker {worker}: no such worker, there are: {names}")
 
 
-def _worker_view(member: Member, at: Attached | None, requests: list[Tracked]) -> dict[str, Any]:
-    here = [t for t in requests if t.worker == member.worker]
+def _request_row(t: Tracked, fixed: bool) -> RequestRow:
+    return RequestRow(t.number, t.id, t.worker, t.prompt_tokens, t.ticket.priority, t.slo.tpot_s, fixed)
+
+
+def _worker_row(member: Member, at: Attached | None) -> WorkerRow:
+    if at is None:
+        return WorkerRow(member.worker, member.kind, member.state)
+    info, load = at.link.info, at.telemetry
+    return WorkerRow(
+        member.worker,
+        member.kind,
+        member.state,
+        info.kv_blocks * info.block_tokens,
+        info.max_seqs,
+        info.kv_bytes_per_token,
+        None
+        if load is None
+        else StepRow(
+            load.steps,
+            load.waiting,
+            load.prefill_tokens,
+            load.sequences,
+            load.context_tokens,
+            load.step_s,
+        ),
+    )
+
+
+def _worker_view(member: Member, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:
     view: dict[str, Any] = {
         "worker": member.worker,
         "kind": member.kind,

@@ -1,4 +1,4 @@
-"""Snapshots for `tick` from the control API's replies: workers, requests, arrivals, errors of Algorithm 2.
+"""Snapshots for `tick` from the mirror of a fleet: workers, requests, arrivals, errors of Algorithm 2.
 
 Arrivals are the difference of two counters, a request that is gone has finished, one whose expected length
 has grown has outlived its prediction (placement.rebalance keeps both as errors). So a `SnapshotBuilder`
@@ -22,15 +22,12 @@ from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import profile_seen
 from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import RequestId, WorkerId
+from dataplane.live.control.changes import Changes, Mirror, RequestRow, WorkerRow
 from dataplane.live.gateway.demand_count import since
-
-PRIORITIES = {"normal": 0, "high": 1}
-
-Row = Mapping[str, Any]
 
 
 class SnapshotBuilder:
-    """Snapshots from replies. `profiles`: by the name of a type; others are learned from steps."""
+    """Snapshots from a mirror. `profiles`: by the name of a type; others are learned from steps."""
 
     def __init__(self, profiles: Mapping[str, Profile] | None = None) -> None:
         self.profiles = TypeProfiles(profiles or {})
@@ -38,82 +35,77 @@ class SnapshotBuilder:
         self._deviations = DeviationTracker()
         self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
 
-    def snapshot(self, fleet: Row, requests: Sequence[Row], now_s: float) -> Snapshot:
-        """The fleet now; `fleet` and `requests` as GET /v1/fleet and /v1/requests have them."""
-        self.profiles.learn(fleet["workers"])
-        sizes = [int(w.get("kv_bytes_per_token", 0)) for w in fleet["workers"]]
+    def snapshot(self, mirror: Mirror, now_s: float) -> Snapshot:
+        """The fleet now, as a mirror that has taken an answer has it."""
+        seen = mirror.seen
+        assert seen is not None
+        self.profiles.learn(seen.workers)
+        sizes = [w.kv_bytes_per_token for w in seen.workers]
         self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
-        placed: defaultdict[str | None, list[Row]] = defaultdict(list)
-        for r in requests:
-            placed[r["worker"]].append(r)
+        placed: defaultdict[str | None, list[RunningRequest]] = defaultdict(list)
+        columns = (mirror.requests.values(), seen.output_tokens, seen.expected_tokens)
+        for row, generated, expected in zip(*columns, strict=True):
+            placed[row.worker].append(_running(row, generated, expected))
         waiting = placed[None]
-        arrived = since(self._arrivals, fleet["arrivals"])
-        self._arrivals = fleet["arrivals"]
+        arrived = since(self._arrivals, seen.arrivals)
+        self._arrivals = seen.arrivals
+        moving = (move.request_id for move in seen.moving)
+        fixed = (row.request_id for row in mirror.requests.values() if row.fixed)
         return Snapshot(
             now_s,
-            tuple(self._worker(w, placed[w["worker"]]) for w in fleet["workers"]),
-            int(fleet["wanted_workers"]),
-            sum(_tokens(r) for r in waiting),
-            frozenset(
-                RequestId(r["request_id"])
-                for r in (*fleet["moving"], *(r for r in requests if r.get("fixed")))
-            ),
-            frozenset(WorkerId(move[end]) for move in fleet["moving"] for end in ("source", "target")),
-            self._errors(fleet["workers"], requests),
+            tuple(self._worker(w, placed[w.worker]) for w in seen.workers),
+            seen.wanted_workers,
+            sum(r.tokens for r in waiting),
+            frozenset(RequestId(name) for name in (*moving, *fixed)),
+            frozenset(WorkerId(end) for move in seen.moving for end in (move.source, move.target) if end),
+            self._errors(mirror.requests, seen),
             None if arrived is None else sum(c.requests for c in arrived),
-            None if fleet["auto"] else int(fleet["wanted_workers"]),
+            None if seen.auto else seen.wanted_workers,
             arrived or (),
             len(waiting),
-            float(fleet["cold_start_s"]),
-            float(fleet["drain_s"]),
-            fleet["wanted_kinds"],
+            seen.cold_start_s,
+            seen.drain_s,
+            seen.wanted_kinds,
         )
 
-    def _worker(self, w: Row, placed: Sequence[Row]) -> WorkerLoad:
+    def _worker(self, w: WorkerRow, placed: Sequence[RunningRequest]) -> WorkerLoad:
         # The engine says how many wait in it, not which: the youngest that have no token yet.
-        queued = int((w.get("telemetry") or {}).get("waiting", 0))
-        fresh = sorted((r for r in placed if r["state"] == "prefilling"), key=lambda r: -float(r["age_s"]))
-        queue = fresh[len(fresh) - min(queued, len(fresh)) :]
-        names = {r["request_id"] for r in queue}
-        profile = self.profiles.of(w["kind"])
+        fresh = [i for i, r in enumerate(placed) if not r.generated]
+        waiting = 0 if w.last is None else min(w.last.waiting, len(fresh))
+        queued = set(fresh[len(fresh) - waiting :])
+        profile = self.profiles.of(w.kind)
         return WorkerLoad(
-            WorkerId(w["worker"]),
-            w["state"],
-            int(w.get("kv_blocks", 0)) * int(w.get("block_tokens", 0)),
-            tuple(_running(r) for r in placed if r["request_id"] not in names),
-            tuple(_running(r) for r in queue),
+            WorkerId(w.worker),
+            w.state,
+            w.kv_tokens,
+            tuple(r for i, r in enumerate(placed) if i not in queued),
+            tuple(placed[i] for i in sorted(queued)),
             None if profile is None else profile.step,
-            int(w.get("max_seqs", 1 << 30)),
-            kind=w["kind"],
+            w.max_seqs or 1 << 30,
+            kind=w.kind,
         )
 
-    def _errors(self, workers: Sequence[Row], requests: Sequence[Row]) -> dict[WorkerId, Error]:
+    def _errors(self, rows: Mapping[int, RequestRow], seen: Changes) -> dict[WorkerId, Error]:
         """Algorithm 2's errors by worker, brought up to this look."""
-        steps = {WorkerId(w["worker"]): int(w["telemetry"]["steps"]) for w in workers if w.get("telemetry")}
+        steps = {WorkerId(w.worker): w.last.steps for w in seen.workers if w.last is not None}
         place = {w: i for i, w in enumerate(steps)}
-        rows = [r for r in requests if r["worker"] in place and r["state"] == "decoding"]
-        decoding = Decoding(
-            np.array([r["request_id"] for r in rows], np.str_),
-            np.array([place[r["worker"]] for r in rows], np.int64),
-            np.array([int(r["output_tokens"]) for r in rows], np.int64),
-            np.array([int(r["expected_tokens"]) for r in rows], np.int64),
-        )
-        there = np.array([r["request_id"] for r in requests], np.str_)
+        there = np.array(seen.numbers, np.int64)
+        generated = np.array(seen.output_tokens, np.int64)
+        worker = np.array([place.get(row.worker, -1) for row in rows.values()], np.int64)  # type: ignore[call-overload]
+        now = (worker >= 0) & (generated > 0)
+        expected = np.array(seen.expected_tokens, np.int64)
+        decoding = Decoding(there[now], worker[now], generated[now], expected[now])
         return self._deviations.look(steps, decoding, lambda gone: ~np.isin(gone, there))
 
 
-def _tokens(r: Row) -> int:
-    return int(r["prompt_tokens"]) + int(r["output_tokens"])
-
-
-def _running(r: Row) -> RunningRequest:
+def _running(row: RequestRow, generated: int, expected: int) -> RunningRequest:
     return RunningRequest(
-        RequestId(r["request_id"]),
-        _tokens(r),
-        PRIORITIES[r["priority"]],
-        generated=int(r["output_tokens"]),
-        remaining_tokens=max(int(r["expected_tokens"]) - int(r["output_tokens"]), 1),
-        tpot_s=float(r["slo"]["tpot_s"]),
+        RequestId(row.request_id),
+        row.prompt_tokens + generated,
+        row.priority,
+        generated=generated,
+        remaining_tokens=max(expected - generated, 1),
+        tpot_s=row.tpot_s,
     )
 
 
@@ -148,27 +140,25 @@ class TypeProfiles:
         """Of a type that has one."""
         return next(iter((self._given | self._learnt).values()), None)
 
-    def learn(self, workers: Sequence[Row]) -> None:
-        """Take in the workers' last steps, as GET /v1/fleet tells them; refit now and then."""
+    def learn(self, workers: Sequence[WorkerRow]) -> None:
+        """Take in the workers' last steps; refit now and then."""
         for w in workers:
-            load, kind = w.get("telemetry"), w["kind"]
-            if kind in self._given or not load or self._last_step.get(w["worker"]) == load["steps"]:
+            last = w.last
+            if w.kind in self._given or last is None or self._last_step.get(w.worker) == last.steps:
                 continue
-            self._last_step[w["worker"]] = load["steps"]
-            if load["step_s"] > 0 and (load["prefill_tokens"] or load["sequences"]):
-                steps = self._steps[kind]
-                steps.last.append(
-                    (load["prefill_tokens"], load["sequences"], load["context_tokens"], load["step_s"])
-                )
+            self._last_step[w.worker] = last.steps
+            if last.step_s > 0 and (last.prefill_tokens or last.sequences):
+                steps = self._steps[w.kind]
+                steps.last.append((last.prefill_tokens, last.sequences, last.context_tokens, last.step_s))
                 steps.new += 1
         for kind, steps in self._steps.items():
             if steps.new >= REFIT_EVERY:
                 steps.new = 0
-                self._refit(kind, [w for w in workers if w["kind"] == kind and w.get("kv_blocks")])
+                self._refit(kind, [w for w in workers if w.kind == kind and w.kv_tokens])
 
-    def _refit(self, kind: str, rows: Sequence[Row]) -> None:
-        capacity = min((int(w["kv_blocks"]) * int(w["block_tokens"]) for w in rows), default=0)
-        seats = min((int(w["max_seqs"]) for w in rows), default=0)
+    def _refit(self, kind: str, rows: Sequence[WorkerRow]) -> None:
+        capacity = min((w.kv_tokens for w in rows), default=0)
+        seats = min((w.max_seqs for w in rows), default=0)
         columns = np.array(self._steps[kind].last, float).T
         profile = profile_seen(StepSamples(*columns), capacity, seats, kind)
         if profile is not None:

@@ -23,7 +23,8 @@ from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.events import EventLog
 
 TELL_EVERY = 50  # steps learned from between two corrections of placement
-LEAST_GAP_S = 0.005  # between two steps learned from: a step's share of the gateway's core stays below 2 %
+TURN_S = 0.05  # between two steps learned from, as often as a lone worker tells of them
+FORGET_EVERY = 256  # turns after which workers that have gone are looked for
 WORKER_STEPS = 100  # memory of a worker's own factor
 LAST_DRIFTS = 10
 LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
@@ -38,17 +39,13 @@ class KindTimes:
         self.on_refit: list[Callable[[StepModel], None]] = []
         self._events = events
         self._factors: dict[WorkerId, float] = {}
-        self._learned_s = float("-inf")
         self._reported = 0
 
-    def take(self, load: Telemetry) -> None:
-        """Note the step as its worker's; learn from it, unless it comes too soon after the last."""
+    def take(self, load: Telemetry) -> float:
+        """Note the step as its worker's and learn from it; seconds until it is that worker's turn again."""
         self._note(load)
-        now_s = time.monotonic()
-        if now_s - self._learned_s < LEAST_GAP_S:
-            return
-        self._learned_s = now_s
         self.learn(load)
+        return TURN_S * len(self._factors)
 
     def learn(self, load: Telemetry) -> None:
         """Learn from this step, whatever came just before it."""
@@ -114,16 +111,28 @@ class KindTimes:
 
 
 class StepTimes(Collector):
-    """The refits of a fleet's kinds, by name. `attached`: the workers there are, `kind_of`: their kind."""
+    """The refits of a fleet's kinds, by name. `attached`: the workers there are, `kind_of`: their kind.
 
-    def __init__(self, profiles: Mapping[str, Profile], events: EventLog) -> None:
+    Workers of a kind take turns, so that each is heard as often as the others and a large fleet learns as
+    fast as a small one, for the same time of the gateway's.
+    """
+
+    def __init__(
+        self, profiles: Mapping[str, Profile], events: EventLog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.kinds = {kind: KindTimes(profile, events) for kind, profile in profiles.items()}
         self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._steps_taken)
         self.kind_of: Callable[[WorkerId], str | None] = lambda worker: next(iter(profiles))
         self._steps_taken: dict[WorkerId, int] = {}
+        self._clock = clock
+        self._turn_s: dict[WorkerId, float] = {}  # when it is each worker's turn again
+        self._turns = 0
 
     def add(self, load: Telemetry) -> None:
-        """Learn from one of a worker's new steps, once."""
+        """Learn from one of a worker's new steps, once, where it is its turn."""
+        now_s = self._clock()
+        if now_s < self._turn_s.get(load.worker, now_s):
+            return
         kind = self.kind_of(load.worker)
         if kind is None:
             return
@@ -134,7 +143,12 @@ class StepTimes(Collector):
         if not computed or self._steps_taken.get(load.worker) == load.steps:
             return
         self._steps_taken[load.worker] = load.steps
-        self.kinds[kind].take(load)
+        self._turn_s[load.worker] = now_s + self.kinds[kind].take(load)
+        self._turns += 1
+        if self._turns % FORGET_EVERY == 0:
+            here = self._here()
+            for times in self.kinds.values():
+                times.own_factors(here)
 
     def as_json(self) -> list[dict[str, Any]]:
         """One view for each kind."""
@@ -145,6 +159,7 @@ class StepTimes(Collector):
         """The workers there are; what is known of those that have gone is forgotten."""
         here = self.attached()
         self._steps_taken = {worker: steps for worker, steps in self._steps_taken.items() if worker in here}
+        self._turn_s = {worker: turn_s for worker, turn_s in self._turn_s.items() if worker in here}
         return here
 
     def describe(self) -> Iterable[Metric]:

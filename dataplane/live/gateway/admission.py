@@ -97,8 +97,9 @@ class Admission:
         self.look()
 
     def look(self) -> None:
-        """Something has changed: a place may have come free."""
-        self._wake.set()
+        """Something has changed: a place may have come free for what waits."""
+        if self._waiting:
+            self._wake.set()
 
     def rejection(self, why: str) -> Rejection:
         """A refusal that says when to come back."""

@@ -7,7 +7,8 @@ listens to. Outputs on their way to vLLM's front end keep their order and are bo
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import uuid
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,11 +68,17 @@ class Attachments:
 
 
 class RequestBook:
-    """Every request from arrival to end. A request listens to at most one segment at a time."""
+    """Every request from arrival to end, in order of arrival. One listens to at most one segment at a time.
+
+    Each change of place and each look at the changes is a new version, within this book's `life`.
+    """
 
     def __init__(self) -> None:
+        self.life = uuid.uuid4().hex
+        self._version = self._arrived = 0
         self._by_id: dict[RequestId, Tracked] = {}
         self._by_segment: dict[str, Tracked] = {}
+        self._by_worker: defaultdict[WorkerId, dict[RequestId, Tracked]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -87,7 +94,8 @@ class RequestBook:
         return self._by_segment.get(segment)
 
     def on_worker(self, worker: WorkerId) -> list[Tracked]:
-        return [tracked for tracked in self._by_id.values() if tracked.worker == worker]
+        """The worker's requests, in the order in which they came to it."""
+        return list(self._by_worker[worker].values()) if worker in self._by_worker else []
 
     def find(self, name: str) -> Tracked | None:
         """A request by its id, or by the `x-request-id` it came with."""
@@ -95,7 +103,11 @@ class RequestBook:
         return exact or next((t for t in self._by_id.values() if t.ticket.id == name), None)
 
     def add(self, tracked: Tracked) -> None:
+        self._arrived += 1
+        tracked.number = self._arrived
         self._by_id[tracked.id] = tracked
+        tracked.ticket.requests.append(tracked.id)
+        self.has_changed(tracked)
 
     def listen(self, tracked: Tracked, worker: WorkerId) -> str:
         """Begin a new segment of the request on a worker and return its id."""
@@ -103,17 +115,41 @@ class RequestBook:
         segment = tracked.next_segment()
         tracked.worker = worker
         self._by_segment[segment] = tracked
+        self._by_worker[worker][tracked.id] = tracked
         return segment
 
     def ignore(self, tracked: Tracked) -> None:
         """Listen to no segment of the request; what its old one still says is dropped."""
-        self._by_segment.pop(tracked.segment, None)
+        self._leave_place(tracked)
         tracked.segment, tracked.worker = "", None
+        self.has_changed(tracked)
 
     def remove(self, tracked: Tracked) -> None:
         """The request is over."""
+        self._leave_place(tracked)
+        if self._by_id.pop(tracked.id, None) is not None:
+            tracked.ticket.requests.remove(tracked.id)
+
+    def changed(self, since: int) -> list[Tracked]:
+        """Requests that have come, or changed their place, since that version."""
+        return [t for t in self._by_id.values() if t.version > since]
+
+    def next_version(self) -> int:
+        """The version of a look: newer than all that came before it, so that two looks can be told apart."""
+        self._version += 1
+        return self._version
+
+    def _leave_place(self, tracked: Tracked) -> None:
         self._by_segment.pop(tracked.segment, None)
-        self._by_id.pop(tracked.id, None)
+        if tracked.worker is not None and tracked.worker in self._by_worker:
+            here = self._by_worker[tracked.worker]
+            here.pop(tracked.id, None)
+            if not here:
+                del self._by_worker[tracked.worker]
+
+    def has_changed(self, tracked: Tracked) -> None:
+        """Count a change of the request: of its place, or whether it may leave it."""
+        tracked.version = self.next_version()
 
 
 class Unread:

@@ -251,9 +251,11 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     async def abandon(self, ticket: Ticket) -> None:
         """The client of this ticket is gone: end all its requests, here and in the engines."""
         ticket.client_left = True
-        for tracked in [t for t in self.requests if t.ticket is ticket]:
-            await self.abort_requests_async([tracked.id])
-            self._tell_end(tracked, FinishReason.ABORT)
+        for request in tuple(ticket.requests):
+            tracked = self.requests.get(request)
+            await self.abort_requests_async([request])
+            if tracked is not None:
+                self._tell_end(tracked, FinishReason.ABORT)
 
     # Tokens.
 
@@ -319,6 +321,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             tracked.last_token_s, tracked.fruitless = now_s, 0
             if is_first:
                 tracked.first_token_s = now_s
+                self.requests.has_changed(tracked)  # one that has begun may not be movable any more
             if tracked.cut is not None:
                 tracked.settle_cut(True)
             if self.predict_anew is not None and tracked.has_outlived:

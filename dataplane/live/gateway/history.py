@@ -26,6 +26,7 @@ REMEMBERED = 20_000
 LEARN_FROM = 50  # finished requests before history is believed
 LEARN_EVERY = 200
 STEP_FILE_BYTES = 64 << 20  # of steps.csv, and again of the steps.1.csv before it
+WRITE_EVERY_S = 0.1  # of steps.csv, in one write for all workers; a killed gateway loses so much
 STEP_COLUMNS = (
     "prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq", "worker", "at_s",
 )  # fmt: skip
@@ -57,6 +58,8 @@ class History:
         if folder is not None:
             self._requests = HistoryWriter(folder / "history", limits or HistoryLimits())
         self._steps = None if folder is None else _open_steps(folder)
+        self._unwritten: list[str] = []
+        self._written_s = 0.0
 
     def expected_tokens(self, prompt_tokens: int, generated: int = 0) -> int:
         """Output tokens to expect in all of a request that has made so many and goes on."""
@@ -112,14 +115,23 @@ class History:
         ]
         if not rows:
             return
-        self._steps.write("".join(rows))
+        self._unwritten += rows
+        if now_s - self._written_s < WRITE_EVERY_S:
+            return
+        self._write_steps(now_s)
         if self._steps.tell() > STEP_FILE_BYTES and self._folder is not None:
             self._steps.close()
             os.replace(self._folder / "steps.csv", self._folder / "steps.1.csv")
             self._steps = _open_steps(self._folder)
 
+    def _write_steps(self, now_s: float) -> None:
+        if self._steps is not None and self._unwritten:
+            self._steps.write("".join(self._unwritten))
+        self._unwritten, self._written_s = [], now_s
+
     def close(self) -> None:
         """Write what is buffered."""
+        self._write_steps(time.time())
         for file in (self._requests, self._steps):
             if file is not None:
                 file.close()

@@ -57,7 +57,7 @@ from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
-ROWS, SLOTS = 1024, 1024  # requests in the ledger to begin with, and at a worker at most
+ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
@@ -126,7 +126,7 @@ class Placement:
         row[:] = self._profile_rows.get(kind, 0.0)
         # The engine's own limits, whatever the profile's engine had.
         row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
-        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, min(info.max_seqs, SLOTS)
+        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, info.max_seqs
         self._led.workers[w]["status"] = SERVING
 
     def detach(self, worker: WorkerId) -> None:
@@ -307,9 +307,11 @@ class Placement:
         led, at = self._led, self._led.workers[w]
         dequeue(led, w, r)
         at["queued_tokens"] -= led.requests[r]["prompt"] + led.requests[r]["key"]
-        if at["running_n"] < SLOTS:
-            led.running[w, at["running_n"]] = r
-            at["running_n"] += 1
+        if at["running_n"] == led.running.shape[1]:
+            wider = np.concatenate((led.running, np.zeros_like(led.running)), axis=1)
+            led = self._led = led._replace(running=wider)
+        led.running[w, at["running_n"]] = r
+        at["running_n"] += 1
         begin_decoding(led, w, r, tokens)
 
     def _leave(self, r: int) -> None:

@@ -26,7 +26,8 @@ class Tracked:
 
     `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
     the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
-    ended without a token. `weights` are those that made its tokens; no others may go on with it.
+    ended without a token. `weights` are those that made its tokens; no others may go on with it. `number`
+    counts arrivals, and `version` is of the last change of place.
     """
 
     request: EngineCoreRequest
@@ -44,6 +45,8 @@ class Tracked:
     replays: int = 0
     fruitless: int = 0
     weights: str = ""
+    number: int = 0
+    version: int = 0
 
     @property
     def id(self) -> RequestId:
@@ -124,7 +127,8 @@ class Ticket:
     """One HTTP request. The first four come from the client, the rest is written by the fleet.
 
     `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
-    begun could not be finished; `client_left` that it went away before its answer was complete (`answered`).
+    begun could not be finished; `client_left` that it went away before its answer was complete (`answered`);
+    `requests` the parts that have not ended.
     """
 
     id: str
@@ -136,6 +140,7 @@ class Ticket:
     failure: str | None = None
     client_left: bool = False
     answered: bool = False
+    requests: list[RequestId] = field(default_factory=list)
 
 
 CURRENT_TICKET: ContextVar[Ticket | None] = ContextVar("current_ticket", default=None)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import zmq.asyncio
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -23,7 +22,7 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.vllm_surface import AsyncEngineArgs, current_platform
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from dataplane.live.worker.launch import Place, RayWorker, launch_worker
-from dataplane.live.worker.link import WorkerLink
+from dataplane.live.worker.link import WorkerLink, link_context
 
 log = logging.getLogger("tokenfleet.ray")
 STARTS_OF_RAY = 3
@@ -38,7 +37,7 @@ class RayHost:
         self._types = types
         self._folder = folder
         self._token = secrets.token_hex(16)
-        self._context = zmq.asyncio.Context()
+        self._context = link_context()
         self._workers: dict[WorkerId, RayWorker] = {}
         self._shares: dict[WorkerId, list[int]] = {}
 

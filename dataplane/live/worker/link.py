@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq.asyncio
+from zmq.constants import ContextOption, SocketOption, SocketType
 from zmq.constants import Event as SocketEvent
-from zmq.constants import SocketOption, SocketType
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import wire
@@ -34,6 +34,13 @@ from dataplane.live.engine_api.vllm_surface import (
 OUTGOING_MESSAGES = 1024
 UNREAD_EVENTS = 1024
 GOODBYE_MS = 200
+
+
+def link_context() -> zmq.asyncio.Context:
+    """A context for the links of a gateway: ZMQ's own bound of 1,023 sockets would end at 341 workers."""
+    context = zmq.asyncio.Context()
+    context.set(ContextOption.MAX_SOCKETS, context.get(ContextOption.SOCKET_LIMIT))
+    return context
 
 
 class WorkerLink:

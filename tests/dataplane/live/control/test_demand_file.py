@@ -10,6 +10,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
 
+import msgspec
 import pytest
 from checkout import ROOT
 from made_replies import PROFILE, counted, fleet, worker
@@ -97,9 +98,9 @@ def control_api():
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            looks.extend([self.path] * (self.path == "/v1/fleet"))
-            now = fleet(worker("a"), arrivals=[counted(len(looks))], wanted=1) | {"cold_start_s": 300.0}
-            self.reply(now if self.path == "/v1/fleet" else {"requests": []})
+            looks.append(self.path)
+            now = fleet(worker("a"), arrivals=[counted(len(looks))], wanted=1, cold_start_s=300.0)
+            self.reply(msgspec.to_builtins(now))
 
         def do_POST(self):
             orders.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))

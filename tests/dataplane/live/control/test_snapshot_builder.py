@@ -1,7 +1,8 @@
-"""What the controller makes of the control API's replies: arrivals, surprises, queues, a worker's profile."""
+"""What the controller makes of the control API's answers: arrivals, surprises, queues, a worker's profile."""
 
+import msgspec
 import pytest
-from made_replies import PROFILE, counted, fleet, request, worker
+from made_replies import PROFILE, counted, fleet, request, seen, worker
 
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
@@ -19,14 +20,14 @@ from dataplane.live.gateway.demand_count import since
 
 def test_arrivals_are_what_came_between_two_looks():
     builder = SnapshotBuilder({"a": PROFILE})
-    assert builder.snapshot(fleet(worker("a"), arrivals=[counted(7)]), [], 0.0).arrivals is None
-    seen = builder.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 0.5)
-    assert seen.arrivals == 3
-    assert seen.by_class == (
+    assert builder.snapshot(seen(worker("a"), arrivals=[counted(7)]), 0.0).arrivals is None
+    now = builder.snapshot(seen(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), 0.5)
+    assert now.arrivals == 3
+    assert now.by_class == (
         ClassArrivals(Slo(1.0, 0.1), 2, 100, 200),
         ClassArrivals(Slo(2.0, 0.1), 1, 50, 100),
     )
-    assert builder.snapshot(fleet(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), [], 1.0).arrivals == 0
+    assert builder.snapshot(seen(worker("a"), arrivals=[counted(9), counted(1, 2.0)]), 1.0).arrivals == 0
 
 
 def test_counters_that_began_anew_are_no_silence():
@@ -37,50 +38,50 @@ def test_counters_that_began_anew_are_no_silence():
 
 
 def test_a_fixed_number_and_those_who_wait_are_seen():
-    seen = SnapshotBuilder().snapshot(
-        fleet(worker("a"), auto=False), [request("r", None, 0), request("s", None, 0)], 0.0
-    )
-    assert (seen.fixed, seen.waiting_requests, seen.waiting_tokens) == (2, 2, 100)
-    assert (seen.cold_start_s, seen.drain_s) == (30.0, 4.0)
+    requests = [request("r", None, 0), request("s", None, 0)]
+    now = SnapshotBuilder().snapshot(seen(worker("a"), requests=requests, auto=False), 0.0)
+    assert (now.fixed, now.waiting_requests, now.waiting_tokens) == (2, 2, 100)
+    assert (now.cold_start_s, now.drain_s) == (30.0, 4.0)
 
 
 def test_the_youngest_without_a_token_are_an_engines_queue():
-    fresh = [request("old", "a", 0, age_s=3.0), request("new", "a", 0, age_s=0.1), request("runs", "a", 5)]
-    (seen,) = SnapshotBuilder().snapshot(fleet(worker("a", waiting=1)), fresh, 0.0).workers
-    assert [r.request for r in seen.waiting] == ["new"]
-    assert sorted(r.request for r in seen.requests) == ["old", "runs"]
+    there = [request("old", "a", 0, number=1), request("new", "a", 0, number=2), request("runs", number=3)]
+    (now,) = SnapshotBuilder().snapshot(seen(worker("a", waiting=1), requests=there), 0.0).workers
+    assert [r.request for r in now.waiting] == ["new"]
+    assert [r.request for r in now.requests] == ["old", "runs"]
 
 
 def test_requests_that_end_early_or_outlive_their_prediction_are_errors():
     builder = SnapshotBuilder()
-    here = fleet(worker("a"), worker("b"))
-    assert not builder.snapshot(here, [request("r"), request("s", "b")], 0.0).errors
+    here = [request("r"), request("s", "b")]
+    assert not builder.snapshot(seen(worker("a"), worker("b"), requests=here), 0.0).errors
     # 20 steps on: r is gone 70 steps before its end; s made what was expected, and 50 more are now.
-    later = fleet(worker("a", 120), worker("b", 190))
-    seen = builder.snapshot(later, [request("s", "b", output=100, expected=150)], 1.0)
-    assert seen.errors == {"a": Error(-70, -1), "b": Error(50, 1)}
-    end = fleet(worker("a", 200), worker("b", 250))
-    assert not builder.snapshot(end, [], 2.0).errors  # the weights have faded, and s is over
+    later = [request("s", "b", output=100, expected=150)]
+    now = builder.snapshot(seen(worker("a", 120), worker("b", 190), requests=later), 1.0)
+    assert now.errors == {"a": Error(-70, -1), "b": Error(50, 1)}
+    assert not builder.snapshot(
+        seen(worker("a", 200), worker("b", 250)), 2.0
+    ).errors  # the weights have faded, and s is over
 
 
 def test_a_request_that_moved_is_no_surprise():
     builder = SnapshotBuilder()
-    builder.snapshot(fleet(worker("a"), worker("b", 500)), [request("r")], 0.0)
-    moved = builder.snapshot(fleet(worker("a", 110), worker("b", 510)), [request("r", "b", output=20)], 0.5)
-    assert not moved.errors
-    gone = builder.snapshot(fleet(worker("a", 110), worker("b", 520)), [], 1.0)
+    builder.snapshot(seen(worker("a"), worker("b", 500), requests=[request("r")]), 0.0)
+    there = [request("r", "b", output=20)]
+    assert not builder.snapshot(seen(worker("a", 110), worker("b", 510), requests=there), 0.5).errors
+    gone = builder.snapshot(seen(worker("a", 110), worker("b", 520)), 1.0)
     assert gone.errors == {"a": Error(0, 0), "b": Error(-70, -1)}
 
 
 def test_errors_make_algorithm_2_act_on_what_waits():
     builder = SnapshotBuilder({"a": PROFILE})
     running = [request(f"a{i}", "a") for i in range(3)] + [request(f"b{i}", "b") for i in range(3)]
-    builder.snapshot(fleet(worker("a"), worker("b")), running, 0.0)
+    builder.snapshot(seen(worker("a"), worker("b"), requests=running), 0.0)
     outlived = [request(f"a{i}", "a", output=100, expected=9_000) for i in range(3)]  # more than fits
-    queued = [request("q", "a", 0, expected=20, age_s=0.1)]
-    seen = builder.snapshot(fleet(worker("a", 190, waiting=1), worker("b", 120)), [*outlived, *queued], 1.0)
+    there = [*outlived, request("q", "a", 0, expected=20)]
+    now = builder.snapshot(seen(worker("a", 190, waiting=1), worker("b", 120), requests=there), 1.0)
     settings = ControllerSettings("", None, False, 0, ()).tick(builder.profiles)
-    _, actions = tick(settings, State(), seen)
+    _, actions = tick(settings, State(), now)
     assert [(a.request, a.source, a.target) for a in actions if isinstance(a, Reassign)] == [("q", "a", "b")]
 
 
@@ -89,7 +90,7 @@ def test_a_profile_is_learned_from_steps_unless_it_was_given():
     for n in range(1, 81):
         b = 1 + n % 16
         load = worker("a", n, sequences=b, context_tokens=b * 100, step_s=0.01 + b * 1e-3)
-        builder.snapshot(fleet(load), [], n / 2)
+        builder.snapshot(seen(load), n / 2)
     assert builder.profiles.of("a").step.step_s(0, 8, 800) == pytest.approx(0.018, rel=0.05)
     assert builder.profiles.of("a").engine.max_seqs == 32
     assert SnapshotBuilder({"a": PROFILE}).profiles.of("a") is PROFILE
@@ -97,7 +98,7 @@ def test_a_profile_is_learned_from_steps_unless_it_was_given():
 
 def test_moves_must_pay_once_speed_and_size_are_known():
     builder = SnapshotBuilder({"a": PROFILE})
-    builder.snapshot(fleet(worker("a")), [], 0.0)
+    builder.snapshot(seen(worker("a")), 0.0)
     told = ControllerSettings("", None, False, 0, ())
     settings = told.tick(builder.profiles, builder.kv_bytes_per_token)
     assert settings.moves.price == settings.shed.price == Price(1000.0)
@@ -140,7 +141,7 @@ def test_an_api_that_falls_silent_is_not_asked_again_before_the_next_look(monkey
 
     def ask(self, method, path, body=None):
         if method == "GET":
-            return fleet() if path == "/v1/fleet" else {"requests": []}
+            return msgspec.json.encode(fleet())
         tried.append(path)
         raise OSError("timed out")
 

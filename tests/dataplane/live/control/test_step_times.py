@@ -1,5 +1,8 @@
 """A live fleet's step times against its profile: learned once each, and told to whom they concern."""
 
+from collections import Counter
+from itertools import count
+
 import pytest
 from made_profiles import made_profile
 from prometheus_client import CollectorRegistry, generate_latest
@@ -7,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from controlplane.perfmodel.profile import KvModel, Residuals
 from controlplane.perfmodel.step import StepModel
 from controlplane.types import WorkerId
-from dataplane.live.control.step_times import TELL_EVERY, StepTimes
+from dataplane.live.control.step_times import FORGET_EVERY, TELL_EVERY, StepTimes
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.events import EventLog
 
@@ -49,7 +52,7 @@ def test_a_slowdown_reaches_placement_the_log_and_the_operators() -> None:
 
 
 def test_metrics_say_how_far_reality_is_from_the_profile() -> None:
-    times = StepTimes({"a": PROFILE}, EventLog())
+    times = StepTimes({"a": PROFILE}, EventLog(), count().__next__)
     for i in range(300):
         times.add(load(i, 1.2 * expected_s(8)))
     run(times, 1.2, 200)
@@ -67,10 +70,37 @@ def test_metrics_say_how_far_reality_is_from_the_profile() -> None:
 
 
 def test_a_step_told_twice_and_an_idle_worker_teach_nothing_more() -> None:
-    times = StepTimes({"a": PROFILE}, EventLog())
+    times = StepTimes({"a": PROFILE}, EventLog(), count().__next__)
     times.add(load(1, 0.01))
     learned = times.kinds["a"].refit.steps
     times.add(load(1, 0.01))  # a heartbeat repeats the last step
     times.add(load(2, 0.01, sequences=0))
     times.add(load(3, 0.0))
     assert times.kinds["a"].refit.steps == learned == 1
+
+
+def test_workers_take_turns_and_a_large_fleet_costs_the_gateway_no_more_than_a_small_one() -> None:
+    learned: dict[int, int] = {}
+    for workers in (2, 40):
+        now_s = [0.0]
+        times = StepTimes({"a": PROFILE}, EventLog(), lambda clock=now_s: clock[0])
+        turns: Counter[WorkerId] = Counter()
+        for beat in range(1, 401):  # 20 s, all in the same order each time
+            now_s[0] = beat * 0.05
+            for w in range(workers):
+                before = times.kinds["a"].refit.steps
+                times.add(load(beat, expected_s(8), f"w{w}"))
+                turns[WorkerId(f"w{w}")] += times.kinds["a"].refit.steps - before
+        learned[workers] = times.kinds["a"].refit.steps
+        assert max(turns.values()) - min(turns.values()) <= 3
+    assert 0.7 < learned[40] / learned[2] < 1.4  # twenty times the steps were told
+
+
+def test_a_fleet_that_nobody_looks_at_forgets_workers_that_have_gone() -> None:
+    times = StepTimes({"a": PROFILE}, EventLog(), count().__next__)
+    here = {WorkerId("w0")}
+    times.attached = lambda: here
+    times.add(load(1, 0.01, "gone"))
+    for i in range(FORGET_EVERY):
+        times.add(load(i + 2, 0.01))
+    assert set(times._turn_s) == set(times._steps_taken) == set(times.kinds["a"]._factors) == here

@@ -1,0 +1,121 @@
+"""Changes of the fleet since a version, and the controller's mirror, which is kept up by them.
+
+Each request has the number of its arrival and the version of its last change of place. An answer since a
+version has the rows that are newer, and of all requests there are their numbers and their tokens, in columns:
+a request that is not among the numbers has ended. So the gateway keeps no log that could be cut, and nothing
+of its readers: an answer that is lost is asked for again, one that comes twice or late is older than the
+mirror, and an empty mirror asks since 0, which is all there is. Versions are of one gateway's life, told by
+its `book`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """A request and its place; `worker` None while it waits. `number` counts arrivals.
+
+    `fixed`: it cannot be moved from there.
+    """
+
+    number: int
+    request_id: str
+    worker: str | None
+    prompt_tokens: int
+    priority: int
+    tpot_s: float
+    fixed: bool = False
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """A worker's last step, how many it has made, and the requests that wait in it."""
+
+    steps: int
+    waiting: int
+    prefill_tokens: int
+    sequences: int
+    context_tokens: int
+    step_s: float
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """A worker; `max_seqs` 0 while it starts, `last` None before it has told of a step."""
+
+    worker: str
+    kind: str
+    state: str
+    kv_tokens: int = 0
+    max_seqs: int = 0
+    kv_bytes_per_token: int = 0
+    last: StepRow | None = None
+
+
+class MoveRow(msgspec.Struct, frozen=True):
+    """A move under way."""
+
+    request_id: str
+    source: str | None
+    target: str
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """The answer to `since` a version (0 = all there is).
+
+    `numbers`, `output_tokens` and `expected_tokens` are of every request there is, by arrival; `requests`
+    those that are new or have another place. `arrivals` as DemandCount has them.
+    """
+
+    book: str
+    since: int
+    version: int
+    numbers: list[int]
+    output_tokens: list[int]
+    expected_tokens: list[int]
+    requests: list[RequestRow]
+    workers: list[WorkerRow]
+    moving: list[MoveRow]
+    arrivals: list[dict[str, Any]]
+    wanted_workers: int
+    wanted_kinds: dict[str, int]
+    auto: bool
+    cold_start_s: float
+    drain_s: float
+
+
+class Mirror:
+    """The fleet as the last answer left it: `seen`, and the rows of all its requests by number."""
+
+    def __init__(self) -> None:
+        self.seen: Changes | None = None
+        self.requests: dict[int, RequestRow] = {}
+
+    @property
+    def book(self) -> str:
+        return "" if self.seen is None else self.seen.book
+
+    @property
+    def version(self) -> int:
+        return 0 if self.seen is None else self.seen.version
+
+    def take(self, told: Changes) -> bool:
+        """Bring the mirror up to an answer; an older one changes nothing.
+
+        False for one that does not join on to what is here: then all there is must be asked for.
+        """
+        is_same_life = told.book == self.book
+        if is_same_life and told.version <= self.version:
+            return True
+        if told.since and (not is_same_life or told.since > self.version):
+            return False
+        rows = self.requests | {row.number: row for row in told.requests}
+        if not told.since:
+            rows = {row.number: row for row in told.requests}
+        try:
+            self.requests = {number: rows[number] for number in told.numbers}
+        except KeyError:
+            return False
+        self.seen = told
+        return True

@@ -1,0 +1,70 @@
+"""The gateway's ledger: it holds as many requests, and a worker as many sequences, as there are."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from controlplane.placement.ledger import generated
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo, WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.placement import ROWS, SLOTS, Placement
+from dataplane.live.gateway.request import Ticket, Tracked
+
+BIG = 2 * SLOTS + 100
+
+
+def worker(name, seats):
+    sizes = {"block_tokens": 16, "kv_blocks": 1_000_000, "kv_bytes_per_token": 1}
+    return WorkerInfo(
+        WorkerId(name), "emulated", "any", "", (), **sizes, max_model_len=8192, max_seqs=seats,
+        max_batched_tokens=8192, tp_degree=1, vllm_version="", dtype="none", pid=0,
+    )  # fmt: skip
+
+
+def request(i):
+    what = SimpleNamespace(
+        request_id=f"r{i}", prompt_token_ids=[1] * 8, sampling_params=None, lora_request=None
+    )
+    return Tracked(what, Ticket("", "", Slo(10.0, 1.0), 0), 0.0, 100)
+
+
+def placement_of(workers, seats):
+    placement = Placement({}, workers, LengthTable.constant(100), np.random.default_rng(0))
+    for w in range(workers):
+        placement.attach(worker(f"w{w}", seats), "")
+    return placement
+
+
+def advance(placement, tracked, tokens):
+    placement.advance(WorkerId("w0"), [(t, n) for t, n in zip(tracked, tokens, strict=True)], 0.0)
+    for t, n in zip(tracked, tokens, strict=True):
+        t.output_token_ids.extend([5] * n)
+
+
+def test_a_worker_with_many_seats_is_filled_and_its_counts_stay_exact():
+    placement, tracked = placement_of(1, BIG), [request(i) for i in range(BIG)]
+    for t in tracked:
+        assert placement.choose(t, 0.0) == "w0"
+        placement.put(t, WorkerId("w0"), has_kv=False)
+    assert placement.choose(request(BIG), 0.0) is None
+    rng = np.random.default_rng(1)
+    advance(placement, tracked, [1] * BIG)
+    for _ in range(5):  # some get no token in a step: preempted, or left out of it
+        advance(placement, tracked, rng.integers(0, 3, BIG).tolist())
+    rows = [placement.row(t) for t in tracked]
+    assert [generated(placement.ledger, r) for r in rows] == [len(t.output_token_ids) for t in tracked]
+    for t in tracked:
+        placement.forget(t)
+    assert placement.ledger.workers[0]["decoding"] == placement.ledger.workers[0]["running_n"] == 0
+
+
+def test_a_fleet_of_a_thousand_workers_takes_what_has_a_seat():
+    placement = placement_of(1000, 8)
+    tracked = [request(i) for i in range(8 * ROWS - 192)]
+    for t in tracked:
+        chosen = placement.choose(t, 0.0)
+        assert chosen is not None
+        placement.put(t, chosen, has_kv=False)
+    assert placement.choose(request(len(tracked)), 0.0) is None
+    assert (placement.ledger.workers["queued"] == 8).all()
