@@ -26,7 +26,8 @@ unit: .venv/all  ## tests that start no engine; the kernels are compiled once, b
 	  --workers 2 --slo ttft=1s,tpot=50ms --window 0s..10s > /dev/null
 	$(BIN)/pytest -n 2 --ignore tests/live
 
-live: .venv/all  ## tests on real vLLM engines, Ray and servers
+live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
+	$(BIN)/pytest tests/rehearsal
 	timeout -k 30 1200 $(BIN)/pytest tests/live --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1

@@ -5,19 +5,25 @@ vLLM computes, for a token t with c(t) of it among the outputs (OpenAI's definit
     logit(t) ← rep(logit(t)) - frequency · c(t) - presence · [c(t) > 0]
 
 where rep is the repetition penalty of tokens seen in prompt or output. In a continuation the earlier outputs
-are prompt; rep still sees them, c does not. This logits processor runs before vLLM's penalties and adds what
-the earlier ones are due, undoing rep where it will be applied on top.
+are prompt; rep still sees them, c does not. A logits processor adds what the earlier ones are due. The first
+model runner of vLLM calls it before its own penalties, so that it undoes rep where it will be applied on top;
+the second one, which GPUs use, calls it after them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dataplane.live.engine_api.link import PRIOR_TOKENS
-from dataplane.live.engine_api.vllm_surface import AdapterLogitsProcessor, SamplingParams
+from dataplane.live.engine_api.vllm_surface import (
+    AdapterLogitsProcessor,
+    SamplingParams,
+    SlotLogitsProcessor,
+)
 
 
 class PriorPenalty:
@@ -50,8 +56,14 @@ class PriorPenalty:
         return logits
 
 
+def _carries_penalty(params: SamplingParams) -> list[int]:
+    """The earlier tokens of a request that has a penalty to go on with, else none."""
+    prior: list[int] = (params.extra_args or {}).get(PRIOR_TOKENS) or []
+    return prior if params.presence_penalty or params.frequency_penalty else []
+
+
 class CarriedPenalties(AdapterLogitsProcessor):  # type: ignore[misc]
-    """vLLM's public per-request logits processor hook around `PriorPenalty`."""
+    """The form of vLLM's first model runner: its per-request hook around `PriorPenalty`."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -61,9 +73,73 @@ class CarriedPenalties(AdapterLogitsProcessor):  # type: ignore[misc]
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> PriorPenalty | None:
-        prior = (params.extra_args or {}).get(PRIOR_TOKENS)
-        if not prior or not (params.presence_penalty or params.frequency_penalty):
+        prior = _carries_penalty(params)
+        if not prior:
             return None
         return PriorPenalty(
             prior, params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPenalty:
+    """What a request carries. `tokens`, `due` (frequency times count): shape [distinct earlier tokens]."""
+
+    tokens: torch.Tensor
+    due: torch.Tensor
+    presence: float
+
+
+class SlotCarriedPenalties(SlotLogitsProcessor):  # type: ignore[misc]
+    """The form of vLLM's second model runner: one object for all requests, by their slots in the batch."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._states = req_states
+        self._slots: dict[int, SlotPenalty] = {}
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Take what a request carries, in place of what its slot held; False where that is nothing."""
+        self._slots.pop(req_idx, None)
+        prior = _carries_penalty(sampling_params)
+        if not prior:
+            return False
+        counts, device = Counter(prior), self._states.device
+        due = [sampling_params.frequency_penalty * n for n in counts.values()]
+        self._slots[req_idx] = SlotPenalty(
+            torch.tensor(list(counts), device=device),
+            torch.tensor(due, device=device, dtype=torch.float32),
+            sampling_params.presence_penalty,
+        )
+        return True
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Charge the rows, shape [rows, vocabulary], of requests that carry penalties."""
+        is_row_a_request = len(ctx.expanded_idx_mapping) == len(ctx.idx_mapping_np)
+        for at, slot in enumerate(map(int, ctx.idx_mapping_np)):
+            carried = self._slots.get(slot)
+            if carried is None:
+                continue
+            if is_row_a_request:
+                rows, length = [at], int(ctx.seq_lens_upper_bound_np[at])  # exact, and known on the host
+            else:
+                rows = torch.nonzero(ctx.expanded_idx_mapping == slot).flatten()
+                length = int(ctx.pos[rows[0]]) + 1
+            seen = torch.isin(carried.tokens, self._new_outputs(slot, length))
+            for draft, row in enumerate(rows):
+                if draft:  # a row of speculative decoding has the drafts before it as outputs
+                    seen = seen | (carried.tokens == ctx.input_ids[row])
+                # vLLM charges presence itself for tokens among the new outputs.
+                logits[row, carried.tokens] -= carried.due + carried.presence * (~seen).to(logits.dtype)
+        return logits
+
+    def _new_outputs(self, slot: int, length: int) -> torch.Tensor:
+        """The tokens that the request in a slot has made since it came; `length` counts its prompt, too."""
+        prompt_tokens = int(self._states.prompt_len.np[slot])
+        made: torch.Tensor = self._states.all_token_ids.gpu[slot, prompt_tokens:length]
+        return made
+
+
+def penalties_of(uses_second_runner: bool) -> str:
+    """The class that the model runner in force takes, as `logits_processors` names it."""
+    taken = SlotCarriedPenalties if uses_second_runner else CarriedPenalties
+    return f"{taken.__module__}:{taken.__name__}"

@@ -53,10 +53,14 @@ from vllm.v1.engine import (  # noqa: E402
 from vllm.v1.engine.core_client import EngineCoreClient  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from vllm.v1.executor import Executor  # noqa: E402
+from vllm.v1.kv_cache_interface import group_kernel_blocks  # noqa: E402
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats  # noqa: E402
 from vllm.v1.outputs import LogprobsLists  # noqa: E402
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor  # noqa: E402
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: E402
+from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
+    LogitsProcessor as SlotLogitsProcessor,
+)
 
 # vLLM runs a lone rank inside its engine's process on a GPU; on a CPU it does when the executor is named so.
 ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -89,10 +93,12 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SchedulerStats",
+    "SlotLogitsProcessor",
     "SupportsHMA",
     "UsageContext",
     "check_served",
     "current_platform",
+    "group_kernel_blocks",
     "sleep_while_spinning",
     "vllm_version",
 ]

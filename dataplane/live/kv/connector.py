@@ -37,6 +37,7 @@ from dataplane.live.engine_api.vllm_surface import (
     KVConnectorTransferResults,
     SupportsHMA,
     current_platform,
+    group_kernel_blocks,
     sleep_while_spinning,
 )
 from dataplane.live.kv.holds import Holds, StepOrders
@@ -188,13 +189,14 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             torch.cpu._init_amx()
         if self._why_fixed:
             return
-        layers = list(kv_caches.values())
         blocks = self._kv_cache_config.num_blocks
         for name, tensor in kv_caches.items():
-            if tensor.shape[0] != blocks:
+            if tensor.shape[0] % blocks:
                 raise BadInput(
                     f"{name}: KV cache of shape {tuple(tensor.shape)}, expected {blocks} blocks first"
                 )
+        # A kernel may split the blocks that the scheduler counts in.
+        layers = [group_kernel_blocks(tensor, blocks) for tensor in kv_caches.values()]
         transport = SocketTransport(self._settings["token"])
         self._loads = Loads(layers, transport, self._settings["addresses"][self._rank], self._rank)
 

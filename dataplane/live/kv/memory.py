@@ -102,8 +102,13 @@ class KvMemory(Protocol):
         """Writable views to fill, and what to call when they are full."""
 
 
-def kv_memory(layers: Sequence[torch.Tensor]) -> KvMemory:
-    """The best fit for these caches, each of shape [blocks, ...]."""
+def kv_memory(caches: Sequence[torch.Tensor]) -> KvMemory:
+    """The best fit for these caches, each of shape [blocks, ...]; layers that share a cache count once.
+
+    Caches are taken as bytes: no kernel need know their dtype (FP8) to gather and scatter them.
+    """
+    places = {(t.data_ptr(), t.stride()): t for t in caches}
+    layers = [t.view(torch.uint8) for t in places.values()]
     if all(t.device.type == "cpu" and t[0].is_contiguous() and t.stride(0) == t[0].numel() for t in layers):
         return DirectMemory(layers)
     return StagedMemory(layers)

@@ -16,6 +16,7 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.engine_api.penalties import penalties_of
 from dataplane.live.engine_api.vllm_surface import (
     ONE_PROCESS_EXECUTOR,
     AsyncEngineArgs,
@@ -60,6 +61,10 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             raise BadInput(
                 f"engine argument {name}: the live plane sets it itself, got {engine_settings[name]!r}"
             )
+    if engine_settings.get("distributed_executor_backend") == "ray":
+        raise BadInput(
+            "engine argument distributed_executor_backend: ranks share one host, so it cannot be ray"
+        )
     names = {field.name for field in fields(AsyncEngineArgs)}
     unknown = sorted(set(engine_settings) - names)
     if unknown:
@@ -72,12 +77,15 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
         if not any((engine_settings.get(degree) or 1) > 1 for degree in DEGREES):
             # A queue between two processes costs more here than the step of a small model.
             settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
+    elif (engine_settings.get("tensor_parallel_size") or 1) > 1:
+        # In a placement group vLLM would take Ray, which refuses one bundle with all GPUs of a worker. Children
+        # of the engine's process also share memory with the KV doors, and a step has no hop through Ray.
+        settings |= {"distributed_executor_backend": "mp"}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
     settings |= {
         # What enters an engine's cache of images, a gateway would have to know of each engine.
         "mm_processor_cache_gb": 0,
         "disable_log_stats": False,
-        "logits_processors": ["dataplane.live.engine_api.penalties:CarriedPenalties"],
         "kv_transfer_config": {
             "kv_connector": "MigrationConnector",
             "kv_connector_module_path": "dataplane.live.kv.connector",
@@ -95,9 +103,16 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
     return AsyncEngineArgs(**settings)
 
 
+def engine_config(args: AsyncEngineArgs) -> Any:
+    """vLLM's configuration, with the penalties of moved requests in the form of the model runner it chose."""
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config.model_config.logits_processors = [penalties_of(config.use_v2_model_runner)]
+    return config
+
+
 def start_engine(args: AsyncEngineArgs) -> Any:
     """Start an EngineCore in its own process and return vLLM's asynchronous client of it. Blocks."""
-    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = engine_config(args)
     check_served(config)
     if config.model_config.is_hybrid:  # states and attention in turns cannot be one group
         config.scheduler_config.disable_hybrid_kv_cache_manager = False
