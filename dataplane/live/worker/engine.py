@@ -78,8 +78,8 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             # A queue between two processes costs more here than the step of a small model.
             settings |= {"distributed_executor_backend": ONE_PROCESS_EXECUTOR}
     elif (engine_settings.get("tensor_parallel_size") or 1) > 1:
-        # In a placement group vLLM would take Ray, which refuses one bundle with all GPUs of a worker. Children
-        # of the engine's process also share memory with the KV doors, and a step has no hop through Ray.
+        # In a placement group vLLM would take Ray, which refuses one bundle with all GPUs of a worker. Child
+        # processes of the engine also share memory with the KV doors, and a step has no hop through Ray.
         settings |= {"distributed_executor_backend": "mp"}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
     settings |= {
