@@ -11,7 +11,7 @@ Four rules, each with a memory in `State` so that it does not act twice on one o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.overload import ShedSettings, reassign, shed
@@ -76,7 +76,8 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
         {**recent.requests, **{move.request: now_s for move in moves}},
         {**recent.pairs, **{(move.source, move.target): now_s for move in moves}},
     )
-    return State(by_load, recent, scaling), [*moves, *([] if change is None else [change])]
+    actions: list[Action] = [*moves, *scaling.notes, *([] if change is None else [change])]
+    return State(by_load, recent, scaling), actions
 
 
 def _moves(
@@ -102,7 +103,7 @@ def _size(
     settings: Settings, state: State, snapshot: Snapshot, used_tokens: int
 ) -> tuple[Scaling, Stabilized | None, Scale | None]:
     """By demand where it says how many workers; else by load, unless an operator has fixed them."""
-    scaling = state.scaling
+    scaling = replace(state.scaling, notes=())
     types: tuple[WorkerType, ...] = ()
     if settings.scaling is not None:
         scaling, change = scale(settings.scaling, scaling, snapshot)

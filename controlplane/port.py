@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from controlplane.control import State
-from controlplane.snapshot import Action, Migrate, Reassign, Scale, Snapshot
+from controlplane.snapshot import Action, Migrate, Note, Reassign, Scale, Snapshot
 
 Decide = Callable[[State, Snapshot], tuple[State, list[Action]]]
 
@@ -40,6 +40,9 @@ class DataPlane(Protocol):
     def scale(self, change: Scale) -> str | None:
         """Want another number of workers."""
 
+    def note(self, note: Note) -> str | None:
+        """Record what the scaler has to say."""
+
     def report(self, outcomes: Sequence[Outcome]) -> None:
         """Record the outcomes of a round's actions, in their order."""
 
@@ -59,3 +62,5 @@ def _begin(plane: DataPlane, action: Action) -> str | None:
             return plane.reassign(action)
         case Scale():
             return plane.scale(action)
+        case Note():
+            return plane.note(action)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
-from controlplane.types import ClassArrivals, RequestId, WorkerId
+from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
 
 SERVING, DRAINING, STARTING = "serving", "draining", "starting"
 
@@ -113,6 +113,7 @@ class Snapshot:
     number of workers an operator has fixed. `waiting_requests`: those that no worker has taken.
     `cold_start_s`, `drain_s`: what a launch and a drain have lately taken here, 0 = not known.
     `wanted_kinds`: how many of each are wanted, in a fleet of several kinds; they add up to `wanted`.
+    `outcomes`: the requests that have ended since the plane began, by class.
     """
 
     now_s: float
@@ -129,6 +130,7 @@ class Snapshot:
     cold_start_s: float = 0.0
     drain_s: float = 0.0
     wanted_kinds: Mapping[str, int] = field(default_factory=dict)
+    outcomes: tuple[ClassOutcomes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,5 +172,15 @@ class Scale:
     kinds: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the scaler has to say though the number of workers stays: its line was corrected, or more workers
+    are wanted than a limit allows."""
+
+    kind: Literal["correction", "limit"]
+    reason: str
+    facts: Facts = field(default_factory=dict)
+
+
 Move = Migrate | Reassign
-Action = Move | Scale
+Action = Move | Scale | Note

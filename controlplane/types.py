@@ -55,6 +55,21 @@ class ClassArrivals:
         return self.output_tokens / self.requests if self.requests else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ClassOutcomes:
+    """Requests of one SLO class that have ended since a plane began: counters, which only grow.
+
+    `ended`: finished, or turned away by a full queue; those that clients gave up, or that failed, are left
+    out. `ttft_met`, `tpot_met`, `met`: within TTFT, within TPOT, within both; turned away is none of them.
+    """
+
+    slo: Slo
+    ended: int
+    ttft_met: int
+    tpot_met: int
+    met: int
+
+
 class EngineMode(StrEnum):
     """The way in which an engine forms its batches (docs of each mode: dataplane/simulated/next_step.py)."""
 

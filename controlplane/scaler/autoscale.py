@@ -1,6 +1,10 @@
 """Scaling by demand: from arrivals to a wanted number of workers, one heartbeat at a time.
 
-    traffic → regime → forecasts → weights of the types → line → target → stabilization window → mix
+    traffic → regime → forecasts → weights of the types → line → correction → target
+            → stabilization window → mix
+
+The line follows the step times that the workers' refits say, and is corrected by what became of the requests
+(scaler.correction): the loop is closed twice, by causes and by effects.
 
 A rise is followed at once. A fall must last: `window.down_s`, and at least a cold start and a drain, since a
 worker let go and wanted back costs both.
@@ -14,8 +18,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controlplane.perfmodel.profile import Profile
+from controlplane.scaler.correction import look
 from controlplane.scaler.forecast import foresee
-from controlplane.scaler.line import Line, at_lengths, line_of
+from controlplane.scaler.line import Line, carried_over, line_of
 from controlplane.scaler.mix import MixQuestion
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
 from controlplane.scaler.state import Scaling, ScalingSettings
@@ -28,9 +33,10 @@ from controlplane.scaler.target import (
     stabilize,
     target,
 )
-from controlplane.scaler.traffic import Demand, blend, follow, observe
+from controlplane.scaler.traffic import Demand, Regime, blend, follow, observe, recent_rps
 from controlplane.scaler.weights import PARTS, weigh
-from controlplane.snapshot import SERVING, STARTING, Facts, Scale, Snapshot
+from controlplane.snapshot import SERVING, STARTING, Facts, Note, Scale, Snapshot
+from controlplane.worker_type import WorkerType
 
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
@@ -55,7 +61,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         unit, parts = f"× {question.weights.reference}", PARTS
         there = units_in(state.fleet_mix, question)
 
-    line = _line(settings, state)
+    state, line = _corrected(settings, state, snapshot, demand, regime)
     far, near = state.far.coming, state.soon.coming
     ready = 1.0 if settings.ahead is None else min(snapshot.cold_start_s / settings.ahead.bin_s, 1.0)
     waiting = snapshot.waiting_requests
@@ -75,61 +81,142 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         known = None if stale else demand
         found = enough_for_those_here(bounds, found, known, snapshot, there, state.weights)
 
-    stable = (
-        state.stabilized
-        if state.stabilized is not None and state.stabilized.wanted == there
-        else Stabilized(there)
-    )
-    if snapshot.fixed is not None:
-        stable = stable if settings.is_mix else Stabilized(snapshot.fixed)
-    elif snapshot.wanted == 0 and found.workers:
-        stable = Stabilized(found.workers)  # requests do not wait for the window to pass
-    else:
-        stable = stabilize(window, stable, found.workers, now_s)
+    stable = _stable(settings, state, snapshot, window, found, there)
     state = replace(state, stabilized=stable)
     facts = _facts(settings, state, snapshot, found, line)
     if question is not None:
         return _mixed(settings, state, snapshot, question, found, facts)
+    if found.is_limited:
+        state = _said_over(state, found.reason, settings.limits.limited_by or "MAX")
+    elif stable.wanted != settings.limits.high:  # a target that comes and goes is said once
+        state = _said_over(state, "", "")
     if stable.wanted == snapshot.wanted:
         return state, None
     return state, Scale(stable.wanted, found.reason, facts)
 
 
+def _stable(
+    settings: ScalingSettings,
+    state: Scaling,
+    snapshot: Snapshot,
+    window: StabilizationWindow,
+    found: Target,
+    there: int,
+) -> Stabilized:
+    """The number wanted once the target has lasted. `there`: what is wanted as yet, in the line's parts."""
+    stable = state.stabilized
+    if stable is None or stable.wanted != there:
+        stable = Stabilized(there)
+    if snapshot.fixed is not None:
+        return stable if settings.is_mix else Stabilized(snapshot.fixed)
+    if snapshot.wanted == 0 and found.workers:
+        return Stabilized(found.workers)  # requests do not wait for the window to pass
+    return stabilize(window, stable, found.workers, snapshot.now_s)
+
+
 def has_line(settings: ScalingSettings, state: Scaling) -> bool:
     """Whether demand says how many workers: else another rule must."""
-    return _line(settings, state) is not None
+    return _line(settings, state, settings.worker_types) is not None
 
 
-def _line(settings: ScalingSettings, state: Scaling) -> Line | None:
-    """The line for this traffic; of a mix in reference workers, and None until it is known what those are."""
-    types, weights = settings.worker_types, state.weights
+def _corrected(
+    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, demand: Demand, regime: Regime | None
+) -> tuple[Scaling, Line | None]:
+    """The line by the refitted step times and by what became of the requests, and what was learned of it."""
+    types = _types_now(settings, state)
+    line = _line(settings, state, types)
+    if line is None or regime is None:
+        return state, line
+
+    def line_if(factor: float) -> Line:
+        if not types or types[0].known_profile is None:
+            return Line(line.workers_per_rps * factor, line.intercept)
+        return _line(settings, state, tuple(_slowed(t, factor) for t in types)) or line
+
+    given = _line(settings, state, settings.worker_types)
+    of = {} if state.weights is None else state.weights.of
+    workers = sum(of.get(w.kind, 1.0) for w in snapshot.workers if w.state == SERVING)
+    correction, said = look(
+        state.correction,
+        snapshot.now_s,
+        snapshot.outcomes,
+        line_if,
+        recent_rps(demand, regime),
+        workers,
+        settings.attainment,
+        1.0 if given is None else line.workers_per_rps / given.workers_per_rps,
+    )
+    notes = state.notes if said is None else (*state.notes, said)
+    state = replace(state, correction=correction, notes=notes)
+    return state, line if correction.factor == 1.0 else line_if(correction.factor)
+
+
+def _slowed(worker_type: WorkerType, factor: float) -> WorkerType:
+    """The type if its steps took so many times as long."""
+    profile = worker_type.known_profile
+    if profile is None:
+        return worker_type
+    prefill = None if profile.prefill is None else profile.prefill.scaled(factor)
+    return replace(
+        worker_type,
+        known_profile=replace(profile, step=profile.step.scaled(factor, factor), prefill=prefill),
+    )
+
+
+def _said_over(state: Scaling, why: str, by: str) -> Scaling:
+    """The state with a note where a limit begins, or ceases, to hold the fleet below what is wanted."""
+    over = by if why else ""
+    if over == state.over:
+        return state
+    note = Note("limit", why or f"what is wanted is allowed again: no longer over {state.over}")
+    return replace(state, over=over, notes=(*state.notes, note))
+
+
+def _types_now(settings: ScalingSettings, state: Scaling) -> tuple[WorkerType, ...]:
+    """The types, with the step times that were last told of their workers."""
+    return tuple(
+        t
+        if t.known_profile is None or t.name not in state.steps
+        else replace(t, known_profile=replace(t.known_profile, step=state.steps[t.name]))
+        for t in settings.worker_types
+    )
+
+
+def _line(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType, ...]) -> Line | None:
+    """The line for this traffic; of a mix in reference workers, and None until it is known what those are.
+
+    `types`: the settings' own, with the step times to go by.
+    """
+    weights, given = state.weights, settings.worker_types
     if not settings.is_mix:
-        return _line_of_type(settings, state, types[0].known_profile if types else None)
+        profile, before = (types[0].known_profile, given[0].known_profile) if types else (None, None)
+        return _line_of_type(settings, state, before, profile)
     if weights is None:
         return None
     name = weights.reference if settings.target.line is None else types[0].name
-    profile = next(t.known_profile for t in types if t.name == name)
-    line = _line_of_type(settings, state, profile)
+    profile, before = (next(t.known_profile for t in of if t.name == name) for of in (types, given))
+    line = _line_of_type(settings, state, before, profile)
     return weights.scaled(line, name) if line is not None and name in weights.of else None
 
 
-def _line_of_type(settings: ScalingSettings, state: Scaling, profile: Profile | None) -> Line | None:
-    """The target's own line, at the lengths seen where it says what it was learned at; else the profile's."""
-    given = settings.target.line
-    if profile is None:
-        return given
-    if given is None:
-        return line_of(profile, state.traffic)
-    if settings.learned_at is None:
-        return given
-    return at_lengths(given, settings.learned_at, profile, state.traffic)
+def _line_of_type(
+    settings: ScalingSettings, state: Scaling, before: Profile | None, now: Profile | None
+) -> Line | None:
+    """The target's own line, carried over to the step times and lengths seen; else the profile's."""
+    line = settings.target.line
+    if before is None or now is None:
+        return line
+    if line is None:
+        return line_of(now, state.traffic)
+    return carried_over(line, settings.learned_at, before, now, state.traffic)
 
 
 def _question(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, window: StabilizationWindow
 ) -> tuple[Scaling, MixQuestion]:
     """The state with this traffic's weights; what to choose from, its demand still open."""
-    weights = weigh(settings.worker_types, snapshot.wanted_kinds, state.traffic, state.weights)
+    types = _types_now(settings, state)
+    weights = weigh(types, snapshot.wanted_kinds, state.traffic, state.weights)
     limits = settings.target.low, settings.target.high
     question = ask(settings.worker_types, settings.mix, weights, limits, snapshot)
     mix = taken_up(state.fleet_mix, question, snapshot.now_s + window.down_s)
@@ -154,8 +241,13 @@ def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> 
         far = foresee(ahead, far, far_bins, rate_rps, snapshot.cold_start_s)
     if near is not None and near_bins is not None:
         soon = foresee(near, soon, near_bins, rate_rps, snapshot.cold_start_s)
+    steps = {w.kind: w.step for w in snapshot.workers if w.step is not None}
+    if len(settings.worker_types) == 1:  # whatever its workers call themselves
+        steps = dict.fromkeys([settings.worker_types[0].name], next(iter(steps.values()))) if steps else {}
     return replace(
         state,
+        steps={**state.steps, **steps},
+        notes=(),
         demand=demand,
         regimes=regimes,
         counted_s=state.counted_s if arrivals is None else now_s,
@@ -186,6 +278,12 @@ def _mixed(
         mix = next_mix(before, question, stable.wanted, snapshot, is_news=found.workers is not None)
     state = replace(state, fleet_mix=mix)
     why = found.reason
+    asked = replace(question, demand=mix.units / PARTS)
+    if not asked.is_enough(mix.chosen) and snapshot.fixed is None:
+        carries = asked.carries(mix.chosen)
+        state = _said_over(state, f"{why}, but all that is allowed carries {carries:.3g}", "the mix's limits")
+    else:
+        state = _said_over(state, "", "")
     if found.workers is not None and found.workers < mix.units and snapshot.fixed is None:
         why += f", {mix.units / PARTS} for now"  # a fall goes no further yet
     return state, change(before, mix, question, why, facts)
@@ -214,6 +312,8 @@ def _facts(
         observed |= {"forecast_rps": state.far.coming.rps, "forecast_error": state.far.coming.error}
     if line is not None:
         observed |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
+    if state.correction.factor != 1.0:
+        observed["corrected_by"] = state.correction.factor
     assert state.stabilized is not None
     change = state.stabilized.wanted - snapshot.wanted
     cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}

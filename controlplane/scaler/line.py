@@ -10,9 +10,9 @@ at the largest b with t(b) <= TPOT that memory and seats allow: a fleet without 
 is HEADROOM · Σ share / x over the SLO classes, its intercept SPARE. Where one request alone is slower than
 its target, b = 1: more workers cannot mend that, so no more are asked for.
 
-A line that was drawn by simulation holds for the lengths it was drawn at. Where those that arrive differ from
-them, its slope is multiplied by x there over x here: its allowance for noise stays, a request's weight
-follows.
+A line that was drawn by simulation holds for the lengths and the step times it was drawn at. Where those that
+arrive, or those that a refit found, differ, its slope is multiplied by x there over x here: its allowance for
+noise stays, a request's weight follows.
 
 Where there is no profile, one is fitted to the steps of the workers that serve.
 """
@@ -51,12 +51,17 @@ def line_of(profile: Profile, traffic: Traffic) -> Line | None:
     return Line(HEADROOM * workers, SPARE)
 
 
-def at_lengths(line: Line, learned: ClassArrivals, profile: Profile, traffic: Traffic) -> Line:
-    """The line, learned at the lengths of `learned`, at the traffic's; as it is before enough were seen."""
-    if traffic.requests < LEAST_REQUESTS or learned.requests <= 0:
+def carried_over(
+    line: Line, learned: ClassArrivals | None, before: Profile, now: Profile, traffic: Traffic
+) -> Line:
+    """The line, drawn with the profile `before` at the lengths `learned` (None: the traffic's own), for the
+    profile `now` at the traffic's lengths; as it is before enough was seen."""
+    if traffic.requests < LEAST_REQUESTS or (learned is not None and learned.requests <= 0):
         return line
     heavier = sum(
-        c.requests * capacity_rps(profile, replace(learned, slo=c.slo)) / capacity_rps(profile, c)
+        c.requests
+        * capacity_rps(before, c if learned is None else replace(learned, slo=c.slo))
+        / capacity_rps(now, c)
         for c in traffic.classes
     )
     return Line(line.workers_per_rps * heavier / traffic.requests, line.intercept)

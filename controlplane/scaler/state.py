@@ -1,7 +1,7 @@
 """The scaler's settings, its state between heartbeats, and the part that outlives a controller.
 
-That part are the counts that forecasts are made from: a season is learned over days, and a controller that
-starts again has none of its own. Bins have no dates here: the caller that keeps them says how old they are,
+That part are the line's correction, and the counts that forecasts are made from: a season is learned over
+days, and a controller that starts again has none of its own. Bins have no dates here: the caller that keeps them says how old they are,
 and what lies between is not counted (`None`). The rest of the state (regime, stabilization window, mix) is of
 minutes, and is found again in minutes.
 """
@@ -13,12 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.step import StepModel
+from controlplane.scaler import correction
+from controlplane.scaler.correction import Correction
 from controlplane.scaler.forecast import ForecastSettings, Outlook
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
 from controlplane.scaler.traffic import Demand, Regimes, Traffic
 from controlplane.scaler.weights import Weights
+from controlplane.snapshot import Note
 from controlplane.types import ClassArrivals
 from controlplane.worker_type import WorkerType
 
@@ -30,6 +34,7 @@ class ScalingSettings:
     `worker_types`: those that may be had. Their profiles say what a worker can do, where the target has no
     line of its own, or where the lengths drift from those that its line was learned at (`learned_at`); that
     line counts workers of the first. `mix`: how counts are chosen among them, and the limits of all together.
+    `attainment`: the share of requests in time that the line is for.
     `bin_s`: a bin of the counts. `catch_up_s`: in which a backlog is to be served. `ahead`: whether and how
     to forecast; `near`: by short bins as well.
     """
@@ -45,6 +50,7 @@ class ScalingSettings:
     learned_at: ClassArrivals | None = None
     worker_types: tuple[WorkerType, ...] = ()
     mix: MixSettings = field(default_factory=MixSettings)
+    attainment: float = 0.99
 
     def __post_init__(self) -> None:
         check_types(self.worker_types, self.mix, self.target.low, self.target.high)
@@ -59,17 +65,20 @@ class ScalingSettings:
         """The target's, within what the one type, GPUs and budget allow; of a mix the mix keeps to those."""
         if self.is_mix:
             return replace(self.target, low=0, high=None)
-        caps = [] if self.target.high is None else [self.target.high]
+        gpus, usd_per_h = self.mix.max_gpus, self.mix.budget_usd_per_h
+        caps = [] if self.target.high is None else [(self.target.high, "")]
         low = self.target.low
         for t in self.worker_types:
             low = max(low, t.low)
-            caps += [] if t.limit is None else [t.limit]
-            caps += [] if self.mix.max_gpus is None else [self.mix.max_gpus // t.gpus]
-            if self.mix.budget_usd_per_h is not None and t.usd_per_h:
+            caps += [] if t.limit is None else [(t.limit, f"all {t.name} there are")]
+            caps += [] if gpus is None else [(gpus // t.gpus, f"the limit of {gpus} GPUs")]
+            if usd_per_h is not None and t.usd_per_h:
                 # A hair of tolerance: 3 x 1.2 is 3.5999999999999996.
-                caps.append(int(self.mix.budget_usd_per_h / t.usd_per_h + 1e-9))
-        most = min(caps, default=None)
-        return replace(self.target, low=low if most is None else min(low, most), high=most)
+                caps.append((int(usd_per_h / t.usd_per_h + 1e-9), f"the budget of ${usd_per_h:g}/h"))
+        if not caps:
+            return replace(self.target, low=low)
+        most, by = min(caps, key=lambda cap: cap[0])
+        return replace(self.target, low=min(low, most), high=most, limited_by=by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,8 @@ class Scaling:
     """The scaler's state; empty at the start. A restart loses all but what `to_keep` keeps.
 
     `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `fleet_mix` to a mix.
+    `steps`: the step times of each type as last told of its workers. `correction`: of the line, by what was seen.
+    `over`: the limit that holds the fleet below what is wanted. `notes`: what this heartbeat has to say.
     """
 
     demand: Demand | None = None
@@ -88,11 +99,16 @@ class Scaling:
     soon: Outlook = field(default_factory=Outlook)
     weights: Weights | None = None
     fleet_mix: MixState | None = None
+    steps: Mapping[str, StepModel] = field(default_factory=dict)
+    correction: Correction = field(default_factory=Correction)
+    over: str = ""
+    notes: tuple[Note, ...] = ()
 
 
 def to_keep(state: Scaling, now_s: float) -> dict[str, Any]:
-    """The closed bins of both forecasts as plain values, and how long ago the last of them ended."""
-    kept = {}
+    """The closed bins of both forecasts as plain values, and how long ago the last of them ended; the line's
+    correction."""
+    kept = {"correction": correction.to_keep(state.correction)}
     for name, outlook in (("far", state.far), ("soon", state.soon)):
         past = outlook.past
         if past is not None and past.closed:
@@ -116,6 +132,8 @@ def resumed(settings: ScalingSettings, kept: Mapping[str, Any], since_s: float, 
             state = replace(state, far=_outlook(settings.ahead, kept["far"], since_s, now_s))
         if settings.near is not None and "soon" in kept:
             state = replace(state, soon=_outlook(settings.near, kept["soon"], since_s, now_s))
+        if "correction" in kept:
+            state = replace(state, correction=correction.resumed(kept["correction"]))
     except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"demand remembered: not what was kept: {error}") from None
     return state

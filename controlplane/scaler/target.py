@@ -32,8 +32,8 @@ class TargetSettings:
     """The line and the limits.
 
     `workers_per_rps` and `intercept` None: nothing is known of this traffic, and the number is held. `high`
-    None: no upper limit. `z`: standard errors of the rate that are planned for.
-    `to_zero`: no arrivals in a whole regime means no workers at all.
+    None: no upper limit; `limited_by`: what sets it, where that is not MAX itself. `z`: standard errors of
+    the rate that are planned for. `to_zero`: no arrivals in a whole regime means no workers at all.
     """
 
     workers_per_rps: float | None
@@ -42,6 +42,7 @@ class TargetSettings:
     high: int | None = None
     z: float = 1.64
     to_zero: bool = False
+    limited_by: str = ""
 
     def __post_init__(self) -> None:
         if (self.workers_per_rps is None) != (self.intercept is None):
@@ -70,11 +71,15 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A number of workers and why; None: hold what there is. `compared`: workers by each rate looked at."""
+    """A number of workers and why; None: hold what there is. `compared`: workers by each rate looked at.
+
+    `is_limited`: more were asked for than are allowed.
+    """
 
     workers: int | None
     reason: str
     compared: dict[str, float] = field(default_factory=dict)
+    is_limited: bool = False
 
 
 def target(
@@ -123,7 +128,8 @@ def _workers(line: Line, rate_rps: float) -> float:
 def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, float]) -> Target:
     most = settings.high
     if most is not None and asked > most:
-        return Target(most, f"{why}, but no more than {most} are allowed", compared)
+        by = f" ({settings.limited_by})" if settings.limited_by else ""
+        return Target(most, f"{why}, but no more than {most} are allowed{by}", compared, is_limited=True)
     low = 0 if asked == 0 and settings.to_zero else settings.low
     if most is not None:
         low = min(low, most)

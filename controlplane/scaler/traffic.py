@@ -31,6 +31,7 @@ from controlplane.errors import BadInput
 from controlplane.types import ClassArrivals
 
 HALF_LIFE_S = 120.0
+RECENT_S = 90.0
 MOST_CLASSES = 16  # clients may name targets of their own: the rarest are not remembered
 _MOST_BINS = 240  # searched at once
 _LEAST_BINS = 3  # a regime lasts at least so long
@@ -158,6 +159,17 @@ class Regime:
         return self.rate_rps + z * math.sqrt(
             self.noise * max(self.rate_rps, 1.0 / bin_s) / (self.bins * bin_s)
         )
+
+
+def recent_rps(demand: Demand, regime: Regime) -> float:
+    """The rate of late: the regime's, unless the last `RECENT_S` contradict it (a rise no regime yet)."""
+    counts = [c for c in demand.closed[-max(round(RECENT_S / demand.bin_s), 1) :] if c is not None]
+    if not counts:
+        return regime.rate_rps
+    seconds = len(counts) * demand.bin_s
+    rps = sum(counts) / seconds
+    error_rps = math.sqrt(regime.noise * max(regime.rate_rps, 1.0 / seconds) / seconds)
+    return regime.rate_rps if abs(rps - regime.rate_rps) <= 2.0 * error_rps else rps
 
 
 @dataclass(frozen=True, slots=True)

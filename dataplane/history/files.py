@@ -173,6 +173,32 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
     return pl.concat(parts).sort("arrival_s")
 
 
+def last_lengths(folder: Path, model: str, most: int, files: int = 64) -> pl.DataFrame:
+    """`prompt_tokens` and `output_tokens` of the model's last finished requests, oldest first.
+
+    At most so many rows, from no more than so many files: what a start can wait for. A file that cannot be
+    read counts as none.
+    """
+    wanted = (pl.col("outcome") == "finished") & (pl.col("model") == model) & (pl.col("output_tokens") > 0)
+    columns = "prompt_tokens", "output_tokens"
+    parts: list[pl.DataFrame] = []
+    rows = 0
+    names = {path.stem: path for path in folder.glob("requests-*.parquet")}
+    names |= {path.stem: path for path in folder.glob("requests-*.jsonl")}
+    for _, path in sorted(names.items(), reverse=True)[:files]:
+        with suppress(OSError, pl.exceptions.PolarsError):
+            if path.suffix == ".jsonl":
+                part = _rows_of(path.read_bytes()).filter(wanted).select(columns)
+            else:
+                part = pl.scan_parquet(path, glob=False).filter(wanted).select(columns).collect()
+            parts.append(part)
+            rows += len(part)
+        if rows >= most:
+            break
+    none = pl.DataFrame(schema={name: SCHEMA[name] for name in columns})
+    return pl.concat([none, *reversed(parts)]).tail(most)
+
+
 def history_span(folder: Path) -> tuple[int, float | None, float | None]:
     """The number of rows, and the first and last arrival (Unix seconds), without reading the rows."""
     arrivals = [

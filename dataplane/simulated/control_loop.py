@@ -24,13 +24,13 @@ from controlplane.placement.policies import EXACT
 from controlplane.placement.queue import held_tokens
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
-from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
+from controlplane.snapshot import Migrate, Note, Reassign, Scale, Snapshot
 from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.heartbeat import beat
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.observe import deviations, observe
+from dataplane.simulated.observe import OutcomeCount, deviations, observe
 from dataplane.simulated.run import RunState
 
 
@@ -70,6 +70,7 @@ class SimulatedPlane:
         acts = control.tick.moves is not None or control.tick.shed is not None
         self._deviations = DeviationTracker() if control.errors and run.migrates and acts else None
         self._arrived = 0  # by the last look
+        self._ended = OutcomeCount(run.slos)
         self.refusals: Counter[str] = Counter()
 
     @property
@@ -113,6 +114,11 @@ class SimulatedPlane:
         self._elastic.scale(change, self.now_s)
         return None
 
+    def note(self, note: Note) -> str | None:
+        if self._elastic is not None:
+            self._elastic.record.notes.append((self.now_s, note))
+        return None
+
     def report(self, outcomes: Sequence[Outcome]) -> None:
         """Count what was refused, by why; what was begun takes its first steps."""
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
@@ -144,6 +150,9 @@ class SimulatedPlane:
             cold_start_s=elastic.cold_start_s,
             drain_s=elastic.drain_s,
             wanted_kinds=elastic.wanted_kinds,
+            outcomes=self._ended.look(
+                run.ledger, run.engines.requests, run.workload.slo_class, self._arrived
+            ),
         )
 
 

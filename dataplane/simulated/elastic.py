@@ -19,7 +19,7 @@ from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, step
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
-from controlplane.snapshot import Scale
+from controlplane.snapshot import Note, Scale
 from controlplane.types import WorkerId
 from dataplane.simulated.cluster import change_worker
 from dataplane.simulated.records import DRAIN, READY
@@ -78,6 +78,7 @@ class FleetRecord:
     launches: int = 0
     drains: int = 0
     reasons: list[tuple[float, str]] = field(default_factory=list)
+    notes: list[tuple[float, Note]] = field(default_factory=list)
     kinds: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     kind_s: dict[str, float] = field(default_factory=dict)
     gpu_s: float = 0.0

@@ -17,7 +17,9 @@ from controlplane.placement.ledger import (
     DRAINING,
     NONE,
     OFF,
+    Ints,
     Ledger,
+    Records,
     generated,
     queue_first,
 )
@@ -26,7 +28,7 @@ from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
-from controlplane.types import RequestId, WorkerId
+from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
 
 Table = NDArray[np.float64]
 RUNNING, HELD, WAITING, HEAD, WAITING_TOKENS, HIGH, GROWTH, TPOT, PEAK = range(9)
@@ -98,6 +100,30 @@ def queue_at(led: Ledger, w: int) -> Table:
             n += 1
             r = led.requests[r].next
     return out
+
+
+class OutcomeCount:
+    """What became of a run's requests, by class; `look` counts those that have ended since the last."""
+
+    def __init__(self, slos: Sequence[Slo]) -> None:
+        self._slos, self._sums = slos, np.zeros((len(slos), 4), np.int64)
+        self._arrived, self._open = 0, np.zeros(0, np.int64)
+
+    def look(self, led: Ledger, jobs: Records, slo_class: Ints, arrived: int) -> tuple[ClassOutcomes, ...]:
+        """The counters, once the first `arrived` requests are there."""
+        rows = np.concatenate([self._open, np.arange(self._arrived, arrived)])
+        ended = ~np.isnan(jobs["finish_s"][rows])
+        self._arrived, self._open, rows = arrived, rows[~ended], rows[ended]
+        request, finish_s, gaps = led.requests[rows], jobs["finish_s"][rows], jobs["output"][rows] - 1
+        served = np.isfinite(finish_s)  # others were turned away
+        ttft_met = served & (request["first_s"] - request["arrival_s"] <= request["ttft_s"])
+        tpot_s = np.where(served & (gaps > 0), (finish_s - request["first_s"]) / np.maximum(gaps, 1), 0.0)
+        tpot_met = served & (tpot_s <= request["tpot_s"])
+        for column, counted in enumerate((np.ones_like(served), ttft_met, tpot_met, ttft_met & tpot_met)):
+            self._sums[:, column] += np.bincount(slo_class[rows[counted]], minlength=len(self._slos))
+        return tuple(
+            ClassOutcomes(slo, *sums) for slo, sums in zip(self._slos, self._sums.tolist(), strict=True)
+        )
 
 
 class Listed(Sequence[RunningRequest]):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.control import Settings, State
+from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
 from controlplane.port import Decide
 from controlplane.scaler.forecast import NEAR, ForecastSettings, Outlook
@@ -154,24 +155,8 @@ class Bench:
 
         Each in order.
         """
-        misses: list[Callable[[int], int]] = []
-        counts: list[int] = []
+        counts, misses = self.fewest(starts)
         taken: list[int] = []
-        guess = 8
-        for start_s in starts:
-            part, judged = self.window(start_s)
-            missed = self.counted(part, judged)
-            allowed = (1.0 - TARGET) * int(judged.sum())
-            # Where no number of workers helps any more, the fewest of those that do as well.
-            allowed = max(allowed, missed(SLOTS))
-            n = guess
-            while missed(n) > allowed and n < SLOTS:
-                n += 1
-            while n > 1 and missed(n - 1) <= allowed:
-                n -= 1
-            misses.append(missed)
-            counts.append(n)
-            guess = n
         spare = (1.0 - TARGET) * len(self.traffic.workload)
         spare -= sum(missed(n) for missed, n in zip(misses, counts, strict=True))
 
@@ -190,6 +175,27 @@ class Bench:
                 heappush(offers, price(i))
         return counts, taken, sorted((i for i, n in enumerate(counts) if n > 1), key=price)
 
+    def fewest(self, starts: list[float]) -> tuple[list[int], list[Callable[[int], int]]]:
+        """The fewest workers that serve each window alone at the target; how many of it so many miss."""
+        misses: list[Callable[[int], int]] = []
+        counts: list[int] = []
+        guess = 8
+        for start_s in starts:
+            part, judged = self.window(start_s)
+            missed = self.counted(part, judged)
+            allowed = (1.0 - TARGET) * int(judged.sum())
+            # Where no number of workers helps any more, the fewest of those that do as well.
+            allowed = max(allowed, missed(SLOTS))
+            n = guess
+            while missed(n) > allowed and n < SLOTS:
+                n += 1
+            while n > 1 and missed(n - 1) <= allowed:
+                n -= 1
+            misses.append(missed)
+            counts.append(n)
+            guess = n
+        return counts, misses
+
     def counted(self, part: Workload, judged: NDArray[np.bool_]) -> Callable[[int], int]:
         """How many of a window's judged requests so many workers miss."""
 
@@ -202,7 +208,9 @@ class Bench:
         return missed
 
 
-def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: int) -> tuple[float, float]:
+def line_at(
+    lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: int, profile: Profile = CASE.profile
+) -> tuple[float, float]:
     """Eq 7 by simulation at steady rates, other draws than those judged.
 
     Workers with a fraction, between the last count that fails and the first that does not, as in
@@ -211,7 +219,7 @@ def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: in
     counts = []
     for rate in rates:
         workloads = [lengths.poisson(rate, round(rate * seconds), seed + 1000 + i) for i in range(2)]
-        question = Question(workloads, CASE.profile, CASE.slo, lengths.table(), Policy.SPREAD)
+        question = Question(workloads, profile, CASE.slo, lengths.table(), Policy.SPREAD)
         found = question.fewest(TARGET, max(rate, 1.0)) or question.most
         allowed = (1.0 - TARGET) * question.requests
         few, many = (math.log(question.misses(n, question.requests) + 0.5) for n in (found - 1, found))
@@ -221,12 +229,14 @@ def line_at(lengths: Lengths, rates: tuple[float, ...], seconds: float, seed: in
     return float(slope), float(intercept)
 
 
-def ours(line: tuple[float, float], lengths: Lengths, forecasts: bool) -> ControlSettings:
+def ours(
+    line: tuple[float, float], lengths: Lengths, forecasts: bool, profile: Profile = CASE.profile
+) -> ControlSettings:
     prompt, output = float(lengths.prompt.sum()), float(lengths.output.sum())
     scaling = ScalingSettings(
         TargetSettings(*line, low=1, high=SLOTS),
         StabilizationWindow(),
-        worker_types=(WorkerType.of(CASE.profile),),
+        worker_types=(WorkerType.of(profile),),
         ahead=AHEAD if forecasts else None,
         near=NEAR if forecasts else None,
         learned_at=ClassArrivals(CASE.slo, len(lengths.prompt), prompt, output),

@@ -32,13 +32,23 @@ def counted(requests, ttft_s=1.0):
     return {"ttft_s": ttft_s, "tpot_s": 0.1, **sums}
 
 
-def fleet(*workers, requests=(), arrivals=(), wanted=2, auto=True, moving=(), cold_start_s=30.0):
+def fleet(
+    *workers,
+    requests=(),
+    arrivals=(),
+    wanted=2,
+    auto=True,
+    moving=(),
+    cold_start_s=30.0,
+    outcomes=(),
+    refits=(),
+):
     """All there is, newer than any before it."""
     rows = sorted(requests, key=lambda row: row[0].number)
     return Changes(
         "book", 0, next(VERSIONS), [row.number for row, _, _ in rows], [made for _, made, _ in rows],
         [expected for _, _, expected in rows], [row for row, _, _ in rows], list(workers), list(moving),
-        list(arrivals), wanted, {"a": wanted}, auto, cold_start_s, 4.0,
+        list(arrivals), wanted, {"a": wanted}, auto, cold_start_s, 4.0, list(outcomes), list(refits),
     )  # fmt: skip
 
 

@@ -171,6 +171,9 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
             str(load.get("preemptions", "–")),
         )
     mode = "auto" if view["auto"] else "fixed"
+    budget = (view["autoscale"] or {}).get("budget_usd_per_h")
+    if budget is not None and view["auto"]:
+        mode += f", at most ${budget:g}/h"
     advice = ", advisory: decisions are only said" if view["advisory"] else ""
     counts = view["requests"]
     parts: list[Any] = [
@@ -246,9 +249,10 @@ def _scaling_tables(decisions: list[dict[str, Any]]) -> list[Any]:
         table.add_column(name, overflow="fold")
     for decision in decisions:
         before = f"{decision['before']} → " if "before" in decision else ""
+        workers = f"{before}{decision['workers']}" if "workers" in decision else "as before"
         table.add_row(
             decision["kind"],
-            "\n".join([f"{before}{decision['workers']}", *_named(decision.get("kinds") or {})]),
+            "\n".join([workers, *_named(decision.get("kinds") or {})]),
             decision["reason"],
             "\n".join(
                 f"{part}: {', '.join(_named(figures))}"

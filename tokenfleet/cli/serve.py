@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dataplane.http.keys import ApiKey
     from dataplane.http.server import Extension
     from dataplane.live.control.fleet import FleetSettings
+    from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes
 
     Say = Callable[[str], None]
@@ -105,6 +106,10 @@ class ServeFlags:
     scale_in_after: Annotated[
         str, typer.Option(help="how long fewer workers must be enough before some are drained")
     ] = "80s"
+    budget_usd_per_h: Annotated[
+        float | None,
+        typer.Option(min=0, help="--autoscale never costs more an hour (default: the plan's budget, if any)"),
+    ] = None
     max_workers: Annotated[
         int | None, typer.Option(min=1, help="never more (default: twice, at least 8)")
     ] = None
@@ -169,6 +174,7 @@ class Checked:
     shutdown_s: int
     policy: Policy
     moves: bool
+    autoscale: Autoscale | None
 
 
 @takes(ServeFlags)
@@ -236,6 +242,7 @@ def _checked(flags: ServeFlags) -> Checked:
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
         policy=policy,
         moves=moves,
+        autoscale=autoscale_of(flags, plan, types),
     )
 
 
@@ -278,7 +285,7 @@ def _settings(
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.gateway.server import GatewaySettings
 
-    scaled, bandwidth = asked.autoscale, asked.move_bandwidth
+    bandwidth = asked.move_bandwidth
     flags = tuple(asked.engine_flags or ())
     return FleetSettings(
         gateway=GatewaySettings(checked.model, asked.host, asked.port, flags, checked.shutdown_s),
@@ -292,9 +299,7 @@ def _settings(
         slo=checked.slo,
         attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
         waiting=QueueSettings(asked.queue, checked.queue_wait_s),
-        autoscale=None
-        if scaled is None
-        else autoscale_of(scaled, asked.scale_in_after, checked.plan, asked.as_is),
+        autoscale=checked.autoscale,
         advisory=asked.advisory,
         policy=checked.policy,
         moves=checked.moves,

@@ -196,19 +196,47 @@ def most_workers(flags: ServeFlags, workers: int) -> int:
     return most
 
 
-def autoscale_of(text: str, hold: str, plan: PlanFile | None, as_is: bool = False) -> Autoscale:
-    """--autoscale and --scale-in-after, with a plan's limits, and its line where workers are as planned."""
+def autoscale_of(flags: ServeFlags, plan: PlanFile | None, types: FleetTypes) -> Autoscale | None:
+    """--autoscale, --scale-in-after and --budget-usd-per-h, with a plan's limits and target, and its line
+    where workers are as planned. Raises BadInput for a budget that cannot be kept to.
+    """
     from dataplane.live.control.settings import Autoscale
 
-    low, high = bounds_of(text)
-    hold_s = parse_duration_s(hold, "--scale-in-after")
+    budget = flags.budget_usd_per_h
+    if budget is not None:
+        _check_budget(budget, types)
+    if flags.autoscale is None:
+        if budget is not None:
+            raise BadInput("--budget-usd-per-h: holds --autoscale down, so give --autoscale MIN..MAX")
+        return None
+    if budget is None and plan is not None:
+        budget = plan.inputs.budget_usd_per_h
+    low, high = bounds_of(flags.autoscale)
+    hold_s = parse_duration_s(flags.scale_in_after, "--scale-in-after")
+    plain = Autoscale(low, high, hold_s=hold_s, budget_usd_per_h=budget)
     if plan is None:
-        return Autoscale(low, high, hold_s=hold_s)
+        return plain
+    plain = replace(plain, max_gpus=plan.inputs.max_gpus, attainment=plan.attainment.target)
     # A mix's line counts workers of no one type: what each type can do says how many of which.
-    line = plan.demand_line if len(plan.fleet) == 1 and not as_is else None
-    limits = plan.inputs.max_gpus, plan.inputs.budget_usd_per_h
+    line = plan.demand_line if len(plan.fleet) == 1 and not flags.as_is else None
     if line is None:
-        return Autoscale(low, high, None, hold_s, None, *limits)
+        return plain
     lengths = line.mean_prompt_tokens, line.mean_output_tokens
     learned_at = None if lengths[0] is None or lengths[1] is None else (lengths[0], lengths[1])
-    return Autoscale(low, high, (line.workers_per_rps, line.intercept), hold_s, learned_at, *limits)
+    return replace(plain, line=(line.workers_per_rps, line.intercept), learned_at=learned_at)
+
+
+def _check_budget(usd_per_h: float, types: FleetTypes) -> None:
+    """Raise BadInput for a budget of a fleet without prices, or one that the first workers exceed."""
+    there = 0.0
+    for worker_type in types:
+        if worker_type.usd_per_h is None:
+            raise BadInput(
+                f"--budget-usd-per-h: {worker_type.name} has no price; give it one with --kind gpu=…,usd=…"
+            )
+        there += worker_type.usd_per_h * types.workers[worker_type.name]
+    if there > usd_per_h + 1e-9:
+        raise BadInput(
+            f"--budget-usd-per-h: {usd_per_h:g}: the workers to start with cost ${there:g} an hour; begin"
+            " with fewer"
+        )

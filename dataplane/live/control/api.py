@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import uvicorn
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
-from controlplane.snapshot import Fact, Scale
+from controlplane.snapshot import Fact, Note, Scale
 from dataplane.http.rules import (
     ERRORS,
     OPEN_PATHS,
@@ -59,6 +59,15 @@ class ScaleDecision(BaseModel):
     facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
     reason: str = Field(min_length=1, max_length=500)
     advisory: bool = False
+
+
+class NoteDecision(BaseModel):
+    """The controller's: what it has to say though the number of workers stays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    kind: Literal["correction", "limit"]
+    facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
+    reason: str = Field(min_length=1, max_length=500)
 
 
 class MoveDecision(BaseModel):
@@ -198,6 +207,12 @@ def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
         change = Scale(decision.workers, decision.reason, decision.facts, decision.kinds)
         operations.decide_scale(change, decision.advisory)
         return {"workers": decision.workers}
+
+    @app.post("/v1/decisions/note", status_code=202)
+    async def decide_note(note: Annotated[NoteDecision, Body()]) -> dict[str, str]:
+        """Record why the fleet's size is what it is."""
+        operations.note(Note(note.kind, note.reason, note.facts))
+        return {"kind": note.kind}
 
     @app.post("/v1/decisions/migrate", status_code=202)
     async def decide_migrate(decision: Annotated[MoveDecision, Body()]) -> dict[str, str]:

@@ -61,11 +61,19 @@ class MoveRow(msgspec.Struct, frozen=True):
     target: str
 
 
+class RefitRow(msgspec.Struct, frozen=True):
+    """The step model that the refit of a kind has come to, after so many steps."""
+
+    kind: str
+    steps: int
+    step: dict[str, Any]
+
+
 class Changes(msgspec.Struct, frozen=True):
     """The answer to `since` a version (0 = all there is).
 
     `numbers`, `output_tokens` and `expected_tokens` are of every request there is, by arrival; `requests`
-    those that are new or have another place. `arrivals` as DemandCount has them.
+    those that are new or have another place. `arrivals` and `outcomes` as DemandCount has them: counters.
     """
 
     book: str
@@ -83,6 +91,8 @@ class Changes(msgspec.Struct, frozen=True):
     auto: bool
     cold_start_s: float
     drain_s: float
+    outcomes: list[dict[str, Any]]
+    refits: list[RefitRow]
 
 
 class Mirror:

@@ -30,7 +30,7 @@ from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.port import Outcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
-from controlplane.snapshot import Migrate, Reassign, Scale, Snapshot
+from controlplane.snapshot import Migrate, Note, Reassign, Scale, Snapshot
 from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.control.changes import Changes, Mirror
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
@@ -85,6 +85,9 @@ class LivePlane:
         order = {"workers": change.workers, "kinds": change.kinds, "facts": change.facts}
         return self._decided("scale", order, change.reason)
 
+    def note(self, note: Note) -> str | None:
+        return self._post("note", {"kind": note.kind, "facts": note.facts, "reason": note.reason})
+
     def report(self, outcomes: Sequence[Outcome]) -> None:
         """Log the refused actions; the next round decides again."""
         for outcome in outcomes:
@@ -96,7 +99,9 @@ class LivePlane:
 
     def _decided(self, kind: str, order: dict[str, Any], reason: str) -> str | None:
         """Post a decision; why it was refused, None where it was not."""
-        order |= {"reason": reason, "advisory": self._settings.advisory}
+        return self._post(kind, order | {"reason": reason, "advisory": self._settings.advisory})
+
+    def _post(self, kind: str, order: dict[str, Any]) -> str | None:
         if self._silence:  # each try takes its time
             return self._silence
         try:

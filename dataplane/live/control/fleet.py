@@ -141,6 +141,7 @@ async def run_fleet(
         core.predict_anew = history.expected_tokens
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
+        core.on_end.append(arrived.end)
         cluster = WorkerPool(host, core, events, settings.max_workers, settings.types)
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)

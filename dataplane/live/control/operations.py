@@ -11,7 +11,7 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY
 from controlplane.placement.policies import MIGRATE, Policy
-from controlplane.snapshot import Scale
+from controlplane.snapshot import Note, Scale
 from controlplane.types import WorkerId
 from dataplane.http.rules import UnknownName
 from dataplane.live.control.changes import Changes, MoveRow, RequestRow, StepRow, WorkerRow
@@ -31,7 +31,7 @@ from dataplane.live.pool.pool import WorkerPool
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
 BY_TARGETS = (Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT, Policy.EXACT)
-SCALING_KINDS = ("scale", "advice-scale")
+SCALING_KINDS = ("scale", "advice-scale", "correction", "limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Operations:
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
             # The bounds within which the controller may decide; null where it was not asked to.
-            "autoscale": None if scale is None else {"min_workers": scale.low, "max_workers": scale.high},
+            "autoscale": None if scale is None else _bounds(scale),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
             "attainment_target": self.facts.attainment,
@@ -155,6 +155,8 @@ class Operations:
             self.auto,
             round(pool.cold_start_s, 3),
             round(pool.drain_s, 3),
+            self.arrived.outcomes(),
+            [] if self.step_times is None else self.step_times.refits(),
         )
 
     def requests(self) -> list[dict[str, Any]]:
@@ -266,6 +268,10 @@ class Operations:
         kinds = change.kinds or {self.cluster.types.only(): change.workers}
         self.cluster.scale(kinds, change.reason, change.facts)
 
+    def note(self, note: Note) -> None:
+        """Record what the controller has to say of the fleet's size."""
+        self.events.record(time.time(), note.kind, note.reason, **dict(note.facts))
+
     async def decide_migrate(self, name: str, target: str, reason: str, advisory: bool) -> None:
         if advisory:
             self._advise("migrate", reason, request_id=name, target=target)
@@ -279,6 +285,15 @@ class Operations:
         if self.cluster.state_of(WorkerId(worker)) is None:
             names = ", ".join(member.worker for member in self.cluster.members()) or "none"
             raise UnknownName(f"worker {worker}: no such worker, there are: {names}")
+
+
+def _bounds(scale: Autoscale) -> dict[str, float | None]:
+    return {
+        "min_workers": scale.low,
+        "max_workers": scale.high,
+        "max_gpus": scale.max_gpus,
+        "budget_usd_per_h": scale.budget_usd_per_h,
+    }
 
 
 def _request_row(t: Tracked, fixed: bool) -> RequestRow:

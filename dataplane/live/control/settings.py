@@ -35,7 +35,8 @@ class Autoscale:
     `low` 0 lets an idle fleet have none. `line`: Eq 7's slope (workers per request a second) and intercept,
     as a plan learned them; None takes them from what a worker can do. `hold_s`: how long fewer must be
     enough before workers are drained. `learned_at`: the mean prompt and output tokens that `line` holds for;
-    it follows those that arrive. `max_gpus`, `budget_usd_per_h`: a plan's limits, of all workers together.
+    it follows those that arrive. `max_gpus`, `budget_usd_per_h`: limits of all workers together.
+    `attainment`: the share of requests that is to be in time.
     """
 
     low: int
@@ -45,6 +46,7 @@ class Autoscale:
     learned_at: tuple[float, float] | None = None
     max_gpus: int | None = None
     budget_usd_per_h: float | None = None
+    attainment: float = 0.99
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high or self.high < 1:
@@ -64,6 +66,7 @@ class Autoscale:
             learned_at=None if self.learned_at is None else ClassArrivals(ANY_SLO, 1.0, *self.learned_at),
             worker_types=worker_types,
             mix=MixSettings(max_gpus=self.max_gpus, budget_usd_per_h=self.budget_usd_per_h),
+            attainment=self.attainment,
         )
 
 

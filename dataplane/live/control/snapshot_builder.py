@@ -4,7 +4,8 @@ Arrivals are the difference of two counters, a request that is gone has finished
 has grown has outlived its prediction (placement.rebalance keeps both as errors). So a `SnapshotBuilder`
 remembers its last look; a new one knows nothing of before, and says so.
 
-The profiles of the types of worker: as given, or as the last steps of their workers show.
+The profiles of the types of worker: as given, or as the last steps of their workers show. A worker's step
+times are those that the gateway's refit has come to, where it has one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import profile_seen
 from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
-from controlplane.types import RequestId, WorkerId
-from dataplane.live.control.changes import Changes, Mirror, RequestRow, WorkerRow
-from dataplane.live.gateway.demand_count import since
+from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
+from dataplane.live.control.changes import Changes, Mirror, RefitRow, RequestRow, WorkerRow
+from dataplane.live.gateway.demand_count import OUTCOMES, since
 
 
 class SnapshotBuilder:
@@ -40,6 +42,7 @@ class SnapshotBuilder:
         seen = mirror.seen
         assert seen is not None
         self.profiles.learn(seen.workers)
+        self.profiles.refit(seen.refits)
         sizes = [w.kv_bytes_per_token for w in seen.workers]
         self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
         placed: defaultdict[str | None, list[RunningRequest]] = defaultdict(list)
@@ -66,6 +69,10 @@ class SnapshotBuilder:
             seen.cold_start_s,
             seen.drain_s,
             seen.wanted_kinds,
+            tuple(
+                ClassOutcomes(Slo(row["ttft_s"], row["tpot_s"]), *(int(row[name]) for name in OUTCOMES))
+                for row in seen.outcomes
+            ),
         )
 
     def _worker(self, w: WorkerRow, placed: Sequence[RunningRequest]) -> WorkerLoad:
@@ -73,14 +80,13 @@ class SnapshotBuilder:
         fresh = [i for i, r in enumerate(placed) if not r.generated]
         waiting = 0 if w.last is None else min(w.last.waiting, len(fresh))
         queued = set(fresh[len(fresh) - waiting :])
-        profile = self.profiles.of(w.kind)
         return WorkerLoad(
             WorkerId(w.worker),
             w.state,
             w.kv_tokens,
             tuple(r for i, r in enumerate(placed) if i not in queued),
             tuple(placed[i] for i in sorted(queued)),
-            None if profile is None else profile.step,
+            self.profiles.step(w.kind),
             w.max_seqs or 1 << 30,
             kind=w.kind,
         )
@@ -109,7 +115,14 @@ def _running(row: RequestRow, generated: int, expected: int) -> RunningRequest:
     )
 
 
+def _step_model(row: Mapping[str, Any]) -> StepModel:
+    """A refit's step model, as `step_times` of GET /v1/fleet has it."""
+    hinges = tuple(Hinge(h["of"], float(h["from"]), float(h["per_unit_s"])) for h in row["hinges"])
+    return StepModel(hinges=hinges, **{name: float(x) for name, x in row.items() if name != "hinges"})
+
+
 REMEMBERED_STEPS = 600
+REFIT_STEPS = 200  # before a refit is believed
 REFIT_EVERY = 40
 
 
@@ -129,12 +142,24 @@ class TypeProfiles:
     def __init__(self, given: Mapping[str, Profile]) -> None:
         self._given = dict(given)
         self._learnt: dict[str, Profile] = {}
+        self._refitted: dict[str, StepModel] = {}
         self._steps: defaultdict[str, Steps] = defaultdict(Steps)
         self._last_step: dict[str, int] = {}
 
     def of(self, kind: str) -> Profile | None:
         """The type's profile, as given or as seen; None before enough was seen."""
         return self._given.get(kind) or self._learnt.get(kind)
+
+    def step(self, kind: str) -> StepModel | None:
+        """The type's step times as they are now: by the gateway's refit, else by its profile."""
+        profile = self.of(kind)
+        return self._refitted.get(kind, None if profile is None else profile.step)
+
+    def refit(self, rows: Sequence[RefitRow]) -> None:
+        """Take in what the gateway's refits have come to."""
+        for row in rows:
+            if row.steps >= REFIT_STEPS:
+                self._refitted[row.kind] = _step_model(row.step)
 
     def any(self) -> Profile | None:
         """Of a type that has one."""

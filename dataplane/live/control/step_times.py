@@ -19,6 +19,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.refit import Refit, StepTimeChange
 from controlplane.perfmodel.step import StepModel, coefficients
 from controlplane.types import WorkerId
+from dataplane.live.control.changes import RefitRow
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.events import EventLog
 
@@ -88,9 +89,15 @@ class KindTimes:
             slowdown=round(self.refit.slowdown, 4),
         )
 
+    def step_as_json(self) -> dict[str, Any]:
+        """The refitted step model."""
+        step = self.refit.model
+        hinges = [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in step.hinges]
+        return {**coefficients(step), "hinges": hinges}
+
     def as_json(self, here: Collection[WorkerId]) -> dict[str, Any]:
         """Profile and reality, for `/v1/fleet`; errors are mean relative ones over the last steps."""
-        refit, step = self.refit, self.refit.model
+        refit = self.refit
         return {
             "profile": refit.profile.label,
             "variant": self.variant,
@@ -102,10 +109,7 @@ class KindTimes:
                 {"step": d.step, "since": d.since, "ratio": round(d.ratio, 4)}
                 for d in refit.drifts[-LAST_DRIFTS:]
             ],
-            "step": {
-                **coefficients(step),
-                "hinges": [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in step.hinges],
-            },
+            "step": self.step_as_json(),
             "workers": {worker: round(factor, 4) for worker, factor in self.own_factors(here).items()},
         }
 
@@ -154,6 +158,10 @@ class StepTimes(Collector):
         """One view for each kind."""
         here = self._here()
         return [times.as_json(here) for times in self.kinds.values()]
+
+    def refits(self) -> list[RefitRow]:
+        """What the controller needs of them."""
+        return [RefitRow(kind, t.refit.steps, t.step_as_json()) for kind, t in self.kinds.items()]
 
     def _here(self) -> Collection[WorkerId]:
         """The workers there are; what is known of those that have gone is forgotten."""

@@ -1,4 +1,4 @@
-"""Demand counters: arrivals since the gateway began, by SLO class; they only grow.
+"""Demand counters: arrivals and outcomes since the gateway began, by SLO class; they only grow.
 
 The controller takes the difference between two readings. A controller that has just started has no first
 reading and reports the rate as unknown instead of zero.
@@ -11,6 +11,7 @@ from typing import Any
 from controlplane.types import ClassArrivals, Slo
 from dataplane.live.gateway.request import Tracked
 
+OUTCOMES = ("ended", "ttft_met", "tpot_met", "met")
 MOST_CLASSES = 64  # clients name targets as they like; past so many they count for the first
 
 
@@ -19,16 +20,30 @@ class DemandCount:
 
     def __init__(self) -> None:
         self._sums: dict[Slo, list[int]] = {}
+        self._ended: dict[Slo, list[int]] = {}
 
     def add(self, tracked: Tracked) -> None:
         """Count an arrival, with what is expected of its output."""
-        slo = tracked.slo
-        if slo not in self._sums and len(self._sums) >= MOST_CLASSES:
-            slo = next(iter(self._sums))
-        sums = self._sums.setdefault(slo, [0, 0, 0])
+        sums = _row(self._sums, tracked.slo, 3)
         sums[0] += 1
         sums[1] += tracked.prompt_tokens
         sums[2] += tracked.predicted_tokens
+
+    def end(self, tracked: Tracked, outcome: str) -> None:
+        """Count a request that is over, as `controlplane.types.ClassOutcomes` says."""
+        if outcome not in ("finished", "rejected"):
+            return
+        ttft_met, tpot_met = tracked.slo_met() if outcome == "finished" else (False, False)
+        sums = _row(self._ended, tracked.slo, 4)
+        for at, counts in enumerate((True, ttft_met, tpot_met, ttft_met and tpot_met)):
+            sums[at] += counts
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        """The outcomes; as ClassOutcomes has them."""
+        return [
+            {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **dict(zip(OUTCOMES, sums, strict=True))}
+            for slo, sums in self._ended.items()
+        ]
 
     def as_json(self) -> list[dict[str, Any]]:
         return [
@@ -41,6 +56,12 @@ class DemandCount:
             }
             for slo, (requests, prompt, expected) in self._sums.items()
         ]
+
+
+def _row(sums: dict[Slo, list[int]], slo: Slo, columns: int) -> list[int]:
+    if slo not in sums and len(sums) >= MOST_CLASSES:
+        slo = next(iter(sums))
+    return sums.setdefault(slo, [0] * columns)
 
 
 def since(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> tuple[ClassArrivals, ...] | None:

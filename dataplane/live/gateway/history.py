@@ -17,7 +17,7 @@ from typing import TextIO
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
-from dataplane.history.files import HistoryLimits, HistoryWriter
+from dataplane.history.files import HistoryLimits, HistoryWriter, last_lengths
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.gateway.request import Tracked
@@ -35,8 +35,9 @@ STEP_COLUMNS = (
 class History:
     """Finished requests and step samples; `lengths` is what they teach about output lengths.
 
-    `prior_tokens` is expected of every output until enough has been seen. Raises BadInput for a folder
-    that cannot be written.
+    The last requests of the same model that the folder knows are remembered from the start, so that a fleet
+    that begins anew predicts as it did. `prior_tokens` is expected of every output until enough has been
+    seen. Raises BadInput for a folder that cannot be written.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class History:
         self._folder = folder
         self._requests = None
         if folder is not None:
+            self._remember(folder / "history")
             self._requests = HistoryWriter(folder / "history", limits or HistoryLimits())
         self._steps = None if folder is None else _open_steps(folder)
         self._unwritten: list[str] = []
@@ -75,10 +77,21 @@ class History:
         self._outputs.append(len(tracked.output_token_ids))
         self._since_learnt += 1
         if len(self._outputs) == LEARN_FROM or self._since_learnt >= LEARN_EVERY:
-            self._since_learnt = 0
-            self.lengths = LengthTable.from_history(list(self._prompts), list(self._outputs))
+            self._learn()
             for tell in self.on_learnt:
                 tell(self.lengths)
+
+    def _remember(self, folder: Path) -> None:
+        """Take up what earlier lives have served."""
+        before = last_lengths(folder, self._model, REMEMBERED)
+        self._prompts.extend(before["prompt_tokens"].clip(1).to_list())
+        self._outputs.extend(before["output_tokens"].to_list())
+        if len(before) >= LEARN_FROM:
+            self._learn()
+
+    def _learn(self) -> None:
+        self._since_learnt = 0
+        self.lengths = LengthTable.from_history(list(self._prompts), list(self._outputs))
 
     def _row(self, tracked: Tracked, outcome: str) -> dict[str, object]:
         """A request as history.files.SCHEMA has it: numbers and names, without its text."""

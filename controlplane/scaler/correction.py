@@ -1,0 +1,268 @@
+"""The line's correction: by how much steps seem to take longer than is known, from how many requests are late.
+
+At a rate r the line gives k·r + c workers, so that N workers are loaded to v = k·r / (N - c): at v = 1 just
+the promised share A of requests is in time. k is higher the longer steps take: k(f) where they take f times
+what is known of them. At a load v(f) = k(f)·r / (N - c) there should be late, of the requests that end,
+
+    late(v) = h + (1 - h) / (1 + A / (1 - A) · v^-s)
+
+h are those that no number of workers serves in time, s is how steeply lateness grows with load: both differ
+from traffic to traffic, so f, s and h are estimated together, on a grid, f from 0.5 to 2 (Bayes; f lognormal
+around 1). What is compared is what the workers that served had to do. So cold starts are no error of the
+line, nor are a limit, a forecast or rounding that keep the fleet off it: nothing winds up.
+
+Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`. Windows in overload, or just
+after one, do not count, nor do those with next to nothing to do. Evidence fades by half in `HALF_REQUESTS`
+requests, and no sooner than `HALF_S`.
+
+The factor is raised to what the true one exceeds with probability `SURE`, and lowered to what it exceeds with
+probability `DOUBT`, each where that makes more than `DEAD` of the workers; a fall is by `FALL` of them at a
+time. Where a refit of step times changes k by more than `MOVED`, the evidence was about another line: it is
+dropped, and the factor gives up what the refit now says itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.scaler.line import Line
+from controlplane.snapshot import Facts, Note
+from controlplane.types import ClassOutcomes
+
+Floats = NDArray[np.float64]
+
+WINDOW_S = 15.0
+LEAST_REQUESTS = 10  # of a window
+FACTORS = np.exp(np.linspace(math.log(0.5), math.log(2.0), 113))
+KNOTS = FACTORS[::8]  # where k(f) is asked for; in between it is interpolated
+STEEP = np.array([4.0, 9.0, 20.0, 40.0])
+HOPELESS = np.array([0.0, 0.002, 0.006, 0.02, 0.06, 0.2])
+SIGMA = 0.15  # of the logarithm of f where nothing is seen
+RARE = 1.0  # each step of HOPELESS is thought so much less likely, as a logarithm
+CLUSTER = 4.0
+OVERLOAD, IDLE = 1.3, 0.5
+HALF_REQUESTS = 8000.0
+HALF_S = 1800.0
+SURE = 0.85
+DOUBT = 0.05
+DEAD = 0.05
+FALL = 0.2
+FALL_EVERY_S = 60.0
+MOVED = 0.05
+
+_SHAPE = len(FACTORS), len(STEEP), len(HOPELESS)
+LineIf = Callable[[float], Line]  # the line if steps took so many times as long
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Requests ended, and those of them within TTFT, within TPOT, and within both."""
+
+    ended: float = 0.0
+    ttft_met: float = 0.0
+    tpot_met: float = 0.0
+    met: float = 0.0
+
+    @classmethod
+    def of(cls, classes: Sequence[ClassOutcomes]) -> Outcomes:
+        """All classes together."""
+        return cls(
+            *(
+                float(sum(getattr(c, name) for c in classes))
+                for name in ("ended", "ttft_met", "tpot_met", "met")
+            )
+        )
+
+    def plus(self, other: Outcomes, weight: float = 1.0) -> Outcomes:
+        """These, and `weight` times the others."""
+        return Outcomes(
+            self.ended + weight * other.ended,
+            self.ttft_met + weight * other.ttft_met,
+            self.tpot_met + weight * other.tpot_met,
+            self.met + weight * other.met,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The window in progress: its begin, the counters then, and the workers' seconds since."""
+
+    began_s: float
+    counters: Outcomes
+    seen_s: float
+    workers: float  # at the last look
+    worker_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The factor and what it is known by.
+
+    `evidence`: log-likelihoods on the grid (f, s, h), all 0 for none. `seen`: the faded counts behind it, and
+    `promised` how many of them the line as it is said to be late. `pressure`: the logarithm of r / (N - c) of
+    the last windows. `refit`: what the refit made of the line
+    when the evidence began. `calm`: windows since overload.
+    """
+
+    factor: float = 1.0
+    since_s: float | None = None
+    evidence: Floats = field(default_factory=lambda: np.zeros(_SHAPE), compare=False)
+    seen: Outcomes = field(default_factory=Outcomes)
+    promised: float = 0.0
+    pressure: float | None = None
+    refit: float = 1.0
+    calm: int = 0
+    window: Window | None = None
+
+    def between(self, *shares: float) -> tuple[float, ...]:
+        """The factors that the true one is below with these probabilities."""
+        below = np.cumsum(self._weights().sum(axis=(1, 2)))
+        return tuple(float(np.exp(np.interp(share, below, np.log(FACTORS)))) for share in shares)
+
+    def expected(self, late: Floats) -> float:
+        """The share of requests late, of those on the grid, by the factor as it is."""
+        at = int(np.abs(np.log(FACTORS / self.factor)).argmin())
+        weights = self._weights()[at]
+        return float((late[at] * weights).sum() / weights.sum())
+
+    @property
+    def hopeless(self) -> float:
+        """The share of requests that no number of workers would serve in time."""
+        return float((self._weights().sum(axis=(0, 1)) * HOPELESS).sum())
+
+    def _weights(self) -> Floats:
+        of_factor = -0.5 * (np.log(FACTORS) / SIGMA) ** 2
+        logs = self.evidence + of_factor[:, None, None] - RARE * np.arange(len(HOPELESS))
+        weights = np.exp(logs - logs.max())
+        return np.asarray(weights / weights.sum())
+
+
+def late(loads: Floats, attainment: float) -> Floats:
+    """The share of requests late, by factor (whose load is given), steepness and hopeless share."""
+    odds = attainment / (1.0 - attainment) * loads[:, None] ** -STEEP
+    share = HOPELESS + (1.0 - HOPELESS) / (1.0 + odds)[:, :, None]
+    return np.asarray(np.clip(share, 1e-6, 1.0 - 1e-6))
+
+
+def look(
+    state: Correction,
+    now_s: float,
+    outcomes: Sequence[ClassOutcomes],
+    line_if: LineIf,
+    rate_rps: float,
+    workers: float,
+    attainment: float,
+    refit: float = 1.0,
+) -> tuple[Correction, Note | None]:
+    """The correction after a heartbeat, and what to say where the factor has changed.
+
+    `outcomes`: counters since the plane began. `rate_rps`: of the last windows. `workers`: that serve, in
+    what the line counts in. `refit`: what the refit of step times made of the line's slope.
+    """
+    state = refitted(state, refit)
+    counters, window = Outcomes.of(outcomes), state.window
+    if window is None or counters.ended < window.counters.ended or now_s < window.seen_s:
+        return replace(state, window=Window(now_s, counters, now_s, workers)), None
+    worker_s = window.worker_s + (now_s - window.seen_s) * window.workers
+    new = counters.plus(window.counters, -1.0)
+    passed_s = now_s - window.began_s
+    if passed_s < WINDOW_S or new.ended < LEAST_REQUESTS:
+        return replace(state, window=replace(window, seen_s=now_s, workers=workers, worker_s=worker_s)), None
+    state = replace(state, window=Window(now_s, counters, now_s, workers))
+    spare = worker_s / passed_s - line_if(1.0).intercept
+    if spare <= 0 or rate_rps <= 0:
+        return replace(state, pressure=None, calm=0), None
+    here = math.log(rate_rps / spare)
+    mean = here if state.pressure is None else (here + state.pressure) / 2.0  # requests outlast a window
+    slopes = np.log([line_if(float(f)).workers_per_rps for f in KNOTS])
+    now = float(np.interp(math.log(state.factor), np.log(KNOTS), slopes))
+    calm = 0 if math.exp(max(here, mean) + now) > OVERLOAD else state.calm + 1
+    state = replace(state, pressure=mean, calm=calm)
+    if calm < 2 or math.exp(mean + now) < IDLE:
+        return state, None
+    loads = np.exp(mean + np.interp(np.log(FACTORS), np.log(KNOTS), slopes))
+    return decided(learned(state, new, late(loads, attainment), passed_s), now_s, slopes)
+
+
+def learned(state: Correction, new: Outcomes, share: Floats, passed_s: float) -> Correction:
+    """The correction with a window's evidence. `share`: of late requests, on the grid."""
+    kept = 0.5 ** min(new.ended / HALF_REQUESTS, passed_s / HALF_S)
+    logs = ((new.ended - new.met) * np.log(share) + new.met * np.log1p(-share)) / CLUSTER
+    return replace(
+        state,
+        evidence=kept * state.evidence + logs - logs.max(),
+        seen=new.plus(state.seen, kept),
+        promised=kept * state.promised + state.expected(share) * new.ended,
+    )
+
+
+def decided(state: Correction, now_s: float, slopes: Floats) -> tuple[Correction, Note | None]:
+    """The factor where the evidence asks for another. `slopes`: the line's, by KNOTS, as logarithms."""
+    low, high = state.between(1.0 - SURE, 1.0 - DOUBT)
+    factor, knots = state.factor, np.log(KNOTS)
+    now, least, most = np.interp(np.log([factor, low, high]), knots, slopes)
+    if least - now > DEAD:
+        factor = low
+    elif most - now < -DEAD and (state.since_s is None or now_s - state.since_s >= FALL_EVERY_S):
+        factor = max(high, float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots))))
+    if factor == state.factor:
+        return state, None
+    said = _note(state, factor, state.between(0.05, 0.95))
+    # What the next change is explained by was seen after this one.
+    return replace(state, factor=factor, since_s=now_s, seen=Outcomes(), promised=0.0), said
+
+
+def refitted(state: Correction, refit: float) -> Correction:
+    """The correction where a refit now makes `refit` of the line's slope (module docstring)."""
+    ratio = refit / state.refit
+    if abs(math.log(ratio)) <= MOVED:
+        return state
+    factor = state.factor
+    if factor > 1.0 < ratio:
+        factor = max(factor / ratio, 1.0)
+    elif factor < 1.0 > ratio:
+        factor = min(factor / ratio, 1.0)
+    return Correction(factor, state.since_s, refit=refit)
+
+
+def _note(state: Correction, factor: float, sure: tuple[float, ...]) -> Note:
+    seen, ended = state.seen, max(state.seen.ended, 1.0)
+    promised = 1.0 - state.promised / ended
+    shares = {"met": seen.met / ended, "ttft_met": seen.ttft_met / ended, "tpot_met": seen.tpot_met / ended}
+    way = "more" if factor > state.factor else "fewer"
+    reason = (
+        f"{shares['met']:.2%} of {seen.ended:,.0f} requests were in time (TTFT {shares['ttft_met']:.2%}, TPOT"
+        f" {shares['tpot_met']:.2%}) where the line promised {promised:.2%}: {way} workers, as if steps took"
+        f" {factor:.3g} times as long as is known ({state.factor:.3g} before; likely {sure[0]:.3g} to"
+        f" {sure[1]:.3g})"
+    )
+    if state.hopeless > 0.005:
+        reason += f"; {state.hopeless:.1%} would be late on any number of workers"
+    facts: Facts = {
+        "seen": {"requests": round(seen.ended), **{name: round(s, 4) for name, s in shares.items()}},
+        "compared": {
+            "promised": round(promised, 4),
+            "factor": round(factor, 4),
+            "before": round(state.factor, 4),
+        },
+    }
+    return Note("correction", reason, facts)
+
+
+def to_keep(state: Correction) -> dict[str, Any]:
+    """What outlives a controller: the factor, and the refit it stands beside."""
+    return {"factor": round(state.factor, 6), "refit": round(state.refit, 6)}
+
+
+def resumed(kept: Mapping[str, Any]) -> Correction:
+    """The correction that `to_keep` gave; its evidence is gathered anew. Raises ValueError for none."""
+    factor, refit = float(kept["factor"]), float(kept["refit"])
+    if not (FACTORS[0] <= factor <= FACTORS[-1] and 0 < refit < math.inf):
+        raise ValueError(f"a correction of {factor:g}, refit {refit:g}")
+    return Correction(factor, refit=refit)
