@@ -1,4 +1,4 @@
-"""The line's correction: by how much steps seem to take longer than is known, from how many requests are late.
+"""The line's correction: by what factor steps seem to be longer than known, from how many requests are late.
 
 At a rate r the line gives k·r + c workers, so that N workers are loaded to v = k·r / (N - c): at v = 1 just
 the promised share A of requests is in time. k is higher the longer steps take: k(f) where they take f times

@@ -1,9 +1,9 @@
 """The scaler's settings, its state between heartbeats, and the part that outlives a controller.
 
 That part are the line's correction, and the counts that forecasts are made from: a season is learned over
-days, and a controller that starts again has none of its own. Bins have no dates here: the caller that keeps them says how old they are,
-and what lies between is not counted (`None`). The rest of the state (regime, stabilization window, mix) is of
-minutes, and is found again in minutes.
+days, and a controller that starts again has none of its own. Bins have no dates here: the
+caller that keeps them says how old they are, and what lies between is not counted (`None`). The rest of the
+state (regime, stabilization window, mix) is of minutes, and is found again in minutes.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Scaling:
     """The scaler's state; empty at the start. A restart loses all but what `to_keep` keeps.
 
     `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `fleet_mix` to a mix.
-    `steps`: the step times of each type as last told of its workers. `correction`: of the line, by what was seen.
-    `over`: the limit that holds the fleet below what is wanted. `notes`: what this heartbeat has to say.
+    `steps`: the step times of each type as last told of its workers. `correction`: of the line, by what was
+    seen. `over`: the limit that holds the fleet below what is wanted. `notes`: what there is to say now.
     """
 
     demand: Demand | None = None
