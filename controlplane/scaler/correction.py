@@ -6,19 +6,21 @@ what is known of them. At a load v(f) = k(f)·r / (N - c) there should be late, 
 
     late(v) = h + (1 - h) / (1 + A / (1 - A) · v^-s)
 
-h are those that no number of workers serves in time, s is how steeply lateness grows with load: both differ
-from traffic to traffic, so f, s and h are estimated together, on a grid, f from 0.5 to 2 (Bayes; f lognormal
-around 1). What is compared is what the workers that served had to do. So cold starts are no error of the
-line, nor are a limit, a forecast or rounding that keep the fleet off it: nothing winds up.
+h are those that no number of workers serves in time, s is how steeply lateness grows with load: as √N, since
+larger fleets even out what arrives, and from traffic to traffic by more. So f, s / √N and h are estimated
+together, on a grid, f from 0.5 to 2 (Bayes; f lognormal around 1). What is compared is what the workers that
+served had to do. So cold starts are no error of the line, nor are a limit, a forecast or rounding that keep
+the fleet off it: nothing winds up.
 
-Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`. Windows in overload, or just
-after one, do not count, nor do those with next to nothing to do. Evidence fades by half in `HALF_REQUESTS`
-requests, and no sooner than `HALF_S`.
+Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`; where more than `MOST_LATE`
+are late, by how much more says nothing. Windows in overload, or just after one, do not count, nor do those
+with next to nothing to do. Evidence fades by half in `HALF_REQUESTS` requests, and no sooner than `HALF_S`.
 
-The factor is raised to what the true one exceeds with probability `SURE`, and lowered to what it exceeds with
-probability `DOUBT`, each where that makes more than `DEAD` of the workers; a fall is by `FALL` of them at a
-time. Where a refit of step times changes k by more than `MOVED`, the evidence was about another line: it is
-dropped, and the factor gives up what the refit now says itself.
+The factor is changed where one that makes `DEAD` of the workers fewer, or more, is still on the true one's
+near side with probability `SURE`: it then rises to the quantile `RISE_TO` of what is likely, or falls to
+`FALL_TO`, by `FALL` of the workers at most each `FALL_EVERY_S`. Where a refit of step times changes k by more
+than `MOVED`, the evidence was about another line: it is dropped, and the factor gives up what the refit now
+says itself.
 """
 
 from __future__ import annotations
@@ -41,16 +43,17 @@ WINDOW_S = 15.0
 LEAST_REQUESTS = 10  # of a window
 FACTORS = np.exp(np.linspace(math.log(0.5), math.log(2.0), 113))
 KNOTS = FACTORS[::8]  # where k(f) is asked for; in between it is interpolated
-STEEP = np.array([4.0, 9.0, 20.0, 40.0])
+STEEP = np.array([1.5, 3.0, 5.0, 8.0])  # s for one worker
 HOPELESS = np.array([0.0, 0.002, 0.006, 0.02, 0.06, 0.2])
 SIGMA = 0.15  # of the logarithm of f where nothing is seen
-RARE = 1.0  # each step of HOPELESS is thought so much less likely, as a logarithm
-CLUSTER = 4.0
+RARE = 2.0  # each step of HOPELESS is thought so much less likely, as a logarithm
+CLUSTER = 3.0
+MOST_LATE = 0.1
 OVERLOAD, IDLE = 1.3, 0.5
 HALF_REQUESTS = 8000.0
 HALF_S = 1800.0
-SURE = 0.85
-DOUBT = 0.05
+SURE = 0.96
+RISE_TO, FALL_TO = 0.55, 0.7
 DEAD = 0.05
 FALL = 0.2
 FALL_EVERY_S = 60.0
@@ -143,11 +146,11 @@ class Correction:
         return np.asarray(weights / weights.sum())
 
 
-def late(loads: Floats, attainment: float) -> Floats:
+def late(loads: Floats, workers: float, attainment: float) -> Floats:
     """The share of requests late, by factor (whose load is given), steepness and hopeless share."""
-    odds = attainment / (1.0 - attainment) * loads[:, None] ** -STEEP
+    odds = attainment / (1.0 - attainment) * loads[:, None] ** (-STEEP * math.sqrt(workers))
     share = HOPELESS + (1.0 - HOPELESS) / (1.0 + odds)[:, :, None]
-    return np.asarray(np.clip(share, 1e-6, 1.0 - 1e-6))
+    return np.asarray(np.clip(share, 1e-6, MOST_LATE))
 
 
 def look(
@@ -175,7 +178,8 @@ def look(
     if passed_s < WINDOW_S or new.ended < LEAST_REQUESTS:
         return replace(state, window=replace(window, seen_s=now_s, workers=workers, worker_s=worker_s)), None
     state = replace(state, window=Window(now_s, counters, now_s, workers))
-    spare = worker_s / passed_s - line_if(1.0).intercept
+    served = worker_s / passed_s
+    spare = served - line_if(1.0).intercept
     if spare <= 0 or rate_rps <= 0:
         return replace(state, pressure=None, calm=0), None
     here = math.log(rate_rps / spare)
@@ -187,13 +191,14 @@ def look(
     if calm < 2 or math.exp(mean + now) < IDLE:
         return state, None
     loads = np.exp(mean + np.interp(np.log(FACTORS), np.log(KNOTS), slopes))
-    return decided(learned(state, new, late(loads, attainment), passed_s), now_s, slopes)
+    return decided(learned(state, new, late(loads, served, attainment), passed_s), now_s, slopes)
 
 
 def learned(state: Correction, new: Outcomes, share: Floats, passed_s: float) -> Correction:
     """The correction with a window's evidence. `share`: of late requests, on the grid."""
     kept = 0.5 ** min(new.ended / HALF_REQUESTS, passed_s / HALF_S)
-    logs = ((new.ended - new.met) * np.log(share) + new.met * np.log1p(-share)) / CLUSTER
+    missed = min(new.ended - new.met, MOST_LATE * new.ended)
+    logs = (missed * np.log(share) + (new.ended - missed) * np.log1p(-share)) / CLUSTER
     return replace(
         state,
         evidence=kept * state.evidence + logs - logs.max(),
@@ -204,13 +209,13 @@ def learned(state: Correction, new: Outcomes, share: Floats, passed_s: float) ->
 
 def decided(state: Correction, now_s: float, slopes: Floats) -> tuple[Correction, Note | None]:
     """The factor where the evidence asks for another. `slopes`: the line's, by KNOTS, as logarithms."""
-    low, high = state.between(1.0 - SURE, 1.0 - DOUBT)
+    low, high, up, down = state.between(1.0 - SURE, SURE, RISE_TO, FALL_TO)
     factor, knots = state.factor, np.log(KNOTS)
     now, least, most = np.interp(np.log([factor, low, high]), knots, slopes)
     if least - now > DEAD:
-        factor = low
+        factor = up
     elif most - now < -DEAD and (state.since_s is None or now_s - state.since_s >= FALL_EVERY_S):
-        factor = max(high, float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots))))
+        factor = max(down, float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots))))
     if factor == state.factor:
         return state, None
     said = _note(state, factor, state.between(0.05, 0.95))

@@ -21,10 +21,11 @@ from controlplane.workload import Workload
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.admission import Admission
+from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.observe import deviations, loads
+from dataplane.simulated.observe import OutcomeCount, deviations, loads
 from dataplane.simulated.simulate import WorkerSpec, prepare
 
 PROFILE = made_profile(
@@ -226,3 +227,47 @@ def test_both_planes_place_and_turn_away_the_same_requests_in_the_same_order():
     # of these two make room for newcomers, and two wait as long as any may.
     assert [r for _, r, _ in placed] == [0, 1, 9, 8, 9, 10, 11, 12, 2, 3, 14, 13, 15]
     assert away.keys() == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
+    rng = np.random.default_rng(seed)
+    n, classes = 120, [Slo(0.5, 0.06), Slo(3.0, 0.055)]
+    load = Workload(
+        np.sort(rng.uniform(0, 10, n)), rng.integers(1, 300, n), rng.integers(1, 40, n),
+        slo_class=rng.integers(0, 2, n),
+    )  # fmt: skip
+    run = prepare(
+        load, [WorkerSpec(replace(SEAT, engine=EngineLimits(max_seqs=8)))] * 2, classes, "jsq",
+        settings=PlacementSettings(queue=QueueSettings(max_requests=6, max_wait_s=2.0)), predictor=None,
+        predicted_tokens=None, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
+    )  # fmt: skip
+    simulated, live, told = OutcomeCount(run.slos), DemandCount(), set()
+    counted = ()
+    for now_s in np.arange(0.1, 60, 0.1):
+        advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
+        arrived = int(run.cluster.clock["arrived"][0])
+        counted = simulated.look(run.ledger, run.engines.requests, load.slo_class, arrived)
+        for r in range(arrived):
+            finish_s = run.engines.requests["finish_s"][r]
+            if np.isnan(finish_s) or r in told:
+                continue
+            told.add(r)
+            tracked = Tracked(
+                SimpleNamespace(request_id=str(r), prompt_token_ids=[1], sampling_params=None),
+                Ticket(str(r), "", classes[load.slo_class[r]], 0), float(load.arrival_s[r]), 1,
+            )  # fmt: skip
+            if np.isinf(finish_s):
+                live.end(tracked, "rejected")
+                continue
+            tracked.output_token_ids = [7] * int(load.output_tokens[r])
+            tracked.first_token_s, tracked.last_token_s = float(run.ledger.requests["first_s"][r]), finish_s
+            live.end(tracked, "finished")
+            live.end(tracked, "aborted")  # what a client gave up is no outcome
+    builder = SnapshotBuilder()
+    there = builder.snapshot(seen(worker("a"), outcomes=live.outcomes()), 0.0).outcomes
+    assert sorted(there, key=lambda c: c.slo.ttft_s) == list(counted)
+    assert sum(c.ended for c in counted) == n
+    assert 0 < sum(c.met for c in counted) < sum(c.ttft_met for c in counted) < n
+    outcome = run.outcome()
+    assert sum(c.met for c in counted) == round(outcome.attainment * n)

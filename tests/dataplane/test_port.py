@@ -57,6 +57,9 @@ class Told(DataPlane):
     def scale(self, change):
         self.begun.append(("scale", change))
 
+    def note(self, note):
+        self.begun.append(("note", note))
+
     def report(self, outcomes):
         self.outcomes.append(outcomes)
 

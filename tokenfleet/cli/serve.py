@@ -22,7 +22,14 @@ from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import Slo
 from tokenfleet.cli.flags import takes
-from tokenfleet.cli.serve_plan import AS_IS_MEANS, WORKERS, autoscale_of, most_workers, types_asked
+from tokenfleet.cli.serve_plan import (
+    AS_IS_MEANS,
+    WORKERS,
+    autoscale_of,
+    check_budget,
+    most_workers,
+    types_asked,
+)
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.planning.plan_file import PlanFile, read_plan
@@ -228,6 +235,7 @@ def _checked(flags: ServeFlags) -> Checked:
     model = _model(flags.model)
     types = types_asked(flags, plan, model)
     most = most_workers(flags, sum(types.workers.values()))
+    check_budget(flags, types)
     if flags.port == flags.control_port:
         raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
     policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
@@ -242,7 +250,9 @@ def _checked(flags: ServeFlags) -> Checked:
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
         policy=policy,
         moves=moves,
-        autoscale=autoscale_of(flags, plan, types),
+        autoscale=None
+        if flags.autoscale is None
+        else autoscale_of(flags.autoscale, flags.scale_in_after, plan, flags.as_is, flags.budget_usd_per_h),
     )
 
 

@@ -196,29 +196,27 @@ def most_workers(flags: ServeFlags, workers: int) -> int:
     return most
 
 
-def autoscale_of(flags: ServeFlags, plan: PlanFile | None, types: FleetTypes) -> Autoscale | None:
-    """--autoscale, --scale-in-after and --budget-usd-per-h, with a plan's limits and target, and its line
-    where workers are as planned. Raises BadInput for a budget that cannot be kept to.
-    """
+def autoscale_of(
+    text: str,
+    hold: str,
+    plan: PlanFile | None,
+    as_is: bool = False,
+    budget_usd_per_h: float | None = None,
+) -> Autoscale:
+    """--autoscale and --scale-in-after, with a plan's limits and target, and its line where workers are as
+    planned. `budget_usd_per_h`: in place of the plan's."""
     from dataplane.live.control.settings import Autoscale
 
-    budget = flags.budget_usd_per_h
-    if budget is not None:
-        _check_budget(budget, types)
-    if flags.autoscale is None:
-        if budget is not None:
-            raise BadInput("--budget-usd-per-h: holds --autoscale down, so give --autoscale MIN..MAX")
-        return None
-    if budget is None and plan is not None:
-        budget = plan.inputs.budget_usd_per_h
-    low, high = bounds_of(flags.autoscale)
-    hold_s = parse_duration_s(flags.scale_in_after, "--scale-in-after")
-    plain = Autoscale(low, high, hold_s=hold_s, budget_usd_per_h=budget)
+    low, high = bounds_of(text)
+    hold_s = parse_duration_s(hold, "--scale-in-after")
+    if budget_usd_per_h is None and plan is not None:
+        budget_usd_per_h = plan.inputs.budget_usd_per_h
+    plain = Autoscale(low, high, hold_s=hold_s, budget_usd_per_h=budget_usd_per_h)
     if plan is None:
         return plain
     plain = replace(plain, max_gpus=plan.inputs.max_gpus, attainment=plan.attainment.target)
     # A mix's line counts workers of no one type: what each type can do says how many of which.
-    line = plan.demand_line if len(plan.fleet) == 1 and not flags.as_is else None
+    line = plan.demand_line if len(plan.fleet) == 1 and not as_is else None
     if line is None:
         return plain
     lengths = line.mean_prompt_tokens, line.mean_output_tokens
@@ -226,17 +224,20 @@ def autoscale_of(flags: ServeFlags, plan: PlanFile | None, types: FleetTypes) ->
     return replace(plain, line=(line.workers_per_rps, line.intercept), learned_at=learned_at)
 
 
-def _check_budget(usd_per_h: float, types: FleetTypes) -> None:
-    """Raise BadInput for a budget of a fleet without prices, or one that the first workers exceed."""
-    there = 0.0
-    for worker_type in types:
-        if worker_type.usd_per_h is None:
-            raise BadInput(
-                f"--budget-usd-per-h: {worker_type.name} has no price; give it one with --kind gpu=…,usd=…"
-            )
-        there += worker_type.usd_per_h * types.workers[worker_type.name]
-    if there > usd_per_h + 1e-9:
+def check_budget(flags: ServeFlags, types: FleetTypes) -> None:
+    """Raise BadInput for a --budget-usd-per-h that cannot be kept to: without --autoscale, without prices, or
+    below what the first workers cost."""
+    budget, there = flags.budget_usd_per_h, 0.0
+    if budget is None:
+        return
+    if flags.autoscale is None:
+        raise BadInput("--budget-usd-per-h: holds --autoscale down, so give --autoscale MIN..MAX")
+    for one in types:
+        if one.usd_per_h is None:
+            raise BadInput(f"--budget-usd-per-h: {one.name} has no price; give it by --kind gpu=…,usd=…")
+        there += one.usd_per_h * types.workers[one.name]
+    if there > budget + 1e-9:
         raise BadInput(
-            f"--budget-usd-per-h: {usd_per_h:g}: the workers to start with cost ${there:g} an hour; begin"
-            " with fewer"
+            f"--budget-usd-per-h: {budget:g}: the workers to start with cost ${there:g} an hour; begin with"
+            " fewer"
         )

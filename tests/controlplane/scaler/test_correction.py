@@ -1,10 +1,12 @@
 """The line's correction: a right line is left alone, a wrong one mended, and nothing winds up."""
 
+import json
 import math
 
 import numpy as np
+import pytest
 
-from controlplane.scaler.correction import Correction, look
+from controlplane.scaler.correction import FACTORS, Correction, look, refitted, resumed, to_keep
 from controlplane.scaler.line import Line
 from controlplane.types import ClassOutcomes, Slo
 
@@ -26,7 +28,7 @@ class Story:
     """
 
     def __init__(
-        self, seed, wrong=1.0, steep=20.0, hopeless=0.0, rate=12.0, most=1000, clustered=True, power=1.0
+        self, seed, wrong=1.0, steep=6.0, hopeless=0.0, rate=12.0, most=1000, clustered=True, power=1.0
     ):
         self.rng = np.random.default_rng(seed)
         self.wrong, self.steep, self.hopeless, self.rate, self.most = wrong, steep, hopeless, rate, most
@@ -54,7 +56,7 @@ class Story:
             self.wanted = [*self.wanted, self.asked()][-20:]
             slope = LINE.workers_per_rps * self.wrong**self.power
             load = slope * self.rate / (self.workers - LINE.intercept)
-            share = share_late(load, self.steep, self.hopeless)
+            share = share_late(load, self.steep * self.workers**0.5, self.hopeless)
             if self.clustered:  # one 5 s in four brings four times as many
                 share = min(share * (4.0 if self.rng.random() < 0.2 else 0.25), 1.0)
             new = self.rng.poisson(self.rate * 5.0)
@@ -71,8 +73,11 @@ def stories(count, minutes=60, **more):
     draws = np.random.default_rng(7)
     found = []
     for seed in range(count):
-        told = {"steep": draws.choice([5.0, 10.0, 20.0, 35.0]), "rate": draws.choice([3.0, 8.0, 20.0, 60.0])}
-        told["power"] = draws.choice([1.0, 3.0])
+        told = {
+            "steep": draws.choice([2.0, 4.0, 6.0, 7.5]),
+            "rate": draws.choice([3.0, 8.0, 20.0, 60.0]),
+            "power": draws.choice([1.0, 3.0]),
+        }
         found.append(Story(seed, **(told | more)))
         found[-1].run(minutes)
     return found
@@ -82,3 +87,99 @@ def test_a_right_line_is_left_alone_in_19_stories_of_20():
     told = stories(200)
     changed = [s for s in told if s.notes]
     assert len(changed) <= 0.05 * len(told), [(s.steep, s.rate, s.state.factor) for s in changed]
+    assert all(0.9 < s.state.factor < 1.1 for s in changed)
+
+
+@pytest.mark.parametrize("steep", [2.5, 5.0, 7.5])
+@pytest.mark.parametrize("power", [1.0, 3.0])
+def test_a_line_of_steps_taken_for_too_short_is_mended_within_ten_minutes(steep, power):
+    story = Story(1, wrong=1.3, steep=steep, power=power)
+    needed = math.ceil(1.3**power * LINE.workers_per_rps * story.rate + LINE.intercept)
+    assert story.asked() < 0.85 * needed
+    story.run(10)
+    assert 0.9 * needed <= story.asked() <= 1.15 * needed
+    assert story.ended <= 12 * 600 * 1.05
+    before, ended = story.met, story.ended
+    story.run(30)
+    assert (story.met - before) / (story.ended - ended) >= TARGET - 0.008
+    assert all("where the line promised" in note.reason for note in story.notes)
+
+
+@pytest.mark.parametrize("power", [1.0, 3.0])
+def test_a_line_of_steps_taken_for_too_long_gives_workers_back_and_stays_in_time(power):
+    story = Story(2, wrong=1 / 1.3, power=power)
+    needed = math.ceil(1.3**-power * LINE.workers_per_rps * story.rate + LINE.intercept)
+    assert story.asked() > 1.2 * needed
+    story.run(30)
+    before, ended = story.met, story.ended
+    story.run(30)
+    assert story.asked() <= 1.13 * needed + 1
+    assert (story.met - before) / (story.ended - ended) >= TARGET - 0.003
+
+
+def test_requests_that_no_workers_serve_in_time_do_not_grow_the_fleet_for_ever():
+    story = Story(3, hopeless=0.03)
+    story.run(120)
+    right = math.ceil(LINE.workers_per_rps * story.rate + LINE.intercept)
+    assert story.asked() <= 1.3 * right
+
+
+@pytest.mark.parametrize("wrong", [5.0, 0.1])
+def test_the_factor_is_bounded(wrong):
+    assert FACTORS[0] <= Story(4, wrong=wrong).run(60) <= FACTORS[-1]
+
+
+def test_a_fleet_held_down_by_a_limit_winds_nothing_up():
+    needed = math.ceil(LINE.workers_per_rps * 12.0 + LINE.intercept)
+    for most in (round(0.9 * needed), round(0.6 * needed)):
+        story = Story(5, most=most, clustered=False)
+        assert story.met == 0
+        assert story.run(120) == pytest.approx(1.0, abs=0.07)
+
+
+def test_silence_and_a_fleet_with_nothing_to_do_change_nothing():
+    story = Story(6, wrong=1.3)
+    story.run(15)
+    factor = story.state.factor
+    assert factor > 1.1
+    story.rate = 0.001
+    story.run(600)
+    assert story.state.factor == factor
+
+
+def test_what_a_refit_finds_is_not_corrected_twice():
+    story = Story(7, wrong=1.3)
+    story.run(15)
+    before = story.asked()
+    story.refit = story.wrong  # the line has it now, but the truth is what it was
+    story.run(5 / 60)
+    assert story.state.factor == pytest.approx(1.0, abs=0.05)
+    assert not story.state.evidence.any()
+    assert story.asked() == pytest.approx(before, abs=1)
+    assert story.run(30) == pytest.approx(1.0, abs=0.07)
+
+
+def test_a_change_that_the_refit_saw_first_leaves_the_factor_alone():
+    assert refitted(Correction(), 1.5).factor == 1.0
+    assert refitted(Correction(1.2), 0.8).factor == 1.2
+    assert refitted(Correction(0.8), 0.9).factor == pytest.approx(0.8 / 0.9)
+    assert refitted(Correction(1.2), 1.02).refit == 1.0  # a refit that wavers
+
+
+def test_counters_that_began_anew_are_no_evidence():
+    story = Story(8, wrong=1.3)
+    story.run(3)
+    evidence = story.state.evidence
+    story.ended = story.met = 0
+    story.run(5 / 60)
+    assert story.state.evidence is evidence
+
+
+def test_the_factor_outlives_its_controller():
+    story = Story(9, wrong=1.3)
+    story.run(15)
+    again = resumed(json.loads(json.dumps(to_keep(story.state))))
+    assert again.factor == pytest.approx(story.state.factor, rel=1e-5)
+    for spoiled in ({"factor": 9.0}, {"factor": "many"}, {"refit": 0.0}):
+        with pytest.raises(ValueError, match=r"correction|convert"):
+            resumed(to_keep(story.state) | spoiled)

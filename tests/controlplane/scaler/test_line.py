@@ -15,8 +15,8 @@ from controlplane.scaler.line import (
     HEADROOM,
     SPARE,
     Line,
-    at_lengths,
     capacity_rps,
+    carried_over,
     line_of,
     profile_seen,
 )
@@ -124,18 +124,29 @@ def test_steps_that_are_few_or_alike_teach_nothing():
     assert profile_seen(steps(STEP, [(0, 1, 100), (0, 2, 200)], rng), 50_000, 64, "a TP1") is None
 
 
+@pytest.mark.parametrize("learned", [arrivals(), None])
+def test_a_learned_line_follows_the_step_times_that_a_refit_finds(learned):
+    profile = profile_of(STEP, 50_000, 64)
+    slower = replace(profile, step=STEP.scaled(1.3, 1.3))
+    seen = blend(Traffic(), (arrivals(),), 0.0)
+    dearer = carried_over(Line(0.5, 0.7), learned, profile, slower, seen)
+    at = arrivals()
+    assert dearer.workers_per_rps == pytest.approx(0.5 * capacity_rps(profile, at) / capacity_rps(slower, at))
+    assert dearer.workers_per_rps > 0.5
+
+
 def test_a_learned_line_follows_the_lengths_that_arrive():
     profile, learned = profile_of(STEP, 50_000, 64), arrivals()
     given = Line(0.5, 0.7)
-    same = at_lengths(given, learned, profile, blend(Traffic(), (learned,), 0.0))
+    same = carried_over(given, learned, profile, profile, blend(Traffic(), (learned,), 0.0))
     assert same.workers_per_rps == pytest.approx(0.5)
     longer = replace(learned, output_tokens=2.0 * learned.output_tokens)
-    heavier = at_lengths(given, learned, profile, blend(Traffic(), (longer,), 0.0))
+    heavier = carried_over(given, learned, profile, profile, blend(Traffic(), (longer,), 0.0))
     lighter = capacity_rps(profile, learned) / capacity_rps(profile, longer)
     assert heavier.workers_per_rps == pytest.approx(0.5 * lighter)
     assert heavier.workers_per_rps > 0.5
     assert heavier.intercept == 0.7
-    assert at_lengths(given, learned, profile, Traffic()) == given
+    assert carried_over(given, learned, profile, profile, Traffic()) == given
 
 
 @pytest.mark.parametrize(

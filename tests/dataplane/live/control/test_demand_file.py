@@ -17,6 +17,7 @@ from made_replies import PROFILE, counted, fleet, worker
 
 from controlplane.errors import BadInput
 from controlplane.scaler.autoscale import scale
+from controlplane.scaler.correction import Correction
 from controlplane.scaler.forecast import ForecastSettings
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.scaler.target import TargetSettings
@@ -161,3 +162,11 @@ def test_a_controller_that_was_killed_forecasts_by_the_days_before_when_it_is_ba
     for order in lives:
         assert order["reason"].startswith("forecast")
         assert order["workers"] >= 9
+
+
+def test_a_lines_correction_is_known_after_a_restart():
+    kept = json.loads(json.dumps(to_keep(Scaling(correction=Correction(1.2, refit=1.1)), 5.0)))
+    again = resumed(SETTINGS, kept, 10.0, 15.0).correction
+    assert (again.factor, again.refit) == (1.2, 1.1)
+    with pytest.raises(BadInput, match="demand remembered"):
+        resumed(SETTINGS, {"correction": {"factor": 9.0, "refit": 1.0}}, 10.0, 15.0)

@@ -7,11 +7,13 @@ from made_replies import PROFILE, counted, fleet, request, seen, worker
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.move import Price
+from controlplane.perfmodel.step import coefficients
 from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
 from controlplane.snapshot import Migrate, Reassign, Scale
 from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
+from dataplane.live.control.changes import RefitRow
 from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
@@ -158,3 +160,14 @@ def test_an_api_that_falls_silent_is_not_asked_again_before_the_next_look(monkey
 def test_bounds_that_cannot_be_are_refused(bounds):
     with pytest.raises(BadInput, match="autoscale"):
         Autoscale(*bounds)
+
+
+def test_a_workers_step_times_are_those_of_the_gateways_refit_once_it_has_seen_enough():
+    builder = SnapshotBuilder({"a": PROFILE})
+    slower = PROFILE.step.scaled(1.3, 1.3)
+    hinges = [{"of": h.of, "from": h.start, "per_unit_s": h.per_unit_s} for h in slower.hinges]
+    told = {**coefficients(slower), "hinges": hinges}
+    for steps, expected in ((50, PROFILE.step), (5000, slower)):
+        here = builder.snapshot(seen(worker("a"), refits=[RefitRow("a", steps, told)]), 0.0)
+        assert here.workers[0].step == expected
+    assert builder.profiles.of("a") == PROFILE
