@@ -237,9 +237,10 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
         np.sort(rng.uniform(0, 10, n)), rng.integers(1, 300, n), rng.integers(1, 40, n),
         slo_class=rng.integers(0, 2, n),
     )  # fmt: skip
+    crowded = replace(SEAT, step=StepModel(0.05, 0.0, 0.004, 0.0), engine=replace(SEAT.engine, max_seqs=4))
     run = prepare(
-        load, [WorkerSpec(replace(SEAT, engine=EngineLimits(max_seqs=8)))] * 2, classes, "jsq",
-        settings=PlacementSettings(queue=QueueSettings(max_requests=6, max_wait_s=2.0)), predictor=None,
+        load, [WorkerSpec(crowded)] * 2, classes, "jsq",
+        settings=PlacementSettings(queue=QueueSettings(max_requests=20, max_wait_s=2.0)), predictor=None,
         predicted_tokens=None, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
     )  # fmt: skip
     simulated, live, told = OutcomeCount(run.slos), DemandCount(), set()

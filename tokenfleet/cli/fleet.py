@@ -171,7 +171,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
             str(load.get("preemptions", "–")),
         )
     mode = "auto" if view["auto"] else "fixed"
-    budget = (view["autoscale"] or {}).get("budget_usd_per_h")
+    budget = (view.get("autoscale") or {}).get("budget_usd_per_h")
     if budget is not None and view["auto"]:
         mode += f", at most ${budget:g}/h"
     advice = ", advisory: decisions are only said" if view["advisory"] else ""
