@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.correction import look
 from controlplane.scaler.forecast import foresee
 from controlplane.scaler.line import Line, carried_over, line_of
@@ -241,12 +242,9 @@ def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> 
         far = foresee(ahead, far, far_bins, rate_rps, snapshot.cold_start_s)
     if near is not None and near_bins is not None:
         soon = foresee(near, soon, near_bins, rate_rps, snapshot.cold_start_s)
-    steps = {w.kind: w.step for w in snapshot.workers if w.step is not None}
-    if len(settings.worker_types) == 1:  # whatever its workers call themselves
-        steps = dict.fromkeys([settings.worker_types[0].name], next(iter(steps.values()))) if steps else {}
     return replace(
         state,
-        steps={**state.steps, **steps},
+        steps={**state.steps, **_steps_told(settings, snapshot)},
         notes=(),
         demand=demand,
         regimes=regimes,
@@ -255,6 +253,14 @@ def _followed(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> 
         far=far,
         soon=soon,
     )
+
+
+def _steps_told(settings: ScalingSettings, snapshot: Snapshot) -> dict[str, StepModel]:
+    """The step times that this look tells, by type."""
+    steps = {w.kind: w.step for w in snapshot.workers if w.step is not None}
+    if len(settings.worker_types) == 1:  # whatever its workers call themselves
+        return dict.fromkeys([settings.worker_types[0].name], next(iter(steps.values()))) if steps else {}
+    return steps
 
 
 def _mixed(
@@ -297,6 +303,24 @@ def _facts(
     line: Line | None,
 ) -> Facts:
     """The facts of a change: the observed rates, the workers that each asks for, and the cost."""
+    observed = _observed(state, snapshot, line)
+    assert state.stabilized is not None
+    change = state.stabilized.wanted - snapshot.wanted
+    cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}
+    if change < 0:
+        cost = {"workers": change, "drained_after_s": snapshot.drain_s}
+    prices = [t.usd_per_h for t in settings.worker_types if t.usd_per_h is not None]
+    if len(settings.worker_types) == len(prices) == 1:
+        cost["usd_per_h"] = change * prices[0]
+    return {
+        "seen": {name: round(float(value), 4) for name, value in observed.items()},
+        "compared": found.compared,
+        "cost": {name: round(float(value), 4) for name, value in cost.items()},
+    }
+
+
+def _observed(state: Scaling, snapshot: Snapshot, line: Line | None) -> dict[str, float]:
+    """What was seen: workers, rates, lengths, and the line drawn from them."""
     regime, traffic = state.regimes.current, state.traffic
     observed: dict[str, float] = {
         "serving": sum(w.state == SERVING for w in snapshot.workers),
@@ -314,16 +338,4 @@ def _facts(
         observed |= {"workers_per_rps": line.workers_per_rps, "intercept": line.intercept}
     if state.correction.factor != 1.0:
         observed["corrected_by"] = state.correction.factor
-    assert state.stabilized is not None
-    change = state.stabilized.wanted - snapshot.wanted
-    cost: dict[str, float] = {"workers": change, "ready_after_s": snapshot.cold_start_s}
-    if change < 0:
-        cost = {"workers": change, "drained_after_s": snapshot.drain_s}
-    prices = [t.usd_per_h for t in settings.worker_types if t.usd_per_h is not None]
-    if len(settings.worker_types) == len(prices) == 1:
-        cost["usd_per_h"] = change * prices[0]
-    return {
-        "seen": {name: round(float(value), 4) for name, value in observed.items()},
-        "compared": found.compared,
-        "cost": {name: round(float(value), 4) for name, value in cost.items()},
-    }
+    return observed

@@ -170,10 +170,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
             duration_text(load["step_s"]) if load else "–",
             str(load.get("preemptions", "–")),
         )
-    mode = "auto" if view["auto"] else "fixed"
-    budget = (view.get("autoscale") or {}).get("budget_usd_per_h")
-    if budget is not None and view["auto"]:
-        mode += f", at most ${budget:g}/h"
+    mode = f"auto{_budget(view)}" if view["auto"] else "fixed"
     advice = ", advisory: decisions are only said" if view["advisory"] else ""
     counts = view["requests"]
     parts: list[Any] = [
@@ -215,6 +212,12 @@ def _placement_line(view: dict[str, Any]) -> str:
         return f"placed by {placed['policy']} within {targets}"
     why = "" if placed["step_times_known"] else ": step times of its workers are not known"
     return f"placed by load ({placed['policy']}){why}; {targets} are only judged"
+
+
+def _budget(view: dict[str, Any]) -> str:
+    """What the controller may spend an hour, where that is bounded."""
+    budget = (view.get("autoscale") or {}).get("budget_usd_per_h")
+    return "" if budget is None else f", at most ${budget:g}/h"
 
 
 def _wanted(view: dict[str, Any]) -> str:
