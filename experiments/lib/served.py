@@ -102,10 +102,15 @@ def tiny_model() -> Iterator[Path]:
 
 
 @contextmanager
-def fleet(model: Path, *flags: str, engine_flags: Sequence[str] = ENGINE_FLAGS) -> Iterator[Server]:
-    """A `tokenfleet serve`, ready, and stopped afterwards."""
+def fleet(
+    model: Path,
+    *flags: str,
+    engine_flags: Sequence[str] = ENGINE_FLAGS,
+    program: Sequence[str] = ("-m", "tokenfleet"),
+) -> Iterator[Server]:
+    """A `tokenfleet serve`, ready, and stopped afterwards; `program`: what runs it."""
     gateway, control = free_port(), free_port()
-    run = [sys.executable, "-m", "tokenfleet"]
+    run = [sys.executable, *program]
     ports = ["--port", str(gateway), "--control-port", str(control)]
     command = [*run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
     process = _spawn(command, TOKENFLEET_DATA=str(model.parent / "data"))

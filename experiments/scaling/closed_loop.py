@@ -1,0 +1,243 @@
+"""Autoscaling with a profile that is wrong by 1.3 either way: the closed loop, the open one, a clairvoyant.
+
+    python experiments/scaling/closed_loop.py [--quick] [--live] [--days 14,12,10] [--resume FOLDER]
+        [--format table|json]
+
+Simulated. Two hours of ServeGen's m-mid from 06:00 on of several days, as in autoscaling.py (12 requests a
+second in the mean, ShareGPT lengths, Llama-2 70B on 2 A100s, 1.6 s / 75 ms, cold starts of 60 s). The scaler
+goes by a profile whose steps are 1 / 1.3, 1, or 1.3 times as long as the engines' are, and by the line that a
+plan would have drawn with it; placement knows the truth, as a refit tells it. The scaler is not told of the
+refit here: what mends its line is attainment alone. The open loop is told neither.
+
+Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for `--minutes`, the fleet
+started at what its wrong profile asks for. The engines' steps are 1.3 times as long as the profile says, or
+1 / 1.3 times; targets are the simulated ones times as much. Here the refit tells placement and scaler, and
+attainment corrects what is left: the product as it is. Attainment is that of the fleet's history.
+
+Clairvoyant: the fewest workers with the true profile that serve each window of five minutes alone at the
+target, without a start or a drain. Judged is what arrives 10 minutes or more after the start, worker-hours
+(starts and drains included) against the clairvoyant's of the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.control import State, tick
+from controlplane.perfmodel.profile import Profile
+from controlplane.snapshot import Action, Snapshot
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.history.files import read_history
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.autoscaling import (
+    CASE,
+    SLOTS,
+    TARGET,
+    WINDOW_S,
+    Bench,
+    Schedule,
+    line_at,
+    ours,
+    remembered,
+    servegen,
+)
+from experiments.lib.fewest_workers import Lengths, sharegpt
+from experiments.lib.other_engines import times
+from experiments.lib.public_data import SERVEGEN, SHAREGPT
+from experiments.lib.results import bar, flags, show
+from experiments.lib.served import Server, fleet, session, stream, tiny_model
+from tokenfleet.profiles.library import library_folder
+
+WRONG = (1 / 1.3, 1.0, 1.3)
+SETTLED_S = 600.0
+LIVE_RPS = 3.0
+
+
+def paid_s(changes: list[tuple[float, int]], from_s: float, end_s: float) -> float:
+    """Worker-seconds between two times. `changes`: when, and how many there are from then on."""
+    ends = [at_s for at_s, _ in changes[1:]] + [end_s]
+    return sum(
+        count * max(min(to_s, end_s) - max(at_s, from_s), 0.0)
+        for (at_s, count), to_s in zip(changes, ends, strict=True)
+    )
+
+
+def clairvoyant_s(counts: Schedule, end_s: float) -> float:
+    return paid_s(counts, SETTLED_S, end_s)
+
+
+def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str, Any]]:
+    for day in [int(day) for day in asked.days.split(",")][: 1 if asked.quick else None]:
+        hours = 0.5 if asked.quick else 2.0
+        traffic = servegen(asked.data, "m-mid", lengths, 12.0, hours, asked.seed, day)
+        bench = Bench(traffic, lengths)
+        end_s = float(traffic.workload.arrival_s[-1])
+        starts = np.arange(0.0, end_s, WINDOW_S).tolist()
+        fewest = asked.resume.part(f"{day} {hours} fewest", lambda: bench.fewest(starts)[0])  # noqa: B023
+        least_s = clairvoyant_s(list(zip(starts, fewest, strict=True)), end_s)
+        for wrong in WRONG:
+            for loop in ("open", "closed"):
+                told = asked.resume.part(
+                    f"{day} {hours} {wrong:.3f} {loop}",
+                    lambda: one_run(bench, lengths, wrong, loop == "closed", asked.seed),  # noqa: B023
+                )
+                late = told["late"]
+                yield {
+                    "what": f"simulated, day {day}",
+                    "steps believed": f"× {wrong:.2f}",
+                    "loop": loop,
+                    "attainment": round(told["attainment"], 4),
+                    "of clairvoyant": round(told["paid_s"] / least_s, 3),
+                    "late, by 10 min": " ".join(f"{share:.1%}" for share in late),
+                    "factors": " ".join(f"{factor:.2f}" for factor in told["factors"]),
+                }
+
+
+def one_run(bench: Bench, lengths: Lengths, wrong: float, closed: bool, seed: int) -> dict[str, Any]:
+    """Two hours with a scaler that believes in `wrong` step times."""
+    believed = times(CASE.profile, wrong)
+    line = line_at(lengths, (4.0, 8.0, 16.0), 200.0, seed, believed)
+    control = ours(line, lengths, True, believed)
+
+    def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
+        seen = replace(seen, workers=tuple(replace(w, step=believed.step) for w in seen.workers))
+        return tick(control.tick, state, seen if closed else replace(seen, outcomes=()))
+
+    arrival_s = bench.traffic.workload.arrival_s
+    first = math.ceil(line[0] * float((arrival_s < WINDOW_S).sum()) / WINDOW_S + line[1])
+    outcome, record = bench.run(first, control, decide, remembered(bench.traffic.past))
+    end_s = float(arrival_s[-1])
+    changes = [(at_s, there) for at_s, _, there in record.changes]
+    notes = [note for _, note in record.notes if note.kind == "correction"]
+    return {
+        **judged(arrival_s, outcome.met),
+        "paid_s": paid_s(changes, SETTLED_S, end_s),
+        "factors": [note.facts["compared"]["factor"] for note in notes],
+    }
+
+
+def judged(arrival_s: NDArray[np.float64], met: NDArray[np.bool_]) -> dict[str, Any]:
+    """Attainment once settled, and the share of late requests in each ten minutes."""
+    part = (arrival_s // SETTLED_S).astype(int)
+    late = [float((~met[part == n]).mean()) for n in range(int(part.max()) + 1) if (part == n).any()]
+    return {"attainment": float(met[arrival_s >= SETTLED_S].mean()), "late": late}
+
+
+async def played(server: Server, load: Workload, minutes: float) -> list[tuple[float, int]]:
+    """Send the load; when the number of workers changed, and to how many."""
+    changes: list[tuple[float, int]] = []
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+
+    async def watch() -> None:
+        while True:
+            there = len((await asyncio.to_thread(server.ask, "GET", "/v1/fleet"))["workers"])
+            if not changes or changes[-1][1] != there:
+                changes.append((loop.time() - began_s, there))
+            await asyncio.sleep(2.0)
+
+    watching = asyncio.create_task(watch())
+    async with session() as http:
+
+        async def one(i: int) -> None:
+            await asyncio.sleep(max(float(load.arrival_s[i]) - (loop.time() - began_s), 0.0))
+            prompt = [3 + (i + k) % 200 for k in range(int(load.prompt_tokens[i]))]
+            body = {"prompt": prompt, "max_tokens": int(load.output_tokens[i])}
+            await stream(http, server.gateway, body)
+
+        await asyncio.gather(*(one(i) for i in range(len(load))))
+    watching.cancel()
+    return [(0.0, changes[0][1]), *changes[1:]]
+
+
+def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str, Any]:
+    """A fleet whose engines take `slower` times what its profile says."""
+    truth = times(CASE.profile, slower)
+    slo = Slo(CASE.slo.ttft_s * slower, CASE.slo.tpot_s * slower) if slower > 1 else CASE.slo
+    load = lengths.poisson(LIVE_RPS, round(LIVE_RPS * 60.0 * asked.minutes), asked.seed)
+    kept = load.output_tokens < 1500
+    load = Workload(load.arrival_s[kept], load.prompt_tokens[kept], load.output_tokens[kept])
+    end_s = float(load.arrival_s[-1])
+    fewest = steady(load, truth, slo, lengths)
+    begin = steady(load, CASE.profile, slo, lengths)
+    with tiny_model() as model:
+        data = model.parent / "data"
+        server_flags = (
+            "--engine", "emulated", "--profile", str(library_folder() / "aladdin" / CASE.file),
+            "--workers", str(min(begin, 16)), "--autoscale", "1..16", "--data", str(data),
+            "--slo", f"ttft={slo.ttft_s:.3f}s,tpot={slo.tpot_s * 1000:.1f}ms",
+        )  # fmt: skip
+        program = ("-m", "experiments.lib.other_engines", str(slower))
+        with fleet(model, *server_flags, program=program) as server:
+            changes = asyncio.run(played(server, load, asked.minutes))
+            view = server.ask("GET", "/v1/fleet")
+        rows = read_history(data / "history", 0.0, math.inf)
+    arrival_s = (rows["arrival_s"] - rows["arrival_s"].min()).to_numpy()
+    met = (rows["ttft_s"] <= rows["ttft_target_s"]) & (rows["tpot_s"].fill_null(0) <= rows["tpot_target_s"])
+    told = judged(arrival_s, met.fill_null(False).to_numpy())
+    least_s = fewest * (end_s - SETTLED_S)
+    return told | {
+        "paid_s": paid_s(changes, SETTLED_S, end_s),
+        "least_s": least_s,
+        "workers": [there for _, there in changes],
+        "slowdown": view["step_times"][0]["slowdown"],
+        "said": [e["reason"] for e in view["scaling"] if e["kind"] == "correction"],
+    }
+
+
+def steady(load: Workload, profile: Profile, slo: Slo, lengths: Lengths) -> int:
+    """The fewest workers that serve the whole load at the target."""
+    for workers in range(1, SLOTS):
+        seen = simulate(load, [WorkerSpec(profile)] * workers, slo, predictor=lengths.table())
+        if seen.attainment >= TARGET:
+            return workers
+    return SLOTS
+
+
+def run(asked: argparse.Namespace) -> int:
+    lengths = sharegpt(asked.data)
+    table: list[dict[str, Any]] = []
+    if asked.live:
+        for slower in (1.3, 1 / 1.3):
+            told = asked.resume.part(
+                f"live {slower:.3f} {asked.minutes:g}",
+                lambda: live(asked, lengths, slower),  # noqa: B023
+            )
+            table.append(
+                {
+                    "what": f"live, {asked.minutes:g} min",
+                    "steps believed": f"× {1 / slower:.2f}",
+                    "loop": "closed",
+                    "attainment": round(told["attainment"], 4),
+                    "of clairvoyant": round(told["paid_s"] / told["least_s"], 3),
+                    "late, by 10 min": " ".join(f"{share:.1%}" for share in told["late"]),
+                    "factors": f"refit {told['slowdown']:.2f}; workers {told['workers']}",
+                }
+            )
+    else:
+        table += simulated(asked, lengths)
+    bars = {}
+    for row in table:
+        if row["loop"] == "closed":
+            name = f"{row['what']}, {row['steps believed']}"
+            bars[f"{name}: attainment after 10 minutes"] = bar(row["attainment"], TARGET, at_least=True)
+            bars[f"{name}: worker-hours over the clairvoyant's"] = bar(row["of clairvoyant"], 1.10)
+    return show("closed loop", table, bars, asked)
+
+
+if __name__ == "__main__":
+    parser = flags(__doc__, SHAREGPT, SERVEGEN["m-mid"], resumes=True)
+    parser.add_argument("--live", action="store_true", help="a live fleet of emulated engines instead")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of the live part")
+    parser.add_argument("--days", default="14,12,10", help="of ServeGen's 14")
+    sys.exit(run(parser.parse_args()))
