@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from controlplane.perfmodel.profile import Profile
-from dataplane.live.emulated.segment import Noise
-from dataplane.live.pool import emulated_host
 
 
 def times(profile: Profile, factor: float) -> Profile:
@@ -22,6 +20,9 @@ def times(profile: Profile, factor: float) -> Profile:
 
 def main() -> None:
     """Run the command line before such engines."""
+    from dataplane.live.emulated.segment import Noise  # vLLM is slow to import
+    from dataplane.live.pool import emulated_host
+
     factor = float(sys.argv.pop(1))
 
     class OtherHost(emulated_host.EmulatedHost):
