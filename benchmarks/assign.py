@@ -58,7 +58,6 @@ def busy_fleet(workers: int, rate: float, states: int, lengths: Lengths, seed: i
         predictor=lengths.table(),
         predicted_tokens=None,
         seed=seed,
-        transfer_s=0.0,
         patience=4.0,
         max_misses=None,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 from controlplane.errors import BadInput
 
@@ -68,6 +68,9 @@ class ClassOutcomes:
     ttft_met: int
     tpot_met: int
     met: int
+
+
+Role = Literal["any", "prefill", "decode"]  # of a worker; the latter two hand over and take over requests
 
 
 class EngineMode(StrEnum):

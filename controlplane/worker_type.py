@@ -1,16 +1,31 @@
-"""A type of worker: what it runs on, what it can do, its price and limits, from plan to scaler and export."""
+"""A type of worker: what it runs on, what it can do, its price, limits and role, from plan to export."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.types import EngineMode
+from controlplane.types import EngineMode, Role
 
-Role = Literal["any", "prefill", "decode"]
+HANDOVER_S = 0.01  # of a hand-over besides its bytes: what a move's pause takes (migration.move.Price)
+
+
+@dataclass(frozen=True, slots=True)
+class KvLink:
+    """The network that carries KV from prefill to decode workers: a GPU's rate, and a transfer's latency."""
+
+    bytes_per_s: float
+    latency_s: float = HANDOVER_S
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.latency_s >= 0):
+            raise BadInput(f"KV link: need bytes_per_s > 0 and latency_s >= 0, got {self}")
+
+    def token_s(self, profile: Profile) -> float:
+        """Seconds that a token of context adds to a hand-over; each GPU of a worker sends its own share."""
+        return profile.kv.bytes_per_token / (self.bytes_per_s * profile.tp_degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +35,9 @@ class WorkerType:
     `known_profile`: its step times, KV memory and engine; None where nothing is known of them.
     `usd_per_h`: the price of a worker, None where it is not known; `priced`: the price's date and source, for
     people. `low`: so many are always kept. `limit`: so many can be had at most, None = no limit.
-    `reclaims_per_h` above 0: spot workers, each taken away so often.
+    `reclaims_per_h` above 0: spot workers, each taken away so often. `role`: `prefill` makes first tokens and
+    hands requests over to `decode`, `any` does both; `kv_link`: what it
+    hands over by, None where that is not asked.
     """
 
     gpu: str | None
@@ -31,6 +48,8 @@ class WorkerType:
     low: int = 0
     limit: int | None = None
     reclaims_per_h: float = 0.0
+    role: Role = "any"
+    kv_link: KvLink | None = None
 
     def __post_init__(self) -> None:
         where = f"worker type {self.name}"
@@ -53,7 +72,8 @@ class WorkerType:
     @property
     def name(self) -> str:
         """The type's name within a fleet, as plans print it."""
-        return f"{self.gpu} TP{self.tp_degree}" if self.gpu else f"TP{self.tp_degree}"
+        plain = f"{self.gpu} TP{self.tp_degree}" if self.gpu else f"TP{self.tp_degree}"
+        return plain if self.role == "any" else f"{plain} {self.role}"
 
     @property
     def gpus(self) -> int:
@@ -79,11 +99,14 @@ class WorkerType:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """A number of workers of one type and one role."""
+    """A number of workers of one type."""
 
     worker_type: WorkerType
     workers: int
-    role: Role = "any"
+
+    @property
+    def role(self) -> Role:
+        return self.worker_type.role
 
     @property
     def gpus(self) -> int:

@@ -102,11 +102,12 @@ def worker_seconds(
         fewest = max(fewest, (p + d) / limits.max_batched_tokens)
         if least > 0:
             fewest = max(fewest, _steps_for_tpot(least, slack, full, step.per_prefill_token_s, p))
-        prefill = step.per_prefill_token_s * p + step.per_prefill_sum_sq_s * mean(prompt**2)
     else:
         p = 0.0
         fewest = max(fewest, least / slack if least > 0 else 0.0)
-        assert profile.prefill is not None  # a profile of these modes cannot be made without
+    prefill = step.per_prefill_token_s * mean(prompt) + step.per_prefill_sum_sq_s * mean(prompt**2)
+    if limits.mode == EngineMode.PREFILL_FIRST:
+        assert profile.prefill is not None  # a profile of this mode cannot be made without
         per_token = _per_prefill_token_s(profile, float(prompt.max()))
         prefill = per_token * mean(prompt) + profile.prefill.per_sum_sq_s * mean(prompt**2)
     return prefill + work + _bases(step.base_s, step.hinges, fewest, d, p)

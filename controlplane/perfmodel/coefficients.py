@@ -26,11 +26,11 @@ PRE_TOKEN, PRE_SUM_SQ = range(PRE_BASE + 1, PRE_HINGE)
 KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_HINGE + 9)
 WIDTH = MODE + 1
 
-CHUNKED, PREFILL_FIRST, SPLIT = 0.0, 1.0, 2.0
+CHUNKED, PREFILL_FIRST = 0.0, 1.0
 _MODES = {
     EngineMode.CHUNKED: CHUNKED,
     EngineMode.PREFILL_FIRST: PREFILL_FIRST,
-    EngineMode.SPLIT: SPLIT,
+    EngineMode.SPLIT: CHUNKED,  # its prefill workers are engines that chunk, as live ones are
 }
 
 

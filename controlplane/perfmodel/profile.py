@@ -120,7 +120,7 @@ class Profile:
     def __post_init__(self) -> None:
         if self.tp_degree < 1:
             raise BadInput(f"profile: tp_degree: must be at least 1, got {self.tp_degree}")
-        if self.engine.mode != EngineMode.CHUNKED and self.prefill is None:
+        if self.engine.mode == EngineMode.PREFILL_FIRST and self.prefill is None:
             raise BadInput(f"profile: prefill: engine mode {self.engine.mode} needs prefill coefficients")
 
     @property
@@ -149,7 +149,7 @@ class Profile:
 
     def alone_ttft_s(self, prompt_tokens: int) -> float:
         """Seconds to the first token of a request that has an idle worker to itself."""
-        if self.engine.mode != EngineMode.CHUNKED:
+        if self.engine.mode == EngineMode.PREFILL_FIRST:
             assert self.prefill is not None
             return float(self.prefill.prefill_s(prompt_tokens))
         total, done = 0.0, 0

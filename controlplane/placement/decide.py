@@ -1,6 +1,7 @@
 """The placement decision of one request: a worker now, at the last chance, in the end, or later.
 
-Both planes call `decide` when a request arrives and again for each that is held, every `retry_s`.
+Both planes call `decide` when a request arrives and again for each that is held, every `retry_s`; where
+prefill and decode have workers of their own, `decode_worker` once the prefill is done.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import MAX_SEQS
 from controlplane.placement.constraints import Knobs, hopeless
-from controlplane.placement.ledger import NONE, Floats, Ledger
+from controlplane.placement.ledger import DECODE_ONLY, NONE, Floats, Ledger
 from controlplane.placement.policies import CONSTRAINED, JSQ, assign, last_chance
 
 PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
@@ -44,6 +45,13 @@ def decide(
         if w != NONE and not has_seat(led, w):
             w = NONE
     return w
+
+
+@compiled
+def decode_worker(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, draw: Floats) -> int:
+    """The decode worker for a request whose prefill is done: the policy's choice, else the least loaded."""
+    w = assign(led, policy, knobs, r, now_s, True, DECODE_ONLY, draw)
+    return w if w != NONE else assign(led, JSQ, knobs, r, now_s, True, DECODE_ONLY, draw)
 
 
 @compiled

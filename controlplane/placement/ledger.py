@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
 from controlplane.placement.lengths import LengthTable, expected_output
+from controlplane.types import Role
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -31,6 +32,7 @@ Records = Any
 HELD, QUEUED, PREFILLING, DECODING, DONE = 0, 1, 2, 3, 4
 OFF, SERVING, DRAINING = 0, 1, 2
 ANY_PHASE, PREFILL_ONLY, DECODE_ONLY = 0, 1, 2  # roles; the latter two are of split mode
+ROLE_CODE: dict[Role, int] = {"any": ANY_PHASE, "prefill": PREFILL_ONLY, "decode": DECODE_ONLY}
 NONE = -1
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.placement.decide import decide
+from controlplane.placement.decide import decide, decode_worker
 from controlplane.placement.ledger import (
     ANY_PHASE,
-    DECODE_ONLY,
     DECODING,
     DONE,
     DRAINING,
@@ -27,7 +26,7 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from controlplane.placement.policies import EXACT, JSQ, assign, in_turn
+from controlplane.placement.policies import EXACT, in_turn
 from controlplane.placement.queue import (
     begin_round,
     hold,
@@ -77,7 +76,7 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
         elif boundary_s == now_s:
             end_activity(led, eng, w)
             if eng.total[0].handover_n > 0:
-                hand_over(eng, clu, now_s + rules.transfer_s)
+                hand_over(led, eng, clu, rules, w, now_s)
             begin_activity(led, eng, w, now_s)
         else:
             offer_held(led, eng, clu, rules)
@@ -116,12 +115,16 @@ def turn_away(led: Ledger, eng: Engines, clu: Cluster, r: int) -> None:
 
 
 @compiled
-def hand_over(eng: Engines, clu: Cluster, arrives_s: float) -> None:
-    """Send off the KV of requests prefilled just now, to arrive where they will decode."""
+def hand_over(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, w: int, now_s: float) -> None:
+    """Send off the KV of requests that worker `w` has just prefilled, to arrive where they will decode."""
     while eng.total[0].handover_n > 0:
         eng.total[0].handover_n -= 1
-        clu.transit[clu.clock[0].transit_n] = eng.handover[eng.total[0].handover_n]
-        clu.transit_s[clu.clock[0].transit_n] = arrives_s
+        r = eng.handover[eng.total[0].handover_n]
+        tokens = led.requests[r].prompt + led.requests[r].key
+        clu.transit[clu.clock[0].transit_n] = r
+        clu.transit_s[clu.clock[0].transit_n] = (
+            now_s + rules.transfer_s[w] + rules.token_transfer_s[w] * tokens
+        )
         clu.clock[0].transit_n += 1
 
 
@@ -182,12 +185,10 @@ def place_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) ->
 
 @compiled
 def place_decode(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> None:
-    """Put a prefilled request on a decode worker: the policy's choice, else the least loaded."""
+    """Put a prefilled request on the decode worker chosen for it."""
     now_s = clu.clock[0].now_s
     view_all(led, eng, now_s)
-    w = assign(led, rules.policy, rules.knobs, r, now_s, True, DECODE_ONLY, rules.draws[r])
-    if w == NONE:
-        w = assign(led, JSQ, rules.knobs, r, now_s, True, DECODE_ONLY, rules.draws[r])
+    w = decode_worker(led, rules.policy, rules.knobs, r, now_s, rules.draws[r])
     if w == NONE:  # the whole pool is gone: its KV waits where it is
         clu.transit[clu.clock[0].transit_n] = r
         clu.transit_s[clu.clock[0].transit_n] = np.inf

@@ -59,7 +59,8 @@ class Rules(NamedTuple):
     policy: int
     knobs: Knobs
     split: bool
-    transfer_s: float  # of one request's KV, prefill worker to decode worker
+    transfer_s: Floats  # [workers] of a request's KV, from this prefill worker to a decode worker,
+    token_transfer_s: Floats  # and what each of its tokens adds
     offer_every_s: float  # how often held requests are offered to the workers again
     patience: float  # a held request is placed regardless once it waited this many of its TTFT
     max_misses: int  # stop the run when more have missed their targets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypedDict, Unpack
+from typing import NoReturn, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,24 +14,21 @@ from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.decide import PATIENCE
 from controlplane.placement.ledger import (
-    ANY_PHASE,
-    DECODE_ONLY,
     OFF,
-    PREFILL_ONLY,
+    ROLE_CODE,
     SERVING,
     Ledger,
     new_ledger,
 )
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import EXACT, POLICY_CODE, PlacementSettings, Policy, read_policy
-from controlplane.types import EngineMode, Slo
+from controlplane.types import EngineMode, Role, Slo
+from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
 from dataplane.simulated.heartbeat import check_exact
 from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Rules, new_cluster, new_engines
 
-Role = Literal["any", "prefill", "decode"]
 OFFER_EVERY_S = 0.01
-_ROLES = {"any": ANY_PHASE, "prefill": PREFILL_ONLY, "decode": DECODE_ONLY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,8 @@ class WorkerSpec:
     """One worker of the fleet and the changes to it (seconds since the trace's start).
 
     `ready_s`: when its start-up is over. `fails_s`: pairs (fails at, is back at); what it held is prefilled
-    anew elsewhere. `drain_s`: from when it admits nothing more.
+    anew elsewhere. `drain_s`: from when it admits nothing more. `link`: what a prefill worker hands KV
+    over by; None: that takes no time.
     """
 
     profile: Profile
@@ -47,6 +45,7 @@ class WorkerSpec:
     ready_s: float = 0.0
     fails_s: tuple[tuple[float, float], ...] = ()
     drain_s: float | None = None
+    link: KvLink | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class RunOptions(TypedDict, total=False):
 
     `predictor` guesses output lengths (by default: learned from the workload's own lengths, the planner's
     situation); `predicted_tokens` [requests] overrides its first guess, for experiments with misprediction.
-    `transfer_s`: KV hand-over in split mode. `patience`: a request the policy holds back is placed regardless
+    `patience`: a request the policy holds back is placed regardless
     after this many of its TTFT targets. `max_misses`: stop once more requests have missed, when only a yes or
     no is wanted.
     """
@@ -98,7 +97,6 @@ class RunOptions(TypedDict, total=False):
     predictor: LengthTable | None
     predicted_tokens: NDArray[np.int64] | None
     seed: int
-    transfer_s: float
     patience: float
     max_misses: int | None
 
@@ -131,14 +129,15 @@ def prepare(
         max(p.engine.max_seqs for p in profiles),
         lengths,
     )
-    ledger.workers["role"] = [_ROLES[spec.role] for spec in workers]
+    ledger.workers["role"] = [ROLE_CODE[spec.role] for spec in workers]
     ledger.workers["status"] = [SERVING if spec.ready_s <= 0 else OFF for spec in workers]
     _enter_requests(ledger, workload, classes, lengths, options.get("predicted_tokens"))
     rules = Rules(
         policy=code,
         knobs=settings.knobs(),
         split=split,
-        transfer_s=options.get("transfer_s", 0.0),
+        transfer_s=np.array([0.0 if spec.link is None else spec.link.latency_s for spec in workers]),
+        token_transfer_s=np.array([_token_transfer_s(spec) for spec in workers]),
         offer_every_s=OFFER_EVERY_S,
         patience=options.get("patience", PATIENCE),
         max_misses=requests if most_misses is None else most_misses,
@@ -165,6 +164,10 @@ def _is_split(workers: Sequence[WorkerSpec]) -> bool:
     if roles != {"any"} and roles != {"prefill", "decode"}:
         raise BadInput("simulate: workers: split mode needs both prefill and decode workers, and no others")
     return roles != {"any"}
+
+
+def _token_transfer_s(spec: WorkerSpec) -> float:
+    return 0.0 if spec.link is None else spec.link.token_s(spec.profile)
 
 
 def _refuse_split(code: int) -> NoReturn:

@@ -171,7 +171,7 @@ def _run(worker: _Worker, step) -> None:
         now_s = step(worker, now_s)
 
 
-# --- prefill-first, and the two pools of split ------------------------------------------------------------
+# --- prefill-first, and the two pools of split (its prefill workers chunk) ----------------------------------
 
 
 def _take_prefill_batch(worker: _Worker) -> list[_Request]:
@@ -225,8 +225,8 @@ def _prefill_first_step(worker: _Worker, now_s: float) -> float:
 
 
 def _prefill_pool_step(worker: _Worker, now_s: float) -> float:
-    end_s = _prefill(worker, _take_prefill_batch(worker), now_s)
-    worker.running = []  # their KV has left with them
+    end_s = _chunked_step(worker, now_s)
+    worker.running = [r for r in worker.running if r.first_token_s is None]  # their KV has left with them
     return end_s
 
 

@@ -61,7 +61,7 @@ def test_both_planes_see_the_same_errors_of_algorithm_2(seed, factor):
     predicted = np.maximum(load.output_tokens * factor * rng.lognormal(0, 0.5, n), 1).astype(np.int64)
     run = prepare(
         load, [WorkerSpec(PROFILE)] * 3, Slo(1.0, 0.1), "jsq", settings=None, predictor=None,
-        predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
+        predicted_tokens=predicted, seed=seed, patience=4.0, max_misses=None,
     )  # fmt: skip
     tracker, live = DeviationTracker(), SnapshotBuilder()
     off = 0
@@ -115,7 +115,7 @@ def simulated_story():
     workers = [WorkerSpec(SEAT, fails_s=((LOST_S, BACK_S),)), WorkerSpec(SEAT)]
     run = prepare(
         load, workers, classes, "spread", settings=PlacementSettings(queue=QUEUE),
-        predictor=LengthTable.constant(20), predicted_tokens=None, seed=0, transfer_s=0.0, patience=4.0,
+        predictor=LengthTable.constant(20), predicted_tokens=None, seed=0, patience=4.0,
         max_misses=None,
     )  # fmt: skip
     placed, away, at = [], {}, np.full(len(STORY), -1)

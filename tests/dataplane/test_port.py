@@ -119,7 +119,7 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     predicted = np.maximum(load.output_tokens * rng.lognormal(-0.3, 0.5, n), 1).astype(np.int64)
     run = prepare(
         load, [WorkerSpec(PROFILE)] * 4, SLO, policy, settings=None, predictor=None,
-        predicted_tokens=predicted, seed=seed, transfer_s=0.0, patience=4.0, max_misses=None,
+        predicted_tokens=predicted, seed=seed, patience=4.0, max_misses=None,
     )  # fmt: skip
     elastic = Elastic(run, ElasticSettings(2, cold_start_s=2.0))
     live = LivePlane(ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),)))

@@ -36,7 +36,7 @@ def unprofiled(workers=8):
 class Front:
     """In AsyncLLM's place: sends requests, and keeps what comes back for each."""
 
-    def __init__(self, workers, profile, waiting, placement=None):
+    def __init__(self, workers, profile, waiting, placement=None, roles=None):
         from dataplane.live.emulated.engine import EmulatedEngine, Fabric
         from dataplane.live.gateway.events import EventLog
         from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
@@ -49,8 +49,8 @@ class Front:
         self.core = FleetCore(
             CoreSettings(8, SLO, waiting), placement or unprofiled(), Metrics(), self.events, lambda _: 200
         )
-        for engine in self.engines.values():
-            self.core.attach(engine)
+        for worker, engine in self.engines.items():
+            self.core.attach(engine, role=(roles or {}).get(worker, "any"))
         self.tokens, self.finish, self.ends = {}, {}, {}
         self.pump = asyncio.ensure_future(self._pump())
 

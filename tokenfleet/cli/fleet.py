@@ -76,6 +76,16 @@ def drain(
 
 
 @fleet_app.command()
+def role(context: typer.Context, worker: str, role: str, format: Format = "table") -> None:
+    """Let a worker prefill, decode, or do both (any) from now on, without stopping.
+
+    tokenfleet fleet role w2 decode
+    """
+    reply = context.obj.ask("POST", f"/v1/workers/{worker}/role", {"role": role})
+    _show(reply, format, lambda r: [f"{r['worker']}: {r['role']}"])
+
+
+@fleet_app.command()
 def migrate(
     context: typer.Context,
     request: str,

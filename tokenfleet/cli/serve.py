@@ -73,6 +73,12 @@ class ServeFlags:
     tp: Annotated[
         int | None, typer.Option(min=1, help="GPUs a worker spans (tensor parallel; default: 1)")
     ] = None
+    prefill: Annotated[
+        int | None, typer.Option(min=1, help="in place of --workers: these only prefill, with --decode")
+    ] = None
+    decode: Annotated[int | None, typer.Option(min=1, help="and these only decode what those hand over")] = (
+        None
+    )
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
     control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1"
@@ -90,8 +96,8 @@ class ServeFlags:
         typer.Option(
             metavar="gpu=…,tp=…,workers=…",
             help="workers of this kind, in place of --workers and --tp; repeatable, for a fleet of several"
-            " (also max=N, how many can be had, usd=…, a worker's price an hour, and reclaims=…, how often an"
-            " hour a spot worker is taken away)",
+            " (also role=prefill or role=decode, max=N, how many can be had, usd=…, a worker's price an hour,"
+            " and reclaims=…, how often an hour a spot worker is taken away)",
         ),
     ] = None
     plan: Annotated[

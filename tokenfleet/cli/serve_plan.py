@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
+from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.durations import parse_duration_s
 from tokenfleet.planning.plan_file import PlanFile
@@ -24,25 +25,27 @@ if TYPE_CHECKING:
 
 
 WORKERS = 2  # unless something says
+COUNTED = ("workers", "prefill", "decode", "tp")  # flags that say how many workers of what width
 EMULATED = ("llama-3.1-8b", "h100-sxm")  # what an emulated engine is like unless something says
 AS_IS_MEANS = (
     "--as-is: the plan's step times are of other hardware or another model and are left out; without"
     " --profile, requests are placed by load (KV and seats), and the targets are only judged"
 )
-NAMES = ("gpu", "tp", "workers", "max", "usd", "reclaims")
+NAMES = ("gpu", "tp", "workers", "role", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
 
 
 def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTypes:
     """The types of worker to serve with; raises BadInput for flags that contradict each other or the plan."""
     profiles, is_emulated = flags.profile or (), flags.engine == "emulated"
-    counted = [name for name in ("workers", "tp") if getattr(flags, name) is not None]
+    counted = [name for name in COUNTED if getattr(flags, name) is not None]
     if plan is None:
         if flags.as_is:
             raise BadInput("--as-is: says how to run a plan; give --plan, too")
         if flags.kind and counted:
             raise BadInput(f"--{counted[0]}: --kind says how many workers and which TP degree; give either")
-        return types_of(flags.workers or WORKERS, flags.tp or 1, flags.kind or (), profiles, is_emulated)
+        tp = flags.tp or 1
+        return types_of(flags.workers or WORKERS, tp, flags.kind or _pools(flags, tp), profiles, is_emulated)
     if flags.kind or counted:
         raise BadInput(f"--{'kind' if flags.kind else counted[0]}: the plan says which workers; give either")
     if is_emulated and flags.as_is:
@@ -50,6 +53,16 @@ def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTy
     if not is_emulated and not flags.as_is:
         check_model(plan, model, flags.engine_flags or ())
     return planned_types(plan, profiles, flags.as_is)
+
+
+def _pools(flags: ServeFlags, tp: int) -> Sequence[str]:
+    """--prefill and --decode as --kind has them; raises BadInput for half of them."""
+    counts = {"prefill": flags.prefill, "decode": flags.decode}
+    if not any(counts.values()):
+        return ()
+    if None in counts.values() or flags.workers is not None:
+        raise BadInput("--prefill: give --decode with it, and leave out --workers")
+    return [f"tp={tp},workers={workers},role={role}" for role, workers in counts.items()]
 
 
 def types_of(
@@ -83,7 +96,7 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
     if as_is:
         alike: dict[WorkerType, list[WorkerGroup]] = {}
         for group in groups:
-            alike.setdefault(WorkerType(None, group.worker_type.tp_degree), []).append(group)
+            alike.setdefault(WorkerType(None, group.worker_type.tp_degree, role=group.role), []).append(group)
         groups = [WorkerGroup(t, sum(g.workers for g in of)) for t, of in alike.items()]
         # Of types that are one here the engines get the least limits.
         limits = {
@@ -145,12 +158,21 @@ def _kind(text: str) -> WorkerGroup:
     if usd is not None and not 0 <= usd < 1e6:
         raise BadInput(f"--kind: usd: expected dollars an hour for a worker, got {values['usd']!r}")
     gpu = values.get("gpu") or None
+    role = _role(values.get("role", "any"))
     if not 0 <= reclaims < 60:
         raise BadInput(f"--kind: reclaims: expected how often an hour, below 60, got {values['reclaims']!r}")
     if usd is None and gpu is not None:
         price = read_prices().usd_per_gpu_h(gpu, spot=reclaims > 0)
         usd = None if price is None else price.usd * tp
-    return WorkerGroup(WorkerType(gpu, tp, usd_per_h=usd, limit=limit, reclaims_per_h=reclaims), workers)
+    worker_type = WorkerType(gpu, tp, usd_per_h=usd, limit=limit, reclaims_per_h=reclaims, role=role)
+    return WorkerGroup(worker_type, workers)
+
+
+def _role(text: str) -> Role:
+    for role in get_args(Role):
+        if text == role:
+            return role  # type: ignore[no-any-return]
+    raise BadInput(f"--kind: role: one of {', '.join(get_args(Role))}, got {text!r}")
 
 
 def _with_profiles(

@@ -17,7 +17,7 @@ from controlplane.errors import BadInput
 from controlplane.types import EngineMode
 from tokenfleet.cli.flags import takes_request
 from tokenfleet.cli.plan import OutputFormat
-from tokenfleet.durations import duration_text, parse_duration_s
+from tokenfleet.durations import duration_text
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
@@ -43,13 +43,23 @@ class OneWorker:
     max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None
 
 
-@takes_request("slo", "model", "policy", "engine", "rate_scale", "window", "drop_too_long", "seed")
+@takes_request(
+    "slo",
+    "model",
+    "policy",
+    "engine",
+    "kv_gb_per_s",
+    "kv_latency_s",
+    "rate_scale",
+    "window",
+    "drop_too_long",
+    "seed",
+)
 def simulate_command(
     trace: Annotated[list[Path], typer.Option(help="requests, any known format; repeat to merge several")],
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
     worker: OneWorker,
     request: PlanRequest,
-    kv_transfer: Annotated[str, typer.Option(help="KV hand-over time in split mode")] = "0s",
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
@@ -58,23 +68,20 @@ def simulate_command(
     tokenfleet simulate --trace day.csv --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
     """
-    transfer_s = parse_duration_s(kv_transfer, "--kv-transfer", unit_needed=False)
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, show, warn
     from tokenfleet.files import refuse_unwritable, write_files
 
     profile = _profile(worker, request)
-    specs = _specs(profile, workers, worker.prefill_workers)
+    specs = _specs(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
         workload, warnings = _workload(trace, request, profile)
     warn(warnings)
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
-        outcome = simulate(
-            workload, specs, request.slo, request.policy, seed=request.seed, transfer_s=transfer_s
-        )
+        outcome = simulate(workload, specs, request.slo, request.policy, seed=request.seed)
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
@@ -123,8 +130,11 @@ def _workload(traces: list[Path], request: PlanRequest, worker: Profile) -> tupl
     return workload, [*read.warnings, *doctored, *warnings]
 
 
-def _specs(worker: Any, workers: int, prefill_workers: int | None) -> list[WorkerSpec]:
+def _specs(
+    worker: Profile, workers: int, prefill_workers: int | None, request: PlanRequest
+) -> list[WorkerSpec]:
     from dataplane.simulated.simulate import WorkerSpec
+    from tokenfleet.planning.inputs import kv_link
 
     if worker.engine.mode != EngineMode.SPLIT:
         if prefill_workers is not None:
@@ -132,7 +142,8 @@ def _specs(worker: Any, workers: int, prefill_workers: int | None) -> list[Worke
         return [WorkerSpec(worker)] * workers
     if prefill_workers is None or prefill_workers >= workers:
         raise BadInput(f"--prefill-workers: with --engine split, some of the {workers} workers but not all")
-    prefill, decode = WorkerSpec(worker, role="prefill"), WorkerSpec(worker, role="decode")
+    prefill = WorkerSpec(worker, "prefill", link=kv_link(worker.gpu, request))
+    decode = WorkerSpec(worker, "decode")
     return [prefill] * prefill_workers + [decode] * (workers - prefill_workers)
 
 

@@ -68,6 +68,8 @@ def production_stack(fleet: Deployment) -> dict[str, Any]:
 def _check_policy(fleet: Deployment, kind: str) -> None:
     if fleet.unserved is not None:
         raise BadInput(f"{kind}: {fleet.unserved}")
+    if any(group.role != "any" for group in fleet.groups):
+        raise BadInput(f"{kind}: prefill and decode workers need the chart's own KV transfer set-up")
     if fleet.policy != Policy.ROUND_ROBIN:
         raise BadInput(
             f"{kind}: its router places requests in turn, and the fleet was planned with {fleet.policy}: plan"

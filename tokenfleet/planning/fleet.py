@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.scaler.weights import enough_stand, missing_share
+from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 from dataplane.simulated.simulate import WorkerSpec
 
@@ -52,15 +53,16 @@ class Fleet:
 
     @property
     def label(self) -> str:
-        return " + ".join(
-            f"{g.workers} x {g.worker_type.name}" + (f" ({g.role})" if g.role != "any" else "")
-            for g in self.groups
-        )
+        return " + ".join(f"{g.workers} x {g.worker_type.name}" for g in self.groups)
 
     def specs(self, as_really: Callable[[Profile], Profile] | None = None) -> list[WorkerSpec]:
         """The workers for the simulator, each profile as `as_really` turns it out to be."""
         return [
-            WorkerSpec(as_really(g.worker_type.profile) if as_really else g.worker_type.profile, role=g.role)
+            WorkerSpec(
+                as_really(g.worker_type.profile) if as_really else g.worker_type.profile,
+                g.role,
+                link=g.worker_type.kv_link,
+            )
             for g in self.groups
             for _ in range(g.workers)
         ]
@@ -85,9 +87,8 @@ def of_one_kind(worker_type: WorkerType, workers: int, prefill_share: float = 0.
     if not worker_type.is_split:
         return Fleet((WorkerGroup(worker_type, workers),))
     prefill = min(max(round(workers * prefill_share) + shift, 1), workers - 1)
-    return Fleet(
-        (WorkerGroup(worker_type, prefill, "prefill"), WorkerGroup(worker_type, workers - prefill, "decode"))
-    )
+    pools: tuple[tuple[Role, int], ...] = (("prefill", prefill), ("decode", workers - prefill))
+    return Fleet(tuple(WorkerGroup(replace(worker_type, role=role), n) for role, n in pools))
 
 
 MOST_SPARES = 64

@@ -11,12 +11,18 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile, with_times
-from controlplane.worker_type import WorkerType
+from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
-from tokenfleet.profiles.library import age_warning, canonical_model, find_profiles, read_profile
+from tokenfleet.profiles.library import (
+    age_warning,
+    canonical_model,
+    find_profiles,
+    network_gb_per_s,
+    read_profile,
+)
 from tokenfleet.profiles.prices import read_prices
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
@@ -141,7 +147,14 @@ def priced(
         raise BadInput(
             f"--budget-usd-per-h: no price known for {', '.join(sorted(unpriced))}; give one with --prices"
         )
-    return worker_types, sorted(set(warnings))
+    linked = [replace(t, kv_link=kv_link(t.profile.gpu, request)) if t.is_split else t for t in worker_types]
+    return linked, sorted(set(warnings))
+
+
+def kv_link(gpu: str, request: PlanRequest) -> KvLink:
+    """What the workers of a split fleet hand KV over by."""
+    latency_s = HANDOVER_S if request.kv_latency_s is None else request.kv_latency_s
+    return KvLink((request.kv_gb_per_s or network_gb_per_s(gpu)) * 1e9, latency_s)
 
 
 def old_profiles(profiles: Sequence[Profile], today: date) -> list[str]:

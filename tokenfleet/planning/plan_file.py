@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode, Slo
-from controlplane.worker_type import WorkerGroup, WorkerType
+from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from tokenfleet.field_errors import fault_line
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import find_profiles
@@ -120,6 +120,16 @@ class EngineLimits(_Part):
     max_seqs: Count
 
 
+class PlannedLink(_Part):
+    """What a split fleet's workers hand KV over by; each GPU of a worker sends its own share."""
+
+    gb_per_s: Positive
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    def whole(self) -> KvLink:
+        return KvLink(self.gb_per_s * 1e9, self.latency_s)
+
+
 class PlannedProfile(_Part):
     """A profile that was planned with: `kind` and `date` say how and when it was measured.
 
@@ -132,6 +142,7 @@ class PlannedProfile(_Part):
     kind: str
     date: str
     engine_limits: EngineLimits | None = None
+    kv_link: PlannedLink | None = None
     usd_per_gpu_h: Dollars | None = None
     profile: dict[str, Any] | None = None
 
@@ -223,13 +234,14 @@ class PlanFile(PlanBrief):
 
         if self.policy not in policy_names():
             return f"policy: no fleet runs {self.policy!r}; plan anew with one of {', '.join(policy_names())}"
-        if any(part.role != "any" for part in self.fleet):
-            return "fleet: separate prefill and decode workers cannot be served; plan with --engine chunked"
+        roles = {part.role for part in self.fleet}
+        if roles not in ({"any"}, {"prefill", "decode"}):
+            return f"fleet: prefill and decode workers need each other, got {', '.join(sorted(roles))}"
         for part in self.fleet:
             profile = self.profile_of(part).whole()
             if profile is None:
                 return f"inputs.profiles: no step times of {part.gpu} TP{part.tp_degree}; plan anew"
-            if (mode := profile.engine.mode) != EngineMode.CHUNKED:
+            if (mode := profile.engine.mode) == EngineMode.PREFILL_FIRST:
                 return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
         return None
 
@@ -245,8 +257,10 @@ class PlanFile(PlanBrief):
             usd,
             limit=None if max_gpus is None else max_gpus // part.tp_degree,
             reclaims_per_h=0.0 if self.spares is None else self.spares.reclaims_per_h,
+            role=part.role,
+            kv_link=None if planned.kv_link is None else planned.kv_link.whole(),
         )
-        return WorkerGroup(worker_type, part.workers, part.role)
+        return WorkerGroup(worker_type, part.workers)
 
     def profile_of(self, part: FleetPart) -> PlannedProfile:
         """The profile that a part of the fleet was planned with."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from controlplane.worker_type import WorkerType
+from controlplane.worker_type import KvLink, WorkerType
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Plateau
 from tokenfleet.planning.fleet import Fleet, apportioned
@@ -346,10 +346,18 @@ def _type_json(worker_type: WorkerType) -> dict[str, Any]:
             "max_seqs": profile.engine.max_seqs,
         },
         "context_limit_tokens": profile.context_limit_tokens,
+        **_link(worker_type.kv_link),
         "usd_per_gpu_h": worker_type.usd_per_gpu_h,
         "price": worker_type.priced,
         "profile": profile_document(profile),
     }
+
+
+def _link(link: KvLink | None) -> dict[str, Any]:
+    """What a split fleet's workers hand KV over by."""
+    if link is None:
+        return {}
+    return {"kv_link": {"gb_per_s": _figures(link.bytes_per_s / 1e9), "latency_s": link.latency_s}}
 
 
 def _usd(fleet: Fleet) -> float | None:

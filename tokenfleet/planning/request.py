@@ -134,6 +134,25 @@ class PlanRequest:
     engine: Annotated[
         EngineMode | None, About("engine mode", "engine mode instead of the profile's", "choice")
     ] = None
+    kv_gb_per_s: Annotated[
+        float | None,
+        Field(gt=0, le=1e6),
+        About(
+            "GB/s of KV a GPU",
+            "GB/s at which a GPU hands KV over to decode workers (by default its servers' network)",
+            key="kv-rate",
+        ),
+    ] = None
+    kv_latency_s: Annotated[
+        float | None,
+        Field(ge=0, le=60),
+        About(
+            "latency of a hand-over",
+            "and how long that takes besides (by default 10ms)",
+            flag="kv-latency",
+            kind="duration",
+        ),
+    ] = None
     policy: Annotated[
         Word,
         AfterValidator(known_policy),
@@ -189,6 +208,9 @@ class PlanRequest:
         """Itself. Raises BadInput where one option has no meaning beside the others."""
         if self.profiles and (self.gpu or self.tp):
             raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
+        for flag, value in (("--kv-gb-per-s", self.kv_gb_per_s), ("--kv-latency", self.kv_latency_s)):
+            if value is not None and not self.profiles and self.engine != EngineMode.SPLIT:
+                raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")
         if self.reclaims_per_h is not None:
             if not self.spot:
                 raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")

@@ -137,6 +137,17 @@ def canonical_gpus(name: str) -> tuple[str, ...]:
     return (plain,)
 
 
+# GB/s of one GPU's share of its server's network, as NVIDIA's own servers have it: 200 Gb/s a GPU in DGX
+# A100, 400 Gb/s in DGX H100 and H200 (their data sheets). Of others little is known: a 25 Gb/s adapter.
+_NETWORK_GB_PER_S = {"a100": 25.0, "h100": 50.0, "h200": 50.0}
+_OTHER_NETWORK_GB_PER_S = 3.0
+
+
+def network_gb_per_s(gpu: str) -> float:
+    """The rate at which a GPU sends to one of another server, by any name people write."""
+    return _NETWORK_GB_PER_S.get(canonical_gpus(gpu)[0][:4], _OTHER_NETWORK_GB_PER_S)
+
+
 def canonical_model(name: str, names: Iterable[str] = ()) -> str:
     """The library's name of a model: lower case, without the owner and the marks of fine-tuning.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile, with_times
+from controlplane.perfmodel.profile import with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
@@ -87,7 +87,7 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
 
     def outcome(decode: float, prefill: float) -> Outcome:
-        specs = [WorkerSpec(with_times(profile, decode, prefill), role=role) for profile, role in workers]
+        specs = [replace(spec, profile=with_times(spec.profile, decode, prefill)) for spec in workers]
         return simulate(workload, specs, plan.targets, plan.policy, predictor=predictor)
 
     observed_tpot_s, observed_ttft_s = rows["tpot_s"].mean(), rows["ttft_s"].median()
@@ -114,8 +114,8 @@ def _bounded(factor: float) -> float:
     return float(np.clip(factor, 0.05, 20.0))
 
 
-def _workers(plan: PlanFile, own_profiles: list[str]) -> list[tuple[Profile, Any]]:
-    """The plan's workers as (profile, role)."""
+def _workers(plan: PlanFile, own_profiles: list[str]) -> list[WorkerSpec]:
+    """The plan's workers, for the simulator."""
     own = [parse_profile(text, "the plan's profile") for text in own_profiles]
     workers = []
     for part in plan.fleet:
@@ -132,7 +132,8 @@ def _workers(plan: PlanFile, own_profiles: list[str]) -> list[tuple[Profile, Any
             )
         if plan.engine_mode and profile.engine.mode != plan.engine_mode:
             profile = profile.with_engine(mode=plan.engine_mode)
-        workers += [(profile, part.role)] * part.workers
+        link = None if was.kv_link is None else was.kv_link.whole()
+        workers += [WorkerSpec(profile, part.role, link=link)] * part.workers
     return workers
 
 

@@ -170,7 +170,10 @@ class _Remembering(Replicates):
         max_misses: int | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
-        groups = tuple((repr(g.worker_type.profile), g.role, g.workers) for g in fleet.groups)
+        groups = tuple(
+            (repr(g.worker_type.profile), repr(g.worker_type.kv_link), g.role, g.workers)
+            for g in fleet.groups
+        )
         of = "" if workload is None else workload_digest(workload)
         drawn = (frozenset(), False) if replicate == AS_IT_IS else (doubted, self.drifts)
         key = (self._digest, of, self.slo, self.policy, self.seed, groups, replicate, *drawn)

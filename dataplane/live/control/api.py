@@ -14,6 +14,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
 from controlplane.snapshot import Fact, Note, Scale
+from controlplane.types import Role
 from dataplane.http.rules import (
     ERRORS,
     OPEN_PATHS,
@@ -33,6 +34,13 @@ class ScaleOrder(BaseModel):
     workers: int | None = Field(None, ge=0, le=10_000)
     kind: str | None = Field(None, min_length=1, max_length=64)
     auto: bool = False
+
+
+class RoleOrder(BaseModel):
+    """What a worker is to do from now on."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Role
 
 
 class MoveOrder(BaseModel):
@@ -124,22 +132,7 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
             "auto": operations.auto,
         }
 
-    @app.post("/v1/workers/{worker}/drain", status_code=202)
-    async def drain(worker: str) -> dict[str, Any]:
-        """Move everything off a worker, then stop it."""
-        operations.drain(worker)
-        return {"worker": worker, "state": "draining"}
-
-    @app.delete("/v1/workers/{worker}/drain")
-    async def cancel_drain(worker: str) -> dict[str, Any]:
-        """Let a draining worker serve again."""
-        operations.cancel_drain(worker)
-        return {"worker": worker, "state": "serving"}
-
-    @app.post("/v1/workers/{worker}/evacuate", status_code=202)
-    async def evacuate(worker: str, order: Annotated[EvacuationOrder, Body()]) -> dict[str, Any]:
-        """Empty a worker by a deadline, by moves and replays, then stop it and launch another."""
-        return operations.evacuate(worker, order.deadline_s, "an operator asked")
+    _worker_routes(app, operations)
 
     @app.get("/v1/requests", response_model=dict[str, Any])
     async def requests() -> Any:
@@ -226,6 +219,33 @@ def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
 def _json(view: object) -> Response:
     """A reply as it is: FastAPI's own way through pydantic takes many times as long of the gateway's loop."""
     return Response(msgspec.json.encode(view), media_type="application/json")
+
+
+def _worker_routes(app: FastAPI, operations: Operations) -> None:
+    """What one worker may be told."""
+
+    @app.post("/v1/workers/{worker}/drain", status_code=202)
+    async def drain(worker: str) -> dict[str, Any]:
+        """Move everything off a worker, then stop it."""
+        operations.drain(worker)
+        return {"worker": worker, "state": "draining"}
+
+    @app.delete("/v1/workers/{worker}/drain")
+    async def cancel_drain(worker: str) -> dict[str, Any]:
+        """Let a draining worker serve again."""
+        operations.cancel_drain(worker)
+        return {"worker": worker, "state": "serving"}
+
+    @app.post("/v1/workers/{worker}/evacuate", status_code=202)
+    async def evacuate(worker: str, order: Annotated[EvacuationOrder, Body()]) -> dict[str, Any]:
+        """Empty a worker by a deadline, by moves and replays, then stop it and launch another."""
+        return operations.evacuate(worker, order.deadline_s, "an operator asked")
+
+    @app.post("/v1/workers/{worker}/role", status_code=202)
+    async def role(worker: str, order: Annotated[RoleOrder, Body()]) -> dict[str, Any]:
+        """Give a worker another role while it serves: prefill, decode, or any."""
+        operations.set_role(worker, order.role)
+        return {"worker": worker, "role": order.role}
 
 
 async def _event_lines(operations: Operations, after_id: int) -> AsyncIterator[dict[str, str]]:

@@ -12,7 +12,7 @@ from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY
 from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Scale
-from controlplane.types import WorkerId
+from controlplane.types import Role, WorkerId
 from dataplane.http.rules import UnknownName
 from dataplane.live.control.changes import Changes, MoveRow, RequestRow, StepRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
@@ -85,7 +85,7 @@ class Operations:
         attached = {at.worker: at for at in self.core.attached()}
         book, scale = self.core.requests, self.facts.autoscale
         views = [
-            _worker_view(m, attached.get(m.worker), book.on_worker(m.worker))
+            _worker_view(m, self.cluster.types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
             | {"adapters": sorted(self.core.adapters.of(m.worker))}
             for m in self.cluster.members()
         ]
@@ -190,6 +190,7 @@ class Operations:
         for state in ("starting", "serving", "draining"):
             m.workers.labels(state).set(states.count(state))
         m.waiting.set(self.core.waiting)
+        m.handovers_open.set(len(self.core.handovers))
         for at in self.core.attached():
             m.running.labels(at.worker).set(len(self.core.requests.on_worker(at.worker)))
             if at.telemetry is not None:
@@ -229,6 +230,10 @@ class Operations:
         plan = self.cluster.evacuate(WorkerId(worker), seconds, reason)
         counts = {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
         return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": counts}
+
+    def set_role(self, worker: str, role: Role) -> None:
+        self._known(worker)
+        self.cluster.set_role(WorkerId(worker), role, "an operator asked")
 
     async def migrate(self, name: str, target: str | None, reason: str) -> dict[str, Any]:
         """Begin a move and return its record; without a target the worker with most room is taken."""
@@ -324,10 +329,11 @@ def _worker_row(member: Member, at: Attached | None) -> WorkerRow:
     )
 
 
-def _worker_view(member: Member, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:
+def _worker_view(member: Member, role: Role, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:
     view: dict[str, Any] = {
         "worker": member.worker,
         "kind": member.kind,
+        "role": role,
         "state": member.state,
         "reason": member.reason,
         "for_s": round(time.monotonic() - member.since_s, 3),

@@ -96,6 +96,11 @@ class Batch:
         segment = self._segments.get(name)
         return segment.computed if segment is not None and self._holds.is_leased(name) else 0
 
+    def is_prefilling(self, name: str, tokens: int) -> bool:
+        """Whether a leased segment has still to compute some of its first `tokens`."""
+        segment = self._segments.get(name)
+        return segment is not None and self._holds.is_leased(name) and segment.computed < tokens
+
     def add(self, request: EngineCoreRequest, now_s: float) -> bool | None:
         """Queue a segment; for a begin, return whether its segment is leased, else None."""
         message = message_of(request)

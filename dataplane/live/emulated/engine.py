@@ -37,6 +37,7 @@ from dataplane.live.kv.holds import LoadJob
 UNREAD_EVENTS = 1024
 IDLE_LOOK_S = 0.05  # how often an engine that cannot go on looks again, for holds that have run out
 TELEMETRY_EVERY_S = 0.05
+STREAM_LOOK_S = 0.002  # how often a reader looks for the chunks of a prefill in progress
 
 
 @dataclass(slots=True)
@@ -51,6 +52,11 @@ class Fabric:
         """Whether the source of a load still has what is asked for."""
         source = self.engines.get(job.load.addresses[0])
         return source is not None and source.batch.readable_tokens(job.load.segment) >= job.load.tokens
+
+    def will_read(self, job: LoadJob) -> bool:
+        """Whether the source is still computing what is asked for."""
+        source = self.engines.get(job.load.addresses[0])
+        return source is not None and source.batch.is_prefilling(job.load.segment, job.load.tokens)
 
     def transfer_s(self, job: LoadJob, block_bytes: int) -> float:
         """Seconds that a load takes, in emulated time."""
@@ -207,7 +213,9 @@ class EmulatedEngine:
     def _arrive(self, job: LoadJob) -> None:
         if self._lost is not None:
             return
-        if not self._fabric.can_read(job):
+        if job.load.stream and self._fabric.will_read(job):
+            self._loop.call_later(STREAM_LOOK_S / self._fabric.speed, self._arrive, job)
+        elif not self._fabric.can_read(job):
             self._say(self._fail(job))
         elif self.batch.loaded(job.segment, time.monotonic()):
             self._say([EngineCoreOutput(job.segment, [], finish_reason=FinishReason.STOP)])

@@ -54,7 +54,7 @@ class KvLoad:
     """Take KV of positions [0, tokens) of `segment` from the rank servers at `addresses`.
 
     `inline`: load inside the step that admits the request (short tails), not between steps. `pace` is for
-    loads between steps.
+    loads between steps. `stream`: the source is still computing them; they come piece by piece.
     """
 
     addresses: tuple[str, ...]
@@ -62,6 +62,7 @@ class KvLoad:
     tokens: int
     inline: bool = False
     pace: Pace = UNBOUND
+    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def params_from(message: Transfer | Control) -> dict[str, Any]:
     body: dict[str, Any] = {"hold": message.hold, "drop": list(message.drop)}
     if load is not None:
         pace = astuple(load.pace)
-        body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, pace]
+        body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, pace, load.stream]
     return {PARAMS_KEY: body}
 
 
@@ -102,8 +103,8 @@ def message_from(params: dict[str, Any] | None) -> Transfer | Control:
         return Control(body["control"], body["segment"])
     load = None
     if "load" in body:
-        addresses, segment, tokens, inline, pace = body["load"]
-        load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace))
+        addresses, segment, tokens, inline, pace, stream = body["load"]
+        load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace), stream)
     return Transfer(load, body["hold"], tuple(body["drop"]))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controlplane.types import RequestId, WorkerId
+from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import EngineLink, Telemetry
 from dataplane.live.gateway.request import Tracked
 
@@ -28,6 +28,7 @@ class Attached:
     link: EngineLink
     slot: int
     kind: str = ""
+    role: Role = "any"
     telemetry: Telemetry | None = None
     reader: asyncio.Task[None] | None = None
 
@@ -56,10 +57,10 @@ class Attachments:
     def get(self, worker: WorkerId) -> Attached | None:
         return self._by_worker.get(worker)
 
-    def add(self, link: EngineLink, kind: str) -> Attached:
+    def add(self, link: EngineLink, kind: str, role: Role) -> Attached:
         """Give a worker the lowest free slot. Raises StopIteration when every slot is taken."""
         taken = {at.slot for at in self._by_worker.values()}
-        at = Attached(link, next(slot for slot in self._slots if slot not in taken), kind)
+        at = Attached(link, next(slot for slot in self._slots if slot not in taken), kind, role)
         self._by_worker[at.worker] = at
         return at
 

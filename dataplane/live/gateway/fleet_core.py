@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from controlplane.placement.queue import QueueSettings
-from controlplane.types import RequestId, Slo, WorkerId
+from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
 from dataplane.live.engine_api.link import Adapters, EngineLink, Lost, Outputs, SegmentRefused, Telemetry
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
@@ -38,11 +38,12 @@ from dataplane.live.gateway.adapters import AdapterBook
 from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.connections import Attached, Attachments, RequestBook, Unread
 from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked, tracked_from
 from dataplane.live.migration.coordinator import Migrations
-from dataplane.live.migration.move import Move, MoveBudget, Running
+from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 2.0
@@ -86,6 +87,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.requests, self.adapters = RequestBook(), AdapterBook()
         placement.holders = self.adapters.holders
         self.migrations = Migrations(self, settings.moves)
+        self.handovers = Handovers(placement, metrics, self._hand_over)
         self.on_lost: list[Callable[[WorkerId, str], None]] = []
         self.on_arrival: list[Callable[[Tracked], None]] = []
         self.on_end: list[Callable[[Tracked, str], None]] = []
@@ -155,10 +157,10 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     # Workers.
 
-    def attach(self, link: EngineLink, kind: str = "") -> None:
+    def attach(self, link: EngineLink, kind: str = "", role: Role = "any") -> None:
         """Take a worker in; it gets requests from now on. Raises StopIteration when every slot is taken."""
-        at = self._attached.add(link, kind)
-        self.placement.attach(link.info, kind)
+        at = self._attached.add(link, kind, role)
+        self.placement.attach(link.info, kind, role)
         at.reader = self._loop.create_task(self._read(at))
         self._admission.look()
 
@@ -171,6 +173,18 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             at.reader.cancel()
         self._forget_worker(at, why)
         await at.link.close()
+
+    def become(self, worker: WorkerId, kind: str, role: Role) -> None:
+        """Give a worker another kind and role; what its new role does not do leaves it."""
+        at = self._attached.get(worker)
+        if at is None:
+            return
+        at.kind, at.role = kind, role
+        self.placement.become(at.link.info, kind, role)
+        for tracked in self.requests.on_worker(worker) if role == "prefill" else ():
+            if self.placement.is_decoding(tracked):
+                self.handovers.prefilled(tracked)
+        self._admission.look()
 
     def set_open(self, worker: WorkerId, is_open: bool) -> None:
         """Whether new requests may be placed on a worker."""
@@ -238,15 +252,25 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._record("replay", why, tracked, source=tracked.worker, target=target, tokens_so_far=so_far)
         return await self.cut_over(tracked.id, target, COMPUTE)
 
-    async def move(self, request: RequestId, target: WorkerId, reason: str, hurried: bool = False) -> Move:
+    async def move(
+        self,
+        request: RequestId,
+        target: WorkerId,
+        reason: str,
+        hurried: bool = False,
+        mode: Mode = "live",
+    ) -> Move:
         """Move a request and return how it went; recorded with its reason, and counted."""
-        move = await self.migrations.migrate(request, target, why=reason, hurried=hurried)
+        move = await self.migrations.migrate(request, target, mode, why=reason, hurried=hurried)
         self.metrics.count_move(move.outcome, move.bytes, move.downtime_s)
         said = f"{reason}; {move.outcome}" + (f": {move.reason}" if move.reason else "")
         facts = {"request_id": request, "worker": target, "source": move.source, "migration": move.id}
         cost = {"bytes": move.bytes, "downtime_s": move.downtime_s}
         self.events.record(time.time(), "migrate", said, **facts, cost=cost)
         return move
+
+    async def _hand_over(self, tracked: Tracked, target: WorkerId, reason: str) -> Move:
+        return await self.move(tracked.id, target, reason, hurried=True, mode="hand-over")
 
     async def abandon(self, ticket: Ticket) -> None:
         """The client of this ticket is gone: end all its requests, here and in the engines."""
@@ -307,6 +331,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.metrics.count_tokens(sum(tokens for _, tokens in token_counts))
         for tracked, output in listened:
             self._accept(tracked, output, now_s, shift_s)
+            if at.role == "prefill" and output.finish_reason is None:
+                self.handovers.prefilled(tracked)
         if listened or batch.scheduler_stats is not None:
             batch.outputs = [output for _, output in listened]
             batch.engine_index, batch.timestamp = at.slot, now_s
@@ -358,6 +384,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             priority = PRIORITY_NAMES[tracked.ticket.priority]
             self.metrics.queue_wait_s.labels(priority).observe(time.monotonic() - tracked.arrival_s)
         await link.add(segment_request(tracked.request, tracked.output_token_ids, segment, transfer))
+        if self.placement.hands_over(tracked) and transfer.load is None:
+            self.handovers.begun(tracked)
         if self.requests.listening_to(segment) is not tracked:
             await link.abort([segment])  # it ended while the link was full
 
@@ -399,6 +427,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     # Endings.
 
     def _end(self, tracked: Tracked, outcome: str) -> None:
+        self.handovers.ended(tracked)
         self.requests.remove(tracked)
         self._admission.discard(tracked)
         self.placement.forget(tracked)
@@ -438,6 +467,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             async with asyncio.timeout(LAST_WORDS_S):
                 while len(self._unread):
                     await asyncio.sleep(0.01)
+        self.handovers.close()
         await asyncio.sleep(0.1)  # for it to write the last events
         self._admission.close()
 

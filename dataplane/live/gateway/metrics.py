@@ -81,6 +81,10 @@ class Metrics:
         self.downtime_s = histogram(
             "tokenfleet_migration_downtime_seconds", downtime, buckets=DOWNTIME_BUCKETS_S
         )
+        handed = "Hand-overs to decode workers: done, failed (and tried again), stayed on the prefill worker"
+        self.handovers = counter("tokenfleet_handovers", handed, ["outcome"])
+        pending = "Requests that are to leave their prefill worker"
+        self.handovers_open = gauge("tokenfleet_handovers_open", pending)
         self.moved_bytes = counter("tokenfleet_migration_bytes", "KV bytes copied by moves")
         self.replays = counter(
             "tokenfleet_replays",

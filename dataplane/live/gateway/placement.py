@@ -10,7 +10,8 @@ step times are not known, only its KV and its seats bound what it takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.decide import PATIENCE, decide, has_seat
+from controlplane.placement.decide import PATIENCE, decide, decode_worker, has_seat
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -39,20 +40,23 @@ from controlplane.placement.ledger import (
     HELD,
     NONE,
     OFF,
+    PREFILL_ONLY,
     QUEUED,
+    ROLE_CODE,
     SERVING,
     Ints,
     Ledger,
     begin_decoding,
     dequeue,
     enqueue,
+    generated,
     leave_queue,
     new_ledger,
     stop_decoding,
 )
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
-from controlplane.types import RequestId, WorkerId
+from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
@@ -89,11 +93,13 @@ class Placement:
         self._kinds: dict[int, str] = {}
         self._weights: dict[int, str] = {}
         self._rows: dict[RequestId, int] = {}
+        self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
         self._free = list(range(ROWS))
         self.holders: Callable[[int], Collection[WorkerId]] = lambda adapter: ()  # who holds a LoRA adapter
         # Compiled now rather than under the first client's request.
         for moving in (False, True):
             self._choose(0, 0.0, moving, policy)
+        self._decode_worker(0, 0.0)
 
     @property
     def ledger(self) -> Ledger:
@@ -117,17 +123,24 @@ class Placement:
         for w in [w for w, its in self._kinds.items() if its == kind]:
             self._led.coefficients[w, times] = row[times]
 
-    def attach(self, info: WorkerInfo, kind: str) -> None:
+    def attach(self, info: WorkerInfo, kind: str, role: Role = "any") -> None:
         """A worker of a kind takes requests from now on."""
         w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
-        self._worker_rows[info.worker], self._workers[w], self._kinds[w] = w, info.worker, kind
+        self._worker_rows[info.worker], self._workers[w] = w, info.worker
         self._weights[w] = info.weights
+        self.become(info, kind, role)
+        self._led.workers[w]["status"] = SERVING
+
+    def become(self, info: WorkerInfo, kind: str, role: Role) -> None:
+        """A worker is of that kind from now on, and has that role."""
+        w = self._worker_rows[info.worker]
+        self._kinds[w] = kind
+        self._led.workers[w]["role"] = ROLE_CODE[role]
         row = self._led.coefficients[w]
         row[:] = self._profile_rows.get(kind, 0.0)
         # The engine's own limits, whatever the profile's engine had.
         row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
         row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, info.max_seqs
-        self._led.workers[w]["status"] = SERVING
 
     def detach(self, worker: WorkerId) -> None:
         """A worker is gone; its requests must be put elsewhere or ended."""
@@ -136,6 +149,7 @@ class Placement:
             return
         for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
             self._leave(self._rows[request])
+        self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
         del self._workers[w], self._kinds[w], self._weights[w]
         blank = self._led.workers[w]
         for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
@@ -155,9 +169,7 @@ class Placement:
     ) -> WorkerId | None:
         """The worker for a request, or None when it had better wait. `policy`: another than the fleet's."""
         r, policy = self.row(request), policy or self.policy
-        barred = {self._worker_rows[w] for w in exclude if w in self._worker_rows}
-        if request.output_token_ids:
-            barred |= {w for w, weights in self._weights.items() if weights != request.weights}
+        barred = self._barred(request, exclude)
         w = self._choose_among(r, now_s, barred, policy)
         adapter = request.request.lora_request
         if w != NONE and adapter is not None:
@@ -169,15 +181,9 @@ class Placement:
         return None if w == NONE else self._workers[w]
 
     def _choose_among(self, r: int, now_s: float, barred: Collection[int], policy: Policy) -> int:
-        rows = list(barred)
-        status = self._led.workers["status"]
-        before = status[rows].copy()
-        status[rows] = OFF
-        try:
+        with self._without(barred):
             moving = self._led.requests[r]["phase"] != HELD
             return self._choose(r, now_s, moving, policy)
-        finally:
-            status[rows] = before
 
     def _choose(self, r: int, now_s: float, moving: bool, policy: Policy) -> int:
         # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
@@ -186,9 +192,85 @@ class Placement:
         if not moving:
             w = int(decide(led, code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
             return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
+        decode = self._decode_worker(r, now_s) if led.requests[r]["phase"] == DECODING else NONE
+        if decode != NONE:
+            return decode
         # One that must leave its worker goes somewhere now, whatever it breaks.
         chosen = int(assign(led, code, knobs, r, now_s, True, ANY_PHASE, draw))
         return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
+
+    # Prefill and decode workers.
+
+    def hands_over(self, request: Tracked) -> bool:
+        """Whether a request is on a worker that only prefills."""
+        r = self._rows.get(request.id)
+        w = NONE if r is None else int(self._led.requests[r]["worker"])
+        return w != NONE and bool(self._led.workers[w]["role"] == PREFILL_ONLY)
+
+    def is_decoding(self, request: Tracked) -> bool:
+        """Whether its present segment has made a token."""
+        r = self._rows.get(request.id)
+        return r is not None and bool(self._led.requests[r]["phase"] == DECODING)
+
+    def chunks(self, request: Tracked) -> int:
+        """The steps that its prefill takes, if nothing else is in them."""
+        w = int(self._led.requests[self._rows[request.id]]["worker"])
+        return -(-request.context_tokens // max(int(self._led.coefficients[w, MAX_BATCHED]), 1))
+
+    def choose_decode(
+        self, request: Tracked, now_s: float, exclude: Collection[WorkerId] = ()
+    ) -> WorkerId | None:
+        """The decode worker that a request is handed over to; None where the one chosen has no room."""
+        with self._without(self._barred(request, exclude)):
+            w = self._decode_worker(self.row(request), now_s)
+        if w == NONE or not has_seat(self._led, w):
+            return None
+        at, k = self._led.workers[w], self._led.coefficients[w]
+        here = at["decoding"] + at["queued"] + 1  # each may need a block more than its tokens say
+        tokens = at["context"] + at["queued_context"] + request.context_tokens + here * k[BLOCK_TOKENS]
+        return None if tokens > k[KV_BLOCKS] * k[BLOCK_TOKENS] else self._workers[w]
+
+    def expect(self, request: Tracked, worker: WorkerId | None) -> None:
+        """Count a request on the worker that it is on its way to, beside where it is; None: no more."""
+        w, tokens = self._expected.pop(request.id, (NONE, 0))
+        if w != NONE:
+            self._led.workers[w]["queued"] -= 1
+            self._led.workers[w]["queued_context"] -= tokens
+        if worker is not None and worker in self._worker_rows:
+            w, tokens = self._worker_rows[worker], request.context_tokens
+            self._expected[request.id] = w, tokens
+            self._led.workers[w]["queued"] += 1
+            self._led.workers[w]["queued_context"] += tokens
+
+    def _decode_worker(self, r: int, now_s: float) -> int:
+        """The decode worker for a request that is on a worker, or NONE."""
+        row, code = self._led.requests[r], POLICY_CODE[self.policy]
+        if self.policy == Policy.EXACT:
+            code = POLICY_CODE[Policy.BEST_FIT]
+        key = int(row["key"])
+        row["key"] = generated(self._led, r)  # where it goes its tokens are not counted by this one's steps
+        try:
+            return int(decode_worker(self._led, code, self._knobs, r, now_s, self._rng.random(2)))
+        finally:
+            row["key"] = key
+
+    def _barred(self, request: Tracked, exclude: Collection[WorkerId]) -> set[int]:
+        """The rows of workers that are excluded, or could not go on with the request."""
+        barred = {self._worker_rows[w] for w in exclude if w in self._worker_rows}
+        if request.output_token_ids:
+            barred |= {w for w, weights in self._weights.items() if weights != request.weights}
+        return barred
+
+    @contextmanager
+    def _without(self, rows: Collection[int]) -> Iterator[None]:
+        """With these workers out of the choice."""
+        status, at = self._led.workers["status"], list(rows)
+        before = status[at].copy()
+        status[at] = OFF
+        try:
+            yield
+        finally:
+            status[at] = before
 
     def can_take(self, worker: WorkerId, request: Tracked) -> bool:
         """Whether a worker is open, has a seat, and may go on with the request."""
@@ -214,6 +296,7 @@ class Placement:
 
     def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
         """A request is on a worker (again); `has_kv` when it brings its KV and needs no prefill there."""
+        self.expect(request, None)
         r = self.row(request)
         self._leave(r)
         w = self._worker_rows[worker]

@@ -94,8 +94,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._begun: deque[tuple[dict[str, int], float]] = deque()
             self._answers: dict[str, str] = {}
             self._loaders: dict[str, Any] = {}  # requests that hold what they load
+            self._block_tokens = vllm_config.cache_config.block_size
             self._holds = Holds(
-                vllm_config.cache_config.block_size,
+                self._block_tokens,
                 self._settings.get("lease_s", 60.0),
                 self._settings.get("hold_s", 30.0),
             )
@@ -159,11 +160,13 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         self._begun.append((step_load(scheduler_output), time.monotonic()))
-        tables = {}
-        manager = self._kv_cache_manager
-        for segment in self._holds.leased():
-            if segment in scheduler_output.num_scheduled_tokens and manager is not None:
-                tables[segment] = manager.get_block_ids(segment)[0]
+        tables, manager = {}, self._kv_cache_manager
+        leased = [s for s in self._holds.leased() if s in scheduler_output.num_scheduled_tokens]
+        computed = computed_tokens(scheduler_output) if leased else {}
+        for segment in leased if manager is not None else ():
+            # What this step writes may be read once the next has begun.
+            blocks = -(-computed[segment] // self._block_tokens)
+            tables[segment] = manager.get_block_ids(segment)[0][:blocks]
         preempted = scheduler_output.preempted_req_ids or ()
         return StepMetadata(self._holds.orders(tables, preempted, time.monotonic()))
 
@@ -301,6 +304,13 @@ KEYS = (
     "context_tokens",
     "preemptions",
 )
+
+
+def computed_tokens(scheduler_output: Any) -> dict[str, int]:
+    """Tokens of each scheduled request whose KV is there as the step begins."""
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = {new.req_id: int(new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs}
+    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
 
 def step_load(scheduler_output: Any) -> dict[str, int]:

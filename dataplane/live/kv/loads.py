@@ -20,7 +20,9 @@ from dataplane.live.kv.memory import BlockTables, kv_memory
 from dataplane.live.kv.transport import Fetch, FetchFailed, KvTransport
 
 log = logging.getLogger(__name__)
-PARALLEL_LOADS = 4
+PARALLEL_LOADS = 8  # of which a gateway's streams take half
+STREAM_BLOCKS = 16  # of a prefill in progress that are taken at once
+STREAM_S = 60.0  # for which a prefill may keep its reader waiting
 TIMEOUT_S = 10.0  # between steps: a copy may be paced, but each piece of it must arrive
 INLINE_TIMEOUT_S = 2.0  # every request of the worker waits with it
 
@@ -82,20 +84,21 @@ class Loads:
     def _load(self, job: LoadJob) -> None:
         load = job.load
         ok = False
+        piece = STREAM_BLOCKS if load.stream else max(len(job.blocks), 1)
+        wait_s = STREAM_S if load.stream else INLINE_TIMEOUT_S / 2
+        timeout_s = INLINE_TIMEOUT_S if load.inline else TIMEOUT_S
+        timeout_s += STREAM_S if load.stream else 0.0
         try:
-            views, commit = self._memory.write(job.blocks)
-            fetch = Fetch(
-                load.segment,
-                job.first,
-                job.first + len(job.blocks),
-                wait_s=INLINE_TIMEOUT_S / 2,
-                pace=UNBOUND if load.inline else load.pace,
-            )
-            timeout_s = INLINE_TIMEOUT_S if load.inline else TIMEOUT_S
-            self._transport.fetch(
-                load.addresses[self._rank], fetch, views, self._memory.block_bytes, timeout_s
-            )
-            commit()
+            for at in range(0, len(job.blocks), piece):
+                blocks = job.blocks[at : at + piece]
+                first = job.first + at
+                views, commit = self._memory.write(blocks)
+                pace = UNBOUND if load.inline else load.pace
+                fetch = Fetch(load.segment, first, first + len(blocks), wait_s, pace)
+                self._transport.fetch(
+                    load.addresses[self._rank], fetch, views, self._memory.block_bytes, timeout_s
+                )
+                commit()
             ok = True
         except FetchFailed as error:
             log.warning("load of %s for %s failed: %s", load.segment, job.segment, error)

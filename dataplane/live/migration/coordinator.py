@@ -6,6 +6,8 @@ at the source, for the step that made the last token has ended. So, while the so
 1. *begin* at the source, and wait for its answer: its blocks may be read, and outlive the request;
 2. pre-copy: a *loader* on the target takes the full blocks so far and holds them; again for what was
    decoded meanwhile, until less than two blocks are missing;
+   A *hand-over* off a prefill worker may begin before the first token: its first loader waits for the
+   chunks as they are computed;
 3. cut over: the client's stream listens to a continuation on the target, whose prompt is found in the
    loaders' blocks, whose tail of KV is taken from the source, and which computes exactly one token;
 4. release both.
@@ -34,6 +36,7 @@ from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreR
 from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 
 log = logging.getLogger(__name__)
+FIRST_TOKEN_S = 0.002  # between two looks for it
 LOOK_S = 0.1  # how often a waiting copy looks whether both sides are still there
 REMEMBERED_MOVES = 1000
 
@@ -71,6 +74,9 @@ class Migrations:
         self._worker_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(budget.per_worker)
         )
+        self._handover_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(budget.handovers)
+        )
         self._answers: dict[str, asyncio.Future[EngineCoreOutput]] = {}
         self.open: dict[RequestId, Move] = {}
         self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
@@ -99,7 +105,7 @@ class Migrations:
             return self._close(move)
         self.open[request] = move
         try:
-            async with self._budgeted(source, target):
+            async with self._budgeted(source, target, mode):
                 await self._walk(move)
         finally:
             del self.open[request]
@@ -126,12 +132,15 @@ class Migrations:
         return move
 
     @asynccontextmanager
-    async def _budgeted(self, source: WorkerId | None, target: WorkerId) -> AsyncIterator[None]:
+    async def _budgeted(self, source: WorkerId | None, target: WorkerId, mode: Mode) -> AsyncIterator[None]:
         # Always in the same order, so that two moves never wait for each other.
         workers = sorted({w for w in (source, target) if w is not None})
+        needed = [*(self._worker_slots[w] for w in workers), self._slots]
+        if mode == "hand-over":
+            needed = [self._handover_slots[target]]
         taken = []
         try:
-            for slots in (*(self._worker_slots[w] for w in workers), self._slots):
+            for slots in needed:
                 await slots.acquire()
                 taken.append(slots)
             yield
@@ -149,7 +158,7 @@ class Migrations:
         if refusal is not None:
             move.take(Happened.REFUSED, refusal)
             return
-        if not running.output_token_ids:
+        if not running.output_token_ids and move.mode != "hand-over":
             move.take(Happened.WAITING)
             await self._cut_over(move, running, Transfer())
             return
@@ -180,15 +189,20 @@ class Migrations:
             if move.mode != "recompute":
                 await self._begin(move, running)
             block = self._info(running.worker).block_tokens
-            while move.mode == "live" and len(move.stages) < self._budget.max_stages:
+            is_stream = not running.output_token_ids
+            while move.mode in ("live", "hand-over") and len(move.stages) < self._budget.max_stages:
                 tokens = (running.tokens - 1) // block * block
                 if tokens - copied < (2 * block if copied else block):
                     break
-                loader = await self._copy(move, running, tokens, loader)
+                loader = await self._copy(move, running, tokens, loader, is_stream)
+                is_stream = False
                 move.stages.append(tokens - copied)
                 move.bytes += (tokens - copied) * self._info(running.worker).kv_bytes_per_token
                 copied = tokens
                 move.take(Happened.COPIED)
+                while not running.output_token_ids:  # on its way: the KV overtook it
+                    await asyncio.sleep(FIRST_TOKEN_S)
+                    self._check(move, running)
             self._check(move, running)
             transfer = self._last_load(move, running, copied, loader)
             move.take(Happened.SWITCHED)
@@ -234,13 +248,16 @@ class Migrations:
             move.take(Happened.RESUME_FAILED, f"{move.target} could not go on; replayed from its tokens")
         return resumed
 
-    async def _copy(self, move: Move, running: Running, tokens: int, previous: str | None) -> str:
+    async def _copy(
+        self, move: Move, running: Running, tokens: int, previous: str | None, is_stream: bool
+    ) -> str:
         """One pre-copy: bring the KV of [0, tokens) to the target; return the loader that holds it."""
         self._check(move, running)
         name = f"{move.id}-{len(move.stages)}"
         source = self._info(running.worker)
-        pace = UNBOUND if move.hurried else self._budget.pace(tokens * source.kv_bytes_per_token)
-        load = KvLoad(source.kv_addresses, running.segment, tokens, pace=pace)
+        size = tokens * source.kv_bytes_per_token
+        pace = UNBOUND if move.hurried else self._budget.pace(size)
+        load = KvLoad(source.kv_addresses, running.segment, tokens, pace=pace, stream=is_stream)
         drop = () if previous is None else (previous,)
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
         try:
@@ -275,6 +292,8 @@ class Migrations:
                 if arrival.done():
                     return arrival.result()
                 self._check(move, running)
+                if not running.output_token_ids:  # what is waited for is the prefill
+                    deadline_s = time.monotonic() + self._budget.stage_s
                 if time.monotonic() > deadline_s:
                     raise CopyFailed(f"{worker} had no room, or no time, in {self._budget.stage_s:g} s")
         finally:

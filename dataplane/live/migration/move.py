@@ -12,7 +12,7 @@ from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
 
-Mode = Literal["live", "stop-and-copy", "recompute"]
+Mode = Literal["live", "hand-over", "stop-and-copy", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Running:
 class MoveBudget:
     """How much moving is allowed at once.
 
-    `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet, `bytes_per_s`
+    `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet; neither counts
+    hand-overs, of which a worker takes `handovers` at a time, as fast as it can. `bytes_per_s`
     what one worker's pre-copies take together (0: no bound) and `share` the part of a core's time they work
     for, unless a copy would then not end in time. `stage_s` is how long one pre-copy may take, a wait for
     room on the target included.
@@ -42,6 +43,7 @@ class MoveBudget:
 
     concurrent: int = 16
     per_worker: int = 2
+    handovers: int = 8
     bytes_per_s: float = 0.0
     share: float = 1.0
     stage_s: float = 10.0

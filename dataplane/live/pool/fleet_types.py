@@ -1,6 +1,7 @@
 """The types of worker of a fleet: one, or several at a time, and how many of each it starts with.
 
-Requests go to workers of any type; KV moves between those of one type, since another lays it out differently.
+Requests go to workers of any type; KV moves between those of one type, since another lays it out differently,
+and from prefill to decode workers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits
+from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 
 # GPUs whose name Ray gives to nodes that have them; any other is asked for by number only.
@@ -43,6 +45,7 @@ class FleetTypes:
                 raise BadInput(f"kind {name}: workers: must be at least 0, got {group.workers}")
             if limit is not None and limit < least:
                 raise BadInput(f"kind {name}: max: must be at least {least}, got {limit}")
+        self.check_roles(self.workers)
 
     def __iter__(self) -> Iterator[WorkerType]:
         return (group.worker_type for group in self._groups.values())
@@ -83,6 +86,23 @@ class FleetTypes:
         if name not in self._groups:
             raise BadInput(f"kind: expected one of {', '.join(self.names)}, got {name!r}")
         return name
+
+    def in_role(self, name: str, role: Role) -> str:
+        """The name of that type in another role. Raises BadInput where the fleet has no such type."""
+        alike = {t.role: t.name for t in self if (t.gpu, t.gpus) == (self[name].gpu, self[name].gpus)}
+        if role not in alike:
+            raise BadInput(
+                f"role: this fleet was started with {', '.join(alike)} workers alone, got {role!r}"
+            )
+        return alike[role]
+
+    def check_roles(self, counts: Mapping[str, int]) -> None:
+        """Raise BadInput where so many of each type leave a phase that no worker does."""
+        has = {t.role for t in self if counts[t.name] > 0}
+        if "prefill" in has and "decode" not in has:
+            raise BadInput("role: prefill workers need a decode worker to hand requests over to")
+        if has == {"decode"}:
+            raise BadInput("role: decode workers need a prefill worker, or one of any role, before them")
 
     def check_gpus(self, nodes: Sequence[Mapping[str, float]]) -> None:
         """Raise BadInput unless Ray nodes of these resources hold the workers that the fleet starts with.

@@ -83,6 +83,11 @@ class Exit:
             if not any(moved):
                 await asyncio.sleep(DRAIN_LOOK_S)  # no room elsewhere, or none may move: let them run on
 
+    async def shed_unstarted(self, why: str) -> None:
+        """Let those without a token be prefilled elsewhere, where there is room; else they are here."""
+        fresh = [tracked for tracked in self._here() if not tracked.output_token_ids]
+        await asyncio.gather(*(self._move_off(tracked, why) for tracked in fresh))
+
     async def _move_off(self, tracked: Tracked, why: str) -> bool:
         if tracked.worker != self.worker:
             return True

@@ -21,7 +21,7 @@ from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.migration.evacuation import Order
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain, steps_to
 from controlplane.snapshot import Facts
-from controlplane.types import WorkerId
+from controlplane.types import Role, WorkerId
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -121,11 +121,37 @@ class WorkerPool:
         if member.state == "serving" and self.serving == 1 and len(self.core.requests):
             raise BadInput(f"worker {worker}: is the only one serving and has requests; scale up first")
         fewer = max(0, self.wanted_kinds[member.kind] - 1)
+        self.types.check_roles(self.wanted_kinds | {member.kind: fewer})
         self._want(self.wanted_kinds | {member.kind: fewer}, f"{worker} is drained: {reason}")
         if member.state == "starting":
             self._give_up(member, f"{reason}; it was not ready yet")
         else:
             self._begin_drain(member, reason)
+
+    def set_role(self, worker: WorkerId, role: Role, reason: str) -> None:
+        """Give a serving worker another role: what it had of the old one leaves it, and nothing stops.
+
+        Raises BadInput for a worker that does not serve, for a role that this fleet has no workers of, and
+        where a phase would be left to no worker.
+        """
+        member = self._member(worker)
+        kind = self.types.in_role(member.kind, role)
+        if kind == member.kind or member.state != "serving":
+            state = f"is {member.state}" if member.state != "serving" else f"has the role {role} already"
+            raise BadInput(f"worker {worker}: {state}")
+        serving = Counter(m.kind for m in self.members() if m.state == "serving" and m is not member)
+        self.types.check_roles({name: serving[name] + (name == kind) for name in self.types.names})
+        moved = {
+            member.kind: self.wanted_kinds[member.kind] - 1,
+            kind: self.wanted_kinds[kind] + 1,
+        }
+        wanted = self._checked(self.wanted_kinds | moved)
+        self._want(wanted, f"{worker} becomes a {role} worker: {reason}")
+        member.kind = kind
+        self._record("role", f"{role}: {reason}", worker=worker)
+        self.core.become(worker, kind, role)
+        if role == "decode":
+            self._spawn(self._exit(member).shed_unstarted(f"{worker} is a decode worker now"))
 
     def cancel_drain(self, worker: WorkerId, reason: str) -> None:
         """Let a draining worker serve again. Raises BadInput if it is not draining."""
@@ -249,7 +275,7 @@ class WorkerPool:
             self._members.pop(member.worker, None)
             await self.host.stop(member.worker)
             raise
-        self.core.attach(link, member.kind)
+        self.core.attach(link, member.kind, self.types[member.kind].role)
         self.cold_start_s = time.monotonic() - member.since_s
         self._become(member, "serving", "its engine is ready and warm")
 
@@ -351,6 +377,7 @@ class WorkerPool:
         for t in self.types:
             if t.limit is not None and kinds[t.name] > t.limit:
                 raise BadInput(f"workers: {t.name}: at most {t.limit}, got {kinds[t.name]}")
+        self.types.check_roles(kinds)
         workers = sum(kinds.values())
         if min(kinds.values()) < 0 or workers > self.max_workers:
             raise BadInput(f"workers: must be from 0 to {self.max_workers} (--max-workers), got {workers}")

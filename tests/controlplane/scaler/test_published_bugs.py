@@ -199,7 +199,7 @@ def test_requests_of_one_instant_do_not_herd_on_what_looked_idle(policy):
     given = dict.fromkeys(("settings", "predictor", "predicted_tokens", "max_misses"))
     name = "spread" if policy == SPREAD else "jsq"
     fleet = [WorkerSpec(profile(capacity=8192, seqs=64))] * 8
-    run = prepare(workload, fleet, Slo(5.0, 1.0), name, **given, seed=0, transfer_s=0.0, patience=4.0)
+    run = prepare(workload, fleet, Slo(5.0, 1.0), name, **given, seed=0, patience=4.0)
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
     on_each = np.bincount(run.ledger.requests["worker"], minlength=8)
     assert on_each.max() - on_each.min() <= 1

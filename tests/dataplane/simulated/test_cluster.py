@@ -14,6 +14,7 @@ from controlplane.placement.constraints import AS_REPORTED, USE_B, USE_C, USE_D,
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
@@ -43,7 +44,7 @@ def load(rate_rps: float, requests: int, seed: int = 0, urgent: float = 0.0, lon
 
 def begun(workload: Workload, workers: list[WorkerSpec], policy: Policy | str, **settings):
     usual = dict.fromkeys(("settings", "predictor", "predicted_tokens", "max_misses"))
-    usual |= {"seed": 0, "transfer_s": 0.0, "patience": 4.0}
+    usual |= {"seed": 0, "patience": 4.0}
     return prepare(workload, workers, SLO, policy, **usual | settings)
 
 
@@ -88,10 +89,15 @@ def test_nothing_is_lost_at_any_instant(mode, kind, policy):
 def test_nothing_is_lost_between_the_pools_of_split_mode(policy):
     workers = [
         *fleet_of("split", profile(EngineMode.SPLIT, kv_tokens=3000)),
-        WorkerSpec(profile(EngineMode.SPLIT, kv_tokens=3000), "prefill", fails_s=((1.0, 4.0),)),
+        WorkerSpec(
+            profile(EngineMode.SPLIT, kv_tokens=3000),
+            "prefill",
+            fails_s=((1.0, 4.0),),
+            link=KvLink(1e9, 0.05),
+        ),
         WorkerSpec(profile(EngineMode.SPLIT, kv_tokens=3000), "decode", fails_s=((2.0, 3.0),)),
     ]
-    state = begun(load(18.0, 160, urgent=0.2), workers, policy, transfer_s=0.05)
+    state = begun(load(18.0, 160, urgent=0.2), workers, policy)
     run_in_pieces(state, 0.21)
     assert state.outcome().complete
 
@@ -223,12 +229,11 @@ def test_the_exact_policy_serves_a_small_load_as_well_as_best_fit():
 
 def test_a_transfer_delays_the_second_token_not_the_first():
     one = profile(EngineMode.SPLIT)
+    one = replace(one, kv=replace(one.kv, bytes_per_token=1000))
     workload = Workload(np.array([0.0]), np.array([100]), np.array([20]))
     near, far = (
-        simulate(
-            workload, [WorkerSpec(one, "prefill"), WorkerSpec(one, "decode")], SLO, transfer_s=transfer_s
-        )
-        for transfer_s in (0.0, 0.5)
+        simulate(workload, [WorkerSpec(one, "prefill", link=link), WorkerSpec(one, "decode")], SLO)
+        for link in (None, KvLink(101 * 1000 / 0.3, 0.2))  # 101 tokens of 1,000 bytes in 0.3 s
     )
     assert far.first_token_s == near.first_token_s
     assert far.finish_s - near.finish_s == pytest.approx(0.5)

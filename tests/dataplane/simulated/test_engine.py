@@ -6,6 +6,7 @@ from random_cases import NEVER_MET, random_profile, random_workload
 from reference_engine import simulate_split, simulate_worker
 
 from controlplane.types import EngineMode
+from controlplane.worker_type import KvLink
 from dataplane.simulated.simulate import WorkerSpec, simulate
 
 CASES = 500  # of each mode
@@ -36,8 +37,9 @@ def test_split_phases_hand_over_as_the_reference_does():
         prefill, decode = (random_profile(rng, EngineMode.SPLIT) for _ in range(2))
         workload = random_workload(rng)
         transfer_s = float(rng.choice([0.0, 0.02]))
-        workers = [WorkerSpec(prefill, "prefill"), WorkerSpec(decode, "decode")]
-        seen = simulate(workload, workers, NEVER_MET, "jsq", transfer_s=transfer_s)
+        link = KvLink(1e9, transfer_s)  # random profiles' KV has no bytes
+        workers = [WorkerSpec(prefill, "prefill", link=link), WorkerSpec(decode, "decode")]
+        seen = simulate(workload, workers, NEVER_MET, "jsq")
         n = len(workload)
         expected = simulate_split(
             prefill,

@@ -31,7 +31,7 @@ EAGER = ControlSettings(Settings(MoveSettings(out_below=30, in_above=40, rest_s=
 
 def begun(workload, workers, policy="round-robin+migrate", **more):
     given = dict.fromkeys(("settings", "predictor", "predicted_tokens", "max_misses"))
-    return prepare(workload, workers, SLO, policy, **(given | more), seed=0, transfer_s=0.0, patience=4.0)
+    return prepare(workload, workers, SLO, policy, **(given | more), seed=0, patience=4.0)
 
 
 def bursty(rng, n=60, high=0.2):

@@ -162,19 +162,19 @@ def test_a_chunked_request_that_finds_no_block_is_preempted_itself():
 
 
 def test_split_hands_a_prefill_over_to_decode():
-    # Prefill 4, then 0.5 of transfer, then decode at contexts 5 and 6.
+    # Prefill 4 in 1.5, then 0.5 of transfer, then decode at contexts 5 and 6.
     p = a_profile(SPLIT)
     results = simulate_split(p, p, [0.0], [4], [3], [0], [0], transfer_s=0.5)
-    assert the_times(results) == [(4.0, 4.5 + 1.5625 + 1.625, 0)]
+    assert the_times(results) == [(1.5, 2.0 + 1.5625 + 1.625, 0)]
 
 
 def test_a_split_decode_worker_is_not_stalled_by_prefills():
-    # B's prefill runs 4..7 on the prefill worker; A decodes 4..5.5625..7.1875..8.875 and B joins at 7.1875.
+    # B's prefill runs 3..4.25 on the prefill worker; A decodes 1.5..3.0625..4.6875, and B after it.
     p = a_profile(SPLIT)
     results = simulate_split(p, p, [0.0, 0.0], [4, 2], [3, 2], [0, 0], [0, 0])
-    assert the_times(results)[0][0] == 5.0  # both prompts in one prefill step
-    alone = simulate_split(p, p, [0.0, 4.5], [4, 2], [3, 2], [0, 0], [0, 0])
-    assert the_times(alone) == [(4.0, 7.1875, 0), (7.5, 7.5 + 1.25 + 3 / 16, 0)]
+    assert the_times(results)[0][0] == 1.75  # both prompts in one step
+    alone = simulate_split(p, p, [0.0, 3.0], [4, 2], [3, 2], [0, 0], [0, 0])
+    assert the_times(alone) == [(1.5, 4.6875, 0), (4.25, 4.6875 + 1.25 + 3 / 16, 0)]
 
 
 requests = st.lists(

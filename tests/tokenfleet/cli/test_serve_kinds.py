@@ -12,7 +12,7 @@ from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel
-from controlplane.worker_type import WorkerGroup, WorkerType
+from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_of
@@ -137,11 +137,31 @@ def test_a_plan_of_an_engine_on_cpus_fixes_its_kv_memory_and_a_smaller_one_is_re
     assert "has room for 8,192 tokens of KV, cpu TP1 was planned with 13,616" in lacks
 
 
+@pytest.mark.parametrize("as_is", [False, True])
+def test_prefill_and_decode_workers_of_a_plan_keep_their_roles(tmp_path, as_is):
+    document = plan_of_fleet(MIX[:1])
+    parts = [document["fleet"][0] | {"role": role} for role in ("prefill", "decode")]
+    document |= {"fleet": parts, "workers": 4, "gpus": 8}
+    limits = {"mode": "split", "max_batched_tokens": 8192, "max_seqs": 256}
+    document["inputs"]["profiles"][0] |= {
+        "engine_limits": limits, "kv_link": {"gb_per_s": 50.0, "latency_s": 0.01}
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    types = planned_types(read_plan(path), (), as_is)
+    gpu = "" if as_is else "h100-sxm "
+    assert types.workers == {f"{gpu}TP2 prefill": 2, f"{gpu}TP2 decode": 2}
+    assert [t.role for t in types] == ["prefill", "decode"]
+    assert types.engine_settings(f"{gpu}TP2 decode", {}, on_cpus=False)["max_num_seqs"] == 256
+    if not as_is:
+        assert {t.kv_link for t in types} == {KvLink(50e9, 0.01)}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"policy": "psychic"}, "--plan: policy: no fleet runs 'psychic'"),
-        ({"fleet": "role"}, "fleet: separate prefill and decode workers cannot be served"),
+        ({"fleet": "role"}, "fleet: prefill and decode workers need each other, got"),
         ({"profiles": {"gpu": "unheard-of"}}, "no step times of unheard-of TP2; plan anew"),
         ({"profiles": {"engine_limits": {"mode": "prefill-first", "max_batched_tokens": 1, "max_seqs": 1}}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
@@ -150,8 +170,7 @@ def test_a_plan_of_an_engine_on_cpus_fixes_its_kv_memory_and_a_smaller_one_is_re
 def test_a_plan_that_no_fleet_runs_is_refused_whole(tmp_path, change, says):
     document = plan_of_fleet(MIX[:1])
     if "fleet" in change:
-        document["fleet"] = [document["fleet"][0] | {"role": role} for role in ("prefill", "decode")]
-        document |= {"workers": 4, "gpus": 8}
+        document["fleet"][0]["role"] = "prefill"
     document |= {"policy": change.get("policy", "spread")}
     document["inputs"]["profiles"][0] |= change.get("profiles", {})
     document["fleet"][0]["gpu"] = document["inputs"]["profiles"][0]["gpu"]
@@ -201,6 +220,12 @@ def test_kinds_are_taken_from_the_line():
     assert (spot.reclaims_per_h, spot.usd_per_h) == (0.1, read_prices().usd_per_gpu_h("h100-sxm", True).usd)
 
 
+def test_roles_are_kinds_of_their_own():
+    types = types_of(2, 1, ["workers=2,role=prefill", "workers=3,role=decode"], (), is_emulated=False)
+    assert types.workers == {"TP1 prefill": 2, "TP1 decode": 3}
+    assert [t.role for t in types] == ["prefill", "decode"]
+
+
 def test_profiles_find_their_kinds():
     files = [LIBRARY / "h100-sxm" / "llama-3.1-8b_tp2.yaml", LIBRARY / "h100-sxm" / "llama-3.1-8b_tp1.yaml"]
     types = types_of(2, 1, ["gpu=h100,tp=1", "gpu=h100,tp=2"], files, is_emulated=True)
@@ -227,6 +252,9 @@ def test_profiles_find_their_kinds():
         (["reclaims=-1"], "reclaims"),
         (["reclaims=often"], "expected numbers"),
         (["tp=2", "tp=2"], "expected different ones"),
+        (["role=both"], "role: one of any, prefill, decode"),
+        (["role=prefill"], "need a decode worker"),
+        (["role=decode,workers=2"], "need a prefill worker"),
     ],
 )
 def test_kinds_that_cannot_be_are_refused(given, says):

@@ -52,7 +52,7 @@ def test_split_mode_wants_to_know_how_many_prefill(folder: Path, capsys: pytest.
     assert simulated(folder, "--engine", "split") == 2
     assert "--prefill-workers" in capsys.readouterr().err
     assert simulated(folder, "--engine", "split", "--prefill-workers", "3") == 2
-    assert simulated(folder, "--engine", "split", "--prefill-workers", "1", "--kv-transfer", "5ms") == 0
+    assert simulated(folder, "--engine", "split", "--prefill-workers", "1", "--kv-latency", "5ms") == 0
 
 
 @pytest.mark.parametrize(

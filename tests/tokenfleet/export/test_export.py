@@ -317,7 +317,7 @@ def test_kustomize_renders_objects_that_their_apis_take() -> None:
         (
             {"fleet": [{"gpu": "h100-sxm", "tp_degree": 2, "workers": 5, "role": "prefill"}]},
             "systemd",
-            "separate prefill and decode workers cannot be served",
+            "prefill and decode workers need each other, got",
         ),
         ({"slo": {"ttft_s": 0, "tpot_s": 0.1}}, "prometheus", "slo.ttft_s"),
     ],
