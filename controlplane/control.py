@@ -10,7 +10,7 @@ Four rules, each with a memory in `State` so that it does not act twice on one o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from controlplane.migration.balance import MoveSettings, balance
@@ -18,9 +18,10 @@ from controlplane.migration.overload import ShedSettings, reassign, shed
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
+from controlplane.scaler.pools import are_pools, load_of, scaling_of, seen_by, together
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import Stabilized
-from controlplane.snapshot import Action, Move, Scale, Snapshot
+from controlplane.snapshot import Action, Move, Note, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import WorkerType
 
@@ -63,6 +64,17 @@ class State:
     by_load: Stabilized | None = None
     recent: RecentMoves = field(default_factory=RecentMoves)
     scaling: Scaling = field(default_factory=Scaling)
+    pools: Mapping[str, State] = field(default_factory=dict)  # of prefill and decode workers, by type
+
+    @property
+    def demand(self) -> Scaling:
+        """The scaler's state that knows the demand: of pools any one's, since all see the same arrivals."""
+        return next((pool.scaling for pool in self.pools.values()), self.scaling)
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What there is to say now."""
+        return (*self.scaling.notes, *(note for pool in self.pools.values() for note in pool.scaling.notes))
 
 
 def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, list[Action]]:
@@ -70,14 +82,13 @@ def tick(settings: Settings, state: State, snapshot: Snapshot) -> tuple[State, l
     now_s, move_settings = snapshot.now_s, settings.moves or MoveSettings()
     recent = state.recent.within(move_settings.rest_s, now_s)
     workers, moves = _moves(settings, recent, snapshot, move_settings.reading)
-    used_tokens = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
-    scaling, by_load, change = _size(settings, state, snapshot, used_tokens)
+    state, change = _size(settings, state, snapshot, workers)
     recent = RecentMoves(
         {**recent.requests, **{move.request: now_s for move in moves}},
         {**recent.pairs, **{(move.source, move.target): now_s for move in moves}},
     )
-    actions: list[Action] = [*moves, *scaling.notes, *([] if change is None else [change])]
-    return State(by_load, recent, scaling), actions
+    actions: list[Action] = [*moves, *state.notes, *([] if change is None else [change])]
+    return replace(state, recent=recent), actions
 
 
 def _moves(
@@ -100,16 +111,43 @@ def _moves(
 
 
 def _size(
-    settings: Settings, state: State, snapshot: Snapshot, used_tokens: int
-) -> tuple[Scaling, Stabilized | None, Scale | None]:
+    settings: Settings, state: State, snapshot: Snapshot, workers: Sequence[WorkerView]
+) -> tuple[State, Scale | None]:
     """By demand where it says how many workers; else by load, unless an operator has fixed them."""
-    scaling = replace(state.scaling, notes=())
+    if settings.scaling is not None and are_pools(settings.scaling.worker_types):
+        return _size_pools(settings, settings.scaling, state, snapshot, workers)
+    state = replace(state, scaling=replace(state.scaling, notes=()))
     types: tuple[WorkerType, ...] = ()
     if settings.scaling is not None:
-        scaling, change = scale(settings.scaling, scaling, snapshot)
+        scaling, change = scale(settings.scaling, state.scaling, snapshot)
+        state = replace(state, scaling=scaling)
         if change is not None or has_line(settings.scaling, scaling):
-            return scaling, state.by_load, change
+            return state, change
         types = settings.scaling.worker_types if settings.scaling.is_mix else ()
     if settings.load is None or snapshot.fixed is not None:
-        return scaling, state.by_load, None
-    return scaling, *scale_by_load(settings.load, state.by_load, snapshot, used_tokens, types)
+        return state, None
+    used_tokens = sum(w.load.held_tokens + w.load.waiting_tokens for w in workers) + snapshot.waiting_tokens
+    by_load, change = scale_by_load(settings.load, state.by_load, snapshot, used_tokens, types)
+    return replace(state, by_load=by_load), change
+
+
+def _size_pools(
+    settings: Settings,
+    scaling: ScalingSettings,
+    state: State,
+    snapshot: Snapshot,
+    workers: Sequence[WorkerView],
+) -> tuple[State, Scale | None]:
+    """Prefill and decode workers, each as a fleet of its own within the bounds of both."""
+    states: dict[str, State] = {}
+    changes: dict[str, Scale | None] = {}
+    for pool in scaling.worker_types:
+        own = replace(
+            settings,
+            load=None if settings.load is None else load_of(settings.load),
+            scaling=scaling_of(scaling, pool),
+        )
+        before = state.pools.get(pool.name, State(scaling=state.scaling))
+        here = [w for w in workers if w.worker.kind == pool.name]
+        states[pool.name], changes[pool.name] = _size(own, before, seen_by(pool, snapshot), here)
+    return replace(state, pools=states), together(scaling, snapshot, changes)

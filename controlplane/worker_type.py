@@ -73,7 +73,7 @@ class WorkerType:
     def name(self) -> str:
         """The type's name within a fleet, as plans print it."""
         plain = f"{self.gpu} TP{self.tp_degree}" if self.gpu else f"TP{self.tp_degree}"
-        return plain if self.role == "any" else f"{plain} {self.role}"
+        return name_in_role(plain, self.role)
 
     @property
     def gpus(self) -> int:
@@ -95,6 +95,11 @@ class WorkerType:
     @property
     def is_split(self) -> bool:
         return self.profile.engine.mode == EngineMode.SPLIT
+
+
+def name_in_role(name: str, role: Role) -> str:
+    """A type's name with its role, so that prefill and decode workers are counted apart."""
+    return name if role == "any" else f"{name} {role}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ Records = Any
 HELD, QUEUED, PREFILLING, DECODING, DONE = 0, 1, 2, 3, 4
 OFF, SERVING, DRAINING = 0, 1, 2
 ANY_PHASE, PREFILL_ONLY, DECODE_ONLY = 0, 1, 2  # roles; the latter two are of split mode
-ROLE_CODE: dict[Role, int] = {"any": ANY_PHASE, "prefill": PREFILL_ONLY, "decode": DECODE_ONLY}
+ROLES: tuple[Role, ...] = ("any", "prefill", "decode")  # by their codes
 NONE = -1
 
 

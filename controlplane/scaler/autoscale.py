@@ -37,6 +37,7 @@ from controlplane.scaler.target import (
 from controlplane.scaler.traffic import Demand, Regime, blend, follow, observe, recent_rps
 from controlplane.scaler.weights import PARTS, weigh
 from controlplane.snapshot import SERVING, STARTING, Facts, Note, Scale, Snapshot
+from controlplane.types import Role
 from controlplane.worker_type import WorkerType
 
 
@@ -190,8 +191,9 @@ def _line(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType, ..
     """
     weights, given = state.weights, settings.worker_types
     if not settings.is_mix:
-        profile, before = (types[0].known_profile, given[0].known_profile) if types else (None, None)
-        return _line_of_type(settings, state, before, profile)
+        if not types:
+            return settings.target.line
+        return _line_of_type(settings, state, given[0].known_profile, types[0].known_profile, types[0].role)
     if weights is None:
         return None
     name = weights.reference if settings.target.line is None else types[0].name
@@ -201,14 +203,18 @@ def _line(settings: ScalingSettings, state: Scaling, types: tuple[WorkerType, ..
 
 
 def _line_of_type(
-    settings: ScalingSettings, state: Scaling, before: Profile | None, now: Profile | None
+    settings: ScalingSettings,
+    state: Scaling,
+    before: Profile | None,
+    now: Profile | None,
+    role: Role = "any",
 ) -> Line | None:
     """The target's own line, carried over to the step times and lengths seen; else the profile's."""
     line = settings.target.line
     if before is None or now is None:
         return line
     if line is None:
-        return line_of(now, state.traffic)
+        return line_of(now, state.traffic, role)
     return carried_over(line, settings.learned_at, before, now, state.traffic)
 
 

@@ -14,6 +14,12 @@ A line that was drawn by simulation holds for the lengths and the step times it 
 arrive, or those that a refit found, differ, its slope is multiplied by x there over x here: its allowance for
 noise stays, a request's weight follows.
 
+Of a prefill worker, which takes s seconds a prompt and may let it wait W = TTFT - s, the load is that of a
+queue with fixed service times whose waits exceed W once in a hundred (P(wait > W) ≈ exp(-2(1-ρ)W / (ρs))); of
+a decode worker it is x above, of steps without prefill:
+
+    x = ρ / s,   ρ = W / (W + s·ln(100)/2)
+
 Where there is no profile, one is fitted to the steps of the workers that serve.
 """
 
@@ -27,10 +33,11 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Resid
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import StepModel
 from controlplane.scaler.traffic import Traffic
-from controlplane.types import ClassArrivals, EngineMode
+from controlplane.types import ClassArrivals, EngineMode, Role
 
 HEADROOM = 1.2  # traffic is not even: the planner's own first guess is as much above the noiseless fleet
 SPARE = 0.5
+LATE = 4.6  # -ln of the share of prompts that may come too late to a prefill worker: 1 %
 GAMMA = 0.95  # of KV memory: the share that placement promises
 LEAST_REQUESTS = 5.0  # before lengths are believed
 
@@ -43,11 +50,12 @@ class Line:
     intercept: float
 
 
-def line_of(profile: Profile, traffic: Traffic) -> Line | None:
+def line_of(profile: Profile, traffic: Traffic, role: Role = "any") -> Line | None:
     """The line for this traffic; None before enough of it has been seen."""
     if traffic.requests < LEAST_REQUESTS:
         return None
-    workers = sum(c.requests / capacity_rps(profile, c) for c in traffic.classes) / traffic.requests
+    of_role = {"any": capacity_rps, "prefill": prefill_rps, "decode": decode_rps}[role]
+    workers = sum(c.requests / of_role(profile, c) for c in traffic.classes) / traffic.requests
     return Line(HEADROOM * workers, SPARE)
 
 
@@ -85,6 +93,21 @@ def capacity_rps(profile: Profile, arrivals: ClassArrivals) -> float:
                 breaks = batch
         batch = fits
     return batch / (output * max(_step_s(profile, batch, prompt, output), 1e-9))
+
+
+def prefill_rps(profile: Profile, arrivals: ClassArrivals) -> float:
+    """Requests a second that one prefill worker carries of a class within its TTFT target."""
+    service_s = max(profile.alone_ttft_s(max(round(arrivals.mean_prompt_tokens), 1)), 1e-9)
+    spare_s = max(arrivals.slo.ttft_s - service_s, 0.0)
+    return spare_s / (spare_s + LATE * service_s / 2.0) / service_s if spare_s > 0 else 1.0 / service_s
+
+
+def decode_rps(profile: Profile, arrivals: ClassArrivals) -> float:
+    """Requests a second that one decode worker carries of a class within its TPOT target."""
+    engine = replace(profile.engine, mode=EngineMode.CHUNKED)
+    step = replace(profile.step, per_prefill_token_s=0.0, per_prefill_step_s=0.0, per_prefill_sum_sq_s=0.0)
+    hinges = tuple(h for h in step.hinges if h.of != "prefill_tokens")
+    return capacity_rps(replace(profile, step=replace(step, hinges=hinges), engine=engine), arrivals)
 
 
 def _step_s(profile: Profile, batch: float, prompt: float, output: float) -> float:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 from controlplane.errors import BadInput
-from controlplane.placement.ledger import NONE, OFF, SERVING, queue_first
+from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING, queue_first
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import Note, Scale
 from controlplane.types import WorkerId
+from controlplane.worker_type import name_in_role
 from dataplane.simulated.cluster import change_worker
 from dataplane.simulated.records import DRAIN, READY
 from dataplane.simulated.run import RunState
@@ -91,7 +92,8 @@ class Elastic:
     def __init__(self, run: RunState, settings: ElasticSettings) -> None:
         self._run, self._settings = run, settings
         self._profiles = [run.profiles[i] for i in run.ledger.workers["variant"].tolist()]
-        self.kinds = [profile.type_name for profile in self._profiles]
+        roles = [ROLES[code] for code in run.ledger.workers["role"].tolist()]
+        self.kinds = [name_in_role(p.type_name, r) for p, r in zip(self._profiles, roles, strict=True)]
         first = self._first()
         self.slots: dict[int, Slot] = {}
         self.record = FleetRecord()

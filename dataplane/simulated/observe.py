@@ -17,6 +17,7 @@ from controlplane.placement.ledger import (
     DRAINING,
     NONE,
     OFF,
+    ROLES,
     Ints,
     Ledger,
     Records,
@@ -29,6 +30,7 @@ from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
+from controlplane.worker_type import name_in_role
 
 Table = NDArray[np.float64]
 RUNNING, HELD, WAITING, HEAD, WAITING_TOKENS, HIGH, GROWTH, TPOT, PEAK = range(9)
@@ -196,7 +198,7 @@ def observe(
     """
     table = loads(led).tolist()
     status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
-    decoding = led.workers["decoding"].tolist()
+    decoding, roles = led.workers["decoding"].tolist(), led.workers["role"].tolist()
     capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
     kinds = [p.type_name for p in profiles]
     workers = []
@@ -226,7 +228,7 @@ def observe(
                     tpot_s,
                     int(peak),
                 ),
-                kinds[variant[w]],
+                name_in_role(kinds[variant[w]], ROLES[roles[w]]),
             )
         )
     return Snapshot(

@@ -15,7 +15,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.placement.decide import PATIENCE
 from controlplane.placement.ledger import (
     OFF,
-    ROLE_CODE,
+    ROLES,
     SERVING,
     Ledger,
     new_ledger,
@@ -129,7 +129,7 @@ def prepare(
         max(p.engine.max_seqs for p in profiles),
         lengths,
     )
-    ledger.workers["role"] = [ROLE_CODE[spec.role] for spec in workers]
+    ledger.workers["role"] = [ROLES.index(spec.role) for spec in workers]
     ledger.workers["status"] = [SERVING if spec.ready_s <= 0 else OFF for spec in workers]
     _enter_requests(ledger, workload, classes, lengths, options.get("predicted_tokens"))
     rules = Rules(

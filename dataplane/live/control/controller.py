@@ -179,7 +179,7 @@ def run(settings: ControllerSettings) -> None:
         began_s = time.monotonic()
         try:
             state = run_round(plane, lambda *seen: tick(plane.settings, *seen), state)
-            file.write(state.scaling, began_s)
+            file.write(state.demand, began_s)
         except OSError as error:
             print(f"controller: the control API does not answer: {error}", file=sys.stderr)
         time.sleep(max(0.0, HEARTBEAT_S - (time.monotonic() - began_s)))

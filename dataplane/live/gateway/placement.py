@@ -42,7 +42,7 @@ from controlplane.placement.ledger import (
     OFF,
     PREFILL_ONLY,
     QUEUED,
-    ROLE_CODE,
+    ROLES,
     SERVING,
     Ints,
     Ledger,
@@ -135,7 +135,7 @@ class Placement:
         """A worker is of that kind from now on, and has that role."""
         w = self._worker_rows[info.worker]
         self._kinds[w] = kind
-        self._led.workers[w]["role"] = ROLE_CODE[role]
+        self._led.workers[w]["role"] = ROLES.index(role)
         row = self._led.coefficients[w]
         row[:] = self._profile_rows.get(kind, 0.0)
         # The engine's own limits, whatever the profile's engine had.

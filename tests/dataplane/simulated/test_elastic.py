@@ -244,3 +244,32 @@ def test_fleets_that_cannot_be_are_refused(make):
 def test_more_workers_than_slots_are_refused():
     with pytest.raises(BadInput, match="start"):
         run(traffic(), ElasticSettings(13))
+
+
+def test_prefill_and_decode_workers_are_sized_apart_by_one_demand():
+    p = profile(capacity=4096)
+    types = tuple(replace(WorkerType.of(p), role=role) for role in ("prefill", "decode"))
+    control = ControlSettings(
+        Settings(
+            moves=None,
+            shed=None,
+            scaling=ScalingSettings(
+                TargetSettings(None, None, low=2, high=12),
+                StabilizationWindow(0.0, 30.0),
+                worker_types=types,
+                bin_s=5.0,
+            ),
+        ),
+        beat_s=0.5,
+    )
+    slots = [WorkerSpec(p, "prefill")] * 6 + [WorkerSpec(p, "decode")] * 10
+    start = {t.name: 1 for t in types}
+    elastic = ElasticSettings(cold_start_s=10.0, start_kinds=start)
+    outcome, record = simulate_elastic(traffic(), slots, SLO, elastic, control, "spread")
+    assert outcome.complete
+    assert outcome.attainment > 0.9
+    prefill, decode = (t.name for t in types)
+    assert max(kinds[decode] for _, kinds in record.kinds) >= 3
+    assert max(kinds[prefill] for _, kinds in record.kinds) < max(kinds[decode] for _, kinds in record.kinds)
+    assert all(sum(kinds.values()) <= 12 and min(kinds.values()) >= 1 for _, kinds in record.kinds)
+    assert sum(record.kinds[-1][1].values()) <= 4  # after the busy minutes both have shrunk

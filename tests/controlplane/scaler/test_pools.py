@@ -1,0 +1,46 @@
+"""Prefill and decode workers sized apart: each by its own work, together within the fleet's bounds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_types import BIG, SLO
+
+from controlplane.scaler.line import decode_rps, prefill_rps
+from controlplane.scaler.pools import within
+from controlplane.types import ClassArrivals, Slo
+
+
+@given(
+    st.dictionaries(st.sampled_from(["prefill", "decode"]), st.integers(1, 50), min_size=2),
+    st.integers(2, 40),
+    st.integers(0, 40),
+)
+def test_counts_keep_to_the_bounds_and_to_their_proportions(wanted, low, more):
+    counts = within(wanted, low, low + more)
+    total = sum(wanted.values())
+    assert sum(counts.values()) == min(max(total, low), low + more)
+    assert min(counts.values()) >= 1
+    if low <= total <= low + more:
+        assert counts == wanted
+    for name in counts:
+        assert abs(counts[name] - wanted[name] * sum(counts.values()) / total) <= 1.0 or 1 in counts.values()
+
+
+def test_longer_prompts_take_prefill_workers_and_longer_answers_decode_workers():
+    plain = ClassArrivals(SLO, 1.0, 500.0, 100.0)
+    long_prompts, long_answers = replace(plain, prompt_tokens=2000.0), replace(plain, output_tokens=400.0)
+    assert prefill_rps(BIG, long_prompts) < prefill_rps(BIG, plain) / 2
+    assert prefill_rps(BIG, long_answers) == prefill_rps(BIG, plain)
+    assert decode_rps(BIG, long_answers) < decode_rps(BIG, plain) / 2
+
+
+def test_a_tight_ttft_leaves_a_prefill_worker_less_to_do_and_none_too_tight_asks_for_more_than_one_each():
+    service_s = BIG.alone_ttft_s(500)
+    near, far, beyond = (
+        prefill_rps(BIG, ClassArrivals(Slo(ttft_s, 0.1), 1.0, 500.0, 100.0))
+        for ttft_s in (2 * service_s, 20 * service_s, service_s / 2)
+    )
+    assert near < 0.4 / service_s < 0.8 / service_s < far < 1 / service_s
+    assert beyond == pytest.approx(1 / service_s)
