@@ -87,7 +87,9 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.requests, self.adapters = RequestBook(), AdapterBook()
         placement.holders = self.adapters.holders
         self.migrations = Migrations(self, settings.moves)
-        self.handovers = Handovers(placement, metrics, self._hand_over)
+        self.handovers = Handovers(
+            placement, metrics, self._hand_over, lambda t: self.why_fixed(t, begun=True)
+        )
         self.on_lost: list[Callable[[WorkerId, str], None]] = []
         self.on_arrival: list[Callable[[Tracked], None]] = []
         self.on_end: list[Callable[[Tracked, str], None]] = []
@@ -220,12 +222,16 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             return None
         return Running(tracked.request, tracked.segment, tracked.worker, tracked.output_token_ids)
 
-    def why_fixed(self, tracked: Tracked) -> str | None:
-        """Why a request cannot be moved from where it runs; None if it can, or runs nowhere."""
+    def why_fixed(self, tracked: Tracked, begun: bool = False) -> str | None:
+        """Why a request cannot be moved from where it runs; None if it can, or runs nowhere.
+
+        `begun`: as if it had its first token already.
+        """
         link = self._link_of(tracked)
         if link is None:
             return None
-        return obstacle_to_move(tracked.request, tracked.output_token_ids, link.info)
+        outputs = tracked.output_token_ids or ((0,) if begun else ())
+        return obstacle_to_move(tracked.request, outputs, link.info)
 
     async def cut_over(
         self, request: RequestId, target: WorkerId, transfer: Transfer

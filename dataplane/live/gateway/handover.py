@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from controlplane.types import WorkerId
-from dataplane.live.engine_api.segment import obstacle_to_move
 from dataplane.live.gateway.metrics import Metrics
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Tracked
@@ -25,15 +24,17 @@ STREAMS = 4  # prefills whose KV one decode worker takes at a time
 
 
 class Handovers:
-    """The requests on prefill workers, by their segments. `move`: FleetCore's, told how to move."""
+    """The requests on prefill workers, by their segments. `move` and `why_fixed` are FleetCore's."""
 
     def __init__(
         self,
         placement: Placement,
         metrics: Metrics,
         move: Callable[[Tracked, WorkerId, str], Awaitable[Move]],
+        why_fixed: Callable[[Tracked], str | None],
     ) -> None:
-        self._placement, self._metrics, self._move = placement, metrics, move
+        self._placement, self._metrics = placement, metrics
+        self._move, self._why_fixed = move, why_fixed
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._streams: Counter[WorkerId] = Counter()
 
@@ -67,31 +68,40 @@ class Handovers:
         """Move the request to a decode worker, for as long as it is to leave the segment it is in."""
         failed: set[WorkerId] = set()
         while self._is_here(tracked, segment):
-            if obstacle_to_move(tracked.request, tracked.output_token_ids or (0,)) is not None:
-                await asyncio.sleep(OFFER_EVERY_S)  # its place is kept, so that its end is counted
-                continue
-            is_stream = not self._placement.is_decoding(tracked)
-            full = {w for w, n in self._streams.items() if n >= STREAMS} if is_stream else set()
-            target = self._placement.choose_decode(tracked, time.monotonic(), failed | full)
-            if target is None and is_stream:
+            # One that may not move keeps its place here, so that its end is counted.
+            target = self._target(tracked, failed) if self._why_fixed(tracked) is None else None
+            if target is not None:
+                if await self._to(tracked, target):
+                    return
+                if self._is_here(tracked, segment):
+                    self._metrics.handovers.labels("failed").inc()
+                    failed.add(target)
+            elif not self._placement.is_decoding(tracked):
                 return  # it is offered once it has its first token
-            if target is None:
+            else:
                 failed.clear()
                 await asyncio.sleep(OFFER_EVERY_S)
-                continue
-            self._placement.expect(tracked, target)
-            self._streams[target] += is_stream
-            try:
-                move = await self._move(tracked, target, f"{tracked.worker} only prefills")
-            finally:
-                self._streams[target] -= is_stream
-                self._placement.expect(tracked, None)
-            if move.moved:
-                self._metrics.handovers.labels("done").inc()
-                return
-            if self._is_here(tracked, segment):
-                self._metrics.handovers.labels("failed").inc()
-                failed.add(target)
+
+    def _target(self, tracked: Tracked, failed: set[WorkerId]) -> WorkerId | None:
+        """The decode worker to offer a request to; of a prefill in progress one with few streams."""
+        full: set[WorkerId] = set()
+        if not self._placement.is_decoding(tracked):
+            full = {w for w, n in self._streams.items() if n >= STREAMS}
+        return self._placement.choose_decode(tracked, time.monotonic(), failed | full)
+
+    async def _to(self, tracked: Tracked, target: WorkerId) -> bool:
+        """Whether the request has moved there."""
+        is_stream = not self._placement.is_decoding(tracked)
+        self._placement.expect(tracked, target)
+        self._streams[target] += is_stream
+        try:
+            move = await self._move(tracked, target, f"{tracked.worker} only prefills")
+        finally:
+            self._streams[target] -= is_stream
+            self._placement.expect(tracked, None)
+        if move.moved:
+            self._metrics.handovers.labels("done").inc()
+        return move.moved
 
     def _is_here(self, tracked: Tracked, segment: str) -> bool:
         return tracked.segment == segment and self._placement.hands_over(tracked)
