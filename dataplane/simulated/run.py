@@ -132,12 +132,13 @@ def prepare(
     ledger.workers["role"] = [ROLES.index(spec.role) for spec in workers]
     ledger.workers["status"] = [SERVING if spec.ready_s <= 0 else OFF for spec in workers]
     _enter_requests(ledger, workload, classes, lengths, options.get("predicted_tokens"))
+    transfer_s, token_transfer_s = _transfers(workers)
     rules = Rules(
         policy=code,
         knobs=settings.knobs(),
         split=split,
-        transfer_s=np.array([0.0 if spec.link is None else spec.link.latency_s for spec in workers]),
-        token_transfer_s=np.array([_token_transfer_s(spec) for spec in workers]),
+        transfer_s=transfer_s,
+        token_transfer_s=token_transfer_s,
         offer_every_s=OFFER_EVERY_S,
         patience=options.get("patience", PATIENCE),
         max_misses=requests if most_misses is None else most_misses,
@@ -166,8 +167,13 @@ def _is_split(workers: Sequence[WorkerSpec]) -> bool:
     return roles != {"any"}
 
 
-def _token_transfer_s(spec: WorkerSpec) -> float:
-    return 0.0 if spec.link is None else spec.link.token_s(spec.profile)
+def _transfers(workers: Sequence[WorkerSpec]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of each worker: a hand-over's latency, and the seconds of each token."""
+    latency_s, token_s = np.zeros(len(workers)), np.zeros(len(workers))
+    for w, spec in enumerate(workers):
+        if spec.link is not None:
+            latency_s[w], token_s[w] = spec.link.latency_s, spec.link.token_s(spec.profile)
+    return latency_s, token_s
 
 
 def _refuse_split(code: int) -> NoReturn:
