@@ -54,6 +54,24 @@ def test_a_moved_greedy_stream_equals_the_unmoved_one_token_for_token(two_worker
     two_workers.play(story)
 
 
+@pytest.mark.parametrize(("length", "after"), [(300, 1), (3500, 0)])
+def test_a_stream_handed_over_after_its_prefill_or_during_it_equals_the_unmoved_one(
+    two_workers, length, after
+):
+    async def story(fleet):
+        # First, or the prompt would be found in the cache and not be prefilled at all.
+        stream, move = await moved(fleet, prompt(length, 77), after, "hand-over", max_tokens=60)
+        expected = await unmoved(fleet, prompt(length, 77), max_tokens=60)
+        assert (move.outcome, move.reason) == ("done", "")
+        assert stream.tokens == expected.tokens
+        assert stream.worker == B
+        if not after:  # it began before the first token, which no token's KV is part of
+            assert move.stages[0] == (length - 1) // 32 * 32
+        await clean(fleet, A, B)
+
+    two_workers.play(story)
+
+
 def test_what_is_copied_is_not_computed_on_the_target(two_workers):
     async def story(fleet):
         actor = two_workers.workers[1].actor
