@@ -2,8 +2,8 @@
 
 A pool is scaled as a fleet of one type would be, with what concerns it: its workers, its wanted number, and,
 of what waits at the gateway, all for prefill and nothing for decode, since only prompts wait there. What came
-late for its first token corrects the line of prefill, what was slow after it that of decode. The bounds are of
-both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
+late for its first token corrects the line of prefill, what was slow after it that of decode. The bounds are
+of both pools together. Where they allow fewer than both want, each gets its share, and at least one worker.
 """
 
 from __future__ import annotations
