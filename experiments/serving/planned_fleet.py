@@ -33,10 +33,10 @@ from tokenfleet.traces import read_traces
 
 TRACE = "examples/sample_trace.csv"
 ASKED = ("--model", "llama-3.1-70b", "--gpu", "a100", "--tp", "4", "--slo", "ttft=1.6s,tpot=50ms")
-SURE = ("--confidence", "0.8", "--window", "15m..30m")
-WINDOW, QUICK_WINDOW = "20m..23m", "20m..21m"
+SURE = ("--confidence", "0.8", "--window", "15m..30m", "--rate-scale", "0.5")
+WINDOW, QUICK_WINDOW = "20m..22m", "20m..21m"
 AIMED = 0.97
-RATES = (0.8, 2.4)  # between which the rate is looked for
+RATES = (0.3, 1.5)  # between which the rate is looked for
 WITHIN = 0.02
 BY_LOAD = "least-kv"
 

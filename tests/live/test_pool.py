@@ -1,11 +1,13 @@
 """Workers' lives on emulated engines: launched, drained, lost, replaced, and refused with a reason."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from front import Front, FrontHost, profile, until
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import KvModel
 from controlplane.types import WorkerId
 
 
@@ -126,7 +128,16 @@ def test_a_worker_that_does_not_start_is_tried_again(play):
     play(story)
 
 
-def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
+@pytest.mark.parametrize(
+    ("failures", "kv_tokens", "says"),
+    [
+        (1, 0, "no such model"),
+        (0, 70_000, "w0: has room for 65,536 tokens of KV, TP1 was planned with 70,000"),
+    ],
+)
+def test_a_fleet_whose_first_worker_cannot_start_or_is_less_than_planned_does_not_start(
+    live_extra, failures, kv_tokens, says
+):
     from controlplane.placement.queue import QueueSettings
     from controlplane.worker_type import WorkerGroup, WorkerType
     from dataplane.live.pool.fleet_types import FleetTypes
@@ -135,11 +146,14 @@ def test_a_fleet_whose_first_worker_cannot_start_does_not_start(live_extra):
     async def scene():
         front = Front((), profile(), QueueSettings())
         host = FrontHost(front)
-        host.failures = 1
-        fleet = WorkerPool(host, front.core, front.events, 4, FleetTypes([WorkerGroup(WorkerType(None), 3)]))
+        host.failures = failures
+        asked = replace(profile(), kv=KvModel(max(kv_tokens, 1)))
+        types = FleetTypes([WorkerGroup(WorkerType(None, 1, asked), 3)], {"TP1": asked.engine})
+        fleet = WorkerPool(host, front.core, front.events, 4, types)
         try:
-            with pytest.raises(RuntimeError, match="no such model"):
+            with pytest.raises(RuntimeError, match=says):
                 await fleet.start()
+            assert not names(fleet)
         finally:
             await fleet.close()
             await front.close()
