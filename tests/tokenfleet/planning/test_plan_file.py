@@ -85,6 +85,16 @@ def test_what_is_no_plan_is_refused_with_its_file_field_and_value(change: dict[s
     assert str(refused.value).startswith(f"plan.json: {says}")
 
 
+def test_a_plan_whose_profile_is_of_another_worker_is_refused() -> None:
+    document = json.loads(written())
+    document["inputs"]["profiles"][0]["profile"]["gpu"] = "other-gpu"
+    says = (
+        r"^p: inputs\.profiles\.0: profile: expected one of made on made-gpu TP1, got made on other-gpu TP1$"
+    )
+    with pytest.raises(BadInput, match=says):
+        parse_plan(document, "p")
+
+
 def test_a_file_of_another_version_is_refused_for_that_whatever_else_it_lacks() -> None:
     with pytest.raises(BadInput, match=r"schema: input should be .*, got 'tokenfleet.plan.2'"):
         parse_plan({"schema": "tokenfleet.plan/2"}, "plan.json")
