@@ -43,7 +43,9 @@ class Front:
         from dataplane.live.gateway.metrics import Metrics
 
         self.fabric = Fabric(speed=2.0)
-        self.launch = lambda worker, other=None: EmulatedEngine(worker, other or profile, self.fabric)
+        self.launch = lambda worker, other=None, model="emulated": EmulatedEngine(
+            worker, other or profile, self.fabric, model=model
+        )
         self.engines = {worker: self.launch(worker) for worker in workers}
         self.events = EventLog()
         self.core = FleetCore(
@@ -92,22 +94,28 @@ class Front:
 class FrontHost:
     """Launches a front's emulated engines, by the profile of their kind where kinds have one of their own.
 
-    The next `failures` launches fail; nothing is `stopped` before `may_stop`.
+    The next `failures` launches fail, and all of `broken` models; nothing is `stopped` before `may_stop`.
+    `lack`: why there is no room for one more.
     """
 
     def __init__(self, front, profiles=None):
         self.front, self.profiles = front, profiles or {}
         self.kinds, self.failures, self.stopped = {}, 0, []
+        self.broken, self.lack = set(), None
         self.may_stop = asyncio.Event()
         self.may_stop.set()
 
-    async def launch(self, worker, kind, say):
-        if self.failures:
-            self.failures -= 1
+    async def launch(self, worker, kind, revision, say):
+        if self.failures or revision.model in self.broken:
+            self.failures = max(0, self.failures - 1)
             raise RuntimeError("no such model")
         self.kinds[worker] = kind
-        engine = self.front.engines[worker] = self.front.launch(worker, self.profiles.get(kind))
+        engine = self.front.launch(worker, self.profiles.get(kind), revision.model)
+        self.front.engines[worker] = engine
         return engine
+
+    def room(self, kind):
+        return self.lack
 
     async def stop(self, worker):
         self.stopped.append(worker)

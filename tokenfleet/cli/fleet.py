@@ -119,7 +119,9 @@ class ControlClient:
     def __init__(self, address: str, key: str | None) -> None:
         self.address, self._key = address, key
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> Any:
         """The reply's JSON. Raises BadInput with the API's own message, or why it could not be reached."""
         request = urllib.request.Request(
             self.address + urllib.parse.quote(path),
@@ -130,7 +132,7 @@ class ControlClient:
         if self._key is not None:
             request.add_header("authorization", f"Bearer {self._key}")
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             raise BadInput(f"{self.address}: {_message(error)}") from None
@@ -193,6 +195,10 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]
     for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
         parts.append(f"no request is moved here: {why}")
+    update = view.get("update")
+    if update is not None:
+        cause = f": {update['cause']}" if update["cause"] else ""
+        parts.append(f"{update['what']}: {update['state']}, {update['replaced']} workers replaced{cause}")
     if view["decisions"]:
         parts.append(_decisions_table(view["decisions"]))
     return parts

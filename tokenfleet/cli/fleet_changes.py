@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +17,8 @@ from tokenfleet.durations import parse_duration_s
 
 __all__ = ["fleet_app"]
 LOOK_S = 0.3
-LATE = 1
+LATE = NOT_DONE = 1
+CHECK_S = 60.0  # vLLM reads the new model's configuration before the order is taken
 
 
 @fleet_app.command()
@@ -46,6 +49,84 @@ def evacuate(
             if event["kind"] == "gone" or event["failed"] or not event["in_time"]:
                 raise typer.Exit(LATE)
             return
+
+
+FinishWithin = Annotated[
+    str, typer.Option(help="how long requests that cannot be moved may go on where they are")
+]
+
+
+@fleet_app.command()
+def restart(
+    context: typer.Context, worker: str, finish_within: FinishWithin = "10m", format: Format = "table"
+) -> None:
+    """Replace a worker by a new one of its kind; its requests move there or elsewhere, or finish.
+
+    The new one is started first where there is room for it.
+
+    Example: tokenfleet fleet restart w0
+    """
+    finish_s = parse_duration_s(finish_within, "--finish-within")
+    _roll(context.obj, format, f"/v1/workers/{worker}/restart", {"finish_s": finish_s})
+
+
+@fleet_app.command()
+def update(
+    context: typer.Context,
+    engine_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="all engine flags from now on")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="a folder or a Hugging Face name, with the same tokenizer")
+    ] = None,
+    finish_within: FinishWithin = "10m",
+    cancel: Annotated[bool, typer.Option("--cancel", help="roll back the update under way")] = False,
+    format: Format = "table",
+) -> None:
+    """Replace all workers, one after another, by ones with other vLLM flags or of another model.
+
+    A new worker takes requests once it has shown itself healthy; where one does not start, or is lost, the
+    fleet is made wholly old again. Requests move to a new worker where it has the same weights. On another
+    model they finish where they are, within --finish-within, or end in an error.
+
+    Examples:
+    tokenfleet fleet update -- --max-num-seqs 128 --dtype bfloat16
+    tokenfleet fleet update --model /models/llama-tuned-2
+    """
+    if cancel:
+        if engine_flags or model:
+            raise BadInput("--cancel: takes neither a model nor flags")
+        _check_format(format)
+        reply = context.obj.ask("DELETE", "/v1/fleet/update")
+        _tell(format, f"{reply['what']}: is rolled back", reply)
+        return
+    if not engine_flags and model is None:
+        raise BadInput("update: give the engine flags from now on after --, or --model")
+    order: dict[str, Any] = {"finish_s": parse_duration_s(finish_within, "--finish-within")}
+    if model is not None:
+        order["model"] = str(Path(model).expanduser().resolve()) if Path(model).is_dir() else model
+    if engine_flags:
+        order["flags"] = engine_flags
+    _roll(context.obj, format, "/v1/fleet/update", order)
+
+
+def _roll(client: ControlClient, format: str, path: str, order: dict[str, Any]) -> None:
+    """Order a rollout, and tell how it goes until its end."""
+    _check_format(format)
+    after = _last_event(client)
+    what = client.ask("POST", path, order, CHECK_S)["what"]
+    try:
+        for event in _events(client, after):
+            if event["kind"] != "update" or event["what"] != what:
+                continue
+            _tell(format, event["reason"], event)
+            if event["state"] not in ("running", "rolling-back"):
+                break
+    except KeyboardInterrupt:
+        print(f"{what} goes on without this command: `tokenfleet fleet status`", file=sys.stderr)
+        raise
+    if event["state"] != "done":
+        raise typer.Exit(NOT_DONE)
 
 
 def _check_format(format: str) -> None:

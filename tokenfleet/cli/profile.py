@@ -137,8 +137,7 @@ def _predict(flags: ProfileFlags) -> None:
 
 async def _measure(flags: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:
     from controlplane.perfmodel.samples import grid
-    from dataplane.live.gateway.server import parse_flags
-    from dataplane.live.pool.ray_host import engine_settings_of
+    from dataplane.live.gateway.server import engine_settings_of, parse_flags
     from dataplane.live.worker.profiling import ProfiledEngine
     from tokenfleet.profiles.measurements import MeasurementFile
 

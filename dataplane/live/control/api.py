@@ -58,6 +58,20 @@ class EvacuationOrder(BaseModel):
     deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False)
 
 
+class RestartOrder(BaseModel):
+    """How long requests that cannot be moved may go on where they are."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    finish_s: float = Field(600.0, gt=0, le=86_400, allow_inf_nan=False)
+
+
+class UpdateOrder(RestartOrder):
+    """The model and the vLLM flags of all workers from now on; what is left out stays as it is."""
+
+    model: str | None = Field(None, min_length=1, max_length=4096)
+    flags: list[str] | None = Field(None, max_length=256)
+
+
 class ScaleDecision(BaseModel):
     """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
 
@@ -180,10 +194,30 @@ def control_app(operations: Operations, key: str | None, extensions: Sequence[Ex
             return {"status": "ready"}
         return error_reply(503, "no worker is serving", "service_unavailable")
 
+    _add_changes(app, operations)
     for extension in extensions:
         for router in extension.routers:
             app.include_router(router)
     return app
+
+
+def _add_changes(app: FastAPI, operations: Operations) -> None:
+    """The orders that replace workers while the fleet serves."""
+
+    @app.post("/v1/workers/{worker}/restart", status_code=202)
+    async def restart(worker: str, order: Annotated[RestartOrder, Body()]) -> dict[str, Any]:
+        """Replace a worker by a new one, its requests moved or finished."""
+        return operations.restart(worker, order.finish_s)
+
+    @app.post("/v1/fleet/update", status_code=202)
+    async def update(order: Annotated[UpdateOrder, Body()]) -> dict[str, Any]:
+        """Replace all workers, one after another, by ones of another model or with other flags."""
+        return await operations.update(order.model, order.flags, order.finish_s)
+
+    @app.delete("/v1/fleet/update")
+    async def cancel_update() -> dict[str, Any]:
+        """Roll back the update that is under way."""
+        return operations.cancel_update()
 
 
 def _open_controllers_door(app: FastAPI, operations: Operations) -> None:

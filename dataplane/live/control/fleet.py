@@ -41,10 +41,10 @@ from dataplane.live.gateway.history import History
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.placement import Placement
-from dataplane.live.gateway.server import Gateway, GatewaySettings
+from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
-from dataplane.live.pool.member import Host
+from dataplane.live.pool.member import Host, Revision
 from dataplane.live.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,9 @@ async def run_fleet(
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
         core.on_end.append(arrived.end)
-        cluster = WorkerPool(host, core, events, settings.max_workers, settings.types)
+        asked, started_with = settings.gateway, engine_settings_of(gateway.arguments)
+        revision = Revision(1, asked.model, asked.engine_flags, started_with)
+        cluster = WorkerPool(host, core, events, settings.max_workers, settings.types, revision)
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
         telling = asyncio.create_task(tell_start(cluster, tell))
@@ -163,7 +165,7 @@ async def run_fleet(
             settings.policy,
             settings.moves,
         )
-        operations = Operations(facts, core, cluster, metrics, events, arrived, step_times)
+        operations = Operations(facts, core, cluster, metrics, events, arrived, step_times, gateway.revised)
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
         for extension in settings.extensions:
             for collector in extension.collectors:
@@ -230,10 +232,10 @@ async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str
             raise BadInput("--profile: emulated engines take their step times from one")
         model = gateway.config.model_config
         noise = Noise(last=min(256, model.get_vocab_size()))
-        return EmulatedHost(profiles, settings.gateway.model, model.max_model_len, noise)
+        return EmulatedHost(profiles, model.max_model_len, noise)
     from dataplane.live.pool.ray_host import RayHost
 
-    host: Host = await RayHost.start(gateway.arguments, settings.types)
+    host: Host = await RayHost.start(settings.types)
     return host
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,8 +26,9 @@ from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import BUCKET_S
 from dataplane.live.migration.move import Move
-from dataplane.live.pool.member import Member
+from dataplane.live.pool.member import Member, Revision
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.pool.rollout import Rollout
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
@@ -64,11 +66,16 @@ class Operations:
         events: EventLog,
         arrived: DemandCount,
         step_times: StepTimes | None = None,
+        revised: Callable[[str, Sequence[str]], Mapping[str, Any]] = lambda model, flags: {},
     ) -> None:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
         self.arrived, self.step_times = arrived, step_times
         self.auto = facts.autoscale is not None
         self._began_s = time.time()
+        self._revised = revised
+        self.rollout: Rollout | None = None
+        self._number = 1  # of the last revision that was tried
+        self._rolling: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[Move]] = set()
 
     @property
@@ -91,7 +98,9 @@ class Operations:
         ]
         return {
             "schema": "tokenfleet.fleet/1",
-            "model": self.facts.model,
+            "model": self.cluster.revision.model,
+            "flags": list(self.cluster.revision.flags),
+            "update": None if self.rollout is None else self.rollout.as_json(),
             "engine": self.facts.engine,
             "gateway": self.facts.gateway,
             "wanted_workers": self.cluster.wanted,
@@ -235,6 +244,45 @@ class Operations:
         self._known(worker)
         self.cluster.set_role(WorkerId(worker), role, "an operator asked")
 
+    async def update(self, model: str | None, flags: Sequence[str] | None, finish_s: float) -> dict[str, Any]:
+        """Begin to replace every worker by one of another model or with other flags; how it stands."""
+        if model is None and flags is None:
+            raise BadInput("update: give a model, or the engine flags from now on")
+        self._check_no_rollout()
+        now = self.cluster.revision
+        model, flags = model or now.model, now.flags if flags is None else tuple(flags)
+        if (model, flags) == (now.model, now.flags):
+            raise BadInput("update: that is what the fleet runs already; a restart starts a worker anew")
+        settings = await asyncio.to_thread(self._revised, model, flags)
+        self._check_no_rollout()
+        self._number = max(self._number, now.number) + 1
+        return self._roll(Rollout(self.cluster, Revision(self._number, model, flags, settings), finish_s))
+
+    def restart(self, worker: str, finish_s: float) -> dict[str, Any]:
+        """Begin to replace one worker by another of its kind; how it stands."""
+        self._known(worker)
+        self._check_no_rollout()
+        if (state := self.cluster.state_of(WorkerId(worker))) != "serving":
+            raise BadInput(f"worker {worker}: is {state}, so it cannot be restarted")
+        return self._roll(Rollout(self.cluster, self.cluster.revision, finish_s, WorkerId(worker)))
+
+    def cancel_update(self) -> dict[str, Any]:
+        """Roll the update back that is under way."""
+        if self.rollout is None or not self.rollout.is_open:
+            raise BadInput("update: none is under way")
+        self.rollout.cancel("an operator cancelled it")
+        return self.rollout.as_json()
+
+    def _roll(self, rollout: Rollout) -> dict[str, Any]:
+        self.rollout = rollout
+        self._rolling = self.cluster.spawn(rollout.run())
+        return rollout.as_json()
+
+    def _check_no_rollout(self) -> None:
+        if self.rollout is not None and self.rollout.is_open:
+            under_way = f"{self.rollout.what} is under way, {self.rollout.replaced} workers replaced"
+            raise BadInput(f"update: {under_way}; wait for its end, or cancel it")
+
     async def migrate(self, name: str, target: str | None, reason: str) -> dict[str, Any]:
         """Begin a move and return its record; without a target the worker with most room is taken."""
         tracked = self.core.requests.find(name)
@@ -336,6 +384,7 @@ def _worker_view(member: Member, role: Role, at: Attached | None, here: list[Tra
         "role": role,
         "state": member.state,
         "reason": member.reason,
+        "revision": member.revision,
         "for_s": round(time.monotonic() - member.since_s, 3),
         "requests": len(here),
         "tokens": sum(t.context_tokens for t in here),

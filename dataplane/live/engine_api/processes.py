@@ -40,8 +40,8 @@ def exit_with_parent() -> None:
     threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
 
 
-def descendants() -> list[int]:
-    """The ids of all processes below this one."""
+def descendants(of: int | None = None) -> list[int]:
+    """The ids of all processes below one, by default this."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
@@ -49,11 +49,29 @@ def descendants() -> list[int]:
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(status.parent.name))
     pids: list[int] = []
-    below = [os.getpid()]
+    below = [os.getpid() if of is None else of]
     while below:
         below = [child for pid in below for child in children.get(pid, ())]
         pids += below
     return pids
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process and all below it hold."""
+    return sum(_kilobytes(Path(f"/proc/{p}/status"), "VmRSS:") << 10 for p in [pid, *descendants(pid)])
+
+
+def free_memory_bytes() -> int:
+    """The memory that this machine can still give."""
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable:") << 10
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    """A figure of a /proc file; 0 where there is none."""
+    with suppress(OSError):  # the process has ended meanwhile
+        lines = file.read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    return 0
 
 
 def cpu_s(below: Iterable[int]) -> float:

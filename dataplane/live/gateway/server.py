@@ -13,12 +13,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -72,6 +73,30 @@ class Gateway:
         outputs = self.config.structured_outputs_config
         return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning
 
+    def revised(self, model: str, flags: Sequence[str]) -> dict[str, Any]:
+        """The engine settings of workers with another model or other flags, beneath this server as it is.
+
+        Raises BadInput for what vLLM refuses, and for what the server itself would have to be told.
+        """
+        names = () if "--served-model-name" in flags else ("--served-model-name", *self._names)
+        asked = replace(self.settings, model=model, engine_flags=(*flags, *names))
+        arguments = parse_flags(asked.server_flags())
+        beneath = {field.name for field in fields(AsyncEngineArgs)} - set(SERVERS_TOO)
+        for name in sorted(vars(arguments).keys() - beneath - {"model_tag"}):
+            ours, theirs = (getattr(a, name, None) for a in (self.arguments, arguments))
+            if ours != theirs:
+                flag = f"--{name.replace('_', '-')}"
+                raise BadInput(
+                    f"update: {flag}: cannot change while the fleet serves, is {ours!r}: {theirs!r}"
+                )
+        _check_model(self.config.model_config, engine_config(arguments).model_config)
+        return engine_settings_of(arguments)
+
+    @property
+    def _names(self) -> Sequence[str]:
+        names = self.arguments.served_model_name
+        return [names] if isinstance(names, str) else names
+
     def prepare(self, kv_blocks: int) -> None:
         """Take over what only a started engine knows: its KV blocks, for vLLM's metrics."""
         self.config.cache_config.num_gpu_blocks = kv_blocks
@@ -85,6 +110,13 @@ class Gateway:
         await serve_http(FleetLLM(self.config, core, door), listening, address, self.arguments)
 
 
+# Engine arguments that the server reads as well; of a worker's TP degree its kind decides.
+SERVERS_TOO = (
+    "served_model_name", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init",
+    "generation_config", "override_generation_config", "max_logprobs", "logprobs_mode", "enable_lora",
+    "enable_prompt_embeds", "limit_mm_per_prompt", "runner", "convert", "hf_overrides",
+    "tensor_parallel_size",
+)  # fmt: skip
 FRONT_DOOR = f"{FrontDoor.__module__}.{FrontDoor.__qualname__}"
 
 
@@ -128,6 +160,19 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def engine_settings_of(arguments: Any) -> dict[str, Any]:
+    """The engine arguments that differ from vLLM's defaults: what the operator has asked for."""
+    args = AsyncEngineArgs.from_cli_args(arguments)
+    # vLLM looks a model up as soon as it is named, and its default one is not the operator's.
+    plain = AsyncEngineArgs(model=args.model)
+    settings: dict[str, Any] = {"model": args.model}
+    for field in fields(AsyncEngineArgs):
+        value = getattr(args, field.name)
+        if value != getattr(plain, field.name):
+            settings[field.name] = value
+    return settings
+
+
 def engine_config(arguments: argparse.Namespace) -> Any:
     """vLLM's configuration of an engine with these flags; starts nothing.
 
@@ -148,6 +193,31 @@ async def serve_http(llm: FleetLLM, listening: socket.socket, address: str, argu
     """vLLM's OpenAI server until SIGTERM or SIGINT; returns when its streams are over."""
     closing = await build_and_serve(llm, address, listening, arguments)
     await asyncio.wait_for(closing, timeout=10.0)
+
+
+def _check_model(ours: Any, theirs: Any) -> None:
+    """Raise BadInput unless requests that the server made for one model suit the other as well."""
+    for what, read in (
+        ("vocabulary", lambda m: m.get_vocab_size()),
+        ("generation config", lambda m: m.try_get_generation_config()),
+        ("images and the like", lambda m: m.is_multimodal_model),
+        ("tokenizer", _tokenizer),
+    ):
+        if (ours.model, ours.tokenizer) != (theirs.model, theirs.tokenizer) and read(ours) != read(theirs):
+            raise BadInput(
+                f"update: model {theirs.model}: another {what} than {ours.model}; start another fleet"
+            )
+    if theirs.max_model_len < ours.max_model_len:
+        needed = f"expected at least {ours.max_model_len}, which the endpoint admits"
+        raise BadInput(f"update: --max-model-len: {needed}, got {theirs.max_model_len}")
+
+
+def _tokenizer(model: Any) -> tuple[Any, ...]:
+    """Whatever of a model's tokenizer a prompt's tokens depend on."""
+    tokenizer = cached_tokenizer_from_config(model)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    return words, tuple(tokenizer.all_special_ids), getattr(tokenizer, "chat_template", None)
 
 
 def _first_line(error: BaseException) -> str:

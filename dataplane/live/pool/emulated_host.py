@@ -9,27 +9,33 @@ from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.pool.member import Revision
 
 
 class EmulatedHost:
     """Launches emulated engines, each kind by its profile, joined by one fabric."""
 
-    def __init__(self, profiles: Mapping[str, Profile], model: str, max_model_len: int, noise: Noise) -> None:
-        self._profiles, self._model, self._max_model_len, self._noise = profiles, model, max_model_len, noise
+    def __init__(self, profiles: Mapping[str, Profile], max_model_len: int, noise: Noise) -> None:
+        self._profiles, self._max_model_len, self._noise = profiles, max_model_len, noise
         self._fabric = Fabric()
         self._engines: dict[WorkerId, EmulatedEngine] = {}
 
-    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
+    async def launch(
+        self, worker: WorkerId, kind: str, revision: Revision, say: Callable[[str], None]
+    ) -> EngineLink:
         engine = EmulatedEngine(
             worker,
             self._profiles[kind],
             self._fabric,
-            model=self._model,
+            model=revision.model,
             max_model_len=self._max_model_len,
             noise=self._noise,
         )
         self._engines[worker] = engine
         return engine
+
+    def room(self, kind: str) -> str | None:
+        return None
 
     async def stop(self, worker: WorkerId) -> None:
         engine = self._engines.pop(worker, None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import EngineLink
@@ -16,11 +16,16 @@ WorkerState = Literal["starting", "serving", "draining"]
 class Host(Protocol):
     """Where workers run: Ray, or this process for the emulated engine."""
 
-    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
+    async def launch(
+        self, worker: WorkerId, kind: str, revision: Revision, say: Callable[[str], None]
+    ) -> EngineLink:
         """Start a worker of a kind; return when its engine answers. `say` is told each phase of the start.
 
         Raises RuntimeError with its reason.
         """
+
+    def room(self, kind: str) -> str | None:
+        """Why no worker of a kind can be started beside those there are; None where one can."""
 
     async def stop(self, worker: WorkerId) -> None:
         """End a worker and all its processes; nothing happens for one that is gone."""
@@ -32,6 +37,19 @@ class Host(Protocol):
         """End everything this host has started."""
 
 
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """The model and the engine flags that workers start with; `settings` are vLLM's arguments of both.
+
+    A fleet begins with number 1; each update has the next.
+    """
+
+    number: int
+    model: str
+    flags: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """A worker of the cluster, from the decision to launch it until it is gone."""
@@ -41,7 +59,9 @@ class Member:
     state: WorkerState
     since_s: float
     reason: str
+    revision: int
     phase: str = "starting its process"  # of its start
     task: asyncio.Task[None] | None = None
-    is_leaving: bool = False  # evacuated: not taken back
+    is_tried: bool = False  # a rollout's new worker, before its gate
+    is_leaving: bool = False  # evacuated or retired: does not count among the wanted any more
     is_stopping: bool = False  # drained, and past being taken back

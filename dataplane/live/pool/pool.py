@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -26,10 +26,12 @@ from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.leaving import Exit
-from dataplane.live.pool.member import Host, Member, WorkerState
+from dataplane.live.pool.member import Host, Member, Revision, WorkerState
 
 log = logging.getLogger(__name__)
 
+FIRST = Revision(1, "")
+Gate = Callable[[Member], Awaitable[None]]
 LONGEST_PAUSE_S = 30.0
 YOUNG_S = 30.0
 MISSED_CHECKS = 3
@@ -46,6 +48,7 @@ class WorkerPool:
         events: EventLog,
         max_workers: int,
         types: FleetTypes,
+        revision: Revision = FIRST,
         health_every_s: float = 5.0,
         start_limit_s: float = START_LIMIT_S,
     ) -> None:
@@ -53,6 +56,9 @@ class WorkerPool:
         self.max_workers, self.types = max_workers, types
         self.start_limit_s = start_limit_s
         self.wanted_kinds = dict.fromkeys(types.names, 0)
+        self.revision = revision  # of those launched from now on
+        self.surge: Counter[str] = Counter()  # more than the wanted, by kind, while one replaces another
+        self.on_gone: list[Callable[[Member, str], None]] = []
         self.cold_start_s = 0.0  # what the last launch took, and
         self.drain_s = 0.0  # the last drain
         self._members: dict[WorkerId, Member] = {}
@@ -61,7 +67,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         core.on_lost.append(self._lost)
-        self._spawn(self._watch(health_every_s))
+        self.spawn(self._watch(health_every_s))
 
     def members(self) -> Iterator[Member]:
         return iter(tuple(self._members.values()))
@@ -88,7 +94,7 @@ class WorkerPool:
         self.wanted_kinds = self._checked(self.types.workers)
         # The widest first, while there are nodes with so many free GPUs.
         launches = [
-            self._begin_launch(self._enroll(widest.name, "the fleet starts"), report=False)
+            self._begin_launch(self.enroll(widest.name, "the fleet starts"), report=False)
             for widest in sorted(self.types, key=lambda worker_type: -worker_type.gpus)
             for _ in range(self.types.workers[widest.name])
         ]
@@ -108,7 +114,7 @@ class WorkerPool:
         wanted = self._checked(self.wanted_kinds | dict(kinds))
         self._want(wanted, reason, facts)
         for kind in wanted:
-            self._settle(kind, reason)
+            self.settle(kind, reason)
 
     def drain(self, worker: WorkerId, reason: str) -> None:
         """Move everything off a worker, then stop it; the wanted number falls by one.
@@ -124,7 +130,7 @@ class WorkerPool:
         self.types.check_roles(self.wanted_kinds | {member.kind: fewer})
         self._want(self.wanted_kinds | {member.kind: fewer}, f"{worker} is drained: {reason}")
         if member.state == "starting":
-            self._give_up(member, f"{reason}; it was not ready yet")
+            self.give_up(member, f"{reason}; it was not ready yet")
         else:
             self._begin_drain(member, reason)
 
@@ -163,7 +169,7 @@ class WorkerPool:
             raise BadInput(f"worker {worker}: is {what}; scale up instead")
         more = self.wanted_kinds[member.kind] + 1
         self._want(self.wanted_kinds | {member.kind: more}, f"{worker} stays: {reason}")
-        self._undrain(member, reason)
+        self.undrain(member, reason)
 
     def evacuate(self, worker: WorkerId, seconds: float, reason: str) -> tuple[Order, ...]:
         """Empty a worker within `seconds`, stop it, and launch another; return the plan to begin with.
@@ -176,10 +182,10 @@ class WorkerPool:
             what = "being stopped" if member.is_stopping else "being evacuated already"
             raise BadInput(f"worker {worker}: is {what}")
         if member.state == "starting":
-            self._give_up(member, f"{reason}; it was not ready yet")
-            self._settle(member.kind, f"in place of {worker}")
+            self.give_up(member, f"{reason}; it was not ready yet")
+            self.settle(member.kind, f"in place of {worker}")
             return ()
-        deadline_s, way_out = time.monotonic() + seconds, self._exit(member)
+        deadline_s, way_out = time.monotonic() + seconds, self.way_out(member)
         try:
             plan = way_out.plan(seconds)
         except BadInput:
@@ -190,9 +196,9 @@ class WorkerPool:
         if member.task is not None:
             member.task.cancel()  # its drain
         member.is_leaving = True
-        self._become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
+        self.become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
         self.core.set_open(worker, False)
-        member.task = self._spawn(self._evacuate(member, way_out, deadline_s, reason))
+        member.task = self.spawn(self._evacuate(member, way_out, deadline_s, reason))
         return plan
 
     async def close(self) -> None:
@@ -218,9 +224,10 @@ class WorkerPool:
 
     # Lives.
 
-    def _enroll(self, kind: str, reason: str) -> Member:
+    def enroll(self, kind: str, reason: str, revision: int | None = None) -> Member:
         worker = WorkerId(f"w{next(self._numbers)}")
-        member = Member(worker, kind, "starting", time.monotonic(), reason)
+        number = self.revision.number if revision is None else revision
+        member = Member(worker, kind, "starting", time.monotonic(), reason, number)
         self._members[worker] = member
         self._record("launch", reason, worker=worker, worker_kind=kind)
         return member
@@ -232,56 +239,66 @@ class WorkerPool:
             for m in self._members.values()
             if m.kind == kind and not m.is_stopping and not m.is_leaving
         ]
-        return steps_to(self.wanted_kinds[kind], standing, now_s, self.start_limit_s, reason)
+        wanted = self.wanted_kinds[kind] + self.surge[kind]
+        return steps_to(wanted, standing, now_s, self.start_limit_s, reason)
 
     def _take(self, step: Step, kind: str) -> None:
         if isinstance(step, Launch):
             for _ in range(step.workers):
-                self._begin_launch(self._enroll(kind, step.reason))
+                self._begin_launch(self.enroll(kind, step.reason))
             return
         member = self._members[step.worker]
         if isinstance(step, Drain):
             self._begin_drain(member, step.reason)
         elif isinstance(step, Undrain):
-            self._undrain(member, step.reason)
+            self.undrain(member, step.reason)
         elif member.state == "starting":
-            self._give_up(member, step.reason)
+            self.give_up(member, step.reason)
         # What is drained stops by itself: its task sees it first.
 
     def _begin_launch(self, member: Member, report: bool = True) -> asyncio.Task[None]:
-        member.task = self._spawn(self._launch_or_report(member) if report else self._launch(member))
+        launch = self._launch_or_report(member) if report else self.launch(member, self.revision)
+        member.task = self.spawn(launch)
         return member.task
 
-    def _give_up(self, member: Member, reason: str) -> None:
+    def give_up(self, member: Member, reason: str) -> None:
         """End a worker that is not ready yet; its launch cleans up after itself."""
         self._members.pop(member.worker, None)
         self._record("stop", reason, worker=member.worker)
         if member.task is not None:
             member.task.cancel()
 
-    def _undrain(self, member: Member, reason: str) -> None:
+    def undrain(self, member: Member, reason: str) -> None:
         if member.task is not None:
             member.task.cancel()
-        self._become(member, "serving", reason)
+        self.become(member, "serving", reason)
         self.core.set_open(member.worker, True)
 
-    async def _launch(self, member: Member) -> None:
+    async def launch(self, member: Member, revision: Revision, gate: Gate | None = None) -> None:
+        """Start a worker and let it serve, past its gate. Raises what hinders it; then it is gone."""
+        say = partial(setattr, member, "phase")
         try:
-            link = await self.host.launch(member.worker, member.kind, partial(setattr, member, "phase"))
+            link = await self.host.launch(member.worker, member.kind, revision, say)
             kv_tokens = link.info.kv_blocks * link.info.block_tokens
             if (lacks := self.types.shortfall(member.kind, kv_tokens)) is not None:
                 raise RuntimeError(f"worker {member.worker}: {lacks}")
+            self.core.attach(link, member.kind, self.types[member.kind].role)
+            if gate is not None:
+                self.core.set_open(member.worker, False)
+                await gate(member)
+                self.core.set_open(member.worker, True)
         except BaseException:
             self._members.pop(member.worker, None)
+            await self.core.detach(member.worker)
             await self.host.stop(member.worker)
             raise
-        self.core.attach(link, member.kind, self.types[member.kind].role)
         self.cold_start_s = time.monotonic() - member.since_s
-        self._become(member, "serving", "its engine is ready and warm")
+        member.is_tried = False
+        self.become(member, "serving", "its engine is ready and warm")
 
     async def _launch_or_report(self, member: Member) -> None:
         try:
-            await self._launch(member)
+            await self.launch(member, self.revision)
         except (RuntimeError, OSError, ControlPlaneError) as error:
             log.error("worker %s did not start: %s", member.worker, error)
             self._replace(member, f"did not start: {error}")
@@ -290,13 +307,15 @@ class WorkerPool:
         member = self._members.pop(worker, None)
         if member is None or self._closing:
             return
-        self._spawn(self.host.stop(worker))
+        if member.is_tried:
+            return  # its launch sees it, and tells why
+        self.spawn(self.host.stop(worker))
         if member.state == "draining":
             if member.task is not None:
                 member.task.cancel()
             self._record("gone", f"lost while draining: {reason}", worker=worker)
             if member.is_leaving:
-                self._settle(member.kind, f"in place of {worker}, which was evacuated")
+                self.settle(member.kind, f"in place of {worker}, which was evacuated")
         else:
             self._replace(member, reason)
 
@@ -304,47 +323,49 @@ class WorkerPool:
         """Launch another in place of a lost worker, after a pause if it died young."""
         self._members.pop(member.worker, None)
         self._record("lost", reason, worker=member.worker)
+        for tell in self.on_gone:
+            tell(member, reason)
         if time.monotonic() - member.since_s < YOUNG_S:
             self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
         else:
             self._pause_s = 0.0
-        self._spawn(self._replace_after(self._pause_s, member))
+        self.spawn(self._replace_after(self._pause_s, member))
 
     async def _replace_after(self, pause_s: float, gone: Member) -> None:
         await asyncio.sleep(pause_s)
         here = sum(m.kind == gone.kind and m.state != "draining" for m in self._members.values())
-        if here < self.wanted_kinds[gone.kind]:
-            self._begin_launch(self._enroll(gone.kind, f"replaces {gone.worker}"))
+        if here < self.wanted_kinds[gone.kind] + self.surge[gone.kind]:
+            self._begin_launch(self.enroll(gone.kind, f"replaces {gone.worker}"))
 
     def _begin_drain(self, member: Member, reason: str) -> None:
-        self._become(member, "draining", reason)
+        self.become(member, "draining", reason)
         self.core.set_open(member.worker, False)
-        member.task = self._spawn(self._drain(member))
+        member.task = self.spawn(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
-        await self._exit(member).drain(f"{member.worker} is being drained")
-        await self._part(member, "the worker was stopped")
+        await self.way_out(member).drain(f"{member.worker} is being drained")
+        await self.part(member, "the worker was stopped")
         self.drain_s = time.monotonic() - member.since_s
         self._record("stop", "drained: nothing runs on it any more", worker=member.worker)
 
     async def _evacuate(self, member: Member, way_out: Exit, deadline_s: float, reason: str) -> None:
         done = await way_out.evacuate(deadline_s, f"{member.worker} is evacuated: {reason}")
-        await self._part(member, f"{member.worker} had to be gone: {reason}")
+        await self.part(member, f"{member.worker} had to be gone: {reason}")
         self.core.metrics.count_evacuation(done.in_time, asdict(done))
         self._record("evacuated", str(done), worker=member.worker, **asdict(done))
-        self._settle(member.kind, f"in place of {member.worker}, which was evacuated")
+        self.settle(member.kind, f"in place of {member.worker}, which was evacuated")
 
-    async def _part(self, member: Member, why: str) -> None:
+    async def part(self, member: Member, why: str) -> None:
         """The end of a worker that requests have left; what is still there is replayed, or fails."""
         member.is_stopping = True
         await self.core.detach(member.worker, why)
         await self.host.stop(member.worker)
         self._members.pop(member.worker, None)
 
-    def _exit(self, member: Member) -> Exit:
+    def way_out(self, member: Member) -> Exit:
         return Exit(self.core, member.worker, lambda worker: self.state_of(worker) == "serving")
 
-    def _settle(self, kind: str, reason: str) -> None:
+    def settle(self, kind: str, reason: str) -> None:
         """Take the steps to the wanted number of a kind."""
         for step in self._steps(kind, reason):
             self._take(step, kind)
@@ -357,8 +378,8 @@ class WorkerPool:
             now_s = time.monotonic()
             for member in self.members():
                 if member.state == "starting" and now_s - member.since_s > self.start_limit_s:
-                    self._give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
-                    self._spawn(self._replace_after(self._pause_s, member))
+                    self.give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
+                    self.spawn(self._replace_after(self._pause_s, member))
                     continue
                 if member.state == "starting" or await self.host.is_healthy(member.worker):
                     silent.pop(member.worker, None)
@@ -390,14 +411,14 @@ class WorkerPool:
             raise BadInput(f"worker {worker}: no such worker, there are: {names}")
         return member
 
-    def _become(self, member: Member, state: WorkerState, reason: str) -> None:
+    def become(self, member: Member, state: WorkerState, reason: str) -> None:
         member.state, member.since_s, member.reason = state, time.monotonic(), reason
         self._record(state, reason, worker=member.worker)
 
     def _record(self, kind: str, reason: str, **facts: object) -> None:
         self.events.record(time.time(), kind, reason, **facts)
 
-    def _spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
+    def spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

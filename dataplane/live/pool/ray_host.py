@@ -8,10 +8,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -19,8 +17,10 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.vllm_surface import AsyncEngineArgs, current_platform
+from dataplane.live.engine_api.processes import free_memory_bytes, resident_bytes
+from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
+from dataplane.live.pool.member import Revision
 from dataplane.live.worker.launch import Place, RayWorker, launch_worker
 from dataplane.live.worker.link import WorkerLink, link_context
 
@@ -32,8 +32,7 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, engine_settings: Mapping[str, Any], types: FleetTypes, folder: Path | None) -> None:
-        self._engine_settings = dict(engine_settings)
+    def __init__(self, types: FleetTypes, folder: Path | None) -> None:
         self._types = types
         self._folder = folder
         self._token = secrets.token_hex(16)
@@ -42,14 +41,14 @@ class RayHost:
         self._shares: dict[WorkerId, list[int]] = {}
 
     @classmethod
-    async def start(cls, arguments: Any, types: FleetTypes) -> RayHost:
-        """Initialise Ray for workers with these vLLM flags, of these types.
+    async def start(cls, types: FleetTypes) -> RayHost:
+        """Initialise Ray for workers of these types.
 
         Raises BadInput when the GPUs that are asked for are not there.
         """
         address = os.environ.get("RAY_ADDRESS")
         folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
-        host = cls(engine_settings_of(arguments), types, folder)
+        host = cls(types, folder)
         try:
             await asyncio.to_thread(_initialise, address, folder)
             if not current_platform.is_cpu():
@@ -59,13 +58,32 @@ class RayHost:
             raise
         return host
 
-    async def launch(self, worker: WorkerId, kind: str, say: Callable[[str], None]) -> EngineLink:
+    async def launch(
+        self, worker: WorkerId, kind: str, revision: Revision, say: Callable[[str], None]
+    ) -> EngineLink:
         worker_type = self._types[kind]
-        engine_settings = self._types.engine_settings(kind, self._engine_settings, current_platform.is_cpu())
+        engine_settings = self._types.engine_settings(kind, revision.settings, current_platform.is_cpu())
         place = self._place(worker, worker_type)
         started = await launch_worker(worker, engine_settings, self._token, place, say)
         self._workers[worker] = started
         return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
+
+    def room(self, kind: str) -> str | None:
+        if current_platform.is_cpu():
+            return self._lack_of_memory()
+        gpus = self._types[kind].gpus
+        free = ray._private.state.available_resources_per_node().values()
+        if any(node.get("GPU", 0.0) >= gpus for node in free):
+            return None
+        return f"no node has {gpus} free GPUs"
+
+    def _lack_of_memory(self) -> str | None:
+        """A worker on the CPU needs what the largest of its like holds."""
+        needs = max((resident_bytes(w.info.pid) for w in self._workers.values()), default=0)
+        free = free_memory_bytes()
+        if needs < free:
+            return None
+        return f"a worker takes {needs / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
 
     async def stop(self, worker: WorkerId) -> None:
         self._shares.pop(worker, None)
@@ -99,19 +117,6 @@ class RayHost:
             used = [share for shares_of_one in self._shares.values() for share in shares_of_one]
             taken.append(min(range(len(shares)), key=used.count))
         return Place(cores="|".join(",".join(map(str, shares[at])) for at in taken))
-
-
-def engine_settings_of(arguments: Any) -> dict[str, Any]:
-    """The engine arguments that differ from vLLM's defaults: what the operator has asked for."""
-    args = AsyncEngineArgs.from_cli_args(arguments)
-    # vLLM looks a model up as soon as it is named, and its default one is not the operator's.
-    plain = AsyncEngineArgs(model=args.model)
-    settings: dict[str, Any] = {"model": args.model}
-    for field in fields(AsyncEngineArgs):
-        value = getattr(args, field.name)
-        if value != getattr(plain, field.name):
-            settings[field.name] = value
-    return settings
 
 
 def _initialise(address: str | None, folder: Path | None) -> None:

@@ -1,0 +1,303 @@
+"""Updates and restarts on emulated engines: the fleet ends wholly new or wholly old, and loses no stream."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from front import Front, FrontHost, profile, until
+
+from controlplane.errors import BadInput
+from controlplane.types import WorkerId
+
+OLD, NEW = "old", "new"
+
+
+class Story:
+    """A pool of emulated workers of revision 1, and rollouts over it."""
+
+    def __init__(self, workers, most):
+        from controlplane.placement.queue import QueueSettings
+        from controlplane.worker_type import WorkerGroup, WorkerType
+        from dataplane.live.pool.fleet_types import FleetTypes
+        from dataplane.live.pool.member import Revision
+        from dataplane.live.pool.pool import WorkerPool
+
+        self.front = Front((), profile(), QueueSettings())
+        self.host = FrontHost(self.front)
+        types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
+        first = Revision(1, OLD)
+        self.pool = WorkerPool(self.host, self.front.core, self.front.events, most, types, first)
+        self.least = workers
+
+    def rollout(self, revision=None, only=None, finish_s=20.0):
+        from dataplane.live.pool.rollout import Rollout
+
+        return Rollout(self.pool, revision or self.revision(), finish_s, only, gate_s=0.05)
+
+    def revision(self, model=NEW):
+        from dataplane.live.pool.member import Revision
+
+        return Revision(2, model, ("--some-flag",))
+
+    def revisions(self):
+        return sorted(m.revision for m in self.pool.members())
+
+    async def watch(self):
+        """Note the fewest workers that ever serve."""
+        while True:
+            self.least = min(self.least, self.pool.serving)
+            await asyncio.sleep(0)
+
+    async def streams(self, count, tokens, **params):
+        prompts = {f"r{i}": [i + 1] * 30 for i in range(count)}
+        for name, prompt in prompts.items():
+            await self.front.send(name, prompt, max_tokens=tokens, **params)
+        await asyncio.gather(*(self.front.until(name, 3) for name in prompts))
+        return prompts
+
+
+@pytest.fixture
+def play(live_extra, monkeypatch):
+    from dataplane.live.pool import pool, rollout
+
+    monkeypatch.setattr(pool, "YOUNG_S", 0.0)  # else a replacement waits a second
+    monkeypatch.setattr(rollout, "LONGEST_PAUSE_S", 0.01)
+
+    def run(play_it, workers=3, most=6):
+        async def scene():
+            story = Story(workers, most)
+            try:
+                await story.pool.start()
+                watching = asyncio.ensure_future(story.watch())
+                await asyncio.wait_for(play_it(story), 60)
+                watching.cancel()
+            finally:
+                await story.pool.close()
+                await story.front.close()
+
+        asyncio.run(scene())
+
+    return run
+
+
+def test_an_update_with_room_for_one_more_never_has_fewer_workers_and_moves_every_stream(play):
+    async def story(s):
+        prompts = await s.streams(9, 900)
+        update = s.rollout(s.revision(OLD))
+        await update.run()
+        assert (update.state, update.replaced) == ("done", 3)
+        assert update.how.startswith("start-first")
+        assert s.revisions() == [2, 2, 2]
+        assert s.least == 3
+        await s.front.ended(*prompts)
+        assert all(len(s.front.tokens[name]) == 900 for name in prompts)
+        assert {e.kind for e in s.front.events} >= {"update", "migrate", "stop"}
+
+    play(story)
+
+
+def test_an_update_without_room_has_one_worker_fewer_at_most(play):
+    async def story(s):
+        prompts = await s.streams(9, 900)
+        update = s.rollout(s.revision(OLD))
+        await update.run()
+        assert update.state == "done"
+        assert "--max-workers 3 leaves no room" in update.how
+        assert s.revisions() == [2, 2, 2]
+        assert s.least == 2
+        await s.front.ended(*prompts)
+        assert all(len(s.front.tokens[name]) == 900 for name in prompts)
+
+    play(story, most=3)
+
+
+def test_streams_of_the_old_model_finish_on_it_and_new_requests_go_to_the_new_one(play):
+    async def story(s):
+        prompts = await s.streams(6, 1200)
+        update = asyncio.ensure_future(s.rollout().run())
+        await until(lambda: any(m.revision == 2 and m.state == "serving" for m in s.pool.members()))
+        await s.front.ended(*prompts)
+        assert all(s.front.finish[name] == "LENGTH" for name in prompts)
+        went_to = {e.facts["worker"] for e in s.front.events if e.kind == "migrate" and "; done" in e.reason}
+        assert went_to <= {"w0", "w1", "w2"}
+        await update
+        assert s.revisions() == [2, 2, 2]
+        weights = {at.link.info.weights for at in s.front.core.attached()}
+        assert weights == {NEW}
+
+    play(story)
+
+
+def test_what_does_not_finish_in_time_on_an_old_model_ends_in_an_error_that_says_why(play):
+    async def story(s):
+        prompts = await s.streams(3, 100_000)
+        await s.rollout(finish_s=0.2).run()
+        await s.front.ended(*prompts)
+        print([(e.kind, e.at_s, e.reason, e.facts) for e in s.front.events], [len(t) for t in s.front.tokens.values()], s.front.finish)
+        assert set(s.front.finish.values()) == {"ERROR"}
+        why = {e.reason for e in s.front.events if e.kind == "failed"}
+        assert all("given 0.2 s to finish" in reason for reason in why)
+        assert any("no worker runs the weights" in reason for reason in why)
+
+    play(story, workers=1)
+
+
+def test_a_dead_workers_stream_is_not_continued_by_another_model(play):
+    async def story(s):
+        prompts = await s.streams(6, 3000)
+        update = asyncio.ensure_future(s.rollout().run())
+        await until(lambda: any(m.revision == 2 and m.state == "serving" for m in s.pool.members()))
+        victim = next(m.worker for m in s.pool.members() if m.revision == 1 and m.state == "serving")
+        s.front.engines[victim].kill("kill -9")
+        await s.front.ended(*prompts)
+        await update
+        for name, prompt in prompts.items():
+            tracked_wrong = s.front.finish[name] == "LENGTH" and len(s.front.tokens[name]) != 3000
+            assert not tracked_wrong, prompt
+        assert s.revisions() == [2, 2, 2]
+
+    play(story)
+
+
+@pytest.mark.parametrize("most", [3, 6])
+def test_a_new_worker_that_does_not_start_leaves_the_fleet_wholly_old_and_says_the_cause(play, most):
+    async def story(s):
+        s.host.broken.add(NEW)
+        prompts = await s.streams(6, 600)
+        update = s.rollout()
+        await update.run()
+        assert update.state == "rolled-back"
+        assert "did not start: no such model" in update.cause
+        assert s.revisions() == [1, 1, 1]
+        assert s.least >= 2
+        await s.front.ended(*prompts)
+        assert all(len(s.front.tokens[name]) == 600 for name in prompts)
+
+    play(story, most=most)
+
+
+@pytest.mark.parametrize("most", [3, 6])
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_new_worker_lost_at_any_step_leaves_the_fleet_wholly_old(play, most, after):
+    """`after`: so many have been replaced when a new one dies; at the last it is the gate's."""
+
+    async def story(s):
+        prompts = await s.streams(6, 1500)
+        update = s.rollout()
+        running = asyncio.ensure_future(update.run())
+        if after == 0:
+            await until(lambda: any(m.phase.startswith("showing") for m in s.pool.members()))
+            victim = next(m for m in s.pool.members() if m.phase.startswith("showing"))
+        else:
+            await until(lambda: update.replaced >= after)
+            victim = next(m for m in s.pool.members() if m.revision == 2 and m.state == "serving")
+        if not running.done():
+            s.front.engines[victim.worker].kill("kill -9")
+        await running
+        ends = [1, 1, 1] if update.state == "rolled-back" else [2, 2, 2]
+        await until(lambda: s.revisions() == ends)  # an old one that was kept may be one too many, and drains
+        assert (update.state == "rolled-back") == bool(update.cause)
+        await s.front.ended(*prompts)
+
+    play(story, most=most)
+
+
+def test_an_old_worker_lost_meanwhile_is_replaced_and_the_update_goes_on(play):
+    async def story(s):
+        update = s.rollout()
+        running = asyncio.ensure_future(update.run())
+        await until(lambda: update.replaced >= 1)
+        with suppress(StopIteration):
+            victim = next(m for m in s.pool.members() if m.revision == 1 and m.state == "serving")
+            s.front.engines[victim.worker].kill("kill -9")
+        await running
+        await until(lambda: s.revisions() == [2, 2, 2])
+        assert update.state == "done"
+
+    play(story)
+
+
+def test_a_cancelled_update_is_rolled_back(play):
+    async def story(s):
+        update = s.rollout()
+        running = asyncio.ensure_future(update.run())
+        await until(lambda: update.replaced >= 1)
+        update.cancel("an operator cancelled it")
+        await running
+        assert (update.state, update.cause) == ("rolled-back", "an operator cancelled it")
+        assert s.revisions() == [1, 1, 1]
+        with pytest.raises(BadInput, match="nothing to cancel"):
+            update.cancel("again")
+
+    play(story)
+
+
+def test_a_rollback_is_tried_until_it_is_done(play):
+    async def story(s):
+        update = s.rollout()
+        running = asyncio.ensure_future(update.run())
+        await until(lambda: update.replaced >= 2)
+        s.host.failures = 3
+        update.cancel("an operator cancelled it")
+        await running
+        assert update.state == "rolled-back"
+        assert s.revisions() == [1, 1, 1]
+
+    play(story)
+
+
+def test_a_restart_replaces_one_worker_and_its_streams_go_on(play):
+    async def story(s):
+        prompts = await s.streams(9, 900)
+        restart = s.rollout(s.pool.revision, WorkerId("w1"))
+        await restart.run()
+        assert (restart.state, restart.replaced) == ("done", 1)
+        assert sorted(m.worker for m in s.pool.members()) == ["w0", "w2", "w3"]
+        assert s.least == 3
+        await s.front.ended(*prompts)
+        assert all(len(s.front.tokens[name]) == 900 for name in prompts)
+
+    play(story)
+
+
+@pytest.mark.parametrize("most", [3, 6])
+def test_a_restart_whose_worker_does_not_start_changes_nothing_or_is_tried_again(play, most):
+    async def story(s):
+        s.host.failures = 1
+        restart = s.rollout(s.pool.revision, WorkerId("w1"))
+        await restart.run()
+        assert (restart.state, "no such model" in restart.cause) == ("failed", True)
+        await until(lambda: s.pool.serving == 3)
+        assert (s.pool.state_of(WorkerId("w1")) == "serving") == (most == 6)
+
+    play(story, most=most)
+
+
+def test_an_evacuation_in_the_middle_of_an_update_goes_through_and_so_does_the_update(play):
+    async def story(s):
+        prompts = await s.streams(6, 800)
+        update = s.rollout(s.revision(OLD))
+        running = asyncio.ensure_future(update.run())
+        await until(lambda: update.replaced >= 1)
+        with suppress(StopIteration):
+            s.pool.evacuate(next(m.worker for m in s.pool.members() if m.state == "serving"), 5.0, "a test")
+        await running
+        await until(lambda: s.revisions() == [2, 2, 2])
+        assert update.state == "done"
+        await s.front.ended(*prompts)
+        assert all(len(s.front.tokens[name]) == 800 for name in prompts)
+
+    play(story)
+
+
+def test_the_only_worker_is_not_stopped_before_another_serves(play):
+    async def story(s):
+        prompts = await s.streams(2, 400)
+        update = s.rollout()
+        await update.run()
+        assert update.state == "rolled-back"
+        assert "w0 is the only one serving, and --max-workers 1 leaves no room" in update.cause
+        assert s.pool.state_of(WorkerId("w0")) == "serving"
+        await s.front.ended(*prompts)
+
+    play(story, workers=1, most=1)
