@@ -46,6 +46,9 @@ class Host:
         self.engines[worker] = engine
         return engine
 
+    async def notices(self, source: str | None) -> dict[WorkerId, Any]:
+        return {}
+
     def room(self, kind: str) -> str | None:
         return None
 

@@ -95,13 +95,13 @@ class FrontHost:
     """Launches a front's emulated engines, by the profile of their kind where kinds have one of their own.
 
     The next `failures` launches fail, and all of `broken` models; nothing is `stopped` before `may_stop`.
-    `lack`: why there is no room for one more.
+    `lack`: why there is no room for one more. `told`: the notices of workers.
     """
 
     def __init__(self, front, profiles=None):
         self.front, self.profiles = front, profiles or {}
         self.kinds, self.failures, self.stopped = {}, 0, []
-        self.broken, self.lack = set(), None
+        self.broken, self.lack, self.told = set(), None, {}
         self.may_stop = asyncio.Event()
         self.may_stop.set()
 
@@ -113,6 +113,9 @@ class FrontHost:
         engine = self.front.launch(worker, self.profiles.get(kind), revision.model)
         self.front.engines[worker] = engine
         return engine
+
+    async def notices(self, source):
+        return self.told
 
     def room(self, kind):
         return self.lack

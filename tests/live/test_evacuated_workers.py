@@ -169,3 +169,39 @@ def test_an_evacuation_is_neither_ordered_twice_nor_taken_back(play):
         await front.ended(*prompts)
 
     play(story)
+
+
+def test_a_noticed_worker_is_evacuated_once(play):
+    from dataplane.live.engine_api.notices import Notice
+    from dataplane.live.pool.notice_watch import NoticeWatch
+
+    async def story(front, fleet):
+        prompts = await streams(front, 9, 600)
+        watch = NoticeWatch(fleet, None, clock=lambda: 1000.0)
+        fleet.host.told = {W0: Notice("Ray drains its node", 1005.0)}
+        await watch.look()
+        await watch.look()
+        await until(lambda: evacuated(front))
+        draining = [e.reason for e in front.events if e.kind == "draining"]
+        assert draining == ["must be empty within 5 s: Ray drains its node"]
+        await front.ended(*prompts)
+        assert whole(front, prompts, 600)
+
+    play(story)
+
+
+def test_where_all_machines_go_away_it_is_said_and_nothing_done(play):
+    from dataplane.live.engine_api.notices import Notice
+    from dataplane.live.pool.notice_watch import NoticeWatch
+
+    async def story(front, fleet):
+        fleet.host.told = {m.worker: Notice("the file says so") for m in fleet.members()}
+        watch = NoticeWatch(fleet, None)
+        await watch.look()
+        await watch.look()
+        said = [e.reason for e in front.events if e.kind == "notice"]
+        assert len(said) == 3
+        assert all("nowhere to go" in reason for reason in said)
+        assert fleet.serving == 3
+
+    play(story)

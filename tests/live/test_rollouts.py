@@ -131,10 +131,11 @@ def test_streams_of_the_old_model_finish_on_it_and_new_requests_go_to_the_new_on
 def test_what_does_not_finish_in_time_on_an_old_model_ends_in_an_error_that_says_why(play):
     async def story(s):
         prompts = await s.streams(3, 100_000)
+        unfinished = prompts.keys() - s.front.finish.keys()  # the others outran a cold start of this test
+        assert unfinished
         await s.rollout(finish_s=0.2).run()
         await s.front.ended(*prompts)
-        print([(e.kind, e.at_s, e.reason, e.facts) for e in s.front.events], [len(t) for t in s.front.tokens.values()], s.front.finish)
-        assert set(s.front.finish.values()) == {"ERROR"}
+        assert {s.front.finish[name] for name in unfinished} == {"ERROR"}
         why = {e.reason for e in s.front.events if e.kind == "failed"}
         assert all("given 0.2 s to finish" in reason for reason in why)
         assert any("no worker runs the weights" in reason for reason in why)

@@ -62,6 +62,26 @@ def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vl
     assert (stopped.text, stopped.finish) == (expected.text[: expected.text.index(stop)], "stop")
 
 
+def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
+    async def together():
+        async with session() as http:
+            return await asyncio.gather(
+                *(stream(http, vllm_fleet.gateway, **body(i, 1200)) for i in range(6))
+            )
+
+    vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2)
+    expected = asyncio.run(together())
+    leaves = workers(vllm_fleet)[0]["worker"]
+    vllm_fleet.ask("POST", f"/v1/workers/{leaves}/restart", {})
+    # The new engine runs, and shows that it stays healthy; the old one is let go of while the streams run.
+    vllm_fleet.until(lambda: any("pid" in w for w in workers(vllm_fleet, "starting")), 200)
+    assert asyncio.run(together()) == expected
+    vllm_fleet.until(lambda: vllm_fleet.ask("GET", "/v1/fleet")["update"]["state"] == "done")
+    assert leaves not in [w["worker"] for w in workers(vllm_fleet)]
+    moved = vllm_fleet.ask("GET", "/v1/fleet")["decisions"]
+    assert any(d["kind"] == "migrate" and f"{leaves} is being replaced; done" in d["reason"] for d in moved)
+
+
 def test_a_drain_under_load_loses_and_repeats_nothing(vllm_fleet):
     leaves, stays = workers(vllm_fleet)
     expected, got = asyncio.run(

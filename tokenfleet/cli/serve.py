@@ -168,6 +168,14 @@ class ServeFlags:
             min=0.001, max=1, help="and share of a core's time they may take (default: 0.01 on CPUs)"
         ),
     ] = None
+    reclaim_notice: Annotated[
+        str | None,
+        typer.Option(
+            metavar="file:PATH or http://…",
+            help="where a machine reads that it goes away: a file, or AWS', Google's or Azure's metadata;"
+            " its workers are then evacuated (Ray's draining nodes always are)",
+        ),
+    ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
@@ -299,6 +307,7 @@ def _settings(
     from controlplane.placement.queue import QueueSettings
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.fleet import FleetSettings
+    from dataplane.live.engine_api.notices import checked_source
     from dataplane.live.gateway.server import GatewaySettings
 
     bandwidth = asked.move_bandwidth
@@ -323,6 +332,7 @@ def _settings(
         history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
         move_share=asked.move_share,
+        reclaim_notice=None if asked.reclaim_notice is None else checked_source(asked.reclaim_notice),
         extensions=extensions,
     )
 

@@ -122,6 +122,23 @@ def _fleet_alerts() -> list[dict[str, Any]]:
             "Their requests went on elsewhere. The workers' logs say why; memory is the usual reason.",
         ),
         _alert(
+            "TokenfleetEvacuatedLate",
+            'increase(tokenfleet_evacuations_total{deadline="late"}[30m]) > 0'
+            ' or increase(tokenfleet_evacuated_requests_total{how="failed"}[30m]) > 0',
+            None,
+            "ticket",
+            "A worker was not evacuated whole by its deadline",
+            "`tokenfleet fleet status` says how many streams moved, were computed anew and ended in errors.",
+        ),
+        _alert(
+            "TokenfleetRolledBack",
+            'increase(tokenfleet_rollouts_total{outcome=~"rolled-back|failed"}[30m]) > 0',
+            None,
+            "ticket",
+            "An update of the fleet was rolled back, or a restart failed",
+            "The fleet serves as before. `tokenfleet fleet status` has the cause.",
+        ),
+        _alert(
             "TokenfleetKvFull",
             "max(tokenfleet_worker_kv_used_ratio) > 0.98",
             "10m",

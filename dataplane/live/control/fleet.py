@@ -45,6 +45,7 @@ from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_setti
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.member import Host, Revision
+from dataplane.live.pool.notice_watch import NoticeWatch
 from dataplane.live.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class FleetSettings:
     history_limits: HistoryLimits | None = None
     move_bytes_per_s: float | None = None
     move_share: float | None = None
+    reclaim_notice: str | None = None
     extensions: tuple[Extension, ...] = ()
 
 
@@ -193,6 +195,7 @@ async def run_fleet(
         controller = ControllerProcess(controller_settings, events)
         cleanup.push_async_callback(controller.close)
         controller.start()
+        cluster.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
         announce(f"ready {gateway_url} control {control_url}")
         await serving
 

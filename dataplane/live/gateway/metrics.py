@@ -90,6 +90,11 @@ class Metrics:
             "tokenfleet_replays",
             "Segments begun anew from prompt and tokens, because a worker was lost or refused them",
         )
+        self.rollouts = counter(
+            "tokenfleet_rollouts",
+            "Updates and restarts by how they ended: done, rolled-back, failed",
+            ["outcome"],
+        )
         self.evacuations = counter(
             "tokenfleet_evacuations", "Workers evacuated, by whether in time: met, late", ["deadline"]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 from controlplane.perfmodel.profile import Profile
@@ -9,6 +10,7 @@ from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.notices import Notice, read_notice
 from dataplane.live.pool.member import Revision
 
 
@@ -45,6 +47,12 @@ class EmulatedHost:
     async def is_healthy(self, worker: WorkerId) -> bool:
         engine = self._engines.get(worker)
         return engine is None or not engine.is_lost
+
+    async def notices(self, source: str | None) -> Mapping[WorkerId, Notice]:
+        if source is None:
+            return {}
+        found = {w: await asyncio.to_thread(read_notice, source, w) for w in tuple(self._engines)}
+        return {worker: notice for worker, notice in found.items() if notice is not None}
 
     def kill(self, worker: WorkerId) -> None:
         """End a worker as `kill -9` would, for fault injection."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.notices import Notice
 
 WorkerState = Literal["starting", "serving", "draining"]
 
@@ -32,6 +33,9 @@ class Host(Protocol):
 
     async def is_healthy(self, worker: WorkerId) -> bool:
         """Whether its process still answers."""
+
+    async def notices(self, source: str | None) -> Mapping[WorkerId, Notice]:
+        """The workers whose machines are told to go away, by Ray or by `source`."""
 
     async def close(self) -> None:
         """End everything this host has started."""

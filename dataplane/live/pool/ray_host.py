@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ray
@@ -17,6 +17,7 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import free_memory_bytes, resident_bytes
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
@@ -94,6 +95,21 @@ class RayHost:
     async def is_healthy(self, worker: WorkerId) -> bool:
         started = self._workers.get(worker)
         return started is None or await started.is_healthy()
+
+    async def notices(self, source: str | None) -> Mapping[WorkerId, Notice]:
+        """Ray's draining nodes, and what each worker's machine reads from the source."""
+        workers = dict(self._workers)
+        draining: dict[str, int] = await asyncio.to_thread(ray._private.state.state.get_draining_nodes)
+        found = {
+            name: Notice("Ray drains its node", draining[w.node] / 1e3 if draining[w.node] > 0 else None)
+            for name, w in workers.items()
+            if w.node in draining
+        }
+        if source is not None:
+            names = [name for name in workers if name not in found]
+            read = await asyncio.gather(*(workers[name].notice(source) for name in names))
+            found |= {name: notice for name, notice in zip(names, read, strict=True) if notice is not None}
+        return found
 
     async def close(self) -> None:
         await asyncio.gather(*(self.stop(worker) for worker in tuple(self._workers)))

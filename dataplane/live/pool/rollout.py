@@ -272,6 +272,7 @@ class Rollout:
 
     def _end(self, state: State, said: str) -> None:
         self.state = state
+        self.pool.core.metrics.rollouts.labels(state).inc()
         self._say(said)
 
     def _say(self, said: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ray
 import zmq.asyncio
 from zmq.constants import SocketOption, SocketType
 
@@ -23,6 +24,7 @@ from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.kv_messages import Control, message_of
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
+from dataplane.live.engine_api.notices import Notice, read_notice
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
 from dataplane.live.engine_api.step_trace import Step, StepTrace
 from dataplane.live.engine_api.vllm_surface import (
@@ -62,6 +64,14 @@ class Worker:
     async def phase(self) -> str:
         """What its start is at."""
         return self._phase
+
+    async def node(self) -> str:
+        """Ray's id of the node it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def notice(self, source: str) -> Notice | None:
+        """What a source of reclaim notices says of this machine."""
+        return await asyncio.to_thread(read_notice, source, self._worker)
 
     async def start(self, engine_settings: Mapping[str, Any], host: str) -> WorkerInfo:
         """Start the engine, warm it up, open the door; return what gateways need to know.

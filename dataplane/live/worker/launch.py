@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.engine_api.notices import Notice
 from dataplane.live.worker.actor import Worker
 from dataplane.live.worker.cause import StartFailure
 
@@ -56,11 +57,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RayWorker:
-    """A started worker. `actor` and `group` are Ray's handles; `group` is None without GPUs."""
+    """A started worker. `actor`, `group` and `node` are Ray's names; `group` is None without GPUs."""
 
     actor: Any
     group: Any
     info: WorkerInfo
+    node: str = ""
 
     async def is_healthy(self) -> bool:
         """Whether actor and engine answer in time."""
@@ -68,6 +70,16 @@ class RayWorker:
             return bool(await asyncio.wait_for(self.actor.health.remote(), HEALTH_S))
         except (ray.exceptions.RayError, TimeoutError):
             return False
+
+    async def notice(self, source: str) -> Notice | None:
+        """What a source of reclaim notices says of its machine. Raises RuntimeError where it cannot say."""
+        try:
+            notice: Notice | None = await asyncio.wait_for(self.actor.notice.remote(source), HEALTH_S)
+        except ray.exceptions.RayTaskError as error:
+            raise RuntimeError(str(error.cause)) from error
+        except (ray.exceptions.RayError, TimeoutError):
+            return None  # it is dead or stuck, which others notice
+        return notice
 
     async def stop(self) -> None:
         """End the engine, then the actor; its processes end with it however it went."""
@@ -117,7 +129,7 @@ async def launch_worker(
         if isinstance(error, ray.exceptions.RayError | TimeoutError):
             raise RuntimeError(f"worker {worker}: {error or 'did not start in time'}") from error
         raise
-    return RayWorker(actor, group, info)
+    return RayWorker(actor, group, info, await actor.node.remote())
 
 
 async def _follow_phases(actor: Any, say: Callable[[str], None]) -> None:

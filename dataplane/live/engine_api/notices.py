@@ -1,27 +1,24 @@
-"""Notices that a worker's machine goes away, and the evacuation that follows each.
+"""Notices that a machine goes away, read from a file or from a cloud's metadata service.
 
-Ray's draining nodes are always read where Ray runs. Besides, `--reclaim-notice` names a source, which each
-worker's own machine reads:
+`--reclaim-notice` names the source, and each worker's own machine reads it:
 
-    file:/path                                            there: {"deadline_s": 30, "workers": ["w0"]}, or empty
+    file:/path                                       if it is there: {"deadline_s": 30, "workers": ["w0"]}
     http://169.254.169.254/latest/meta-data/spot/instance-action              AWS: 404 until there is one
-    http://metadata.google.internal/computeMetadata/v1/instance/preempted     Google: TRUE or FALSE, 30 s before
+    http://metadata.google.internal/computeMetadata/v1/instance/preempted     Google: TRUE or FALSE
     http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01    Azure: Preempt, Terminate
 
 A file without `workers` is for all of its machine; without `deadline_s`, and where a cloud gives no time, it
-is 30 s from when it was first seen.
+is `GIVEN_S` from when it was first seen.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -29,14 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput
-from controlplane.types import WorkerId
-from dataplane.live.pool.pool import WorkerPool
 
-log = logging.getLogger(__name__)
-LOOK_S = 2.0
 READ_S = 1.0
 GIVEN_S = 30.0
-LEAST_S = 1.0
 AWS, GOOGLE, AZURE = (
     "/latest/meta-data/spot/instance-action",
     "/computeMetadata/v1/instance/preempted",
@@ -152,44 +144,3 @@ def _json(text: str, kind: type, what: str) -> Any:
     if not isinstance(said, kind):
         raise BadInput(f"{what}: expected a JSON object, got {text[:80]!r}")
     return said
-
-
-class NoticeWatch:
-    """Looks for notices, and evacuates the workers that they are about, each once."""
-
-    def __init__(
-        self, pool: WorkerPool, source: str | None, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._pool, self._source, self._clock = pool, source, clock
-        self._seen: set[WorkerId] = set()
-        self._fault = ""
-
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
-
-    async def look(self) -> None:
-        """Evacuate every worker of which there is a notice now; say it where there is nowhere to go."""
-        try:
-            notices = await self._pool.host.notices(self._source)
-        except (OSError, BadInput, RuntimeError) as error:
-            if str(error) != self._fault:  # once, not every two seconds
-                log.warning("reclaim notices cannot be read: %s", error)
-            self._fault = str(error)
-            return
-        self._fault = ""
-        serving = {m.worker for m in self._pool.members() if m.state == "serving"}
-        news = {w: n for w, n in notices.items() if w in serving and w not in self._seen}
-        self._seen = (self._seen | news.keys()) & notices.keys()
-        for worker, notice in news.items():
-            at_s = notice.at_s
-            left_s = max(GIVEN_S if at_s is None else at_s - self._clock(), LEAST_S)
-            try:
-                if not serving - notices.keys() - self._seen:
-                    raise BadInput("all workers' machines go away, so there is nowhere to go")
-                self._pool.evacuate(worker, left_s, notice.why)
-            except BadInput as error:
-                said = f"{notice.why} in {left_s:.0f} s, and it is not evacuated: {error}"
-                self._pool.events.record(time.time(), "notice", said, worker=worker)
