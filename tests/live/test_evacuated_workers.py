@@ -160,7 +160,7 @@ def test_an_evacuation_is_neither_ordered_twice_nor_taken_back(play):
         prompts = await streams(front, 6, 800, prompt_tokens=300)
         front.fabric.bytes_per_s = 3e6
         fleet.evacuate(W0, 4.0, "a test")
-        with pytest.raises(BadInput, match="being evacuated already"):
+        with pytest.raises(BadInput, match="being evacuated or replaced already"):
             fleet.evacuate(W0, 4.0, "again")
         with pytest.raises(BadInput, match="being evacuated"):
             fleet.cancel_drain(W0, "changed my mind")

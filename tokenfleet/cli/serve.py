@@ -21,6 +21,7 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import Slo
+from dataplane.live.engine_api.notices import checked_source
 from tokenfleet.cli.flags import takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
@@ -252,6 +253,8 @@ def _checked(flags: ServeFlags) -> Checked:
     check_budget(flags, types)
     if flags.port == flags.control_port:
         raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
+    if flags.reclaim_notice is not None:
+        checked_source(flags.reclaim_notice)
     policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
     slo = flags.slo or (None if plan is None else plan.slo_text)
     return Checked(
@@ -307,7 +310,6 @@ def _settings(
     from controlplane.placement.queue import QueueSettings
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.fleet import FleetSettings
-    from dataplane.live.engine_api.notices import checked_source
     from dataplane.live.gateway.server import GatewaySettings
 
     bandwidth = asked.move_bandwidth
@@ -332,7 +334,7 @@ def _settings(
         history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
         move_share=asked.move_share,
-        reclaim_notice=None if asked.reclaim_notice is None else checked_source(asked.reclaim_notice),
+        reclaim_notice=asked.reclaim_notice,
         extensions=extensions,
     )
 

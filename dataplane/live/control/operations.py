@@ -298,6 +298,8 @@ class Operations:
         chosen = WorkerId(target) if target else self.core.placement.choose(tracked, time.monotonic(), source)
         if chosen is None:
             raise BadInput(f"request {name}: no other worker has room for it")
+        if not self.core.may_continue(tracked, chosen):
+            raise BadInput(f"target {chosen}: does not run the weights that the request began on")
         if tracked.id in self.core.migrations.open:
             raise BadInput(f"request {name}: is being moved already")
         task = asyncio.ensure_future(self.core.move(tracked.id, chosen, reason))

@@ -423,6 +423,11 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._record("replay", why, tracked, source=lost_on, tokens_so_far=len(tracked.output_token_ids))
         self._admission.take_back(tracked)
 
+    def may_continue(self, tracked: Tracked, worker: WorkerId) -> bool:
+        """Whether a worker runs the weights that have made a request's tokens, if it has any."""
+        link = self.link(worker)
+        return link is None or not tracked.output_token_ids or link.info.weights == tracked.weights
+
     def _other_weights(self, tracked: Tracked) -> str | None:
         """What hinders a request that has begun where all workers run other weights than made its tokens."""
         served = {at.link.info.weights for at in self._attached}

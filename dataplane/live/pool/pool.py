@@ -165,7 +165,7 @@ class WorkerPool:
         if member.state != "draining":
             raise BadInput(f"worker {worker}: is not draining")
         if member.is_stopping or member.is_leaving:
-            what = "drained and being stopped" if member.is_stopping else "being evacuated"
+            what = "drained and being stopped" if member.is_stopping else "being evacuated or replaced"
             raise BadInput(f"worker {worker}: is {what}; scale up instead")
         more = self.wanted_kinds[member.kind] + 1
         self._want(self.wanted_kinds | {member.kind: more}, f"{worker} stays: {reason}")
@@ -179,7 +179,7 @@ class WorkerPool:
         """
         member = self._member(worker)
         if member.is_stopping or member.is_leaving:
-            what = "being stopped" if member.is_stopping else "being evacuated already"
+            what = "being stopped" if member.is_stopping else "being evacuated or replaced already"
             raise BadInput(f"worker {worker}: is {what}")
         if member.state == "starting":
             self.give_up(member, f"{reason}; it was not ready yet")
