@@ -2,8 +2,9 @@
 
 An evacuation makes its plan (controlplane.migration.evacuation) again whenever something has ended, with the
 pace that its moves have shown and the KV that is then free. Moves fill the worker's budget of moves; replays
-go on beside them, one at a time on each target, so that none waits for another's prefill. Shortly before the
-deadline whatever may be replayed is, at once; what cannot be continued elsewhere ends in an explicit error as
+go on beside them, one at a time on each target, so that none waits for another's prefill, and those of
+requests that might be moved only once a move has shown its pace. Shortly before the deadline whatever may be
+replayed is, at once; what cannot be continued elsewhere ends in an explicit error as
 the worker is parted with.
 """
 
@@ -28,7 +29,7 @@ from dataplane.live.gateway.request import Tracked
 from dataplane.live.migration.coordinator import layout, meaning
 
 log = logging.getLogger(__name__)
-PRIOR_BYTES_PER_S = 2.4e9  # until the first move has ended: rather too much, for a replay is not taken back
+PRIOR_BYTES_PER_S = 2.4e9  # until the first move has ended
 LOOK_S = 0.05
 DRAIN_LOOK_S = 0.2
 RESERVE_S, RESERVE_SHARE = 1.0, 0.1  # of the time given, kept for the last replays
@@ -170,8 +171,12 @@ class Exit:
                 self._under.bound_for[order.request] = order.target, tokens
                 move = self._move(order.request, order.target, why, hurried=True)
                 self._under.moves[order.request] = asyncio.ensure_future(move)
-            elif order.how == REPLAY and order.target not in self._under.replays:
+            elif order.how == REPLAY and order.target not in self._under.replays and self._is_sure(tracked):
                 await self._replay(tracked, order.target, why)
+
+    def _is_sure(self, tracked: Tracked) -> bool:
+        """Whether a replay that is planned should be begun: it is not taken back when moves prove faster."""
+        return bool(self._done.moved_tokens) or not self._under.moves or not self._leaving(tracked).may_move
 
     async def _replay(self, tracked: Tracked, target: WorkerId, why: str) -> None:
         self._done.replayed += 1
