@@ -24,7 +24,7 @@ from tokenfleet.profiles.library import find_profiles
 
 SLO = Slo(60.0, 1.0)
 W0 = WorkerId("w0")
-STREAMS, PROMPT_TOKENS, TOKENS, SECONDS = 64, 8000, 1200, 10.0
+STREAMS, PROMPT_TOKENS, TOKENS, SECONDS = 64, 8000, 700, 10.0
 REAL_STREAMS, REAL_TOKENS, REAL_SECONDS = 24, 1500, 15.0
 FAST = 25.0  # emulated engines run so many times faster than life before and after the evacuation
 REAL_FLAGS = (*ENGINE_FLAGS[:2], "--max-model-len", "8192", "--kv-cache-memory-bytes", str(900 << 20))

@@ -155,7 +155,7 @@ def test_a_dead_workers_stream_is_not_continued_by_another_model(play):
         for name, prompt in prompts.items():
             tracked_wrong = s.front.finish[name] == "LENGTH" and len(s.front.tokens[name]) != 3000
             assert not tracked_wrong, prompt
-        assert s.revisions() == [2, 2, 2]
+        await until(lambda: s.revisions() == [2, 2, 2])
 
     play(story)
 

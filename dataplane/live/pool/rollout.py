@@ -120,6 +120,8 @@ class Rollout:
                 self.pool.revision = to  # it has shown that it serves
         while self._still_retiring():
             await self._until_one_less()
+        for kind in self.pool.wanted_kinds:  # one that was lost meanwhile may have been replaced twice
+            self.pool.settle(kind, f"{self.what} is over")
 
     async def _start_first(self, old: Member, to: Revision) -> None:
         self.how = "start-first: there is room for one worker more"
@@ -177,6 +179,8 @@ class Rollout:
 
     def _retire(self, old: Member, to: Revision) -> None:
         """Let a worker's requests move or finish, then stop it; another is wanted in its place."""
+        if old.state != "serving" or self.pool.state_of(old.worker) is None:
+            return  # it was lost, or drained, meanwhile
         old.is_leaving = True
         self.pool.become(old, "draining", f"{self.what}: replaced by a worker of revision {to.number}")
         self.pool.core.set_open(old.worker, False)
