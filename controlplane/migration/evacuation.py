@@ -94,29 +94,48 @@ def plan_evacuation(
     """
     if not havens and any(r.may_move or r.may_replay for r in leaving):
         raise BadInput("evacuation: no other worker serves, so there is nowhere to go")
-    rooms = [_Room(h.worker, h.free_tokens, h.seats) for h in havens if h.reads_kv]
     large_first = sorted(leaving, key=lambda r: (-r.tokens, r.request))
-    movable = [r for r in large_first if r.may_move and r.has_kv]
-    must = [r for r in movable if r.remaining_s > seconds]
-    moves = _best_moves(must, rooms, max(seconds, 0.0), way)
-    left_s = seconds - sum(way.move_s(r.tokens) for r, _ in moves)
-    for r in movable:  # with what the others leave: those that may end by themselves, the latest last
-        if r.remaining_s <= seconds and way.move_s(r.tokens) <= left_s and (room := _best_fit(r, rooms)):
-            room.take(r.tokens)
-            moves.append((r, room.worker))
-            left_s -= way.move_s(r.tokens)
-    taken = {r.request for r, _ in moves}
-    rest = [r for r in large_first if r.request not in taken]
-    ends = {r.request for r in rest if r.has_kv and r.remaining_s <= seconds}
-    replays = [r for r in rest if r.may_replay and r.request not in ends]
-    free = {h.worker: h.free_tokens - sum(r.tokens for r, w in moves if w == h.worker) for h in havens}
-    orders = [Order(r.request, MOVE, worker) for r, worker in moves]
-    for r in replays:  # where most is free, each in its turn
+    moves = _moves([r for r in large_first if r.may_move and r.has_kv], havens, seconds, way)
+    free = {h.worker: h.free_tokens for h in havens}
+    for r, worker in moves:
+        free[worker] -= r.tokens
+    moved = {r.request for r, _ in moves}
+    rest = [r for r in large_first if r.request not in moved]
+    replays = _spread([r for r in rest if not _stays(r, seconds)], free)
+    stays = (Order(r.request, STAY) for r in rest if _stays(r, seconds))
+    return (*(Order(r.request, MOVE, worker) for r, worker in moves), *replays, *stays)
+
+
+def _stays(r: Leaving, seconds: float) -> bool:
+    """Whether one that is not moved stays: it ends by itself, or cannot be replayed."""
+    return not r.may_replay or (r.has_kv and r.remaining_s <= seconds)
+
+
+def _spread(replays: Sequence[Leaving], free: dict[WorkerId, int]) -> list[Order]:
+    """Each where most is free, in its turn."""
+    orders = []
+    for r in replays:
         worker = max(free, key=lambda w: (free[w], w))
         free[worker] -= r.tokens
         orders.append(Order(r.request, REPLAY, worker))
-    stays = (r for r in rest if not r.may_replay or r.request in ends)
-    return (*orders, *(Order(r.request, STAY) for r in stays))
+    return orders
+
+
+def _moves(
+    movable: Sequence[Leaving], havens: Sequence[Haven], seconds: float, way: Way
+) -> list[tuple[Leaving, WorkerId]]:
+    """The moves, in the order to begin them; `movable` is in falling size."""
+    rooms = [_Room(h.worker, h.free_tokens, h.seats) for h in havens if h.reads_kv]
+    must = [r for r in movable if r.remaining_s > seconds]
+    moves = _best_moves(must, rooms, max(seconds, 0.0), way)
+    left_s = seconds - sum(way.move_s(r.tokens) for r, _ in moves)
+    for r in movable:  # with what the others leave: those that may end by themselves
+        room = _best_fit(r, rooms) if r.remaining_s <= seconds and way.move_s(r.tokens) <= left_s else None
+        if room is not None:
+            room.take(r.tokens)
+            moves.append((r, room.worker))
+            left_s -= way.move_s(r.tokens)
+    return moves
 
 
 @dataclass(slots=True)

@@ -195,10 +195,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]
     for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
         parts.append(f"no request is moved here: {why}")
-    update = view.get("update")
-    if update is not None:
-        cause = f": {update['cause']}" if update["cause"] else ""
-        parts.append(f"{update['what']}: {update['state']}, {update['replaced']} workers replaced{cause}")
+    parts += _update(view)
     if view["decisions"]:
         parts.append(_decisions_table(view["decisions"]))
     return parts
@@ -234,6 +231,15 @@ def _budget(view: dict[str, Any]) -> str:
     """What the controller may spend an hour, where that is bounded."""
     budget = (view.get("autoscale") or {}).get("budget_usd_per_h")
     return "" if budget is None else f", at most ${budget:g}/h"
+
+
+def _update(view: dict[str, Any]) -> list[str]:
+    """The last update or restart, and where it stands."""
+    update = view.get("update")
+    if update is None:
+        return []
+    cause = f": {update['cause']}" if update["cause"] else ""
+    return [f"{update['what']}: {update['state']}, {update['replaced']} workers replaced{cause}"]
 
 
 def _wanted(view: dict[str, Any]) -> str:

@@ -44,8 +44,8 @@ from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
+from dataplane.live.pool.leaving import NoticeWatch
 from dataplane.live.pool.member import Host, Revision
-from dataplane.live.pool.notice_watch import NoticeWatch
 from dataplane.live.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
