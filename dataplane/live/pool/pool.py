@@ -157,7 +157,7 @@ class WorkerPool:
         self._record("role", f"{role}: {reason}", worker=worker)
         self.core.become(worker, kind, role)
         if role == "decode":
-            self._spawn(self._exit(member).shed_unstarted(f"{worker} is a decode worker now"))
+            self.spawn(self.way_out(member).shed_unstarted(f"{worker} is a decode worker now"))
 
     def cancel_drain(self, worker: WorkerId, reason: str) -> None:
         """Let a draining worker serve again. Raises BadInput if it is not draining."""
