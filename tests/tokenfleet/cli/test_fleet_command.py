@@ -26,6 +26,7 @@ SCALED = {
 FLEET = {
     "model": "m", "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
+    "fixed": {}, "update": None,
     "decisions": DECIDED, "scaling": [SCALED], "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
     "attainment_target": 0.99, "lately": {
         "over_s": 60.0, "tokens_per_s": 0.0, "finished": 0, "failed": 0, "rejected": 0, "ttft_s": None,
