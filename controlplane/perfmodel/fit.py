@@ -54,18 +54,21 @@ class PrefillFit:
     residuals: Residuals
 
 
-def fit_step(samples: StepSamples, robust: bool = False, extra_terms: bool = True) -> StepFit:
+def fit_step(
+    samples: StepSamples, robust: bool = False, extra_terms: bool = True, quick: bool = False
+) -> StepFit:
     """The step model that explains `samples` best, prefill and decode together.
 
     `robust` gives outliers (a step that met a garbage collection) less weight, after Huber. Without
-    `extra_terms` only the four plain coefficients are fitted. Raises BadInput when the samples cannot tell
-    the coefficients apart.
+    `extra_terms` only the four plain coefficients are fitted. `quick`: within a second; terms are chosen on
+    five folds however few the batches, and held-out errors are of the terms chosen with all of them. Raises
+    BadInput when the samples cannot tell the coefficients apart.
     """
     if len(samples) and not (samples.prefill_tokens > 0).any():
         raise BadInput("measurements: prefill_tokens: all 0; steps with prefill are needed to fit its time")
     if len(samples) and not (samples.sequences > 0).any():
         raise BadInput("measurements: sequences: all 0; steps that decode are needed to fit their time")
-    values, hinges, residuals = _fitted(samples, "mixed", robust, extra_terms)
+    values, hinges, residuals = _fitted(samples, "mixed", robust, extra_terms, quick)
     return StepFit(StepModel(**values, hinges=hinges), residuals, _range(samples))
 
 
@@ -121,14 +124,19 @@ def pooled(first: Residuals, second: Residuals) -> Residuals:
 
 
 def _fitted(
-    samples: StepSamples, fitted: Fitted, robust: bool, extra_terms: bool
+    samples: StepSamples, fitted: Fitted, robust: bool, extra_terms: bool, quick: bool = False
 ) -> tuple[dict[str, Any], tuple[Hinge, ...], Residuals]:
     """Coefficients by name, hinges, and the errors."""
     plain = Form.plain(fitted)
     _check_identifiable(columns_of(samples, plain), samples, [_name(t, fitted) for t in plain.terms])
-    form = _chosen(samples, fitted, robust) if extra_terms else plain
+    fold = folds(samples, 0 if quick else FEW_POINTS)
+    form = _chosen(samples, fitted, robust, fold) if extra_terms else plain
     values = solved(columns_of(samples, form), samples.step_s, robust)
-    residuals = _residuals(samples, form, fitted, robust, values, extra_terms)
+    if quick:
+        unseen = _held_out(samples, form, robust, fold)
+    else:
+        unseen = _held_out_of_choice(samples, fitted, robust, extra_terms)
+    residuals = _residuals(samples, form, values, unseen)
     numbers = [float(x) for x in values]
     named = {term.name: value for term, value in zip(form.terms, numbers, strict=False)}
     # A slope of 0 is a hinge that the final fit did not want after all.
@@ -149,39 +157,39 @@ def _range(samples: StepSamples) -> FittedRange:
     )
 
 
-def _chosen(samples: StepSamples, fitted: Fitted, robust: bool) -> Form:
+def _chosen(samples: StepSamples, fitted: Fitted, robust: bool, fold: NDArray[np.int64]) -> Form:
     """Terms added one at a time while each lowers the cross-validated error by MIN_GAIN."""
-    form = _start(samples, fitted, robust)
-    error = _cross_validated(samples, form, robust)
+    form = _start(samples, fitted, robust, fold)
+    error = _cross_validated(samples, form, robust, fold)
     while error > EXACT:
         tried = _further(samples, form, fitted)
-        errors = [_cross_validated(samples, t, robust) for t in tried]
+        errors = [_cross_validated(samples, t, robust, fold) for t in tried]
         if not errors or not min(errors) < error * (1 - MIN_GAIN):
             return form
         form, error = tried[int(np.argmin(errors))], min(errors)
     return form
 
 
-def _start(samples: StepSamples, fitted: Fitted, robust: bool) -> Form:
+def _start(samples: StepSamples, fitted: Fitted, robust: bool, fold: NDArray[np.int64]) -> Form:
     """The plain form, and terms of prefilling where there are prefills enough to tell them from k1."""
     form = Form.plain(fitted)
     prefills = samples.prefill_tokens > 0
     few = len(np.unique(samples.prefill_tokens[prefills])) < FEW_PREFILLS
     if few or prefills.all():
         return form
-    judged = prefills[folds(samples) >= 0]
+    judged = prefills[fold >= 0]
     for term in [t for t in MODEL_TERMS[fitted] if t.of_prefilling] if judged.any() else ():
         wider = form.with_term(term)
         without, with_it = (
-            float(np.mean(_held_out(samples, tried, robust)[judged])) for tried in (form, wider)
+            float(np.mean(_held_out(samples, tried, robust, fold)[judged])) for tried in (form, wider)
         )
         if without > EXACT and with_it < without * (1 - MIN_GAIN):
             form = wider
     return form
 
 
-def _cross_validated(samples: StepSamples, form: Form, robust: bool) -> float:
-    return float(np.mean(_held_out(samples, form, robust)))
+def _cross_validated(samples: StepSamples, form: Form, robust: bool, fold: NDArray[np.int64]) -> float:
+    return float(np.mean(_held_out(samples, form, robust, fold)))
 
 
 def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
@@ -204,10 +212,9 @@ def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
     return forms
 
 
-def _held_out(samples: StepSamples, form: Form, robust: bool) -> NDArray[np.float64]:
+def _held_out(samples: StepSamples, form: Form, robust: bool, fold: NDArray[np.int64]) -> NDArray[np.float64]:
     """The absolute relative error of each sample under a fit without its batch."""
     columns = columns_of(samples, form)
-    fold = folds(samples)
     error = np.zeros(len(samples))
     for k in range(fold.max() + 1):
         test = fold == k
@@ -216,15 +223,16 @@ def _held_out(samples: StepSamples, form: Form, robust: bool) -> NDArray[np.floa
     return error[fold >= 0]
 
 
-def folds(samples: StepSamples) -> NDArray[np.int64]:
+def folds(samples: StepSamples, few_points: int = FEW_POINTS) -> NDArray[np.int64]:
     """The fold that judges each sample, shape [samples]; -1 = none, it is always learned from.
 
-    Few batches are judged one by one. A batch that is alone at either end of a column stays: a fit without
-    it would be judged on an extrapolation, which says nothing about predictions inside the range.
+    Few batches (`few_points` at most) are judged one by one. A batch that is alone at either end of a column
+    stays: a fit without it would be judged on an extrapolation, which says nothing about predictions inside
+    the range.
     """
     point = samples.points
     distinct = point.max() + 1
-    fold = point % (FOLDS if distinct > FEW_POINTS else distinct)
+    fold = point % (FOLDS if distinct > few_points else distinct)
     for column in (samples.prefill_tokens, samples.sequences, samples.context_tokens):
         present = column[column > 0]
         for end in (present.min(), present.max()) if len(present) else ():
@@ -237,16 +245,9 @@ def folds(samples: StepSamples) -> NDArray[np.int64]:
 
 
 def _residuals(
-    samples: StepSamples,
-    form: Form,
-    fitted: Fitted,
-    robust: bool,
-    values: NDArray[np.float64],
-    extra_terms: bool,
+    samples: StepSamples, form: Form, values: NDArray[np.float64], unseen: NDArray[np.float64]
 ) -> Residuals:
-    columns = columns_of(samples, form)
-    error = np.abs(columns @ values / samples.step_s - 1.0)
-    unseen = _held_out_of_choice(samples, fitted, robust, extra_terms)
+    error = np.abs(columns_of(samples, form) @ values / samples.step_s - 1.0)
     return Residuals(
         mean_relative=float(error.mean()),
         p95_relative=float(np.quantile(error, 0.95)),
@@ -266,7 +267,7 @@ def _held_out_of_choice(
     for k in range(fold.max() + 1):
         test = fold == k
         train, judged = samples.take(~test), samples.take(test)
-        form = _chosen(train, fitted, robust) if extra_terms else Form.plain(fitted)
+        form = _chosen(train, fitted, robust, folds(train)) if extra_terms else Form.plain(fitted)
         values = solved(columns_of(train, form), train.step_s, robust)
         predicted = columns_of(judged, form) @ values
         error[test] = np.abs(predicted / judged.step_s - 1.0)

@@ -8,7 +8,8 @@ budget of a step has it. Every step in between is a sample, the odd ones at eith
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,36 @@ def concatenated(parts: list[StepSamples]) -> StepSamples:
     )
 
 
+def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]) -> StepSamples:
+    """A designed grid's steps, those of one point that carry the same work as one: the median of their times.
+
+    Decode steps of a point count as the same work, at their mean context. Without this a point that decodes
+    would weigh as many times as it has steps. Steps that less than half of a point's repeats have met (a
+    prompt that arrived a moment late) are left out.
+    """
+    work = work_of(samples, points)
+    name = work[:, 0].astype(np.int64)
+    _, first, group = np.unique(work, axis=0, return_index=True, return_inverse=True)
+    group, repeat = group.reshape(-1), np.asarray(repeats)
+    of_point = [len(np.unique(repeat[name == n])) for n in range(name.max() + 1)]
+    merged = [
+        g for g in range(len(first)) if 2 * len(np.unique(repeat[group == g])) >= of_point[name[first[g]]]
+    ]
+    once = samples.take(first[merged])
+    return replace(
+        once,
+        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in merged]),
+        step_s=np.array([np.median(samples.step_s[group == g]) for g in merged]),
+    )
+
+
+def work_of(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:
+    """The key of each sample's batch in a grid, shape [samples, 4]; the number of the point first."""
+    name = np.unique(np.asarray(points), return_inverse=True)[1]
+    sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
+    return np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
+
+
 @dataclass(frozen=True, slots=True)
 class Burst:
     """A grid point; module docstring."""
@@ -149,14 +180,56 @@ def grid(room: EngineRoom, rng: np.random.Generator) -> list[Burst]:
     bursts += [Burst(b, c) for b in sequences for c in contexts]
     joining = _up_to(longest, [64, 512, budget * 3 // 2])
     bursts += [Burst(b, c, 1, n) for b in some for c in contexts[:3] for n in joining]
-    fitting = [
+    fitting = _with_room(bursts, room)
+    return [fitting[i] for i in rng.permutation(len(fitting))]
+
+
+def design(room: EngineRoom) -> list[Burst]:
+    """The short design for an engine that is measured as it starts, cheap and telling bursts first.
+
+    The first six vary P, b, C and S apart from each other, so that a design cut short after them still tells
+    every coefficient; the others widen the range to what a fleet serves, the last for engines that are fast.
+    """
+    budget = room.max_batched_tokens
+    bursts = [
+        Burst(1, 32, 1, 16),
+        Burst(4, 128, 1, 64),
+        Burst(prefills=1, prefill_tokens=128),
+        Burst(8, 32),
+        Burst(2, 512, 1, 256),
+        Burst(prefills=1, prefill_tokens=512),
+        Burst(16, 64, 1, 128),
+        Burst(1, 1024),
+        Burst(prefills=4, prefill_tokens=64),
+        Burst(8, 256, 1, 512),
+        Burst(32, 64, 1, 64),
+        Burst(prefills=1, prefill_tokens=1024),
+        Burst(32, 256),
+        Burst(4, 1024, 2, 256),
+        Burst(64, 64, 1, 256),
+        Burst(128, 32),
+        Burst(prefills=1, prefill_tokens=budget),
+        Burst(8, 1024),
+        Burst(256, 32),
+        Burst(prefills=1, prefill_tokens=budget * 5 // 2),
+        Burst(32, 1024),
+        Burst(64, 1024),
+        Burst(32, 4096),
+        Burst(128, 1024),
+    ]
+    return _with_room(bursts, room)
+
+
+def _with_room(bursts: Sequence[Burst], room: EngineRoom) -> list[Burst]:
+    """Those that the engine has room for, each once."""
+    longest = room.max_context_tokens - 4 * DECODE_STEPS
+    return [
         b
         for b in dict.fromkeys(bursts)
         if b.tokens <= KV_SHARE * room.kv_tokens
         and b.decoding + b.prefills <= room.max_seqs
-        and b.prefill_tokens <= longest
+        and max(b.prefill_tokens, b.context_tokens) <= longest
     ]
-    return [fitting[i] for i in rng.permutation(len(fitting))]
 
 
 def _up_to(most: int, values: list[int]) -> list[int]:

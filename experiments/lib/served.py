@@ -92,11 +92,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def tiny_model() -> Iterator[Path]:
+def tiny_model(*flags: str) -> Iterator[Path]:
     """A folder with the tiny Llama, gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as folder:
         model = Path(folder) / MODEL
-        make = [sys.executable, str(ROOT / "examples" / "tiny_llama.py"), str(model)]
+        make = [sys.executable, str(ROOT / "examples" / "tiny_llama.py"), str(model), *flags]
         subprocess.run(make, check=True, capture_output=True)
         yield model
 

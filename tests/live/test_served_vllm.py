@@ -38,6 +38,17 @@ async def runs(fleet, streams, tokens, disturb):
         return expected, await asyncio.gather(*running)
 
 
+def test_without_a_profile_it_was_measured_before_it_served_and_places_by_targets(vllm_fleet):
+    view = vllm_fleet.ask("GET", "/v1/fleet")
+    assert (view["placement"]["by"], view["placement"]["unmeasured"]) == ("targets", {})
+    kinds = [decision["kind"] for decision in view["decisions"]]
+    assert "serving" not in kinds[: kinds.index("learned")]
+    (times,) = view["step_times"]
+    assert "learned from" in times["source"]
+    assert times["step"]["base_s"] > 0
+    assert times["step"]["per_prefill_token_s"] > 0
+
+
 def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vllm_fleet):
     def moved():
         open_move = vllm_fleet.ask("POST", "/v1/migrations", {"request_id": "moves"})["id"]

@@ -187,7 +187,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     counts = view["requests"]
     parts: list[Any] = [
         workers,
-        _placement_line(view),
+        *_placement_lines(view),
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
@@ -217,14 +217,21 @@ def _lately(lately: dict[str, Any], target: float) -> str:
     )
 
 
-def _placement_line(view: dict[str, Any]) -> str:
-    """By what requests are placed, and whether their targets play a part in it."""
+def _placement_lines(view: dict[str, Any]) -> list[str]:
+    """By what requests are placed, and for each kind: which step times, since when, and how far off."""
     placed, slo = view["placement"], view["slo"]
     targets = f"TTFT {duration_text(slo['ttft_s'])}, TPOT {duration_text(slo['tpot_s'])}"
     if placed["by"] == "targets":
-        return f"placed by {placed['policy']} within {targets}"
-    why = "" if placed["step_times_known"] else ": step times of its workers are not known"
-    return f"placed by load ({placed['policy']}){why}; {targets} are only judged"
+        lines = [f"placed by {placed['policy']} within {targets}"]
+    else:
+        why = "" if placed["step_times_known"] else ": step times of its workers are not known"
+        lines = [f"placed by load ({placed['policy']}){why}; {targets} are only judged"]
+    for times in view["step_times"]:
+        since = f"{datetime.fromtimestamp(times['since_s']).astimezone():%H:%M:%S}"
+        off = f"off by {times['refit_error']:.1%} of late" if times["steps"] else "no step served yet"
+        lines.append(f"step times of {times['variant']} since {since}, {off}; {times['source']}")
+    lines += [f"{kind} could not be measured: {why}" for kind, why in placed["unmeasured"].items()]
+    return lines
 
 
 def _budget(view: dict[str, Any]) -> str:

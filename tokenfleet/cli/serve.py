@@ -34,6 +34,7 @@ from tokenfleet.cli.serve_plan import (
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.planning.plan_file import PlanFile, read_plan
+from tokenfleet.profiles.learned import LearnedProfiles, default_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -59,7 +60,6 @@ EXPECTED = {
     "ray._private.worker": ("SIGTERM handler is not set",),
 }
 ATTAINMENT = 0.99  # asked of a fleet without a plan
-DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
 DEFAULT_POLICY = "spread+migrate"
 
 
@@ -91,7 +91,10 @@ class ServeFlags:
     control_key: Annotated[
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
     ] = None
-    slo: Annotated[str | None, typer.Option(help="default targets: ttft=1.6s,tpot=75ms")] = None
+    slo: Annotated[
+        str | None,
+        typer.Option(help="default targets (without: ttft=1.6s,tpot=75ms, or what the engine can meet)"),
+    ] = None
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -132,7 +135,8 @@ class ServeFlags:
     profile: Annotated[
         list[Path] | None,
         typer.Option(
-            help="step times of emulated engines, and what placement expects; repeatable, one for each kind"
+            help="step times of emulated engines, and what placement expects instead of measuring workers as"
+            " they start; repeatable, one for each kind"
         ),
     ] = None
     data: Annotated[
@@ -152,8 +156,8 @@ class ServeFlags:
     policy: Annotated[
         str | None,
         typer.Option(
-            help="placement, where step times are known; with +migrate, running requests move, too"
-            " (default: the plan's, else spread+migrate)"
+            help="placement; with +migrate, running requests move, too (default: the plan's,"
+            " else spread+migrate)"
         ),
     ] = None
     queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256
@@ -191,7 +195,7 @@ class Checked:
     types: FleetTypes
     max_workers: int
     model: str
-    slo: Slo
+    slo: Slo | None
     queue_wait_s: float
     shutdown_s: int
     policy: Policy
@@ -262,7 +266,7 @@ def _checked(flags: ServeFlags) -> Checked:
         types=types,
         max_workers=most,
         model=model,
-        slo=parse_slo(slo) if slo else DEFAULT_SLO,
+        slo=parse_slo(slo) if slo else None,
         queue_wait_s=parse_duration_s(flags.queue_wait, "--queue-wait"),
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
         policy=policy,
@@ -335,6 +339,7 @@ def _settings(
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
         move_share=asked.move_share,
         reclaim_notice=asked.reclaim_notice,
+        kept=LearnedProfiles(default_folder()),
         extensions=extensions,
     )
 

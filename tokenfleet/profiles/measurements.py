@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.samples import StepSamples, by_point, work_of
 from controlplane.workload import Workload
 from tokenfleet.files import write_files
 from tokenfleet.profiles.diagnostics import HostSpeed, host_speed
@@ -156,7 +156,7 @@ def speed_of(
     samples: StepSamples, points: Sequence[str], repeats: Sequence[str], at_s: NDArray[np.float64]
 ) -> HostSpeed:
     """The machine's speed at each step of a designed grid; `at_s` is when the step's visit began."""
-    batch = np.unique(_work(samples, points), axis=0, return_inverse=True)[1].reshape(-1)
+    batch = np.unique(work_of(samples, points), axis=0, return_inverse=True)[1].reshape(-1)
     labels = np.column_stack([np.unique(x, return_inverse=True)[1] for x in (points, repeats)])
     visit = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     # Steps of a visit follow each other: the middle of each is after all before it.
@@ -166,36 +166,6 @@ def speed_of(
     middle = np.empty(len(samples))
     middle[order] = ended - samples.step_s[order] / 2 - (ended - samples.step_s[order])[first]
     return host_speed(batch, visit, at_s + middle, samples.step_s)
-
-
-def by_point(samples: StepSamples, points: Sequence[str], repeats: Sequence[str]) -> StepSamples:
-    """A designed grid's steps, those of one point that carry the same work as one: the median of their times.
-
-    Decode steps of a point count as the same work, at their mean context. Without this a point that decodes
-    would weigh as many times as it has steps. Steps that less than half of a point's repeats have met (a
-    prompt that arrived a moment late) are left out.
-    """
-    work = _work(samples, points)
-    name = work[:, 0].astype(np.int64)
-    _, first, group = np.unique(work, axis=0, return_index=True, return_inverse=True)
-    group, repeat = group.reshape(-1), np.asarray(repeats)
-    of_point = [len(np.unique(repeat[name == n])) for n in range(name.max() + 1)]
-    merged = [
-        g for g in range(len(first)) if 2 * len(np.unique(repeat[group == g])) >= of_point[name[first[g]]]
-    ]
-    once = samples.take(first[merged])
-    return replace(
-        once,
-        context_tokens=np.array([samples.context_tokens[group == g].mean() for g in merged]),
-        step_s=np.array([np.median(samples.step_s[group == g]) for g in merged]),
-    )
-
-
-def _work(samples: StepSamples, points: Sequence[str]) -> NDArray[np.float64]:
-    """The key of each sample's batch in a grid, shape [samples, 4]; the number of the point first."""
-    name = np.unique(np.asarray(points), return_inverse=True)[1]
-    sum_sq = samples.prefill_sum_sq if samples.prefill_sum_sq is not None else np.zeros(len(samples))
-    return np.column_stack([name, samples.prefill_tokens, samples.sequences, sum_sq])
 
 
 def numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.float64]:

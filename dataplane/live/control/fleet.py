@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -40,13 +40,15 @@ from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
-from dataplane.live.gateway.placement import Placement
+from dataplane.live.gateway.placement import BY_TARGETS, Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
+from dataplane.live.pool.learning import KeptProfiles, Learning
 from dataplane.live.pool.leaving import NoticeWatch
 from dataplane.live.pool.member import Host, Revision
 from dataplane.live.pool.pool import WorkerPool
+from dataplane.live.worker.profiling import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +56,16 @@ log = logging.getLogger(__name__)
 CPU_MOVES = MoveBudget(bytes_per_s=200e6, share=0.01, stage_s=30.0)
 STILL_S = 10.0
 PRIOR_OUTPUT_TOKENS = 256.0  # expected of an output before the fleet has a history
+DEFAULT_SLO = Slo(ttft_s=1.6, tpot_s=0.075)
+LONE_TOKENS = 1024
+EASE = 3.0  # times what such a request takes alone, where the default targets are less
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Everything `tokenfleet serve` was asked for. Placement goes by profiles where every type has one.
+    """Everything `tokenfleet serve` was asked for. Types without a profile are measured as they start.
 
+    `slo` None: DEFAULT_SLO, eased where no engine of the fleet could meet it. `kept`: profiles of before.
     `moves`: whether the controller may move requests between serving workers (else only draining ones are).
     `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
     may take of a worker, `move_share`: of a core's time. None of both is CPU_MOVES where copying takes the
@@ -74,7 +80,7 @@ class FleetSettings:
     control_port: int
     control_key: str | None
     keys: tuple[ApiKey, ...]
-    slo: Slo
+    slo: Slo | None
     attainment: float
     waiting: QueueSettings
     autoscale: Autoscale | None = None
@@ -86,6 +92,7 @@ class FleetSettings:
     move_bytes_per_s: float | None = None
     move_share: float | None = None
     reclaim_notice: str | None = None
+    kept: KeptProfiles | None = None
     extensions: tuple[Extension, ...] = ()
 
 
@@ -113,17 +120,20 @@ async def run_fleet(
         history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
         cleanup.callback(history.close)
         profiles = {t.name: t.known_profile for t in settings.types if t.known_profile is not None}
-        step_times = StepTimes(profiles, events) if len(profiles) == len(settings.types) else None
+        step_times = StepTimes(profiles, events)
         placement = _placement(settings, history, profiles, step_times)
         tell(f"reading {settings.gateway.model} and the engine's flags")
         gateway = Gateway(settings.gateway)
+        learning = _learning(settings, gateway, events)
+        learning.on_learnt.append(partial(_know, placement, step_times))
+        learning.on_measured.append(step_times.pass_over)
         if settings.engine == "vllm":
             tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
         host = await _host(settings, gateway, profiles)
         core = FleetCore(
             CoreSettings(
                 settings.max_workers,
-                settings.slo,
+                settings.slo or DEFAULT_SLO,
                 settings.waiting,
                 _moves(settings),
                 reasons=gateway.reasons,
@@ -135,24 +145,30 @@ async def run_fleet(
         )
         core.on_end.append(history.add)
         core.on_step.append(history.add_step)
-        if step_times is not None:
-            core.on_step.append(step_times.add)
-            step_times.attached = lambda: {at.worker for at in core.attached()}
-            step_times.kind_of = core.kind_of
-            metrics.registry.register(step_times)
+        core.on_step.append(step_times.add)
+        step_times.attached = lambda: {at.worker for at in core.attached()}
+        step_times.kind_of = core.kind_of
+        metrics.registry.register(step_times)
         core.predict_anew = history.expected_tokens
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
         core.on_end.append(arrived.end)
         asked, started_with = settings.gateway, engine_settings_of(gateway.arguments)
         revision = Revision(1, asked.model, asked.engine_flags, started_with)
-        cluster = WorkerPool(host, core, events, settings.max_workers, settings.types, revision)
+        cluster = WorkerPool(
+            host, core, events, settings.max_workers, settings.types, revision, measure=learning.measure
+        )
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
         telling = asyncio.create_task(tell_start(cluster, tell))
         cleanup.callback(telling.cancel)
         await cluster.start()
         telling.cancel()
+        profiles |= learning.learnt
+        slo = _targets(settings.slo, profiles.values(), events)
+        core.settings = replace(core.settings, default_slo=slo)
+        if settings.policy == Policy.EXACT and not placement.goes_by_targets:
+            raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
         gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
 
         gateway_url = _url(settings.gateway.host, settings.gateway.port)
@@ -167,7 +183,9 @@ async def run_fleet(
             settings.policy,
             settings.moves,
         )
-        operations = Operations(facts, core, cluster, metrics, events, arrived, step_times, gateway.revised)
+        operations = Operations(
+            facts, core, cluster, metrics, events, arrived, step_times, gateway.revised, learning.reasons
+        )
         metrics.registry.register(EngineFamilies(core.workers_by_slot))
         for extension in settings.extensions:
             for collector in extension.collectors:
@@ -177,7 +195,7 @@ async def run_fleet(
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 
-        door = DoorPolicy(KeyRing(settings.keys), settings.slo, metrics, core.abandon, control_url)
+        door = DoorPolicy(KeyRing(settings.keys), slo, metrics, core.abandon, control_url)
         core.on_closing.append(lambda why: setattr(door, "closing", why))
         serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
         await until_answering(settings.control_host, settings.control_port, answering)
@@ -187,7 +205,7 @@ async def run_fleet(
             settings.control_key,
             settings.advisory,
             os.getpid(),
-            tuple(settings.types),
+            tuple(replace(t, known_profile=profiles.get(t.name)) for t in settings.types),
             settings.autoscale,
             None if settings.data is None else str(settings.data.absolute() / "demand.json"),
             settings.moves,
@@ -208,22 +226,56 @@ def _moves(settings: FleetSettings) -> MoveBudget:
 
 
 def _placement(
-    settings: FleetSettings, history: History, profiles: Mapping[str, Profile], step_times: StepTimes | None
+    settings: FleetSettings, history: History, profiles: Mapping[str, Profile], step_times: StepTimes
 ) -> Placement:
     """By step times where they are known of every kind, else by KV and seats alone.
 
     Raises BadInput where the exact policy is asked of a fleet that its program does not cover.
     """
-    if settings.policy == Policy.EXACT and (step_times is None or len(profiles) > 1):
-        raise BadInput("--policy: exact: needs one kind of worker, and a profile of it")
-    placed_by = {} if step_times is None else profiles
+    if settings.policy == Policy.EXACT and len(settings.types) > 1:
+        raise BadInput("--policy: exact: needs one kind of worker")
     placement = Placement(
-        placed_by, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+        profiles, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
     )
     history.on_learnt.append(placement.learn)
-    for kind, times in () if step_times is None else step_times.kinds.items():
+    for kind, times in step_times.kinds.items():
         times.on_refit.append(partial(placement.refit, kind))
     return placement
+
+
+def _learning(settings: FleetSettings, gateway: Gateway, events: EventLog) -> Learning:
+    """What the fleet learns of the kinds that have no profile; nothing where nothing would go by it."""
+    needed = settings.policy in BY_TARGETS or settings.autoscale is not None
+    unknown = {t.name: t for t in settings.types if t.known_profile is None and needed}
+    flags = engine_settings_of(gateway.arguments)
+    model = gateway.config.model_config
+    named = settings.gateway.model, fingerprint(model.hf_config)
+    return Learning(unknown, named, flags, model.get_vocab_size(), events, settings.kept)
+
+
+def _know(placement: Placement, step_times: StepTimes, kind: str, profile: Profile) -> None:
+    """Place by a learned profile from now on, and refit it."""
+    placement.know(kind, profile)
+    step_times.know(kind, profile).on_refit.append(partial(placement.refit, kind))
+
+
+def _targets(asked: Slo | None, profiles: Collection[Profile], events: EventLog) -> Slo:
+    """The default targets: those asked for, else DEFAULT_SLO, eased to what the fastest engine can meet.
+
+    Under a target that no worker meets even for a request alone every request would wait for nothing.
+    """
+    ttft_s = min((p.alone_ttft_s(LONE_TOKENS) for p in profiles), default=0.0)
+    tpot_s = min((p.alone_tpot_s(LONE_TOKENS) for p in profiles), default=0.0)
+    if asked is None:
+        return Slo(max(DEFAULT_SLO.ttft_s, EASE * ttft_s), max(DEFAULT_SLO.tpot_s, EASE * tpot_s))
+    if ttft_s > asked.ttft_s or tpot_s > asked.tpot_s:
+        why = (
+            f"no worker meets the targets: a request of {LONE_TOKENS} tokens alone takes"
+            f" {ttft_s:.3g} s to its first token and {tpot_s:.3g} s for each after it"
+        )
+        events.record(time.time(), "targets", why)
+        log.warning("%s", why)
+    return asked
 
 
 async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str, Profile]) -> Host:

@@ -32,7 +32,6 @@ from dataplane.live.pool.rollout import Rollout
 
 LAST_DECISIONS = 100  # a drained worker's moves do not push out why it was drained
 LAST_SCALING = 5
-BY_TARGETS = (Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT, Policy.EXACT)
 SCALING_KINDS = ("scale", "advice-scale", "correction", "limit")
 
 
@@ -67,9 +66,10 @@ class Operations:
         arrived: DemandCount,
         step_times: StepTimes | None = None,
         revised: Callable[[str, Sequence[str]], Mapping[str, Any]] = lambda model, flags: {},
+        unmeasured: Mapping[str, str] | None = None,
     ) -> None:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
-        self.arrived, self.step_times = arrived, step_times
+        self.arrived, self.step_times, self._unmeasured = arrived, step_times, unmeasured or {}
         self.auto = facts.autoscale is not None
         self._began_s = time.time()
         self._revised = revised
@@ -115,8 +115,9 @@ class Operations:
             "placement": {
                 "policy": self.facts.policy + (MIGRATE if self.facts.moves else ""),
                 # Without step times of every kind only KV and seats bound what a worker takes.
-                "by": "targets" if self.step_times and self.facts.policy in BY_TARGETS else "load",
-                "step_times_known": self.step_times is not None,
+                "by": "targets" if self.core.placement.goes_by_targets else "load",
+                "step_times_known": self.core.placement.knows_step_times,
+                "unmeasured": dict(self._unmeasured),
             },
             "attainment": self.metrics.attainment(),
             "lately": self.metrics.timeline.lately(self._began_s, time.time()),

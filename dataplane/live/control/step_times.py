@@ -32,10 +32,14 @@ LEARNT = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_su
 
 
 class KindTimes:
-    """The refit of one worker type. `on_refit(step model)` are called on corrections."""
+    """The refit of one worker type, whose profile is in force `since_s` (Unix time).
+
+    `on_refit(step model)` are called on corrections.
+    """
 
     def __init__(self, profile: Profile, events: EventLog) -> None:
         self.refit = Refit(profile)
+        self.since_s = time.time()
         self.variant = profile.type_name
         self.on_refit: list[Callable[[StepModel], None]] = []
         self._events = events
@@ -100,6 +104,8 @@ class KindTimes:
         refit = self.refit
         return {
             "profile": refit.profile.label,
+            "source": refit.profile.source.what,
+            "since_s": round(self.since_s, 3),
             "variant": self.variant,
             "steps": refit.steps,
             "slowdown": round(refit.slowdown, 4),
@@ -115,15 +121,17 @@ class KindTimes:
 
 
 class StepTimes(Collector):
-    """The refits of a fleet's kinds, by name. `attached`: the workers there are, `kind_of`: their kind.
+    """The refits of those kinds of a fleet whose profile is known, by name.
 
-    Workers of a kind take turns, so that each is heard as often as the others and a large fleet learns as
-    fast as a small one, for the same time of the gateway's.
+    `attached`: the workers there are, `kind_of`: their kind. Workers of a kind take turns, so that each is
+    heard as often as the others and a large fleet learns as fast as a small one, for the same time of the
+    gateway's.
     """
 
     def __init__(
         self, profiles: Mapping[str, Profile], events: EventLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._events = events
         self.kinds = {kind: KindTimes(profile, events) for kind, profile in profiles.items()}
         self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._steps_taken)
         self.kind_of: Callable[[WorkerId], str | None] = lambda worker: next(iter(profiles))
@@ -132,13 +140,22 @@ class StepTimes(Collector):
         self._turn_s: dict[WorkerId, float] = {}  # when it is each worker's turn again
         self._turns = 0
 
+    def know(self, kind: str, profile: Profile) -> KindTimes:
+        """Refit this profile from now on."""
+        self.kinds[kind] = KindTimes(profile, self._events)
+        return self.kinds[kind]
+
+    def pass_over(self, worker: WorkerId, steps: int) -> None:
+        """Learn nothing from a worker's first steps: they were its measurement."""
+        self._steps_taken[worker] = steps
+
     def add(self, load: Telemetry) -> None:
         """Learn from one of a worker's new steps, once, where it is its turn."""
         now_s = self._clock()
         if now_s < self._turn_s.get(load.worker, now_s):
             return
         kind = self.kind_of(load.worker)
-        if kind is None:
+        if kind is None or kind not in self.kinds:
             return
         new = load.since(self._steps_taken.get(load.worker, 0))
         if new:

@@ -21,7 +21,7 @@ class WorkerInfo:
 
     `weights` is a digest: equal for engines that continue each other's outputs. `kv_dtype` is vLLM's name.
     `why_fixed`: why no request of it can be moved, or empty. `has_stateless_seeds`: it derives each draw from
-    (seed, position), as vLLM's second model runner does.
+    (seed, position), as vLLM's second model runner does. `device`: the name of its GPUs or of its processor.
     """
 
     worker: WorkerId
@@ -44,6 +44,7 @@ class WorkerInfo:
     why_fixed: str = ""
     caches_prefixes: bool = True
     has_stateless_seeds: bool = False
+    device: str = ""
 
 
 class Executed(NamedTuple):

@@ -22,6 +22,7 @@ from controlplane.perfmodel.coefficients import (
     KV_BLOCKS,
     MAX_BATCHED,
     MAX_SEQS,
+    MODE,
     PER_CONTEXT,
     PRE_BASE,
     WIDTH,
@@ -55,20 +56,23 @@ from controlplane.placement.ledger import (
     stop_decoding,
 )
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import JSQ, POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.placement.policies import CONSTRAINED, JSQ, POLICY_CODE, PlacementSettings, Policy, assign
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
+BY_TARGETS = tuple(p for p in Policy if POLICY_CODE[p] in CONSTRAINED or p == Policy.EXACT)
+NO_TPOT_S = 1e6  # a target that is always met
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
 class Placement:
     """The gateway's account of the fleet, and the choices made from it.
 
-    `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once.
+    `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once. Where the
+    step times of an attached worker's kind are not known, those of none count.
     """
 
     def __init__(
@@ -82,8 +86,7 @@ class Placement:
     ) -> None:
         self._profiles = dict(profiles)
         self._profile_rows = {kind: coefficient_row(profile) for kind, profile in profiles.items()}
-        rows = np.tile(next(iter(self._profile_rows.values()), np.zeros(WIDTH)), (workers, 1))
-        self._led = new_ledger(rows, np.arange(workers), ROWS, SLOTS, lengths)
+        self._led = new_ledger(np.zeros((workers, WIDTH)), np.arange(workers), ROWS, SLOTS, lengths)
         self.policy = policy
         self._settings = settings or PlacementSettings()
         self._knobs = self._settings.knobs()
@@ -96,6 +99,7 @@ class Placement:
         self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
         self._free = list(range(ROWS))
         self.holders: Callable[[int], Collection[WorkerId]] = lambda adapter: ()  # who holds a LoRA adapter
+        self._lay_out()
         # Compiled now rather than under the first client's request.
         for moving in (False, True):
             self._choose(0, 0.0, moving, policy)
@@ -120,8 +124,34 @@ class Placement:
         row = coefficient_row(self._profiles[kind])
         times = slice(BASE, PRE_BASE)
         self._profile_rows[kind][times] = row[times]
-        for w in [w for w, its in self._kinds.items() if its == kind]:
+        for w in [w for w, its in self._kinds.items() if its == kind and self.knows_step_times]:
             self._led.coefficients[w, times] = row[times]
+
+    def know(self, kind: str, profile: Profile) -> None:
+        """Place by this profile of a kind from now on: its step times were learned."""
+        self._profiles[kind], self._profile_rows[kind] = profile, coefficient_row(profile)
+        self._lay_out()
+
+    @property
+    def goes_by_targets(self) -> bool:
+        """Whether requests are placed by their targets; else load alone counts."""
+        return self.policy in BY_TARGETS and self.knows_step_times
+
+    @property
+    def knows_step_times(self) -> bool:
+        """Whether the step times of every worker's kind are known."""
+        return bool(self._profiles) and set(self._kinds.values()) <= set(self._profiles)
+
+    def _lay_out(self) -> None:
+        """Write the step times of each worker's kind, or none at all; free rows have those of the first."""
+        first = next(iter(self._profile_rows), None)
+        limits = slice(KV_BLOCKS, MODE)
+        for w, row in enumerate(self._led.coefficients):
+            known = self._profile_rows.get(self._kinds.get(w, first or "")) if self.knows_step_times else None
+            own = row[limits].copy()
+            row[:] = 0.0 if known is None else known
+            if w in self._kinds:  # the engine's own, whatever the profile's engine had
+                row[limits] = own
 
     def attach(self, info: WorkerInfo, kind: str, role: Role = "any") -> None:
         """A worker of a kind takes requests from now on."""
@@ -137,8 +167,7 @@ class Placement:
         self._kinds[w] = kind
         self._led.workers[w]["role"] = ROLES.index(role)
         row = self._led.coefficients[w]
-        row[:] = self._profile_rows.get(kind, 0.0)
-        # The engine's own limits, whatever the profile's engine had.
+        self._lay_out()
         row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
         row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, info.max_seqs
 
@@ -151,6 +180,7 @@ class Placement:
             self._leave(self._rows[request])
         self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
         del self._workers[w], self._kinds[w], self._weights[w]
+        self._lay_out()
         blank = self._led.workers[w]
         for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
             blank[name] = 0
@@ -377,8 +407,17 @@ class Placement:
             row["predicted"] = max(request.predicted_tokens, 1)
             row["arrival_s"] = request.arrival_s
             row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
-            row["ttft_s"], row["tpot_s"] = request.slo.ttft_s, request.slo.tpot_s
+            row["ttft_s"] = request.slo.ttft_s
+            # A TPOT that no worker keeps even for this request alone is lost, as a TTFT can be: to hold the
+            # request back for it would help nobody.
+            within_reach = self._tpot_s_alone(request.prompt_tokens) <= request.slo.tpot_s
+            row["tpot_s"] = request.slo.tpot_s if within_reach else NO_TPOT_S
         return r
+
+    def _tpot_s_alone(self, prompt_tokens: int) -> float:
+        """What a token takes a request that has a worker of the fastest kind to itself."""
+        rows = self._profile_rows.values() if self.knows_step_times else ()
+        return min((decode_base_s(k, 1.0) + k[PER_CONTEXT] * prompt_tokens for k in rows), default=0.0)
 
     def _grow(self) -> None:
         """Make room for twice as many requests."""

@@ -22,6 +22,7 @@ from controlplane.migration.evacuation import Order
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain, steps_to
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
+from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -39,7 +40,10 @@ START_LIMIT_S = 1800.0  # a large model loads for minutes
 
 
 class WorkerPool:
-    """Keeps the wanted number of workers of each kind running behind one FleetCore."""
+    """Keeps the wanted number of workers of each kind running behind one FleetCore.
+
+    `measure`: what is done with a worker that has warmed up, before it serves (learning.py).
+    """
 
     def __init__(
         self,
@@ -51,10 +55,12 @@ class WorkerPool:
         revision: Revision = FIRST,
         health_every_s: float = 5.0,
         start_limit_s: float = START_LIMIT_S,
+        measure: Callable[[EngineLink, str], Awaitable[None]] | None = None,
     ) -> None:
         self.host, self.core, self.events = host, core, events
         self.max_workers, self.types = max_workers, types
         self.start_limit_s = start_limit_s
+        self._measure = measure
         self.wanted_kinds = dict.fromkeys(types.names, 0)
         self.revision = revision  # of those launched from now on
         self.surge: Counter[str] = Counter()  # more than the wanted, by kind, while one replaces another
@@ -282,6 +288,10 @@ class WorkerPool:
             kv_tokens = link.info.kv_blocks * link.info.block_tokens
             if (lacks := self.types.shortfall(member.kind, kv_tokens)) is not None:
                 raise RuntimeError(f"worker {member.worker}: {lacks}")
+            cold_start_s = time.monotonic() - member.since_s  # without a measurement, which the next has not
+            if self._measure is not None:
+                member.phase = "measuring its step times"
+                await self._measure(link, member.kind)
             self.core.attach(link, member.kind, self.types[member.kind].role)
             if gate is not None:
                 self.core.set_open(member.worker, False)
@@ -292,7 +302,7 @@ class WorkerPool:
             await self.core.detach(member.worker)
             await self.host.stop(member.worker)
             raise
-        self.cold_start_s = time.monotonic() - member.since_s
+        self.cold_start_s = cold_start_s
         member.is_tried = False
         self.become(member, "serving", "its engine is ready and warm")
 

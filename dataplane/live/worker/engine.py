@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import platform
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -156,6 +158,7 @@ def worker_info(
         has_stateless_seeds=bool(config.use_v2_model_runner),
         weights=weights_digest(model),
         kv_dtype=str(cache.cache_dtype),
+        device=device_name() + _cores(parallel.tensor_parallel_size),
     )
 
 
@@ -237,3 +240,23 @@ async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any])
             kv = (stats.kv_connector_stats or {}).get("cache", kv)
         unfinished -= {output.request_id for output in batch.outputs if output.finish_reason is not None}
     return kv
+
+
+def device_name() -> str:
+    """The GPU's or the processor's name."""
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return ", ".join(sorted(names)) or platform.processor() or platform.machine()
+
+
+def _cores(ranks: int) -> str:
+    """How many of a host's cores a CPU engine computes on, in words; nothing elsewhere."""
+    if not current_platform.is_cpu():
+        return ""
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "")
+    shares = [share.count(",") + 1 for share in bound.split("|") if share[:1].isdigit()]
+    cores = sum(shares) or len(os.sched_getaffinity(0)) * ranks
+    return f", {cores} core" + "s" * (cores > 1)

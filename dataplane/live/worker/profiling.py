@@ -6,6 +6,9 @@ clocks:
   wall   from the end of the previous step to its own end, as telemetry has it: what a client waits for
   cpu    processor time that the engine's processes used meanwhile: about what the step takes with a core to
          itself, for CPU hosts that are busy with other work too
+
+`run_burst` runs a burst on any engine. A fleet measures its workers by it, over their links
+(pool/learning.py).
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import DECODE_STEPS, Burst, EngineRoom
+from dataplane.live.engine_api.link import Executed
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
 from dataplane.live.engine_api.step_trace import COLUMNS, Step
 from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreOutput,
     EngineCoreRequest,
     EngineDeadError,
     SamplingParams,
@@ -33,12 +38,29 @@ from dataplane.live.engine_api.vllm_surface import (
     vllm_version,
 )
 from dataplane.live.kv.transport import reserve_addresses
-from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up
+from dataplane.live.worker.engine import KvDoor, device_name, engine_args, start_engine, warm_up
 
 Clock = Literal["wall", "cpu"]
 BURST_S = 600.0  # a burst that takes longer is stuck
 SHUTDOWN_S = 10.0
 FIRST_TOKEN_ID = 3  # below are special ones
+PLAIN_TOKENS = 30_000  # and placeholders of images at the end
+
+
+class Measured(Protocol):
+    """An engine that runs bursts."""
+
+    @property
+    def room(self) -> EngineRoom: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    async def begin(self, request: EngineCoreRequest) -> None:
+        """Give it a request."""
+
+    async def news(self) -> tuple[Sequence[Step | Executed], Sequence[EngineCoreOutput]]:
+        """Wait for the steps it has executed, and for what they made; either may be empty."""
 
 
 class EngineDied(BadInput):
@@ -99,9 +121,9 @@ class ProfiledEngine:
             "vllm": vllm_version,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": _device(),
+            "device": device_name(),
             "model": Path(model.model).name,
-            "model_config": _fingerprint(model.hf_config),
+            "model_config": fingerprint(model.hf_config),
             "dtype": str(model.dtype).removeprefix("torch."),
             "tp_degree": config.parallel_config.tensor_parallel_size,
             "block_tokens": config.cache_config.block_size,
@@ -131,53 +153,22 @@ class ProfiledEngine:
     async def _run(self, burst: Burst, rng: np.random.Generator) -> list[Step]:
         self._bursts += 1
         self._ended_s = None
-        budget = self.room.max_batched_tokens
-        chunks = -(-burst.prefills * burst.prefill_tokens // budget)
-        joins = burst.prefills > 0
-        lasts = DECODE_STEPS + (2 * chunks + 2 if joins else 0)
-        decoding = {
-            await self._add(f"d{i}", burst.context_tokens, 1 + lasts, rng) for i in range(burst.decoding)
-        }
-        silent, unfinished = set(decoding), set(decoding)
         steps: list[Step] = []
-        while unfinished or joins:
-            if joins and not silent:
-                joins = False
-                unfinished |= {
-                    await self._add(f"p{i}", burst.prefill_tokens, 1, rng) for i in range(burst.prefills)
-                }
-            batch = await self._core.get_output_async()
-            step = self._step(batch)
-            if step is not None:
-                steps.append(step)
-            for output in batch.outputs:
-                if output.new_token_ids:
-                    silent.discard(output.request_id)
-                if output.finish_reason is not None:
-                    unfinished.discard(output.request_id)
+        await run_burst(self, burst, f"profile-{self._bursts}", rng, steps)
         return steps
 
-    async def _add(self, name: str, tokens: int, output_tokens: int, rng: np.random.Generator) -> str:
-        """Begin a request of random tokens: no two share a prefix that the engine could have cached."""
-        request = f"profile-{self._bursts}-{name}"
-        vocabulary = self._core.vllm_config.model_config.get_vocab_size()
-        prompt = rng.integers(FIRST_TOKEN_ID, vocabulary, tokens).tolist()
-        await self._core.add_request_async(
-            EngineCoreRequest(
-                request_id=request,
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=SamplingParams(
-                    temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-                ),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-        )
-        return request
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self._core.vllm_config.model_config.get_vocab_size())
+
+    async def begin(self, request: EngineCoreRequest) -> None:
+        await self._core.add_request_async(request)
+
+    async def news(self) -> tuple[Sequence[Step], Sequence[EngineCoreOutput]]:
+        batch = await self._core.get_output_async()
+        step = self._step(batch)
+        return [] if step is None else [step], batch.outputs
 
     def _step(self, batch: Any) -> Step | None:
         """The step that ended with this batch, if it computed anything."""
@@ -202,20 +193,64 @@ class ProfiledEngine:
         return Step(step_s=step_s, **{c: load[c] for c in COLUMNS if c != "step_s"})
 
 
-def _device() -> str:
-    if not current_platform.is_cpu():
-        return str(current_platform.get_device_name())
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
-    return ", ".join(sorted(names)) or platform.processor() or platform.machine()
-
-
 def _threads_bind() -> str:
     return os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "") if current_platform.is_cpu() else ""
 
 
-def _fingerprint(config: Any) -> str:
+def fingerprint(config: Any) -> str:
     """A digest of a model's configuration, which tells apart models in folders of the same name."""
     plain = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
     return hashlib.sha256(repr(sorted(plain.items(), key=lambda kv: kv[0])).encode()).hexdigest()[:16]
+
+
+async def run_burst(
+    engine: Measured, burst: Burst, name: str, rng: np.random.Generator, steps: list[Any]
+) -> None:
+    """Run a burst to its end, and add its steps to `steps` as they are told; `name` begins requests' ids."""
+    chunks = -(-burst.prefills * burst.prefill_tokens // engine.room.max_batched_tokens)
+    joins = burst.prefills > 0
+    lasts = DECODE_STEPS + (2 * chunks + 2 if joins else 0)
+    decoding = [
+        _request(f"{name}-d{i}", burst.context_tokens, 1 + lasts, engine.vocabulary, rng)
+        for i in range(burst.decoding)
+    ]
+    joining = [
+        _request(f"{name}-p{i}", burst.prefill_tokens, 1, engine.vocabulary, rng)
+        for i in range(burst.prefills)
+    ]
+    for request in decoding:
+        await engine.begin(request)
+    silent = {request.request_id for request in decoding}
+    unfinished = set(silent)
+    while unfinished or joins:
+        if joins and not silent:
+            joins = False
+            unfinished |= {request.request_id for request in joining}
+            for request in joining:
+                await engine.begin(request)
+        executed, outputs = await engine.news()
+        steps += executed
+        for output in outputs:
+            if output.new_token_ids:
+                silent.discard(output.request_id)
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+
+
+def _request(
+    name: str, tokens: int, output_tokens: int, vocabulary: int, rng: np.random.Generator
+) -> EngineCoreRequest:
+    """A request of random tokens: no two share a prefix that the engine could have cached."""
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=rng.integers(FIRST_TOKEN_ID, min(vocabulary, PLAIN_TOKENS), tokens).tolist(),
+        mm_features=None,
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        ),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

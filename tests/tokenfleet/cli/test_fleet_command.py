@@ -1,6 +1,7 @@
 """What `tokenfleet fleet status` makes of the control API's answer."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -33,7 +34,8 @@ FLEET = {
         "tpot_s": None,
         "attainment": {"both": {"met": 0, "of": 0}},
     },
-    "placement": {"policy": "spread+migrate", "by": "load", "step_times_known": False},
+    "placement": {"policy": "spread+migrate", "by": "load", "step_times_known": False, "unmeasured": {}},
+    "step_times": [],
 }  # fmt: skip
 
 
@@ -88,3 +90,24 @@ def test_what_a_decision_saw_is_told_whole_in_eighty_columns(
 def test_as_json_nothing_is_left_out(control: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "--control", control, "status", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["decisions"] == DECIDED
+
+
+def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = {"variant": "cpu TP1", "since_s": 1.79e9, "steps": 700, "refit_error": 0.0412}
+    learned["source"] = "learned from 893 steps of 2 workers in 6.3 s as a fleet started"
+    placement = {"policy": "spread", "by": "targets", "step_times_known": True, "unmeasured": {}}
+    monkeypatch.setitem(FLEET, "step_times", [learned])
+    monkeypatch.setitem(FLEET, "placement", placement)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["fleet", "--control", control, "status"]) == 0
+    said = capsys.readouterr().out
+    assert "placed by spread within TTFT 400 ms, TPOT 30 ms" in said
+    assert re.search(
+        r"step times of cpu TP1 since \d\d:\d\d:\d\d, off by 4\.1% of late; learned from 893", said
+    )
+    unmeasured = {"TP1": "no step was measured in time"}
+    monkeypatch.setitem(FLEET, "placement", placement | {"by": "load", "unmeasured": unmeasured})
+    assert main(["fleet", "--control", control, "status"]) == 0
+    assert "TP1 could not be measured: no step was measured in time" in capsys.readouterr().out

@@ -1,0 +1,148 @@
+"""Attainment near the limit: two real vLLM workers against their simulation, under three policies.
+
+    python experiments/serving/near_the_limit.py [--quick] [--only PROFILE|POLICY] [--resume FOLDER]
+        [--format table|json]
+
+`serve --workers 2`, with no profile, measures its workers as it starts. The profile it learns is taken, and
+nothing that runs later changes it. With it the simulator chooses the load, on a seed that is not judged: the
+rate at which `spread` meets both targets for 97 % of requests. The targets are multiples of what a request of
+the mean prompt takes alone on such a worker. Then each policy serves the same three traces, and is simulated
+on them. Prompts vary much and outputs little, so that first tokens are what is missed.
+
+The model is the larger of `examples/tiny_llama.py`, whose steps take the engine tens of milliseconds: on two
+cores the gateway computes where the engines do, and must not take much of them. A part is the replays of one
+policy, on one fleet; `--only` runs no other, to keep a quiet machine for minutes and not for an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.results import bar, flags, show
+from experiments.lib.served import ENGINE_FLAGS, Server, fleet, tiny_model
+from tokenfleet.compare.replay import replay, served_model
+from tokenfleet.profiles.form import parse_profile
+from tokenfleet.profiles.learned import default_folder
+
+POLICIES = ("spread", "round-robin", "jsq")
+WORKERS = 2
+REQUESTS, QUICK_REQUESTS = 240, 60  # of each seed
+CHOSEN_ON, JUDGED = 99, (0, 1, 2)
+PROMPT, OUTPUT = 150.0, 12.0  # medians
+PROMPT_SPREAD, OUTPUT_SPREAD = 0.9, 0.4  # standard deviations of their logarithms
+LONGEST = 1500
+TTFT_TIMES, TPOT_TIMES = 5.0, 4.0
+WANTED = 0.97
+
+
+def trace(rate_rps: float, requests: int, seed: int) -> Workload:
+    """Poisson arrivals and log-normal lengths."""
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(1 / rate_rps, requests))
+    prompt = np.exp(np.log(PROMPT) + PROMPT_SPREAD * rng.standard_normal(requests))
+    output = np.exp(np.log(OUTPUT) + OUTPUT_SPREAD * rng.standard_normal(requests))
+    return Workload(
+        arrival,
+        np.clip(np.round(prompt), 4, LONGEST).astype(np.int64),
+        np.clip(np.round(output), 2, 200).astype(np.int64),
+    )
+
+
+def served(policy: str, slo: Slo | None, rate_rps: float, requests: int) -> dict[str, Any]:
+    """The replays of the judged seeds under a policy, and what the fleet learned at its start."""
+    said = [] if slo is None else ["--slo", f"ttft={slo.ttft_s * 1000:.0f}ms,tpot={slo.tpot_s * 1000:.0f}ms"]
+    before = set(default_folder().glob("*.json"))
+    with tiny_model("--fat") as model:
+        words = ("--workers", str(WORKERS), "--policy", policy, *said)
+        with fleet(model, *words, engine_flags=ENGINE_FLAGS[:-2]) as server:
+            replays = [
+                asyncio.run(replayed(server, trace(rate_rps, requests, seed))) for seed in JUDGED if slo
+            ]
+        # The model's folder is a new one, so no profile of it was there.
+        learned = "".join(path.read_text() for path in set(default_folder().glob("*.json")) - before)
+    return {"replays": replays, "learned": learned}
+
+
+async def replayed(server: Server, workload: Workload) -> dict[str, Any]:
+    """Replay a trace: columns of what each request sent, and got."""
+    got = await replay(workload, await served_model(server.gateway, None), np.random.default_rng(7))
+    tpot_s = (got.last_token_s - got.first_token_s) / np.maximum(got.output_tokens - 1, 1)
+    ttft_s = got.first_token_s - got.sent_s
+    return {"ttft_s": ttft_s.tolist(), "tpot_s": tpot_s.tolist(), "errors": len(got.errors)}
+
+
+def attained(replays: dict[str, Any], slo: Slo) -> float:
+    """The share of requests within both targets; one that failed has missed them."""
+    ttft_s, tpot_s = np.array(replays["ttft_s"], float), np.array(replays["tpot_s"], float)
+    return float(np.mean((ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)))
+
+
+def simulated(profile: Profile, policy: str, slo: Slo, workload: Workload) -> float:
+    return simulate(workload, [WorkerSpec(profile)] * WORKERS, slo, policy).attainment
+
+
+def targets(profile: Profile) -> Slo:
+    mean = round(float(trace(1.0, 2000, CHOSEN_ON).prompt_tokens.mean()))
+    ttft_s, tpot_s = TTFT_TIMES * profile.alone_ttft_s(mean), TPOT_TIMES * profile.alone_tpot_s(mean)
+    return Slo(round(ttft_s, 3), round(tpot_s, 3))
+
+
+def chosen_rate(profile: Profile, slo: Slo) -> float:
+    """The rate at which `spread` attains WANTED in simulation, on the seed that is not judged."""
+    low, high = 0.1, 100.0
+    for _ in range(12):
+        rate = float(np.sqrt(low * high))
+        enough = simulated(profile, "spread", slo, trace(rate, 4000, CHOSEN_ON)) >= WANTED
+        low, high = (rate, high) if enough else (low, rate)
+    return round(low, 2)
+
+
+def profile_of(part: dict[str, Any]) -> Profile:
+    return parse_profile(json.loads(part["learned"])["profile"], "learned")
+
+
+def main() -> int:
+    parser = flags(__doc__, resumes=True)
+    parser.add_argument("--only", choices=("profile", *POLICIES), help="run this part and stop")
+    asked = parser.parse_args()
+    requests = QUICK_REQUESTS if asked.quick else REQUESTS
+    made = asked.resume.part("profile", partial(served, "spread", None, 1.0, requests))
+    profile = profile_of(made)
+    slo = targets(profile)
+    rate = chosen_rate(profile, slo)
+    print(f"{profile.source.what}\n{slo}, {rate} requests/s", file=sys.stderr)
+    if asked.only == "profile":
+        return 0
+    rows: list[dict[str, Any]] = []
+    means: dict[str, tuple[float, float]] = {}
+    for policy in POLICIES if asked.only is None else (asked.only,):
+        part = asked.resume.part(f"{policy} {requests}", partial(served, policy, slo, rate, requests))
+        pairs = []
+        for seed, got in zip(JUDGED, part["replays"], strict=True):
+            theirs = simulated(profile, policy, slo, trace(rate, requests, seed))
+            pairs.append((attained(got, slo), theirs))
+            rows.append({"name": f"{policy}, seed {seed}", "live": pairs[-1][0], "simulated": theirs})
+            rows[-1] |= {"points": 100 * (pairs[-1][0] - theirs), "errors": got["errors"]}
+        means[policy] = (float(np.mean([a for a, _ in pairs])), float(np.mean([b for _, b in pairs])))
+        rows.append({"name": f"{policy}, all", "live": means[policy][0], "simulated": means[policy][1]})
+        rows[-1]["points"] = 100 * (means[policy][0] - means[policy][1])
+    bars = {f"{p}, points from simulated": bar(abs(100 * (a - b)), 2.0) for p, (a, b) in means.items()}
+    for other in [p for p in means if p != "spread" and "spread" in means]:
+        live, said = (means["spread"][i] - means[other][i] for i in (0, 1))
+        rows.append({"name": f"spread ahead of {other}", "live": live, "simulated": said})
+        bars[f"spread ahead of {other}, points from simulated"] = bar(abs(100 * (live - said)), 2.0)
+    return show("near_the_limit", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

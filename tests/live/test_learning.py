@@ -1,0 +1,221 @@
+"""A fleet without profiles measures its workers as they start, and places its first request by targets."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from front import Front, FrontHost, profile
+
+from controlplane.errors import BadInput
+from controlplane.types import Slo
+
+KIND = "TP1"
+SERVED = np.array([[0, 1, 300, 0], [0, 20, 8000, 0], [200, 12, 5000, 200**2], [1500, 40, 20_000, 1500**2]])
+pytestmark = pytest.mark.live
+
+
+class Kept:
+    """A cache in memory."""
+
+    def __init__(self):
+        self.profiles, self.keys = {}, []
+
+    def read(self, key):
+        self.keys.append(key)
+        return self.profiles.get(repr(key))
+
+    def keep(self, key, made):
+        self.profiles[repr(key)] = made
+
+
+def tells_exact_times(link):
+    """Let a link's telemetry say what each step takes by the profile, whatever this machine made of it."""
+    receive, step = link.receive, profile().step
+
+    async def exact():
+        event = await receive()
+        if not hasattr(event, "executed"):
+            return event
+        times = [step.step_s(*e[:3], e.prefill_sum_sq) for e in event.executed]
+        told = tuple(e._replace(step_s=float(t)) for e, t in zip(event.executed, times, strict=True))
+        return replace(event, executed=told)
+
+    link.receive = exact
+
+
+@pytest.fixture
+def play(live_extra, monkeypatch):
+    from controlplane.placement.queue import QueueSettings
+    from controlplane.worker_type import WorkerGroup, WorkerType
+    from dataplane.live.control.step_times import StepTimes
+    from dataplane.live.pool import learning as learning_module
+    from dataplane.live.pool.fleet_types import FleetTypes
+    from dataplane.live.pool.pool import WorkerPool
+
+    def run(story, workers=3, kept=None, measure_s=20.0, spoil=None):
+        monkeypatch.setattr(learning_module, "MEASURE_S", measure_s)
+
+        async def scene():
+            front = Front((), profile(), QueueSettings())
+            front.fabric.speed = 20.0
+            host = FrontHost(front)
+            worker_type = WorkerType(None)
+            learning = learning_module.Learning(
+                {KIND: worker_type}, ("made", "digest"), {"dtype": "float32"}, 2000, front.events, kept
+            )
+            step_times = StepTimes({}, front.events)
+            learning.on_learnt.append(front.core.placement.know)
+            learning.on_learnt.append(step_times.know)
+            learning.on_measured.append(step_times.pass_over)
+            types = FleetTypes([WorkerGroup(worker_type, workers)])
+            spoiled = learning.measure if spoil is None else spoil(learning.measure)
+
+            async def measure(link, kind):
+                tells_exact_times(link)
+                await spoiled(link, kind)
+
+            fleet = WorkerPool(host, front.core, front.events, 8, types, measure=measure)
+            try:
+                await asyncio.wait_for(fleet.start(), 60)
+                await asyncio.wait_for(story(front, fleet, learning), 60)
+            finally:
+                await fleet.close()
+                await front.close()
+
+        asyncio.run(scene())
+
+    return run
+
+
+def events_of(front, kind):
+    return [event for event in front.events if event.kind == kind]
+
+
+def test_the_workers_of_a_kind_learn_its_step_times_together_before_the_first_request(play):
+    kept = Kept()
+
+    async def story(front, fleet, learning):
+        learnt = learning.learnt[KIND].step.step_s(*SERVED.T)
+        assert learnt == pytest.approx(profile().step.step_s(*SERVED.T), rel=0.02)
+        assert learning.learnt[KIND].kv.capacity_tokens == 4096 * 16  # the engine's own
+        (event,) = events_of(front, "learned")
+        assert "of 3 workers" in event.reason
+        executed = [engine.steps()[0] for engine in front.engines.values()]
+        assert all(executed), executed  # every worker had its part
+        assert max(executed) < 2 * sum(executed) / 3
+        # By targets from the first request on: a worker keeps this one's for one at a time, so that of four
+        # the last is held back.
+        assert front.core.placement.goes_by_targets
+        from dataplane.live.gateway.request import Ticket
+
+        for i in range(4):
+            slo = Slo(10.0, 0.002015)
+            await front.send(f"r{i}", [1] * 30, ticket=Ticket(f"r{i}", "t", slo, 0), max_tokens=2000)
+        *placed, last = [t.worker for t in front.core.requests]
+        assert (set(placed), last) == ({"w0", "w1", "w2"}, None)
+        # One that no worker keeps even for a request alone is lost, and holds nothing back.
+        await front.send("lost", [1] * 30, ticket=Ticket("lost", "t", Slo(10.0, 0.0001), 0), max_tokens=5)
+        await front.ended("lost")
+
+    play(story, kept=kept)
+    assert len(kept.profiles) == 1
+
+
+def test_what_was_learned_before_is_not_measured_again(play):
+    kept = Kept()
+
+    async def first(front, fleet, learning):
+        assert front.core.placement.goes_by_targets
+
+    async def second(front, fleet, learning):
+        assert front.core.placement.goes_by_targets
+        assert [engine.steps()[0] for engine in front.engines.values()] == [0, 0]
+        (event,) = events_of(front, "learned")
+        assert "still there" in event.reason
+
+    play(first, workers=1, kept=kept)
+    play(second, workers=2, kept=kept)
+    key = kept.keys[0]
+    assert {"engine", "version", "model", "model_config", "device", "tp_degree", "max_seqs"} <= set(key)
+    assert key["flags"] == {"dtype": "'float32'"}
+
+
+def test_a_worker_that_joins_later_serves_by_what_was_learned(play):
+    async def story(front, fleet, learning):
+        fleet.scale({KIND: 2}, "a test")
+        while fleet.serving < 2:
+            await asyncio.sleep(0.005)
+        assert len(events_of(front, "learned")) == 1
+        assert front.core.placement.goes_by_targets
+
+    play(story, workers=1)
+
+
+def test_a_worker_that_dies_leaves_its_part_to_the_others(play):
+    def spoil(measure):
+        async def dying(link, kind):
+            if link.info.worker == "w1":
+                asyncio.get_running_loop().call_later(0.05, link.kill)
+            await measure(link, kind)
+
+        return dying
+
+    async def story(front, fleet, learning):
+        learnt = learning.learnt[KIND].step.step_s(*SERVED.T)
+        assert learnt == pytest.approx(profile().step.step_s(*SERVED.T), rel=0.02)
+
+    play(story, workers=2, spoil=spoil)
+
+
+def test_targets_that_nobody_named_are_eased_to_what_the_fastest_kind_can_meet(live_extra):
+    from dataplane.live.control.fleet import DEFAULT_SLO, EASE, LONE_TOKENS, _targets
+    from dataplane.live.gateway.events import EventLog
+
+    events, fast = EventLog(), profile()
+    slow = replace(fast, step=replace(fast.step, base_s=2.0))
+    assert _targets(None, (), events) == DEFAULT_SLO
+    assert _targets(None, (slow, fast), events) == DEFAULT_SLO
+    eased = _targets(None, (slow,), events)
+    assert eased.tpot_s == pytest.approx(EASE * slow.alone_tpot_s(LONE_TOKENS))
+    assert eased.ttft_s == pytest.approx(EASE * slow.alone_ttft_s(LONE_TOKENS))
+    assert not list(events)
+    assert _targets(Slo(5.0, 0.05), (slow,), events) == Slo(5.0, 0.05)  # an operator's stay, and it is said
+    assert "no worker meets the targets" in next(iter(events)).reason
+
+
+@pytest.mark.parametrize("how", ["no time", "every engine refuses", "the fit fails"])
+def test_a_fleet_that_cannot_measure_says_so_and_places_by_load(play, monkeypatch, how):
+    from dataplane.live.engine_api.link import SegmentRefused
+    from dataplane.live.pool import learning as learning_module
+
+    def refusing(measure):
+        async def tried(link, kind):
+            add = link.add
+
+            async def refuse(request):
+                await link._events.put(SegmentRefused(request.request_id, "its queue is full"))
+
+            link.add = refuse
+            await measure(link, kind)
+            link.add = add
+
+        return tried
+
+    def failing(*_, **__):
+        raise BadInput("measurements: two coefficients cannot be told apart")
+
+    if how == "the fit fails":
+        monkeypatch.setattr(learning_module, "fit_step", failing)
+
+    async def story(front, fleet, learning):
+        assert not learning.learnt
+        assert not front.core.placement.goes_by_targets
+        said = {event.reason for event in events_of(front, "unmeasured")}
+        assert said == {f"{KIND}: step times could not be measured ({learning.why}); placement goes by load"}
+        await front.send("r", [1] * 30, max_tokens=20)
+        await front.ended("r")
+        assert front.finish["r"] == "LENGTH"
+
+    spoil = refusing if how == "every engine refuses" else None
+    play(story, workers=2, measure_s=0.0 if how == "no time" else 20.0, spoil=spoil)
