@@ -33,8 +33,7 @@ from experiments.lib.results import bar, flags, show
 from experiments.lib.served import fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile, profile_text
-from tokenfleet.profiles.learned import default_folder
-from tokenfleet.profiles.library import find_profiles
+from tokenfleet.profiles.library import find_profiles, learned_folder
 
 STEPS, QUICK_STEPS = 500, 100
 KIND, WORKERS = "TP1", 2
@@ -57,7 +56,7 @@ def trace(rate_rps: float, requests: int, seed: int) -> Workload:
 
 def real(steps: int, seed: int) -> dict[str, Any]:
     """A served fleet: the profile it learned, when, and the steps it executed after that."""
-    before = set(default_folder().glob("*.json"))
+    before = set(learned_folder().glob("*.json"))
     with tiny_model() as model:
         with fleet(model, "--workers", str(WORKERS), "--data", str(model.parent / "data")) as server:
             view = server.ask("GET", "/v1/fleet")
@@ -69,7 +68,7 @@ def real(steps: int, seed: int) -> dict[str, Any]:
             asyncio.run(serve())
         table = pl.read_csv(model.parent / "data" / "steps.csv")
         # The model's folder is a new one, so no profile of it was there.
-        (kept,) = set(default_folder().glob("*.json")) - before
+        (kept,) = set(learned_folder().glob("*.json")) - before
         profile = json.loads(kept.read_text())["profile"]
     since_s = float(view["step_times"][0]["since_s"])
     rows = table.filter(pl.col("at_s") > since_s).sort("at_s")

@@ -32,7 +32,7 @@ from experiments.lib.results import bar, flags, show
 from experiments.lib.served import ENGINE_FLAGS, Server, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile
-from tokenfleet.profiles.learned import default_folder
+from tokenfleet.profiles.library import learned_folder
 
 POLICIES = ("spread", "round-robin", "jsq")
 WORKERS = 2
@@ -61,7 +61,7 @@ def trace(rate_rps: float, requests: int, seed: int) -> Workload:
 def served(policy: str, slo: Slo | None, rate_rps: float, requests: int) -> dict[str, Any]:
     """The replays of the judged seeds under a policy, and what the fleet learned at its start."""
     said = [] if slo is None else ["--slo", f"ttft={slo.ttft_s * 1000:.0f}ms,tpot={slo.tpot_s * 1000:.0f}ms"]
-    before = set(default_folder().glob("*.json"))
+    before = set(learned_folder().glob("*.json"))
     with tiny_model("--fat") as model:
         words = ("--workers", str(WORKERS), "--policy", policy, *said)
         with fleet(model, *words, engine_flags=ENGINE_FLAGS[:-2]) as server:
@@ -69,7 +69,7 @@ def served(policy: str, slo: Slo | None, rate_rps: float, requests: int) -> dict
                 asyncio.run(replayed(server, trace(rate_rps, requests, seed))) for seed in JUDGED if slo
             ]
         # The model's folder is a new one, so no profile of it was there.
-        learned = "".join(path.read_text() for path in set(default_folder().glob("*.json")) - before)
+        learned = "".join(path.read_text() for path in set(learned_folder().glob("*.json")) - before)
     return {"replays": replays, "learned": learned}
 
 

@@ -34,7 +34,7 @@ from tokenfleet.cli.serve_plan import (
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s, parse_slo
 from tokenfleet.planning.plan_file import PlanFile, read_plan
-from tokenfleet.profiles.learned import LearnedProfiles, default_folder
+from tokenfleet.profiles.library import LearnedProfiles, learned_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -339,7 +339,7 @@ def _settings(
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
         move_share=asked.move_share,
         reclaim_notice=asked.reclaim_notice,
-        kept=LearnedProfiles(default_folder()),
+        kept=LearnedProfiles(learned_folder()),
         extensions=extensions,
     )
 

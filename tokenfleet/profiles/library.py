@@ -3,16 +3,25 @@
 `find_profiles` looks on three shelves, in this order: the library proper (one folder per GPU), what was
 measured in 2023, and the two profiles that reproduce Aladdin's tables. A later shelf answers only for a
 GPU that no earlier one has, so an old measurement is never taken for a current one by accident.
+
+`LearnedProfiles` are those that fleets have learned, a cache: one file each, named by a digest of its key,
+which is what step times depend on. A file holds key and profile, and is there whole or not at all. One that
+cannot be read, or is of another form, is said so in one line and written anew.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
+import logging
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
@@ -21,6 +30,9 @@ from tokenfleet.profiles.form import parse_profile, profile_text
 
 MAX_FILE_BYTES = 1_000_000
 STALE_AFTER_DAYS = 180
+LEARNED_SCHEMA = "tokenfleet.learned/1"
+MOST_LEARNED = 500  # some 3 kB each; older ones go
+log = logging.getLogger(__name__)
 
 _SHELVES = ("current", "measured-2023", "aladdin")
 _GPU_ALIASES = {
@@ -188,3 +200,54 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 def _listed(values: Iterable[object]) -> str:
     return ", ".join(str(v) for v in values) or "none"
+
+
+def learned_folder() -> Path:
+    """`learned` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tokenfleet" / "learned"
+
+
+class LearnedProfiles:
+    """Learned profiles in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, key: Mapping[str, Any]) -> Profile | None:
+        """The profile of this key, where there is one that can be read."""
+        path = self._path(key)
+        if not path.exists():
+            return None
+        try:
+            return _read_learned(path, key)
+        except BadInput as error:
+            log.warning("%s; the engine is measured anew", error)
+            return None
+
+    def keep(self, key: Mapping[str, Any], profile: Profile) -> None:
+        """Keep a profile; where the folder cannot be written, that is only said."""
+        kept = {"schema": LEARNED_SCHEMA, "key": dict(key), "profile": profile_text(profile)}
+        try:
+            write_files({self._path(key): json.dumps(kept, indent=1, sort_keys=True) + "\n"})
+        except BadInput as error:
+            log.warning("%s; the next fleet will be measured again", error)
+            return
+        files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for old in files[: max(len(files) - MOST_LEARNED, 0)]:
+            old.unlink(missing_ok=True)
+
+    def _path(self, key: Mapping[str, Any]) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+        return self._folder / f"{digest[:32]}.json"
+
+
+def _read_learned(path: Path, key: Mapping[str, Any]) -> Profile:
+    """The profile in a file. Raises BadInput for one of another form or another key."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read: {error}") from error
+    if not isinstance(kept, dict) or kept.get("schema") != LEARNED_SCHEMA or kept.get("key") != dict(key):
+        raise BadInput(f"{path}: expected the {LEARNED_SCHEMA} file of this engine")
+    return parse_profile(str(kept.get("profile")), str(path))
