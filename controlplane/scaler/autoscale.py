@@ -40,6 +40,8 @@ from controlplane.snapshot import SERVING, STARTING, Facts, Note, Scale, Snapsho
 from controlplane.types import Role
 from controlplane.worker_type import WorkerType
 
+MOST = 3.0  # what refit and correction together may make of the workers that the line asks for
+
 
 def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tuple[Scaling, Scale | None]:
     """The state after this heartbeat, and the change to ask for, if any.
@@ -125,17 +127,16 @@ def _corrected(
     settings: ScalingSettings, state: Scaling, snapshot: Snapshot, demand: Demand, regime: Regime | None
 ) -> tuple[Scaling, Line | None]:
     """The line by the refitted step times and by what became of the requests, and what was learned of it."""
-    types = _types_now(settings, state)
-    line = _line(settings, state, types)
+    types, given = _types_now(settings, state), _line(settings, state, settings.worker_types)
+    line = _bounded(_line(settings, state, types), given)
     if line is None or regime is None:
         return state, line
 
     def line_if(factor: float) -> Line:
         if not types or types[0].known_profile is None:
             return Line(line.workers_per_rps * factor, line.intercept)
-        return _line(settings, state, tuple(_slowed(t, factor) for t in types)) or line
+        return _bounded(_line(settings, state, tuple(_slowed(t, factor) for t in types)), given) or line
 
-    given = _line(settings, state, settings.worker_types)
     of = {} if state.weights is None else state.weights.of
     workers = sum(of.get(w.kind, 1.0) for w in snapshot.workers if w.state == SERVING)
     correction, said = look(
@@ -151,6 +152,14 @@ def _corrected(
     notes = state.notes if said is None else (*state.notes, said)
     state = replace(state, correction=correction, notes=notes)
     return state, line if correction.factor == 1.0 else line_if(correction.factor)
+
+
+def _bounded(line: Line | None, given: Line | None) -> Line | None:
+    """The line, its slope at most `MOST` times the given one's: where a lone request is about as slow as its
+    target, a hair in step times is worth any number of workers."""
+    if line is None or given is None:
+        return line
+    return replace(line, workers_per_rps=min(line.workers_per_rps, MOST * given.workers_per_rps))
 
 
 def _slowed(worker_type: WorkerType, factor: float) -> WorkerType:
