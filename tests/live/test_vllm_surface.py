@@ -277,6 +277,24 @@ def test_kv_is_moved_of_layers_that_keep_every_token_only():
     assert "2 groups" in why_fixed([KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)])
 
 
+def test_a_gateway_sends_images_whole_and_engines_expect_no_less():
+    from types import SimpleNamespace
+
+    from vllm.multimodal.cache.factories import _get_cache_type
+
+    def kind_of_cache(gigabytes, gateways):
+        images = SimpleNamespace(mm_processor_cache_gb=gigabytes, mm_processor_cache_type="lru")
+        model = SimpleNamespace(supports_multimodal_inputs=True, get_multimodal_config=lambda: images)
+        parallel = SimpleNamespace(
+            _api_process_count=gateways, data_parallel_size=1, data_parallel_external_lb=False
+        )
+        return _get_cache_type(SimpleNamespace(model_config=model, parallel_config=parallel))
+
+    assert kind_of_cache(4, gateways=1) == "lru"  # vLLM's own: an image is sent to its engine once
+    assert kind_of_cache(4, gateways=2) == "processor_only"  # what `engine_config` asks of the gateway
+    assert kind_of_cache(0, gateways=1) is None  # and `engine_args` of engines
+
+
 class Word:
     """A grammar of one word, by tokens."""
 

@@ -99,6 +99,7 @@ __all__ = [
     "check_served",
     "current_platform",
     "group_kernel_blocks",
+    "has_prompt_logprobs",
     "sleep_while_spinning",
     "vllm_version",
 ]
@@ -121,6 +122,11 @@ def check_served(config: Any) -> None:
         raise BadInput(f"model {model.model}: {what}; a fleet serves models that generate text")
     if model.is_encoder_decoder:
         raise BadInput(f"model {model.model}: it has an encoder and a decoder; a fleet serves decoders")
+
+
+def has_prompt_logprobs(config: Any) -> bool:
+    """Whether an engine computes log-probabilities of prompts: vLLM's CPU kernels for LoRA die of them."""
+    return config.lora_config is None or not current_platform.is_cpu()
 
 
 def sleep_while_spinning() -> None:

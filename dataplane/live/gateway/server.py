@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,6 +31,7 @@ from dataplane.live.engine_api.vllm_surface import (
     EngineCoreClient,
     UsageContext,
     check_served,
+    has_prompt_logprobs,
 )
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
@@ -130,6 +132,12 @@ class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
             super().__init__(config, executor_class=None, log_stats=True, log_requests=False)
         if self.engine_core is not core:
             raise RuntimeError("vLLM's front end did not take FleetCore as its engine")
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
+        """vLLM's own, but that it turns away, with a 400, what its engine would die of."""
+        if getattr(params, "prompt_logprobs", None) is not None and not has_prompt_logprobs(self.vllm_config):
+            raise VLLMValidationError("prompt_logprobs: not computed by CPU engines with --enable-lora")
+        return await super().add_request(request_id, prompt, params, *more, **named)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from dataplane.live.engine_api.vllm_surface import (
     UsageContext,
     check_served,
     current_platform,
+    has_prompt_logprobs,
     vllm_version,
 )
 
@@ -201,8 +202,9 @@ async def warm_up(core: Any) -> Mapping[str, Any]:
         plain | {"logprobs": 5},
         plain | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
         plain | {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1},
-        plain | {"prompt_logprobs": 1},
     ]
+    if has_prompt_logprobs(core.vllm_config):
+        kinds.append(plain | {"prompt_logprobs": 1})
     try:
         for turn, kind in enumerate(kinds):
             waves = lengths if turn == 0 else lengths[:2]
