@@ -1,9 +1,10 @@
 """The fleet's decision, `tick`: a pure function of settings, state and a snapshot.
 
-Four rules, each with a memory in `State` so that it does not act twice on one observation:
+Five rules, each with a memory in `State` so that it does not act twice on one observation:
 
-    balance    the least free workers give to the most free, draining ones are emptied    migration.balance
+    room       what waits at the gateway is let in, draining workers are emptied           migration.room
     shed       a worker whose TPOT or KV forecast broke gives to one with slack            migration.overload
+    balance    without targets: the least free workers give to the most free               migration.balance
     reassign   requests that have not started follow Algorithm 2                          migration.overload
     scale      by demand where a line is known, else by load              scaler.autoscale, scaler.load
 """
@@ -15,13 +16,15 @@ from dataclasses import dataclass, field, replace
 
 from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.overload import ShedSettings, reassign, shed
+from controlplane.migration.room import empty, make_room
 from controlplane.migration.usage import Reading, WorkerView, worker_views
+from controlplane.placement.policies import BY_TARGETS, Policy
 from controlplane.scaler.autoscale import has_line, scale
 from controlplane.scaler.load import LoadSettings, scale_by_load
 from controlplane.scaler.pools import are_pools, load_of, scaling_of, seen_by, together
 from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import Stabilized
-from controlplane.snapshot import Action, Move, Note, Scale, Snapshot
+from controlplane.snapshot import SERVING, Action, Move, Note, Scale, Snapshot
 from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import WorkerType
 
@@ -30,13 +33,22 @@ from controlplane.worker_type import WorkerType
 class Settings:
     """Settings of moving, shedding and scaling; None: not at all.
 
-    `scaling` follows demand, `load` the load for as long as demand does not say how many workers.
+    `moves` balances by freeness, and is None where requests are placed by targets: then a move must keep or
+    let in a promise. `scaling` follows demand, `load` the load for as long as demand does not say how many
+    workers. `drains`: draining workers are emptied (else the plane does it).
     """
 
-    moves: MoveSettings | None = MoveSettings(pressure=0.6)  # noqa: RUF009 - frozen
+    moves: MoveSettings | None = MoveSettings()  # noqa: RUF009 - frozen
     shed: ShedSettings | None = ShedSettings()  # noqa: RUF009 - frozen
     load: LoadSettings | None = None
     scaling: ScalingSettings | None = None
+    drains: bool = True
+
+    @staticmethod
+    def of_policy(policy: Policy, headroom: float = 0.0) -> Settings:
+        """Moves that pursue what a placement policy does: its targets, or else balance."""
+        moves = None if policy in BY_TARGETS else MoveSettings(Reading(headroom))
+        return Settings(moves, ShedSettings(headroom=headroom))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +109,25 @@ def _moves(
     """The workers, each counted once, and moves: but for what waits, a worker takes part in one at most."""
     workers = worker_views(snapshot.workers, reading)
     resting = recent.requests.keys() | snapshot.moving
-    free = [w for w in workers if w.id not in snapshot.busy]
+    promises = settings.shed or ShedSettings()
     moves: list[Move] = []
-    if settings.moves is not None:
-        moves += balance(settings.moves, free, resting, recent.pairs)
+
+    def free() -> list[WorkerView]:
+        """Workers that take part in no move, and that the plane does not empty itself."""
+        ends = snapshot.busy.union(*((move.source, move.target) for move in moves))
+        return [w for w in workers if w.id not in ends and (settings.drains or w.worker.state == SERVING)]
+
+    if snapshot.held and (settings.shed is not None or settings.moves is not None):
+        moves += make_room(promises, free(), snapshot.held, resting, recent.pairs, snapshot.transport)
+    if settings.shed is not None and settings.moves is None:
+        moves += empty(promises, free(), resting)
     if settings.shed is not None:
-        ends = {end for move in moves for end in (move.source, move.target)}
-        moves += shed(settings.shed, [w for w in free if w.id not in ends], resting, recent.pairs)
+        moves += shed(promises, free(), resting, recent.pairs, snapshot.transport)
+    if settings.moves is not None:
+        moves += balance(settings.moves, free(), resting, recent.pairs, snapshot.transport)
     if snapshot.errors:
         resting |= {move.request for move in moves}
-        moves += reassign(settings.shed or ShedSettings(), workers, snapshot.errors, resting)
+        moves += reassign(promises, workers, snapshot.errors, resting)
     return workers, moves
 
 

@@ -61,7 +61,8 @@ class WorkerLoad:
 
     `requests` run there in order of admission, `waiting` stand in its queue, its head first. `step` is its
     speed, for forecasts. `load`, where given, says the same as the lists. `kind` names what it is made
-    of, in a fleet of several kinds: KV moves between workers of one kind only.
+    of, in a fleet of several kinds: KV moves between workers of one kind only. `kv_bytes_per_token`: 0 = not
+    known, and then no copy is priced.
     """
 
     worker: WorkerId
@@ -73,6 +74,7 @@ class WorkerLoad:
     max_seqs: int = 1 << 30
     load: Load | None = None
     kind: str = ""
+    kv_bytes_per_token: float = 0.0
 
     def counted(self) -> Load:
         """The load, added up from the lists where the plane gave none."""
@@ -104,6 +106,53 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request that no worker has taken, and the seconds in which its prefill must begin to be on time."""
+
+    request: RunningRequest
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The pace of moves: bytes a second of their copies, and the pause of the moved request.
+
+    `moves`: how many it was learned from. Before any, it is what Llumnix measured with Gloo between hosts.
+    """
+
+    bytes_per_s: float = 2.4e9
+    pause_s: float = 0.01
+    moves: int = 0
+
+    def after(self, bytes_per_s: float, pause_s: float) -> Pace:
+        """The pace once another move has finished.
+
+        A mean of logarithms, in which the last ten moves weigh most; a single one counts as at most 4 times
+        faster or slower than the mean, so that one which waited for a step or a full link changes little.
+        """
+        weight = 1.0 / min(self.moves + 1, 10)
+
+        def towards(mean: float, seen: float) -> float:
+            near = seen if self.moves == 0 else min(max(seen, mean / 4.0), mean * 4.0)
+            return math.exp((1.0 - weight) * math.log(mean) + weight * math.log(max(near, 1e-9)))
+
+        return Pace(towards(self.bytes_per_s, bytes_per_s), towards(self.pause_s, pause_s), self.moves + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """The pace of moves in a fleet: `pairs` of workers (source, target), and `usual` for all others."""
+
+    usual: Pace = Pace()
+    pairs: Mapping[tuple[WorkerId, WorkerId], Pace] = field(default_factory=dict)
+    slowdown: float = 0.02
+
+    def between(self, source: WorkerId, target: WorkerId) -> Pace:
+        """The pace from one worker to another."""
+        return self.pairs.get((source, target), self.usual)
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The fleet at `now_s`; `waiting_tokens` are the prompts that no worker has taken.
 
@@ -114,6 +163,8 @@ class Snapshot:
     `cold_start_s`, `drain_s`: what a launch and a drain have lately taken here, 0 = not known.
     `wanted_kinds`: how many of each are wanted, in a fleet of several kinds; they add up to `wanted`.
     `outcomes`: the requests that have ended since the plane began, by class.
+    `held`: the first in line of those that no worker has taken and that may still be on time. `transport`:
+    the pace of moves here.
     """
 
     now_s: float
@@ -131,6 +182,8 @@ class Snapshot:
     drain_s: float = 0.0
     wanted_kinds: Mapping[str, int] = field(default_factory=dict)
     outcomes: tuple[ClassOutcomes, ...] = ()
+    held: tuple[HeldRequest, ...] = ()
+    transport: Transport = field(default_factory=Transport)
 
 
 @dataclass(frozen=True, slots=True)

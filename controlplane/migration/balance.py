@@ -15,12 +15,12 @@ low priority and the short ones go first: they are copied soonest, and no import
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from controlplane.errors import BadInput
-from controlplane.migration.move import Price, cost_s, gain_s
+from controlplane.migration.move import Price, cost_s, gain_s, price_of
 from controlplane.migration.usage import (
     PAPER,
     Reading,
@@ -37,6 +37,7 @@ from controlplane.snapshot import (
     Move,
     Reassign,
     RunningRequest,
+    Transport,
 )
 from controlplane.types import RequestId, WorkerId
 
@@ -47,31 +48,25 @@ _TRIED = 8  # requests of a source that are looked at for one target: the order 
 class MoveSettings:
     """Thresholds and amounts of moving; thresholds in steps (tokens per request, see virtual_usage).
 
-    `pressure`: a worker fuller than this share is a source too. `drains`: draining workers are emptied.
-    `price`: a move must gain more than it costs, where speeds are known. `most`: moves of one heartbeat.
+    `most`: moves of one heartbeat.
     `rest_s`: a request that moved, or a pair turned round, waits so long.
     """
 
     reading: Reading = PAPER
     out_below: float = 160.0
     in_above: float = 160.0
-    pressure: float | None = None
-    drains: bool = True
-    price: Price | None = None
     most: int = 64
     rest_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not self.out_below <= self.in_above:
             raise BadInput(f"moves: out_below {self.out_below:g} must not exceed in_above {self.in_above:g}")
-        if self.pressure is not None and not 0 <= self.pressure <= 1:
-            raise BadInput(f"moves: pressure: must be within 0 and 1, got {self.pressure:g}")
         if self.most < 0 or not self.rest_s >= 0:
             raise BadInput("moves: most and rest_s must not be negative")
 
     def in_order(self, requests: Sequence[RunningRequest]) -> Iterable[RunningRequest]:
-        """A source's running requests, the one that should go first: low priority, then short."""
-        return sorted(requests, key=lambda r: (r.priority, r.tokens, r.request))
+        """A source's decoding requests, the one that should go first: low priority, then short."""
+        return sorted(decoding(requests), key=lambda r: (r.priority, r.tokens, r.request))
 
     def requeues(self, target: WorkerView, request: RunningRequest) -> bool:
         """Whether a head of line goes to the target, which admits it now: no queue, memory and a seat free.
@@ -82,7 +77,9 @@ class MoveSettings:
         seats = target.worker.max_seqs - target.load.running
         return target.load.waiting == 0 and seats > 0 and request.tokens + 1 <= room
 
-    def helps(self, source: WorkerView, target: WorkerView, request: RunningRequest) -> bool:
+    def helps(
+        self, source: WorkerView, target: WorkerView, request: RunningRequest, price: Price | None
+    ) -> bool:
         """Whether the target stays freer than the source was, and the move gains more than it costs."""
         after = with_request(target.load, request)
         capacity = target.worker.capacity_tokens
@@ -92,19 +89,28 @@ class MoveSettings:
         share = virtual_usage(after, capacity, False, self.reading) / capacity
         if share >= (used - request.tokens) / source.worker.capacity_tokens:
             return False
-        return self.price is None or _pays(self.price, source, target, request)
+        return price is None or _pays(price, source, target, request)
+
+
+def decoding(requests: Iterable[RunningRequest]) -> Iterator[RunningRequest]:
+    """Those that have a token: what is in its prefill has no KV yet that could be copied whole."""
+    return (r for r in requests if r.generated != 0)
 
 
 Pairs = Container[tuple[WorkerId, WorkerId]]
 
 
 def balance(
-    settings: MoveSettings, workers: Sequence[WorkerView], resting: Set[RequestId], recent: Pairs
+    settings: MoveSettings,
+    workers: Sequence[WorkerView],
+    resting: Set[RequestId],
+    recent: Pairs,
+    transport: Transport,
 ) -> list[Move]:
     """This heartbeat's moves between `workers`, at most one each.
 
     `resting`: requests that must stay where they are. `recent`: pairs (source, target) that are not turned
-    round yet.
+    round yet. `transport`: at its pace a move must gain more than it costs, where speeds are known.
     """
     sources = sorted((w for w in workers if _is_source(w, settings)), key=lambda w: (w.freeness, w.id))
     targets = sorted(
@@ -121,7 +127,7 @@ def balance(
             break
         if (target.id, source.id) in recent:
             continue
-        chosen = _choose(settings, resting, source, target)
+        chosen = _choose(settings, resting, source, target, transport)
         if chosen is None:
             continue
         request, waits = chosen
@@ -146,7 +152,11 @@ def _pairs(
 
 
 def _choose(
-    settings: MoveSettings, resting: Set[RequestId], source: WorkerView, target: WorkerView
+    settings: MoveSettings,
+    resting: Set[RequestId],
+    source: WorkerView,
+    target: WorkerView,
+    transport: Transport,
 ) -> tuple[RunningRequest, bool] | None:
     """The request of `source` that should go to `target`, and whether it waits there; None if none may.
 
@@ -162,8 +172,9 @@ def _choose(
         if r.request not in resting and not (low_only and r.priority)
     )
     same_kind = source.worker.kind == target.worker.kind
+    price = price_of(transport, source.worker, target.worker)
     for r in islice(free_ones, _TRIED if same_kind else 0):
-        if _may_go(settings, source, target, r):
+        if _may_go(settings, source, target, r, price):
             return r, False
     if source.worker.state == DRAINING:  # its queue must go, room or not
         return next(((r, True) for r in waiting if r.request not in resting), None)
@@ -172,13 +183,9 @@ def _choose(
 
 def _is_source(s: WorkerView, settings: MoveSettings) -> bool:
     if s.worker.state == DRAINING:
-        return settings.drains and s.load.running + s.load.waiting > 0
-    if s.load.running + s.load.waiting < 2:
-        return False  # to move the only request is to move the problem
-    if s.freeness < settings.out_below:
-        return True
-    full = s.load.held_tokens / s.worker.capacity_tokens
-    return settings.pressure is not None and full > settings.pressure
+        return s.load.running + s.load.waiting > 0
+    # To move the only request is to move the problem.
+    return s.load.running + s.load.waiting > 1 and s.freeness < settings.out_below
 
 
 def _full_for_headroom_alone(settings: MoveSettings, s: WorkerView) -> bool:
@@ -188,17 +195,19 @@ def _full_for_headroom_alone(settings: MoveSettings, s: WorkerView) -> bool:
     """
     if s.worker.state == DRAINING or headroom_tokens(s.load, s.worker.capacity_tokens, settings.reading) == 0:
         return False
-    bare = replace(settings.reading, high_load_tokens=None)
+    bare = replace(settings.reading, headroom=0.0)
     return freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
 
 
-def _may_go(settings: MoveSettings, source: WorkerView, target: WorkerView, r: RunningRequest) -> bool:
+def _may_go(
+    settings: MoveSettings, source: WorkerView, target: WorkerView, r: RunningRequest, price: Price | None
+) -> bool:
     if target.load.running + target.load.waiting >= target.worker.max_seqs:
         return False
     room = target.free_tokens - target.load.waiting_tokens
     if r.tokens + target.load.running + 1 > room:
         return False
-    return source.worker.state == DRAINING or settings.helps(source, target, r)
+    return source.worker.state == DRAINING or settings.helps(source, target, r, price)
 
 
 def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningRequest) -> bool:

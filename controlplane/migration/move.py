@@ -40,7 +40,7 @@ from enum import Enum, auto
 
 from controlplane.errors import BadInput, IllegalStep
 from controlplane.perfmodel.step import StepModel
-from controlplane.snapshot import Load, RunningRequest
+from controlplane.snapshot import Load, Pace, RunningRequest, Transport, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Price:
     """The price of a move: KV bytes a token, the link's rate, the pause, and the lengthening of steps."""
 
     bytes_per_token: float
-    bytes_per_s: float = 2.4e9  # Gloo between hosts, as the paper measured it
-    fixed_s: float = 0.01
-    slowdown: float = 0.02
+    bytes_per_s: float = Pace().bytes_per_s
+    fixed_s: float = Pace().pause_s
+    slowdown: float = Transport().slowdown
 
     def __post_init__(self) -> None:
         if not (self.bytes_per_token >= 0 and self.bytes_per_s > 0):
@@ -61,6 +61,14 @@ class Price:
     def copy_s(self, tokens: int) -> float:
         """Seconds to copy that many tokens' KV."""
         return tokens * self.bytes_per_token / self.bytes_per_s
+
+
+def price_of(transport: Transport, source: WorkerLoad, target: WorkerLoad) -> Price | None:
+    """The price of moves between two workers at their link's pace; None where KV's size is not known."""
+    if source.kv_bytes_per_token == 0.0:
+        return None
+    pace = transport.between(source.worker, target.worker)
+    return Price(source.kv_bytes_per_token, pace.bytes_per_s, pace.pause_s, transport.slowdown)
 
 
 def cost_s(price: Price, tokens: int, source: Load, target: Load) -> float:

@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from controlplane.errors import BadInput
-from controlplane.migration.balance import Pairs
-from controlplane.migration.move import Price
+from controlplane.migration.balance import Pairs, decoding
+from controlplane.migration.move import Price, price_of
 from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import Error, rebalance
 from controlplane.placement.rebalance import Reassign as Outcast
-from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest
+from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest, Transport
 from controlplane.types import RequestId, WorkerId
 
 # Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
@@ -45,16 +45,19 @@ class ShedSettings:
     """The strictness of forecasts (as in PlacementSettings), and the margin over the line that breaks one.
 
     `margin`: the share by which a forecast must exceed its limit before anything moves. `most`: moves of
-    one heartbeat. `price`: the pause and the copy must be worth less than the excess they end.
+    one heartbeat. `headroom`: the share of KV that a worker with a high-priority request keeps free for it
+    (migration.usage); what breaks it alone sends normal requests away.
     """
 
     theta: float = 0.5
     gamma: float = 0.95
     margin: float = 0.05
     most: int = 64
-    price: Price | None = None
+    headroom: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.headroom < 1.0:
+            raise BadInput(f"shedding: headroom: must be at least 0 and below 1, got {self.headroom:g}")
         if not 0.0 <= self.theta <= 1.0 or not 0.0 < self.gamma <= 1.0 or not self.margin >= 0.0:
             raise BadInput(f"shedding: need theta in [0, 1], gamma in (0, 1], margin >= 0, got {self}")
         if self.most < 0:
@@ -87,9 +90,10 @@ def forecast(
         context = held + settings.theta * load.growth_tokens
         step_share = _step_s(step, load.running + load.waiting, context) / load.tpot_s
     limit = settings.gamma * capacity_tokens
-    kv = (held + load.growth_tokens) / limit  # as if all ended at once, which no peak exceeds
+    kept = settings.headroom * capacity_tokens if load.high else 0.0
+    kv = (held + load.growth_tokens + kept) / limit  # as if all ended at once, which no peak exceeds
     if kv > 1.0:
-        kv = (load.peak_tokens if load.peak_tokens >= 0 else peak_tokens(requests)) / limit
+        kv = ((load.peak_tokens if load.peak_tokens >= 0 else peak_tokens(requests)) + kept) / limit
     return Forecast(step_share, kv)
 
 
@@ -112,11 +116,16 @@ def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | No
 
 
 def shed(
-    settings: ShedSettings, workers: Sequence[WorkerView], resting: Set[RequestId], recent: Pairs
+    settings: ShedSettings,
+    workers: Sequence[WorkerView],
+    resting: Set[RequestId],
+    recent: Pairs,
+    transport: Transport,
 ) -> list[Migrate]:
     """This heartbeat's moves between `workers`, off those whose forecast broke.
 
-    `resting` and `recent` as for `balance`.
+    `resting` and `recent` as for `balance`; the pause and the copy, at the pace of `transport`, must be worth
+    less than the excess they end.
     """
     ahead = {w.id: forecast_of(w, settings) for w in workers}
     over = [w for w in workers if ahead[w.id].worst > 1.0 + settings.margin and w.load.running > 1]
@@ -131,7 +140,7 @@ def shed(
             break
         same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
         for target in list(islice(same_kind, _LOOKED_AT)):
-            chosen = _choose(settings, resting, recent, source, target)
+            chosen = _choose(settings, resting, recent, source, target, transport)
             if chosen is not None:
                 reason = _reason(source, target, ahead[source.id], ahead[target.id])
                 moves.append(Migrate(chosen.request, source.id, target.id, reason))
@@ -165,26 +174,37 @@ def _everyone(
 
 
 def _choose(
-    settings: ShedSettings, resting: Set[RequestId], recent: Pairs, source: WorkerView, target: WorkerView
+    settings: ShedSettings,
+    resting: Set[RequestId],
+    recent: Pairs,
+    source: WorkerView,
+    target: WorkerView,
+    transport: Transport,
 ) -> RunningRequest | None:
     if (target.id, source.id) in recent:
         return None
     candidates = sorted(
-        (r for r in source.worker.requests if r.request not in resting and r.remaining_tokens),
+        (r for r in decoding(source.worker.requests) if r.request not in resting and r.remaining_tokens),
         key=lambda r: (r.priority, r.tokens - r.remaining_tokens, r.request),
     )
     room = target.free_tokens - target.load.waiting_tokens - target.load.running - 1
+    price = price_of(transport, source.worker, target.worker)
+    if (
+        source.load.high
+        and forecast_of(source, replace(settings, headroom=0.0)).worst <= 1.0 + settings.margin
+    ):
+        candidates = [r for r in candidates if not r.priority]  # headroom alone: they are whom it is for
     for r in candidates[:_TRIED]:
         if r.tokens > room or target.load.running + target.load.waiting >= target.worker.max_seqs:
             continue
-        if forecast_of(target, settings, r).worst <= 1.0 and _pays(settings, source, r):
+        if forecast_of(target, settings, r).worst <= 1.0 and _pays(settings, price, source, r):
             return r
     return None
 
 
-def _pays(settings: ShedSettings, source: WorkerView, r: RunningRequest) -> bool:
+def _pays(settings: ShedSettings, price: Price | None, source: WorkerView, r: RunningRequest) -> bool:
     """Whether what the source is spared over the request's life exceeds the pause and the interference."""
-    price, step = settings.price, source.worker.step
+    step = source.worker.step
     if price is None or step is None:
         return True
     spared = step.per_sequence_s + step.per_context_token_s * (r.tokens + settings.theta * r.remaining_tokens)

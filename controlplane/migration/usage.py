@@ -12,7 +12,7 @@ Llumnix (OSDI '24), Algorithm 1. Of a request r on a worker of M tokens:
 F is in tokens per request: the steps a worker can still do before its memory is full, as every request
 takes one token a step. Freeness is never NaN, so it orders workers strictly and weakly.
 
-The paper's headroom fills the worker up to 1,600 tokens: `high_load_tokens`.
+The headroom is a share of M; the paper's leaves 1,600 tokens of 13,616 to all others.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from controlplane.types import WorkerId
 class Reading:
     """The reading of virtual usage.
 
-    `high_load_tokens`: a worker that runs a high-priority request counts as full at this load, so that the
-    others move away and it stays fast (the paper's 1,600); None: priorities only order queues and moves.
+    `headroom`: the share of its KV that a worker with a high-priority request counts as held, so that the
+    others move away and it stays fast; 0: priorities only order queues and moves.
     """
 
-    high_load_tokens: int | None = None
+    headroom: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.high_load_tokens is not None and self.high_load_tokens < 0:
-            raise BadInput(f"virtual usage: high_load_tokens: must not be negative: {self.high_load_tokens}")
+        if not 0.0 <= self.headroom < 1.0:
+            raise BadInput(f"virtual usage: headroom: must be at least 0 and below 1, got {self.headroom:g}")
 
     def queued_tokens(self, load: Load) -> int:
         """The demand that counts of those that wait: the head's."""
@@ -48,11 +48,9 @@ class Reading:
 PAPER = Reading()
 
 
-def headroom_tokens(load: Load, capacity_tokens: int, reading: Reading = PAPER) -> int:
+def headroom_tokens(load: Load, capacity_tokens: int, reading: Reading = PAPER) -> float:
     """Tokens kept free for the high-priority requests that run on a worker, together."""
-    if reading.high_load_tokens is None or load.high == 0:
-        return 0
-    return max(capacity_tokens - reading.high_load_tokens, 0)
+    return reading.headroom * capacity_tokens if load.high else 0.0
 
 
 def virtual_usage(load: Load, capacity_tokens: int, draining: bool, reading: Reading = PAPER) -> float:

@@ -51,7 +51,7 @@ Knobs = NDArray[np.float64]
 # Where a knob stands in the row of knobs; PlacementSettings (assign.py) fills it.
 THETA, GAMMA, TOLERANCE, CONTEXT_WEIGHT = 0, 1, 2, 3
 USE_B, USE_C, USE_D, USE_E = 4, 5, 6, 7
-HIGH_LOAD = 8  # negative: none
+HEADROOM = 8
 AS_REPORTED = 9
 KNOBS = 10
 
@@ -237,6 +237,16 @@ def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
         if now_s + lasts_s <= due_s:
             return False
     return True
+
+
+@compiled
+def time_left_s(led: Ledger, r: int, now_s: float) -> float:
+    """Seconds in which an idle worker of the fastest type must begin a request's prefill to meet its TTFT."""
+    tokens = led.requests[r].prompt + led.requests[r].key
+    least_s = np.inf
+    for v in range(led.coefficients.shape[0]):
+        least_s = min(least_s, prefill_lasts_s(led.coefficients[v], tokens, tokens, 0, 0))
+    return led.requests[r].arrival_s + led.requests[r].ttft_s - now_s - least_s
 
 
 @compiled

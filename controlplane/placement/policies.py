@@ -28,7 +28,7 @@ from controlplane.placement.constraints import (
     AS_REPORTED,
     CONTEXT_WEIGHT,
     GAMMA,
-    HIGH_LOAD,
+    HEADROOM,
     KNOBS,
     THETA,
     TOLERANCE,
@@ -61,6 +61,7 @@ class Policy(StrEnum):
 
 SPREAD, BEST_FIT, JSQ, P2C, ROUND_ROBIN, LEAST_KV, FREENESS, EXACT, SLACK_FIT = range(9)
 CONSTRAINED = (SPREAD, BEST_FIT, SLACK_FIT)
+BY_TARGETS = frozenset((Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT, Policy.EXACT))
 POLICY_CODE = {
     Policy.SPREAD: SPREAD,
     Policy.BEST_FIT: BEST_FIT,
@@ -81,17 +82,17 @@ class PlacementSettings:
     `theta` in [0, 1]: how much of the expected outputs counts in (b). `gamma` in (0, 1]: share of KV that
     may be promised in (e). `tolerance`, at least 0: how many others' failures (expected, fractional) a
     request's last chance to meet its TTFT is worth in (d); 0 is the paper. `context_weight`: w of
-    capacity_norm. `high_load_tokens`: for `freeness`,
-    the load at which a worker with a high-priority request counts as full for normal ones, and one without
-    for high ones, so that the high keep together (see migration.virtual_usage); None: all are alike.
-    `queue`: of requests that no worker takes.
+    capacity_norm. `headroom`:
+    the share of KV by which a worker with a high-priority request counts as fuller for normal ones, and one
+    without for high ones, so that the high keep together where `spread` and `freeness` rank workers (see
+    migration.usage); 0: all are alike. `queue`: of requests that no worker takes.
     """
 
     theta: float = 0.5
     gamma: float = 0.95
     tolerance: float = 0.5
     context_weight: float = 1.0
-    high_load_tokens: int | None = None
+    headroom: float = 0.0
     queue: QueueSettings = QueueSettings()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -101,6 +102,8 @@ class PlacementSettings:
             raise BadInput(f"placement: tolerance: must not be negative, got {self.tolerance:g}")
         if not 0.0 < self.gamma <= 1.0:
             raise BadInput(f"placement: gamma: must be above 0 and at most 1, got {self.gamma:g}")
+        if not 0.0 <= self.headroom < 1.0:
+            raise BadInput(f"placement: headroom: must be at least 0 and below 1, got {self.headroom:g}")
         if not self.context_weight >= 0.0:
             raise BadInput(f"placement: context_weight: must not be negative, got {self.context_weight:g}")
 
@@ -109,7 +112,7 @@ class PlacementSettings:
         row = np.zeros(KNOBS)
         row[THETA], row[GAMMA], row[TOLERANCE] = self.theta, self.gamma, self.tolerance
         row[CONTEXT_WEIGHT] = self.context_weight
-        row[HIGH_LOAD] = -1.0 if self.high_load_tokens is None else self.high_load_tokens
+        row[HEADROOM] = self.headroom
         row[[USE_B, USE_C, USE_D, USE_E]] = True
         return row
 
@@ -185,11 +188,19 @@ def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int) -> float:
             requests -= led.workers[w].unreported
             tokens -= led.workers[w].unreported_context
         free = k[KV_BLOCKS] * k[BLOCK_TOKENS] - tokens
-        if knobs[HIGH_LOAD] >= 0 and has_high(led, w) != (led.requests[r].priority > 0):
-            free -= max(k[KV_BLOCKS] * k[BLOCK_TOKENS] - knobs[HIGH_LOAD], 0.0)
-        return -free / requests if requests > 0 else -np.inf
+        return -(free - kept_free(led, k, knobs, w, r)) / requests if requests > 0 else -np.inf
+    if policy == SPREAD:
+        tokens += kept_free(led, k, knobs, w, r)
     norm = capacity_norm(k, knobs, requests, tokens, led.requests[r].tpot_s)
     return -norm if policy == BEST_FIT else norm
+
+
+@compiled
+def kept_free(led: Ledger, k: NDArray[np.float64], knobs: Knobs, w: int, r: int) -> float:
+    """The tokens by which a worker counts as fuller for a request of another priority than it has."""
+    if knobs[HEADROOM] == 0 or has_high(led, w) == (led.requests[r].priority > 0):
+        return 0.0
+    return float(knobs[HEADROOM] * k[KV_BLOCKS] * k[BLOCK_TOKENS])
 
 
 @compiled

@@ -22,7 +22,7 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.errors import BadInput
-from controlplane.placement.constraints import hopeless
+from controlplane.placement.constraints import hopeless, time_left_s
 from controlplane.placement.ledger import HELD, NONE, Floats, Ints, Ledger
 
 REFUSALS = 4  # held requests that may find no place before the others are left for the next round
@@ -249,6 +249,23 @@ def line_up(led: Ledger, queue: Queue, now_s: float, line: Ints, lost: Ints) -> 
             line[n] = r
             n += 1
     return n, m
+
+
+@compiled
+def on_time(led: Ledger, queue: Queue, now_s: float, line: Ints, left_s: Floats) -> int:
+    """Fill `line` with the first who may be on time, in order; `left_s`: until each must begin. How many."""
+    n = 0
+    normal, high = queue.head[0], queue.head[1]
+    while n < len(line) and (normal != NONE or high != NONE):
+        if high != NONE and (normal == NONE or is_ahead(led, queue, high, normal)):
+            r, high = high, led.requests[high].next
+        else:
+            r, normal = normal, led.requests[normal].next
+        left = time_left_s(led, r, now_s)
+        if left >= 0.0:
+            line[n], left_s[n] = r, left
+            n += 1
+    return n
 
 
 @compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, nextafter
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
-from controlplane.migration.balance import MoveSettings
 from controlplane.migration.move import Price
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S
@@ -24,13 +23,13 @@ from controlplane.placement.policies import EXACT
 from controlplane.placement.queue import held_tokens
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
-from controlplane.snapshot import Migrate, Note, Reassign, Scale, Snapshot
+from controlplane.snapshot import Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import ClassArrivals
 from dataplane.simulated.cluster import advance, view_all
 from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.heartbeat import beat
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.observe import OutcomeCount, deviations, observe
+from dataplane.simulated.observe import OutcomeCount, deviations, held_requests, observe
 from dataplane.simulated.run import RunState
 
 
@@ -38,12 +37,12 @@ from dataplane.simulated.run import RunState
 class ControlSettings:
     """Settings of the control loop: those of `tick`, its heartbeat, and the price of a move.
 
-    `bytes_per_s` None: copies take no time. A profile that does not say how many bytes a token's KV has is
-    copied at once too. `watermark`: the share of KV that counts as never free. `errors`: whether the errors
-    of Algorithm 2 are kept and shown, where anything may move at all.
+    `tick` None: as the placement policy has it. `bytes_per_s` None: copies take no time. A profile that does
+    not say how many bytes a token's KV has is copied at once too. `watermark`: the share of KV that counts as
+    never free. `errors`: whether Algorithm 2's errors are kept and shown, where anything may move at all.
     """
 
-    tick: Settings = field(default_factory=lambda: Settings(MoveSettings()))
+    tick: Settings | None = None
     beat_s: float = 0.25
     bytes_per_s: float | None = 2.4e9
     fixed_s: float = 0.01
@@ -60,6 +59,11 @@ class ControlSettings:
         per_token = 0.0 if self.bytes_per_s is None else float(profile.kv.bytes_per_token)
         return Price(per_token, self.bytes_per_s or 1.0, self.fixed_s, self.slowdown)
 
+    @property
+    def transport(self) -> Transport:
+        """The pace that decisions reckon with: the true one."""
+        return Transport(Pace(self.bytes_per_s or inf, self.fixed_s), slowdown=self.slowdown)
+
 
 class SimulatedPlane:
     """A run's engines behind the port, at the clock's present time; with an `Elastic` they may be scaled."""
@@ -67,7 +71,8 @@ class SimulatedPlane:
     def __init__(self, run: RunState, control: ControlSettings, elastic: Elastic | None = None) -> None:
         self._run, self._watermark, self._elastic = run, control.watermark, elastic
         self.moves = Moves(run, [control.price(profile) for profile in run.profiles])
-        acts = control.tick.moves is not None or control.tick.shed is not None
+        self._transport = control.transport
+        acts = control.tick is None or control.tick.moves is not None or control.tick.shed is not None
         self._deviations = DeviationTracker() if control.errors and run.migrates and acts else None
         self._arrived = 0  # by the last look
         self._ended = OutcomeCount(run.slos)
@@ -98,6 +103,10 @@ class SimulatedPlane:
         snapshot = observe(
             run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._watermark, states
         )
+        snapshot = replace(snapshot, transport=self._transport)
+        if run.cluster.queue.waiting:
+            held = held_requests(run.ledger, run.cluster.queue, now_s)
+            snapshot = replace(snapshot, held=held)
         if self._deviations is not None:
             snapshot = replace(snapshot, errors=deviations(self._deviations, run.ledger))
         return snapshot if elastic is None else self._with_demand(snapshot, elastic)
@@ -169,7 +178,7 @@ def drive(
     """
     control = control or ControlSettings()
     state = state or State()
-    decide = decide or partial(tick, control.tick)
+    decide = decide or partial(tick, control.tick or Settings.of_policy(run.policy, run.settings.headroom))
     plane = SimulatedPlane(run, control, elastic)
     led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf

@@ -24,11 +24,12 @@ from controlplane.placement.ledger import (
     generated,
     queue_first,
 )
+from controlplane.placement.queue import REFUSALS, Queue, on_time
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
-from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
+from controlplane.snapshot import HeldRequest, Load, RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
 from controlplane.worker_type import name_in_role
 
@@ -66,18 +67,15 @@ def loads(led: Ledger) -> Table:
 
 
 @compiled
-def decoding_at(led: Ledger, w: int) -> Table:
-    """One row a decoding request, in order of admission: number, tokens, generated, remaining."""
-    out = np.empty((led.workers[w].decoding, 4))
-    n = 0
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        if led.requests[r].phase == DECODING:
-            out[n, 0] = r
-            out[n, 1] = led.requests[r].prompt + generated(led, r)
-            out[n, 2] = generated(led, r)
-            out[n, 3] = remaining(led, w, r)
-            n += 1
+def running_at(led: Ledger, w: int) -> Table:
+    """One row a running request, as admitted: number, tokens, generated (0 in prefill), remaining."""
+    out = np.empty((led.workers[w].running_n, 4))
+    for n in range(led.workers[w].running_n):
+        r = led.running[w, n]
+        out[n, 0] = r
+        out[n, 1] = led.requests[r].prompt + generated(led, r)
+        out[n, 2] = generated(led, r) if led.requests[r].phase == DECODING else 0
+        out[n, 3] = remaining(led, w, r)
     return out
 
 
@@ -150,7 +148,7 @@ class Listed(Sequence[RunningRequest]):
 
     def _list(self) -> list[RunningRequest]:
         if self._rows is None:
-            table = queue_at(self._led, self._w) if self._waiting else decoding_at(self._led, self._w)
+            table = queue_at(self._led, self._w) if self._waiting else running_at(self._led, self._w)
             rows = self._led.requests
             self._rows = [
                 RunningRequest(
@@ -181,6 +179,21 @@ def deviations(tracker: DeviationTracker, led: Ledger) -> dict[WorkerId, Error]:
     )
 
 
+def held_requests(led: Ledger, queue: Queue, now_s: float) -> tuple[HeldRequest, ...]:
+    """The first in the cluster's line that may still be on time."""
+    line, left_s = np.empty(REFUSALS, np.int64), np.empty(REFUSALS)
+    n = on_time(led, queue, now_s, line, left_s)
+    held = []
+    for r, left in zip(line[:n].tolist(), left_s[:n].tolist(), strict=True):
+        row = led.requests[r]
+        tokens, still = int(row["prompt"] + row["key"]), max(int(row["predicted"] - row["key"]), 1)
+        of = RunningRequest(
+            RequestId(str(r)), tokens, int(row["priority"]), int(row["key"]), still, float(row["tpot_s"])
+        )
+        held.append(HeldRequest(of, left))
+    return tuple(held)
+
+
 def observe(
     led: Ledger,
     profiles: Sequence[Profile],
@@ -198,7 +211,7 @@ def observe(
     """
     table = loads(led).tolist()
     status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
-    decoding, roles = led.workers["decoding"].tolist(), led.workers["role"].tolist()
+    roles = led.workers["role"].tolist()
     capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
     kinds = [p.type_name for p in profiles]
     workers = []
@@ -213,7 +226,7 @@ def observe(
                 WorkerId(str(w)),
                 state,
                 capacity[variant[w]] if status[w] != OFF else 0,
-                Listed(led, w, False, decoding[w]),
+                Listed(led, w, False, int(running)),
                 Listed(led, w, True, int(waiting)),
                 profile.step,
                 profile.engine.max_seqs,
@@ -229,6 +242,7 @@ def observe(
                     int(peak),
                 ),
                 name_in_role(kinds[variant[w]], ROLES[roles[w]]),
+                float(profile.kv.bytes_per_token),
             )
         )
     return Snapshot(

@@ -60,6 +60,7 @@ class RunState:
     profiles: tuple[Profile, ...]
     slos: tuple[Slo, ...]
     settings: PlacementSettings
+    policy: Policy
     migrates: bool
 
     def outcome(self) -> Outcome:
@@ -146,7 +147,9 @@ def prepare(
     )
     engines = new_engines(len(workers), workload.output_tokens)
     cluster = new_cluster(requests, _timeline(workers), settings.queue)
-    return RunState(workload, ledger, engines, cluster, rules, profiles, classes, settings, migrates)
+    return RunState(
+        workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates
+    )
 
 
 def _classes(slo: Slo | Sequence[Slo], workload: Workload) -> tuple[Slo, ...]:

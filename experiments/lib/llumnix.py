@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from controlplane.control import Settings
 from controlplane.migration.balance import MoveSettings
+from controlplane.migration.move import Price
 from controlplane.migration.usage import Reading, WorkerView
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
@@ -49,7 +50,7 @@ BLOCK = 16
 KV_BYTES = 524_288
 PER_TOKEN_S = KV_BYTES / 600e9
 PER_SEQUENCE_S = 1.3e-3
-HIGH_LOAD_TOKENS = 1600
+HEADROOM = 1.0 - 1600 / (int(792 * 0.99) * BLOCK)  # full at 1,600 tokens
 BEAT_S = 0.2  # four steps
 SIDES = {"S": SHORT, "M": MEDIUM, "L": LONG}
 SLO = Slo(60.0, 1.0)  # the policies here know none
@@ -98,7 +99,9 @@ class PublishedMoves(MoveSettings):
     def requeues(self, target: WorkerView, request: RunningRequest) -> bool:
         return False
 
-    def helps(self, source: WorkerView, target: WorkerView, request: RunningRequest) -> bool:
+    def helps(
+        self, source: WorkerView, target: WorkerView, request: RunningRequest, price: Price | None
+    ) -> bool:
         return True
 
 
@@ -113,7 +116,7 @@ class AsReported(PlacementSettings):
 
 def published_moves(threshold_blocks: float, priorities: bool) -> ControlSettings:
     """The artifact's migration."""
-    reading = AllWaiting(HIGH_LOAD_TOKENS if priorities else None)
+    reading = AllWaiting(HEADROOM if priorities else 0.0)
     steps = threshold_blocks * BLOCK
     moves = PublishedMoves(reading, steps, steps, rest_s=0.0)
     return ControlSettings(Settings(moves, shed=None), beat_s=BEAT_S, errors=False)
@@ -121,7 +124,7 @@ def published_moves(threshold_blocks: float, priorities: bool) -> ControlSetting
 
 def our_moves(priorities: bool = False) -> ControlSettings:
     """Ours: the paper's virtual usage, waiting requests requeued, moves that must help, forecasts mended."""
-    reading = Reading(HIGH_LOAD_TOKENS if priorities else None)
+    reading = Reading(HEADROOM if priorities else 0.0)
     return ControlSettings(Settings(MoveSettings(reading)), beat_s=BEAT_S)
 
 

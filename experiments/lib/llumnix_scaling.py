@@ -59,6 +59,7 @@ LOWS = (5.0, 25.0, 45.0, 65.0, 85.0)
 LOW, HIGH = 10.0, 60.0
 FILLS = (0.8, 0.9, 1.0, 1.1, 1.2)
 HOLD_S = 10.0
+STILL = Settings(moves=None, shed=None)
 ALIKE = ElasticSettings(START, START_S)
 INSTANCES, P99 = "Avg instances", "Prefill P99 s"
 Curve = list[tuple[float, float]]  # (instances, P99 prefill latency)
@@ -114,9 +115,9 @@ class LastFirst(ElasticSettings):
 
 def scaled(system: System, trace: Workload, low: float, high: float) -> dict[str, float]:
     """The metrics of one run under the published scaler, the average number of instances among them."""
-    control = system.control or ControlSettings(Settings(moves=None, shed=None), beat_s=BEAT_S, errors=False)
+    control = system.control or ControlSettings(STILL, beat_s=BEAT_S, errors=False)
     elastic = LastFirst(START, START_S)
-    return measured(system, trace, control, elastic, by_freeness(control.tick, low, high))
+    return measured(system, trace, control, elastic, by_freeness(control.tick or STILL, low, high))
 
 
 def measured(
@@ -140,7 +141,7 @@ def ours(fill: float) -> ControlSettings:
     """Ours: tick's rule by load, aiming at so much of the KV, and its moves."""
     moves = our_moves()
     load = LoadSettings(1, WORKERS, high=fill, low=0.95 * fill, rise_s=0.0, hold_s=HOLD_S)
-    return replace(moves, tick=replace(moves.tick, load=load))
+    return replace(moves, tick=replace(moves.tick or STILL, load=load))
 
 
 def averaged(runs: list[dict[str, float]]) -> dict[str, float]:

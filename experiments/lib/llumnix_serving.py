@@ -16,7 +16,7 @@ from controlplane.perfmodel.capacity import worker_seconds
 from controlplane.placement.policies import PlacementSettings
 from controlplane.workload import Workload
 from experiments.lib.llumnix import (
-    HIGH_LOAD_TOKENS,
+    HEADROOM,
     INFAAS,
     OURS,
     REQUESTS,
@@ -111,8 +111,8 @@ def by_stream(names: Iterable[str], seeds: range, parts: Parts, paper: Curves) -
 
 def figure_13(cvs: Iterable[float], seeds: range, parts: Parts) -> Points:
     """High and normal requests apart, with and without priorities."""
-    headroom = PlacementSettings(high_load_tokens=HIGH_LOAD_TOKENS)
-    heard = AsReported(high_load_tokens=HIGH_LOAD_TOKENS)
+    headroom = PlacementSettings(headroom=HEADROOM)
+    heard = AsReported(headroom=HEADROOM)
     base = llumnix("S-S")
     systems = (
         System("Llumnix-base", base.policy, base.control, base.settings),

@@ -12,7 +12,7 @@ and arrivals bursty:
     CV 4       Gamma gaps, lengths predicted from history (as in all CV rows)
 
     Aladdin             `spread` under the constraints, nobody moves
-    Aladdin + moves     the same; draining, shedding and pairing by tick, waiting requests by Algorithm 2
+    Aladdin + moves     the same; room and shedding by tick, waiting requests by Algorithm 2
     Aladdin + Alg 2     only requests that have not started move: Algorithm 2 alone
     Llumnix             dispatch by freeness, the published moves (no constraint, no errors)
 
@@ -37,8 +37,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from controlplane.control import Settings
 from controlplane.migration.balance import MoveSettings
-from controlplane.migration.move import Price
-from controlplane.migration.overload import ShedSettings
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, TARGETS, Lengths, sharegpt
@@ -78,7 +76,6 @@ SETTINGS = (
 
 def control_of(system: str) -> tuple[str, ControlSettings | None]:
     """Policy and moves of a system."""
-    price = Price(float(CASE.profile.kv.bytes_per_token))
     if system == "Aladdin":
         return "spread", None
     if system == "Llumnix":
@@ -86,8 +83,7 @@ def control_of(system: str) -> tuple[str, ControlSettings | None]:
     if system == "Aladdin + Alg 2":
         # Pairing on, so that errors are kept, but with nothing that it may move.
         return "spread+migrate", ControlSettings(Settings(MoveSettings(most=0), None), beat_s=0.2)
-    moves = MoveSettings(pressure=0.6, price=price)
-    return "spread+migrate", ControlSettings(Settings(moves, ShedSettings(price=price)), beat_s=0.2)
+    return "spread+migrate", ControlSettings(beat_s=0.2)
 
 
 @dataclass

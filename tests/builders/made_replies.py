@@ -5,13 +5,15 @@ from itertools import count
 from made_types import profile_of
 
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.snapshot import Pace
 from controlplane.types import EngineMode
-from dataplane.live.control.changes import Changes, Mirror, RequestRow, StepRow, WorkerRow
+from dataplane.live.control.changes import Changes, Mirror, PaceRow, RequestRow, StepRow, WorkerRow
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),))
 
 
 VERSIONS = count(1)
+USUAL = PaceRow.of(Pace())
 PROFILE = profile_of(STEP, 16_000, 32, prefill=PrefillModel(0.01, 1e-4), mode=EngineMode.PREFILL_FIRST)
 
 
@@ -42,6 +44,9 @@ def fleet(
     cold_start_s=30.0,
     outcomes=(),
     refits=(),
+    held=(),
+    usual=USUAL,
+    paces=(),
 ):
     """All there is, newer than any before it."""
     rows = sorted(requests, key=lambda row: row[0].number)
@@ -49,6 +54,7 @@ def fleet(
         "book", 0, next(VERSIONS), [row.number for row, _, _ in rows], [made for _, made, _ in rows],
         [expected for _, _, expected in rows], [row for row, _, _ in rows], list(workers), list(moving),
         list(arrivals), wanted, {"a": wanted}, auto, cold_start_s, 4.0, list(outcomes), list(refits),
+        list(held), usual, list(paces),
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def test_an_unbalanced_fleet_is_balanced_move_by_move_and_then_left_alone():
     state, moves = State(), 0
     for beat in range(20):
         fleet = [worker(name, tuple(sizes)) for name, sizes in held.items()]
-        state, actions = tick(Settings(MoveSettings(pressure=0.6, rest_s=0.0)), state, at(beat, *fleet))
+        state, actions = tick(Settings(MoveSettings(rest_s=0.0)), state, at(beat, *fleet))
         for action in actions:
             assert isinstance(action, Migrate)
             source = action.request[0]

@@ -21,21 +21,24 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.live.control import controller
-from dataplane.live.control.changes import MoveRow
+from dataplane.live.control.changes import HeldRow, MoveRow, PaceRow
 from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import ControllerSettings
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.elastic import Elastic, ElasticSettings
+from dataplane.simulated.observe import held_requests
 from dataplane.simulated.simulate import WorkerSpec, prepare
 
 SLO = Slo(1.0, 0.1)
 PROFILE = profile(capacity=1024, seqs=32)
 KIND = PROFILE.type_name
+BYTES_PER_S = 1e8
 ASKED = Settings(
     MoveSettings(out_below=30, in_above=40, rest_s=0.5),
     ShedSettings(),
     LoadSettings(2, 4, 0.6, 0.2, 0.3, 3.0),
 )
+BY_TARGETS = replace(ASKED, moves=None)
 
 
 class Told(DataPlane):
@@ -77,6 +80,11 @@ def test_a_round_asks_by_a_verb_each_in_their_order_and_reports_what_came_of_the
     ]
 
 
+def key_of(row):
+    """The tokens that one which was preempted has to prefill anew: an engine takes them for its prompt."""
+    return 0 if row["phase"] == DECODING else int(row["key"])
+
+
 def as_told(plane, elastic):
     """The simulated fleet as the control API would tell of it."""
     run, led = plane._run, plane._run.ledger
@@ -85,6 +93,7 @@ def as_told(plane, elastic):
         structs.replace(
             worker(str(w), int(led.workers["step"][w]), int(queued[w]), state, KIND),
             kv_tokens=0 if state == "starting" else 1024,
+            kv_bytes_per_token=PROFILE.kv.bytes_per_token,
         )
         for w, state in enumerate(elastic.states())
         if state is not None
@@ -94,15 +103,19 @@ def as_told(plane, elastic):
             str(r),
             None if row["worker"] < 0 else str(row["worker"]),
             int(generated(led, r)) if row["phase"] == DECODING else 0,
-            int(row["predicted"]),
-            int(row["prompt"]),
+            int(row["predicted"]) - key_of(row),
+            int(row["prompt"]) + key_of(row),
             r,
         )
         for r, row in enumerate(led.requests[: int(run.cluster.clock["arrived"][0])])
         if row["phase"] != DONE
     ]
     moving = [MoveRow(str(m.request), str(m.source), str(m.target)) for m in plane.moves.open]
-    return fleet(*workers, requests=requests, wanted=elastic.wanted, moving=moving)
+    held = [
+        HeldRow(int(h.request.request), h.left_s) for h in held_requests(led, run.cluster.queue, plane.now_s)
+    ]
+    usual = PaceRow(BYTES_PER_S, 0.01, 3)
+    return fleet(*workers, requests=requests, wanted=elastic.wanted, moving=moving, held=held, usual=usual)
 
 
 def brief(action):
@@ -126,7 +139,7 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     states, told, posted, done, held = [State()], [], [], [], []
     # These answers do not lengthen the prediction of a request that has outlived it, as both planes do, and
     # shedding goes by such predictions.
-    asked = ASKED if policy.startswith("jsq") else replace(ASKED, shed=None)
+    asked = ASKED if policy.startswith("jsq") else BY_TARGETS
     observe, report = SimulatedPlane.observe, SimulatedPlane.report
 
     def ask(self, method, path, body=None):
@@ -153,10 +166,10 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     monkeypatch.setattr(LivePlane, "ask", ask)
     monkeypatch.setattr(SimulatedPlane, "observe", observed)
     monkeypatch.setattr(SimulatedPlane, "report", reported)
-    drive(run, ControlSettings(asked, bytes_per_s=1e8), elastic)
+    drive(run, ControlSettings(asked, bytes_per_s=BYTES_PER_S), elastic)
     begun = {type(outcome.action) for outcome in done if outcome.refused is None}
     if policy.startswith("jsq"):  # which never holds one back
         assert begun == {Migrate, Reassign, Scale}
     else:
         assert max(held) > PROFILE.kv.capacity_tokens
-        assert Scale in begun
+        assert begun >= {Migrate, Scale}

@@ -9,6 +9,7 @@ import quiet_vllm  # noqa: F401  # first
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import StepModel
+from controlplane.snapshot import Pace
 from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.engine_api.vllm_surface import FinishReason
@@ -146,6 +147,24 @@ def test_a_resting_loader_that_is_aborted_or_forgotten_is_let_go():
         a.batch._holds.release(stream.segment)
 
     run(story)
+
+
+def test_moves_that_went_through_teach_their_pairs_pace_and_others_do_not():
+    async def story(fleet, a, b):
+        stream = await fleet.start(A, prompt(800), {"max_tokens": 1000})
+        await stream.until(5)
+        refused = await fleet.move(stream, WorkerId("nobody"))
+        assert (refused.moved, fleet.migrations.usual) == (False, Pace())
+        move = await fleet.move(stream, B)
+        learned = fleet.migrations.pairs[A, B]
+        assert learned.moves == fleet.migrations.usual.moves == 1
+        assert learned.bytes_per_s == pytest.approx(move.copied_bytes / move.copy_s)
+        assert learned.pause_s == pytest.approx(move.downtime_s)
+        fleet.migrations.forget(B)
+        assert (fleet.migrations.pairs, fleet.migrations.usual.moves) == ({}, 1)
+        await fleet.abort(stream)
+
+    run(story, speed=1.0, bytes_per_s=1e7)
 
 
 def test_a_stream_can_be_moved_to_and_fro():

@@ -181,6 +181,14 @@ class ServeFlags:
             " its workers are then evacuated (Ray's draining nodes always are)",
         ),
     ] = None
+    priority_headroom: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=0.9,
+            help="share of a worker's KV kept free of others where a high-priority request runs",
+        ),
+    ] = 0.0
     verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
@@ -340,6 +348,7 @@ def _settings(
         move_share=asked.move_share,
         reclaim_notice=asked.reclaim_notice,
         kept=LearnedProfiles(learned_folder()),
+        headroom=asked.priority_headroom,
         extensions=extensions,
     )
 

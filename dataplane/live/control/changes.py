@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from controlplane.snapshot import Pace
+
 
 class RequestRow(msgspec.Struct, frozen=True):
     """A request and its place; `worker` None while it waits. `number` counts arrivals.
@@ -69,11 +71,37 @@ class RefitRow(msgspec.Struct, frozen=True):
     step: dict[str, Any]
 
 
+class HeldRow(msgspec.Struct, frozen=True):
+    """A request in line that may still be on time, by its number, and the seconds in which it must begin."""
+
+    number: int
+    left_s: float
+
+
+class PaceRow(msgspec.Struct, frozen=True):
+    """The pace of moves from one worker to another, or, without names, of all."""
+
+    bytes_per_s: float
+    pause_s: float
+    moves: int
+    source: str = ""
+    target: str = ""
+
+    @classmethod
+    def of(cls, pace: Pace, source: str = "", target: str = "") -> PaceRow:
+        return cls(round(pace.bytes_per_s, 1), round(pace.pause_s, 6), pace.moves, source, target)
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self.bytes_per_s, self.pause_s, self.moves)
+
+
 class Changes(msgspec.Struct, frozen=True):
     """The answer to `since` a version (0 = all there is).
 
     `numbers`, `output_tokens` and `expected_tokens` are of every request there is, by arrival; `requests`
-    those that are new or have another place. `arrivals` and `outcomes` as DemandCount has them: counters.
+    those that are new or have another place. `arrivals` and `outcomes` as DemandCount has them: counters;
+    `usual` and `paces` as moves have shown them.
     """
 
     book: str
@@ -93,6 +121,9 @@ class Changes(msgspec.Struct, frozen=True):
     drain_s: float
     outcomes: list[dict[str, Any]]
     refits: list[RefitRow]
+    held: list[HeldRow]
+    usual: PaceRow
+    paces: list[PaceRow]
 
 
 class Mirror:

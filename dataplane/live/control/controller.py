@@ -55,7 +55,7 @@ class LivePlane:
     @property
     def settings(self) -> Settings:
         """Of tick, with what is known of the workers by now."""
-        return self._settings.tick(self._builder.profiles, self._builder.kv_bytes_per_token)
+        return self._settings.tick(self._builder.profiles)
 
     def observe(self) -> Snapshot:
         """The fleet now. Raises OSError (urllib's errors are) where the API does not answer."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import Policy
+from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
@@ -68,7 +68,8 @@ class FleetSettings:
     `slo` None: DEFAULT_SLO, eased where no engine of the fleet could meet it. `kept`: profiles of before.
     `moves`: whether the controller may move requests between serving workers (else only draining ones are).
     `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
-    may take of a worker, `move_share`: of a core's time. None of both is CPU_MOVES where copying takes the
+    may take of a worker, `move_share`: of a core's time. `headroom`: the share of KV kept free beside a
+    high-priority request. None of both is CPU_MOVES where copying takes the
     cores that compute, no bound elsewhere.
     """
 
@@ -93,6 +94,7 @@ class FleetSettings:
     move_share: float | None = None
     reclaim_notice: str | None = None
     kept: KeptProfiles | None = None
+    headroom: float = 0.0
     extensions: tuple[Extension, ...] = ()
 
 
@@ -209,6 +211,8 @@ async def run_fleet(
             settings.autoscale,
             None if settings.data is None else str(settings.data.absolute() / "demand.json"),
             settings.moves,
+            settings.policy,
+            settings.headroom,
         )
         controller = ControllerProcess(controller_settings, events)
         cleanup.push_async_callback(controller.close)
@@ -235,7 +239,12 @@ def _placement(
     if settings.policy == Policy.EXACT and len(settings.types) > 1:
         raise BadInput("--policy: exact: needs one kind of worker")
     placement = Placement(
-        profiles, settings.max_workers, history.lengths, np.random.default_rng(0), settings.policy
+        profiles,
+        settings.max_workers,
+        history.lengths,
+        np.random.default_rng(0),
+        settings.policy,
+        PlacementSettings(headroom=settings.headroom),
     )
     history.on_learnt.append(placement.learn)
     for kind, times in step_times.kinds.items():

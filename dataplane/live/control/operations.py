@@ -12,10 +12,10 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY
 from controlplane.placement.policies import MIGRATE, Policy
-from controlplane.snapshot import Note, Scale
+from controlplane.snapshot import Note, Pace, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.rules import UnknownName
-from dataplane.live.control.changes import Changes, MoveRow, RequestRow, StepRow, WorkerRow
+from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, StepRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.gateway.connections import Attached
@@ -132,6 +132,13 @@ class Operations:
             "drain_s": round(self.cluster.drain_s, 3),
             # Why requests that run cannot be moved, and how many.
             "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
+            "transport": _pace_view(self.core.migrations.usual)
+            | {
+                "pairs": [
+                    {"source": source, "target": target} | _pace_view(pace)
+                    for (source, target), pace in self.core.migrations.pairs.items()
+                ]
+            },
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
@@ -167,6 +174,9 @@ class Operations:
             round(pool.drain_s, 3),
             self.arrived.outcomes(),
             [] if self.step_times is None else self.step_times.refits(),
+            [HeldRow(t.number, round(left_s, 3)) for t, left_s in self.core.held()],
+            PaceRow.of(self.core.migrations.usual),
+            [PaceRow.of(pace, *pair) for pair, pace in self.core.migrations.pairs.items()],
         )
 
     def requests(self) -> list[dict[str, Any]]:
@@ -426,6 +436,14 @@ def _request_view(tracked: Tracked, now_s: float) -> dict[str, Any]:
         "slo": {"ttft_s": tracked.slo.ttft_s, "tpot_s": tracked.slo.tpot_s},
         "moves": tracked.moves,
         "replays": tracked.replays,
+    }
+
+
+def _pace_view(pace: Pace) -> dict[str, Any]:
+    return {
+        "bytes_per_s": round(pace.bytes_per_s, 1),
+        "pause_s": round(pace.pause_s, 6),
+        "moves": pace.moves,
     }
 
 

@@ -9,9 +9,10 @@ from pydantic import TypeAdapter
 from controlplane.control import Settings
 from controlplane.errors import BadInput
 from controlplane.migration.balance import MoveSettings
-from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings
+from controlplane.migration.usage import Reading
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.policies import BY_TARGETS, Policy
 from controlplane.scaler.forecast import NEAR, ForecastSettings
 from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.mix import MixSettings
@@ -21,8 +22,6 @@ from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
 from dataplane.live.control.snapshot_builder import TypeProfiles
 
-# The fleet empties its draining workers itself. Shedding is off until a worker's speed is known.
-MOVES = MoveSettings(pressure=0.6, drains=False)
 ANY_SLO = Slo(1.0, 1.0)  # a line's lengths are compared within each class, at its own targets
 BIN_S = 10.0
 BINS_A_HOLD = 6  # a fall is seen in a few bins, so a short hold asks for short ones
@@ -76,6 +75,7 @@ class ControllerSettings:
 
     `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `demand`: the
     file that counts are kept in; None keeps none. `moves`: whether requests move between serving workers.
+    `policy`: of placement, where all profiles are known; `headroom`: for high-priority requests.
     """
 
     control: str
@@ -86,17 +86,21 @@ class ControllerSettings:
     autoscale: Autoscale | None = None
     demand: str | None = None
     moves: bool = True
+    policy: Policy = Policy.SPREAD
+    headroom: float = 0.0
 
     @property
     def profiles(self) -> dict[str, Profile]:
         """The profiles given, by the name of their type."""
         return {t.name: t.known_profile for t in self.worker_types if t.known_profile is not None}
 
-    def tick(self, profiles: TypeProfiles, kv_bytes_per_token: int = 0) -> Settings:
-        """This heartbeat's settings; profiles and size of KV as known by now: with both, moves must pay."""
-        price = Price(float(kv_bytes_per_token)) if kv_bytes_per_token else None
-        shed = ShedSettings(price=price) if profiles.any() is not None else None
-        plain = Settings(replace(MOVES, price=price), shed) if self.moves else Settings(None, None)
+    def tick(self, profiles: TypeProfiles) -> Settings:
+        """This heartbeat's settings; profiles as known by now. The fleet empties draining workers itself."""
+        by_targets = len(self.profiles) == len(self.worker_types) and self.policy in BY_TARGETS
+        # Shedding is off until a worker's speed is known.
+        shed = ShedSettings(headroom=self.headroom) if profiles.any() is not None and self.moves else None
+        balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None
+        plain = Settings(balance, shed, drains=False)
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.

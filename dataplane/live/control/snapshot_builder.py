@@ -22,7 +22,7 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import profile_seen
-from controlplane.snapshot import RunningRequest, Snapshot, WorkerLoad
+from controlplane.snapshot import HeldRequest, RunningRequest, Snapshot, Transport, WorkerLoad
 from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
 from dataplane.live.control.changes import Changes, Mirror, RefitRow, RequestRow, WorkerRow
 from dataplane.live.gateway.demand_count import OUTCOMES, since
@@ -35,7 +35,6 @@ class SnapshotBuilder:
         self.profiles = TypeProfiles(profiles or {})
         self._arrivals: list[dict[str, Any]] | None = None
         self._deviations = DeviationTracker()
-        self.kv_bytes_per_token = 0  # of the workers; 0 = not known yet
 
     def snapshot(self, mirror: Mirror, now_s: float) -> Snapshot:
         """The fleet now, as a mirror that has taken an answer has it."""
@@ -43,8 +42,6 @@ class SnapshotBuilder:
         assert seen is not None
         self.profiles.learn(seen.workers)
         self.profiles.refit(seen.refits)
-        sizes = [w.kv_bytes_per_token for w in seen.workers]
-        self.kv_bytes_per_token = max(sizes, default=0) or self.kv_bytes_per_token
         placed: defaultdict[str | None, list[RunningRequest]] = defaultdict(list)
         columns = (mirror.requests.values(), seen.output_tokens, seen.expected_tokens)
         for row, generated, expected in zip(*columns, strict=True):
@@ -73,6 +70,8 @@ class SnapshotBuilder:
                 ClassOutcomes(Slo(row["ttft_s"], row["tpot_s"]), *(int(row[name]) for name in OUTCOMES))
                 for row in seen.outcomes
             ),
+            _held(mirror),
+            _transport(seen),
         )
 
     def _worker(self, w: WorkerRow, placed: Sequence[RunningRequest]) -> WorkerLoad:
@@ -89,6 +88,7 @@ class SnapshotBuilder:
             self.profiles.step(w.kind),
             w.max_seqs or 1 << 30,
             kind=w.kind,
+            kv_bytes_per_token=float(w.kv_bytes_per_token),
         )
 
     def _errors(self, rows: Mapping[int, RequestRow], seen: Changes) -> dict[WorkerId, Error]:
@@ -119,6 +119,23 @@ def _step_model(row: Mapping[str, Any]) -> StepModel:
     """A refit's step model, as `step_times` of GET /v1/fleet has it."""
     hinges = tuple(Hinge(h["of"], float(h["from"]), float(h["per_unit_s"])) for h in row["hinges"])
     return StepModel(hinges=hinges, **{name: float(x) for name, x in row.items() if name != "hinges"})
+
+
+def _held(mirror: Mirror) -> tuple[HeldRequest, ...]:
+    seen = mirror.seen
+    assert seen is not None
+    at = {number: i for i, number in enumerate(seen.numbers)}
+    found = []
+    for h in seen.held:
+        i = at[h.number]
+        row = _running(mirror.requests[h.number], seen.output_tokens[i], seen.expected_tokens[i])
+        found.append(HeldRequest(row, h.left_s))
+    return tuple(found)
+
+
+def _transport(seen: Changes) -> Transport:
+    pairs = {(WorkerId(row.source), WorkerId(row.target)): row.pace for row in seen.paces}
+    return Transport(seen.usual.pace, pairs)
 
 
 REMEMBERED_STEPS = 600

@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import numpy as np
+
 from controlplane.placement.exact import HEARTBEAT_S, waiting_line
 from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import Policy
 from controlplane.placement.queue import (
+    REFUSALS,
     QueueSettings,
     begin_round,
     hold,
@@ -22,6 +25,7 @@ from controlplane.placement.queue import (
     new_queue,
     offer,
     offer_late,
+    on_time,
     overdue,
     readmit,
     refuse,
@@ -95,6 +99,12 @@ class Admission:
         """The request is over; another may take its place."""
         self._remove(self._placement.row(tracked))
         self.look()
+
+    def held(self) -> list[tuple[Tracked, float]]:
+        """The first in line who may still be on time, and in how many seconds each must begin."""
+        line, left_s = np.empty(REFUSALS, np.int64), np.empty(REFUSALS)
+        n = on_time(self._placement.ledger, self._queue, self._clock(), line, left_s)
+        return [(self._waiting[r], left) for r, left in zip(line[:n].tolist(), left_s.tolist(), strict=False)]
 
     def look(self) -> None:
         """Something has changed: a place may have come free for what waits."""

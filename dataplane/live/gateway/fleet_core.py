@@ -216,6 +216,10 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         """Requests that no worker has taken yet."""
         return len(self._admission)
 
+    def held(self) -> list[tuple[Tracked, float]]:
+        """The first in line who may still be on time, and in how many seconds each must begin."""
+        return self._admission.held()
+
     def running(self, request: RequestId) -> Running | None:
         tracked = self.requests.get(request)
         if tracked is None or tracked.worker is None:
@@ -399,6 +403,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._attached.discard(at.worker)
         self.placement.detach(at.worker)
         self.adapters.forget(at.worker)
+        self.migrations.forget(at.worker)
         self.metrics.forget_worker(at.worker)
         for tracked in self.requests.on_worker(at.worker):
             self._replay(tracked, f"{at.worker} is gone: {reason}")

@@ -31,6 +31,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
+from controlplane.placement.constraints import USE_D
 from controlplane.placement.decide import PATIENCE, decide, decode_worker, has_seat
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
@@ -56,7 +57,15 @@ from controlplane.placement.ledger import (
     stop_decoding,
 )
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import CONSTRAINED, JSQ, POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.placement.policies import (
+    BY_TARGETS,
+    CONSTRAINED,
+    JSQ,
+    POLICY_CODE,
+    PlacementSettings,
+    Policy,
+    assign,
+)
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
@@ -90,6 +99,8 @@ class Placement:
         self.policy = policy
         self._settings = settings or PlacementSettings()
         self._knobs = self._settings.knobs()
+        self._with_kv = self._knobs.copy()  # of a request that brings its KV, and makes nobody wait
+        self._with_kv[USE_D] = False
         self._rng = rng
         self._worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
@@ -225,6 +236,8 @@ class Placement:
         decode = self._decode_worker(r, now_s) if led.requests[r]["phase"] == DECODING else NONE
         if decode != NONE:
             return decode
+        if self.policy in BY_TARGETS and led.requests[r]["phase"] == DECODING:
+            code, knobs = POLICY_CODE[Policy.BEST_FIT], self._with_kv
         # One that must leave its worker goes somewhere now, whatever it breaks.
         chosen = int(assign(led, code, knobs, r, now_s, True, ANY_PHASE, draw))
         return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))

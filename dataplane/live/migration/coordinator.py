@@ -24,10 +24,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
 from controlplane.migration.move import CLOSED, Happened, Stage
+from controlplane.snapshot import Pace
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, UNBOUND, Control, KvLoad, Transfer
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo
@@ -78,6 +80,9 @@ class Migrations:
             lambda: asyncio.Semaphore(budget.handovers)
         )
         self._answers: dict[str, asyncio.Future[EngineCoreOutput]] = {}
+        # What finished moves have shown, of any two workers and of each pair (source, target).
+        self.usual = Pace()
+        self.pairs: dict[tuple[WorkerId, WorkerId], Pace] = {}
         self.open: dict[RequestId, Move] = {}
         self.closed: deque[Move] = deque(maxlen=REMEMBERED_MOVES)
 
@@ -128,8 +133,30 @@ class Migrations:
 
     def _close(self, move: Move) -> Move:
         self.closed.append(move)
+        self._learn(move)
         log.info("%s of %s to %s: %s %s", move.id, move.request, move.target, move.outcome, move.reason)
         return move
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker is gone, and with it what moves to and from it have shown."""
+        self.pairs = {pair: pace for pair, pace in self.pairs.items() if worker not in pair}
+
+    def _learn(self, move: Move) -> None:
+        """Take a move that went through into the pace of its pair, and of all."""
+        if (
+            move.mode != "live"
+            or not move.moved
+            or move.source is None
+            or not move.stages
+            or move.downtime_s is None
+        ):
+            return
+        bytes_per_s = move.copied_bytes / max(move.copy_s, 1e-6)
+        pair = (move.source, move.target)
+        # A pair begins with what the others have shown.
+        before = self.pairs.get(pair, replace(self.usual, moves=min(self.usual.moves, 1)))
+        self.pairs[pair] = before.after(bytes_per_s, move.downtime_s)
+        self.usual = self.usual.after(bytes_per_s, move.downtime_s)
 
     @asynccontextmanager
     async def _budgeted(self, source: WorkerId | None, target: WorkerId, mode: Mode) -> AsyncIterator[None]:
@@ -194,10 +221,12 @@ class Migrations:
                 tokens = (running.tokens - 1) // block * block
                 if tokens - copied < (2 * block if copied else block):
                     break
+                began_s = time.monotonic()
                 loader = await self._copy(move, running, tokens, loader, is_stream)
+                move.copy_s += time.monotonic() - began_s
                 is_stream = False
                 move.stages.append(tokens - copied)
-                move.bytes += (tokens - copied) * self._info(running.worker).kv_bytes_per_token
+                move.copied_bytes += (tokens - copied) * self._info(running.worker).kv_bytes_per_token
                 copied = tokens
                 move.take(Happened.COPIED)
                 while not running.output_token_ids:  # on its way: the KV overtook it
@@ -225,7 +254,7 @@ class Migrations:
         tokens = running.tokens - 1
         move.tail_tokens = tokens - copied
         blocks = -(-tokens // info.block_tokens) - copied // info.block_tokens
-        move.bytes += blocks * info.block_tokens * info.kv_bytes_per_token
+        move.tail_bytes = blocks * info.block_tokens * info.kv_bytes_per_token
         # A short tail is loaded in the step that resumes; a long one would stop every other request of
         # the target for as long as it travels.
         inline = move.tail_tokens <= 4 * info.block_tokens

@@ -58,7 +58,7 @@ class MoveBudget:
 
 @dataclass(slots=True)
 class Move:
-    """One move's record. `bytes` counts whole blocks taken from the source; times are wall-clock seconds.
+    """One move's record. Bytes are those of whole blocks taken from the source; times are wall-clock seconds.
 
     `downtime_s` runs from the cut-over to the target's first token; the source may have decoded on in it.
     `why` it was begun; `reason` of how it went. `hurried`: copied as fast as it can be, whatever the budget.
@@ -72,13 +72,20 @@ class Move:
     started_s: float
     stage: Stage = Stage.PENDING
     stages: list[int] = field(default_factory=list)  # tokens copied in each pre-copy
+    copied_bytes: int = 0  # by them
+    copy_s: float = 0.0  # that they took, their waits for room included
     tail_tokens: int = 0
-    bytes: int = 0
+    tail_bytes: int = 0
     downtime_s: float | None = None
     finished_s: float | None = None
     reason: str = ""
     why: str = ""
     hurried: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """All that was taken from the source."""
+        return self.copied_bytes + self.tail_bytes
 
     @property
     def moved(self) -> bool:

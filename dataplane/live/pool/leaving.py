@@ -86,8 +86,16 @@ class Exit:
 
     async def drain(self, why: str, until_s: float = math.inf) -> None:
         """Move everything off as room comes free, until nothing is left or the time has come."""
+        # No more at a time than may move, so that each is placed by what those before it have taken.
+        turns = asyncio.Semaphore(self._core.settings.moves.per_worker)
+
+        async def in_turn(tracked: Tracked) -> bool:
+            async with turns:
+                return await self._move_off(tracked, why)
+
         while (remaining := self._here()) and time.monotonic() < until_s:
-            moved = await asyncio.gather(*(self._move_off(tracked, why) for tracked in remaining))
+            largest = sorted(remaining, key=lambda tracked: -tracked.context_tokens)
+            moved = await asyncio.gather(*map(in_turn, largest))
             if not any(moved):
                 await asyncio.sleep(DRAIN_LOOK_S)  # no room elsewhere, or none may move: let them run on
 

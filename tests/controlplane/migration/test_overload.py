@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput
 from controlplane.migration import overload
-from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import Hinge, StepModel
-from controlplane.snapshot import RunningRequest, WorkerLoad
+from controlplane.snapshot import Pace, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
@@ -28,8 +27,9 @@ def worker(name, sizes, state="serving", capacity=10_000, step=STEP, seqs=256):
     return WorkerLoad(WorkerId(name), state, capacity, running, (), step, seqs)
 
 
-def shed(*workers, settings=None, resting=frozenset(), recent=frozenset()):
-    moves = overload.shed(settings or ShedSettings(), worker_views(workers), resting, recent)
+def shed(*workers, settings=None, resting=frozenset(), recent=frozenset(), pace=None):
+    transport = Transport(pace or Pace())
+    moves = overload.shed(settings or ShedSettings(), worker_views(workers), resting, recent, transport)
     return [(move.request, move.source, move.target) for move in moves]
 
 
@@ -102,12 +102,30 @@ def test_what_rests_stays_and_a_pair_is_not_turned_round():
 
 
 def test_what_costs_more_to_move_than_it_spares_stays():
-    slow, free = worker("a", [(3000, 300), (3000, 600)]), worker("b", [])
-    assert shed(slow, free, settings=ShedSettings(price=Price(5e5))) == [("a1", "a", "b")]
-    assert shed(slow, free, settings=ShedSettings(price=Price(5e5, 1e5))) == []
+    slow = replace(worker("a", [(3000, 300), (3000, 600)]), kv_bytes_per_token=5e5)
+    assert shed(slow, worker("b", [])) == [("a1", "a", "b")]
+    assert shed(slow, worker("b", []), pace=Pace(1e5)) == []
 
 
-@pytest.mark.parametrize("wrong", [{"theta": 2.0}, {"gamma": 0.0}, {"margin": -0.1}, {"most": -1}])
+def of(priorities, one):
+    rows = zip(one.requests, priorities, strict=True)
+    return replace(one, requests=tuple(replace(r, priority=p) for r, p in rows))
+
+
+def test_what_breaks_the_headroom_of_a_high_request_leaves_it_and_it_stays():
+    mixed = of((1, 0, 0), worker("a", [(300, 20), (2500, 90), (2000, 50)]))
+    free = worker("b", [])
+    keeps = ShedSettings(headroom=0.6)
+    assert shed(mixed, free) == []
+    assert shed(mixed, free, settings=keeps) == [("a2", "a", "b")]
+    assert shed(of((1, 1, 1), mixed), free, settings=keeps) == []
+    # Nor does a normal request go to where it would take another's headroom.
+    assert shed(mixed, of((1,), worker("c", [(3000, 20)])), settings=keeps) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"headroom": 1.0}, {"theta": 2.0}, {"gamma": 0.0}, {"margin": -0.1}, {"most": -1}]
+)
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(BadInput, match="shedding"):
         ShedSettings(**wrong)

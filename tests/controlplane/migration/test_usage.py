@@ -15,11 +15,12 @@ from controlplane.migration.usage import (
     virtual_usage,
     with_request,
 )
+from controlplane.placement.policies import PlacementSettings
 from controlplane.snapshot import Load, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 CAPACITY = 13_616  # LLaMA-7B on an A10
-HIGH = Reading(high_load_tokens=1600)
+HIGH = Reading(headroom=0.75)
 READINGS = (Reading(), HIGH)
 
 requests = st.builds(
@@ -40,9 +41,9 @@ def of_one_request(worker: WorkerLoad, i: int, waits: bool, reading: Reading) ->
     if waits:
         return worker.waiting[i].tokens if i == 0 else 0.0
     high = sum(r.priority for r in worker.requests)
-    if not worker.requests[i].priority or reading.high_load_tokens is None:
+    if not worker.requests[i].priority or not reading.headroom:
         return worker.requests[i].tokens
-    return worker.requests[i].tokens + (CAPACITY - reading.high_load_tokens) / high
+    return worker.requests[i].tokens + reading.headroom * CAPACITY / high
 
 
 @given(workers, st.sampled_from(READINGS))
@@ -88,8 +89,8 @@ def test_freeness_is_negative_when_the_head_asks_for_more_than_there_is():
 
 def test_one_high_priority_request_fills_a_worker_up_to_its_headroom():
     load = Load(running=2, held_tokens=500, high=1)
-    assert headroom_tokens(load, CAPACITY, HIGH) == CAPACITY - 1600
-    assert freeness(load, CAPACITY, False, HIGH) == (1600 - 500) / 2
+    assert headroom_tokens(load, CAPACITY, HIGH) == 0.75 * CAPACITY
+    assert freeness(load, CAPACITY, False, HIGH) == (0.25 * CAPACITY - 500) / 2
     assert headroom_tokens(Load(running=2, held_tokens=500), CAPACITY, HIGH) == 0
 
 
@@ -108,6 +109,9 @@ def test_counting_the_lists_gives_what_a_plane_would_give():
     assert counted == Load(1, 100, 2, 40, 100, 1, 7, 0.03)
 
 
-def test_a_negative_load_is_refused():
-    with pytest.raises(BadInput, match="high_load_tokens"):
-        Reading(high_load_tokens=-1)
+@pytest.mark.parametrize("headroom", [-0.1, 1.0, float("nan")])
+def test_headroom_is_a_share_below_the_whole(headroom):
+    with pytest.raises(BadInput, match="headroom"):
+        Reading(headroom=headroom)
+    with pytest.raises(BadInput, match="headroom"):
+        PlacementSettings(headroom=headroom)

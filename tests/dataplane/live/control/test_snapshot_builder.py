@@ -1,22 +1,25 @@
 """What the controller makes of the control API's answers: arrivals, surprises, queues, a worker's profile."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from made_replies import PROFILE, counted, fleet, request, seen, worker
 
 from controlplane.control import State, tick
 from controlplane.errors import BadInput
-from controlplane.migration.move import Price
+from controlplane.migration.move import Price, price_of
 from controlplane.perfmodel.step import coefficients
+from controlplane.placement.policies import Policy
 from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
-from controlplane.snapshot import Migrate, Reassign, Scale
-from controlplane.types import ClassArrivals, Slo
+from controlplane.snapshot import Migrate, Pace, Reassign, Scale, WorkerLoad
+from controlplane.types import ClassArrivals, Slo, WorkerId
 from controlplane.worker_type import WorkerType
-from dataplane.live.control.changes import RefitRow
+from dataplane.live.control.changes import HeldRow, PaceRow, RefitRow
 from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
-from dataplane.live.control.snapshot_builder import SnapshotBuilder
+from dataplane.live.control.snapshot_builder import SnapshotBuilder, TypeProfiles
 from dataplane.live.gateway.demand_count import since
 
 
@@ -98,13 +101,33 @@ def test_a_profile_is_learned_from_steps_unless_it_was_given():
     assert SnapshotBuilder({"a": PROFILE}).profiles.of("a") is PROFILE
 
 
-def test_moves_must_pay_once_speed_and_size_are_known():
-    builder = SnapshotBuilder({"a": PROFILE})
-    builder.snapshot(seen(worker("a")), 0.0)
-    told = ControllerSettings("", None, False, 0, ())
-    settings = told.tick(builder.profiles, builder.kv_bytes_per_token)
-    assert settings.moves.price == settings.shed.price == Price(1000.0)
-    assert told.tick(SnapshotBuilder().profiles).shed is None
+def test_moves_pursue_targets_where_every_speed_is_told_and_balance_elsewhere():
+    told = ControllerSettings("", None, False, 0, (WorkerType.of(PROFILE),))
+    assert told.tick(TypeProfiles(told.profiles)).moves is None
+    for other in (
+        replace(told, policy=Policy.JSQ),
+        replace(told, worker_types=(*told.worker_types, WorkerType("b", 1))),
+    ):
+        assert other.tick(TypeProfiles({})).moves is not None
+    assert told.tick(TypeProfiles({})).shed is None  # no worker's speed is known yet
+    assert not told.tick(TypeProfiles({})).drains
+
+
+def test_who_is_held_and_the_pace_of_moves_are_in_the_snapshot():
+    told = seen(
+        worker("a"),
+        requests=[request("r", None, 0), request("s", None, 0)],
+        held=[HeldRow(ord("r"), 0.7)],
+        usual=PaceRow(1e8, 0.02, 12),
+        paces=[PaceRow(3e7, 0.05, 9, "a", "b")],
+    )
+    snapshot = SnapshotBuilder().snapshot(told, 0.0)
+    [held] = snapshot.held
+    assert (held.request.request, held.request.tokens, held.left_s) == ("r", 50, 0.7)
+    assert snapshot.transport.between(WorkerId("a"), WorkerId("b")) == Pace(3e7, 0.05, 9)
+    assert snapshot.transport.between(WorkerId("b"), WorkerId("a")) == Pace(1e8, 0.02, 12)
+    b = WorkerLoad(WorkerId("b"), "serving", 1)
+    assert price_of(snapshot.transport, snapshot.workers[0], b) == Price(1000.0, 3e7, 0.05)
 
 
 def test_settings_cross_the_pipe_unchanged():

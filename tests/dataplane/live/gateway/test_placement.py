@@ -14,17 +14,17 @@ from dataplane.live.gateway.request import Ticket, Tracked
 BIG = 2 * SLOTS + 100
 
 
-def worker(name, seats):
-    sizes = {"block_tokens": 16, "kv_blocks": 1_000_000, "kv_bytes_per_token": 1}
+def worker(name, seats, blocks=1_000_000):
+    sizes = {"block_tokens": 16, "kv_blocks": blocks, "kv_bytes_per_token": 1}
     return WorkerInfo(
         WorkerId(name), "emulated", "any", "", (), **sizes, max_model_len=8192, max_seqs=seats,
         max_batched_tokens=8192, tp_degree=1, vllm_version="", dtype="none", pid=0,
     )  # fmt: skip
 
 
-def request(i):
+def request(i, prompt=8):
     what = SimpleNamespace(
-        request_id=f"r{i}", prompt_token_ids=[1] * 8, sampling_params=None, lora_request=None
+        request_id=f"r{i}", prompt_token_ids=[1] * prompt, sampling_params=None, lora_request=None
     )
     return Tracked(what, Ticket("", "", Slo(10.0, 1.0), 0), 0.0, 100)
 
@@ -57,6 +57,23 @@ def test_a_worker_with_many_seats_is_filled_and_its_counts_stay_exact():
     for t in tracked:
         placement.forget(t)
     assert placement.ledger.workers[0]["decoding"] == placement.ledger.workers[0]["running_n"] == 0
+
+
+def test_what_leaves_a_worker_with_its_kv_goes_where_it_fits_best():
+    placement = Placement({}, 4, LengthTable.constant(100), np.random.default_rng(0))
+    # Of 1,600 tokens each; the last is so full that what comes would be preempted there.
+    for i, tokens in enumerate((300, 0, 700, 1300)):
+        placement.attach(worker(f"w{i}", 8, blocks=100), "")
+        there = request(i, tokens)
+        if tokens:
+            placement.put(there, WorkerId(f"w{i}"), has_kv=False)
+            placement.advance(WorkerId(f"w{i}"), [(there, 1)], 0.0)
+            there.output_token_ids.append(5)
+        if i == 0:
+            leaving = there
+    assert placement.choose(leaving, 0.0, [WorkerId("w0")]) == "w2"
+    newcomer = request(9, 300)
+    assert placement.choose(newcomer, 0.0, [WorkerId("w0")]) == "w1"
 
 
 def test_a_fleet_of_a_thousand_workers_takes_what_has_a_seat():

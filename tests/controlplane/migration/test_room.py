@@ -1,0 +1,153 @@
+"""Room for what waits at the gateway, and for what a draining worker holds: no promise is broken for it."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.migration import room
+from controlplane.migration.overload import ShedSettings, forecast_of
+from controlplane.migration.usage import worker_views
+from controlplane.perfmodel.step import StepModel
+from controlplane.snapshot import HeldRequest, Migrate, Pace, Reassign, RunningRequest, Transport, WorkerLoad
+from controlplane.types import RequestId, WorkerId
+
+STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
+SETTINGS = ShedSettings()
+TPOT_S = 0.05
+
+
+def request(name, tokens, still, priority=0):
+    return RunningRequest(RequestId(name), tokens, priority, 5, still, TPOT_S)
+
+
+def worker(name, sizes, state="serving", capacity=1000, kind="", seqs=64, waiting=()):
+    running = tuple(request(f"{name}{i}", *size) for i, size in enumerate(sizes))
+    queue = tuple(request(f"{name}q{i}", *size) for i, size in enumerate(waiting))
+    return WorkerLoad(
+        WorkerId(name), state, capacity, running, queue, STEP, seqs, kind=kind, kv_bytes_per_token=1e5
+    )
+
+
+def held(tokens, still=50, left_s=5.0, name="h"):
+    return HeldRequest(request(name, tokens, still), left_s)
+
+
+def make_room(*workers, line, resting=frozenset(), recent=frozenset(), pace=None):
+    views = worker_views(workers)
+    return room.make_room(SETTINGS, views, line, resting, recent, Transport(pace or Pace()))
+
+
+def named(moves):
+    return [(move.request, move.source, move.target) for move in moves]
+
+
+def after(workers, moves):
+    """The fleet once the moves are done."""
+    there = {w.worker: list(w.requests) for w in workers}
+    queues = {w.worker: list(w.waiting) for w in workers}
+    for move in moves:
+        rows = there if isinstance(move, Migrate) else queues
+        [r] = [r for r in rows[move.source] if r.request == move.request]
+        rows[move.source].remove(r)
+        rows[move.target].append(r)
+    return [replace(w, requests=tuple(there[w.worker]), waiting=tuple(queues[w.worker])) for w in workers]
+
+
+# Two gaps of 300 tokens each, and a request that needs 500.
+GAPS = worker("a", [(300, 50), (100, 40), (120, 40)]), worker("b", [(400, 50), (100, 60)])
+
+
+def test_what_fits_no_worker_but_would_fit_two_gaps_gets_one_of_them():
+    [move] = make_room(*GAPS, line=[held(430)])
+    assert (move.request, move.source, move.target) == ("b1", "b", "a")
+    assert "waits at the gateway" in move.reason
+    view = {v.id: v for v in worker_views(after(GAPS, [move]))}
+    assert forecast_of(view["b"], SETTINGS, held(430).request).worst <= 1.0
+
+
+def test_nothing_moves_for_what_fits_already_or_would_fit_nowhere():
+    assert make_room(*GAPS, line=[held(100)]) == []
+    assert make_room(*GAPS, line=[held(900)]) == []
+    assert make_room(*GAPS, line=[]) == []
+
+
+def test_a_copy_that_would_end_too_late_is_not_begun():
+    assert make_room(*GAPS, line=[held(430, left_s=0.005)]) == []
+    assert make_room(*GAPS, line=[held(430, left_s=1.0)], pace=Pace(5e6)) == []
+    assert len(make_room(*GAPS, line=[held(430, left_s=1.0)], pace=Pace(5e7))) == 1
+
+
+def test_a_request_goes_where_it_fits_best_within_its_kind():
+    full, open_ = worker("b", [(400, 50), (100, 60)], kind="x"), worker("c", [(620, 40)], kind="x")
+    near = worker("d", [(680, 20)], kind="x")
+    other = worker("e", [(700, 20)], kind="y")
+    moves = make_room(full, open_, near, other, line=[held(430)])
+    assert named(moves) == [("b1", "b", "d")]
+
+
+def test_what_rests_stays_and_a_pair_is_not_turned_round():
+    assert "b1" not in [m.request for m in make_room(*GAPS, line=[held(430)], resting={"b1"})]
+    assert "b" not in [m.source for m in make_room(*GAPS, line=[held(430)], recent={("a", "b")})]
+
+
+sizes = st.lists(
+    st.tuples(st.integers(1, 500), st.integers(1, 200), st.integers(0, 1)), min_size=0, max_size=5
+)
+shapes = st.lists(
+    st.tuples(sizes, st.sampled_from(["serving", "serving", "serving", "draining"])), min_size=2, max_size=5
+)
+lines = st.lists(st.tuples(st.integers(1, 900), st.integers(1, 200)), min_size=1, max_size=4)
+
+
+@given(shapes, lines)
+def test_no_move_breaks_a_promise_that_held_and_each_lets_one_in(shapes, line):
+    fleet = [worker(f"w{i}", running, state) for i, (running, state) in enumerate(shapes)]
+    line = [held(tokens, still, name=f"h{i}") for i, (tokens, still) in enumerate(line)]
+    moves = make_room(*fleet, line=line)
+    before = {v.id: forecast_of(v, SETTINGS).worst for v in worker_views(fleet)}
+    then = {v.id: v for v in worker_views(after(fleet, moves))}
+    assert sum(v.load.held_tokens for v in then.values()) == sum(
+        v.load.held_tokens for v in worker_views(fleet)
+    )
+    ends = [end for move in moves for end in (move.source, move.target)]
+    assert len(ends) == len(set(ends))
+    for move in moves:
+        assert forecast_of(then[move.target], SETTINGS).worst <= 1.0
+        assert forecast_of(then[move.source], SETTINGS).worst <= before[move.source]
+        assert any(forecast_of(then[move.source], SETTINGS, h.request).worst <= 1.0 for h in line)
+
+
+@given(shapes)
+def test_a_draining_worker_empties_into_what_it_fits_and_nothing_else_moves(shapes):
+    fleet = [worker(f"w{i}", running, state) for i, (running, state) in enumerate(shapes)]
+    states = {w.worker: w.state for w in fleet}
+    total = sum(r.tokens for w in fleet for r in w.requests)
+    for _ in range(30):
+        moves = room.empty(SETTINGS, worker_views(fleet), frozenset())
+        if not moves:
+            break
+        fleet = after(fleet, moves)
+        view = {v.id: v for v in worker_views(fleet)}
+        for move in moves:
+            assert states[move.source] == "draining"
+            assert states[move.target] == "serving"
+            assert forecast_of(view[move.target], SETTINGS).worst <= 1.0
+    assert room.empty(SETTINGS, worker_views(fleet), frozenset()) == []
+    assert sum(r.tokens for w in fleet for r in w.requests) == total
+
+
+def test_draining_packs_the_fullest_worker_so_that_another_stays_empty():
+    leaving = worker("a", [(100, 20), (150, 20)], state="draining")
+    fleet = leaving, worker("b", [(400, 50)]), worker("c", [(10, 5)]), worker("d", [])
+    while moves := room.empty(SETTINGS, worker_views(fleet), frozenset()):
+        fleet = after(fleet, moves)
+    assert [len(w.requests) for w in fleet] == [0, 3, 1, 0]
+
+
+def test_what_waits_at_a_draining_worker_goes_to_the_freest():
+    leaving = worker("a", [], state="draining", waiting=[(900, 50)])
+    fleet = leaving, worker("b", [(400, 50)]), worker("c", [(600, 5)])
+    [move] = room.empty(SETTINGS, worker_views(fleet), frozenset())
+    assert isinstance(move, Reassign)
+    assert move.target == "b"
