@@ -59,7 +59,6 @@ from controlplane.placement.ledger import (
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import (
     BY_TARGETS,
-    CONSTRAINED,
     JSQ,
     POLICY_CODE,
     PlacementSettings,
@@ -72,7 +71,6 @@ from dataplane.live.gateway.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
-BY_TARGETS = tuple(p for p in Policy if POLICY_CODE[p] in CONSTRAINED or p == Policy.EXACT)
 NO_TPOT_S = 1e6  # a target that is always met
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
