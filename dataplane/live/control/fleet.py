@@ -22,7 +22,7 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import PlacementSettings, Policy
+from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
@@ -40,7 +40,7 @@ from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
-from dataplane.live.gateway.placement import BY_TARGETS, Placement
+from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
