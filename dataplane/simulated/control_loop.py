@@ -178,7 +178,7 @@ def drive(
     """
     control = control or ControlSettings()
     state = state or State()
-    decide = decide or partial(tick, control.tick or Settings.of_policy(run.policy, run.settings.headroom))
+    decide = decide or partial(tick, _settings(run, control))
     plane = SimulatedPlane(run, control, elastic)
     led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
@@ -203,6 +203,11 @@ def drive(
         if not more and not moves.open and elastic is None:
             break
     return moves
+
+
+def _settings(run: RunState, control: ControlSettings) -> Settings:
+    """Those of tick; where none are given, as the placement policy has it."""
+    return control.tick or Settings.of_policy(run.policy, run.settings.headroom)
 
 
 def _next_beat_s(run: RunState, now_s: float, beat_s: float, is_elastic: bool) -> float:
