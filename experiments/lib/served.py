@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -107,13 +108,18 @@ def fleet(
     *flags: str,
     engine_flags: Sequence[str] = ENGINE_FLAGS,
     program: Sequence[str] = ("-m", "tokenfleet"),
+    prefix: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
-    """A `tokenfleet serve`, ready, and stopped afterwards; `program`: what runs it."""
+    """A `tokenfleet serve`, ready, and stopped afterwards.
+
+    `program` is what runs it, `prefix` the command that does so elsewhere.
+    """
     gateway, control = free_port(), free_port()
     run = [sys.executable, *program]
     ports = ["--port", str(gateway), "--control-port", str(control)]
-    command = [*run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
-    process = _spawn(command, TOKENFLEET_DATA=str(model.parent / "data"))
+    command = [*prefix, *run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
+    process = _spawn(command, **{"TOKENFLEET_DATA": str(model.parent / "data")} | dict(environment))
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.startswith("ready "):
@@ -233,8 +239,11 @@ def _spawn(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    process.wait(timeout=60)
+        # `nsenter` waits for what it has started, and does not pass signals on.
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        is_elsewhere = Path(f"/proc/{process.pid}/comm").read_text() == "nsenter\n"
+        os.kill(int(children[0]) if is_elsewhere else process.pid, signal.SIGTERM)
+    process.wait(timeout=90)
     if process.stdout is not None:
         process.stdout.close()
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY
@@ -406,6 +407,8 @@ def _worker_view(member: Member, role: Role, at: Attached | None, here: list[Tra
         info = at.link.info
         view |= {
             "pid": info.pid,
+            "host": urlsplit(info.endpoint).hostname,
+            "silent": at.is_silent,
             "tp_degree": info.tp_degree,
             "max_seqs": info.max_seqs,
             "block_tokens": info.block_tokens,

@@ -115,13 +115,20 @@ class SegmentRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class Silence:
+    """Nothing has come from a worker for a while; or, `is_over`, something has again."""
+
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The worker's engine is gone, or has dropped this gateway. The last event of a link."""
 
     reason: str
 
 
-Event = Outputs | Telemetry | SegmentRefused | Adapters | Lost
+Event = Outputs | Telemetry | SegmentRefused | Adapters | Silence | Lost
 
 
 class EngineLink(Protocol):

@@ -35,6 +35,7 @@ WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refus
 ADAPTER, ADAPTERS = b"adapter", b"adapters"
 
 ALIVE_EVERY_S = 1.0  # either side says something at least this often
+SUSPECT_S = 2.5  # a worker gets no new requests after this long without a word,
 SILENCE_S = 10.0  # and is given up after this long without a word
 QUEUED_BATCHES = 1024  # unsent outputs of one gateway, at the worker
 

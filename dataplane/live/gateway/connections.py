@@ -31,6 +31,7 @@ class Attached:
     role: Role = "any"
     telemetry: Telemetry | None = None
     reader: asyncio.Task[None] | None = None
+    is_silent: bool = False
 
     @property
     def worker(self) -> WorkerId:

@@ -24,7 +24,15 @@ from types import SimpleNamespace
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
-from dataplane.live.engine_api.link import Adapters, EngineLink, Lost, Outputs, SegmentRefused, Telemetry
+from dataplane.live.engine_api.link import (
+    Adapters,
+    EngineLink,
+    Lost,
+    Outputs,
+    SegmentRefused,
+    Silence,
+    Telemetry,
+)
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreClient,
@@ -314,6 +322,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                     self._replay(tracked, f"{at.worker} refused it: {event.reason}")
             elif isinstance(event, Adapters):
                 self.adapters.take(at.worker, event)
+            elif isinstance(event, Silence):
+                self._suspect(at, not event.is_over)
             else:
                 self.metrics.lost_workers.inc()
                 self._forget_worker(at, event.reason)
@@ -321,6 +331,13 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 for tell in self.on_lost:
                     tell(at.worker, event.reason)
                 return
+
+    def _suspect(self, at: Attached, is_silent: bool) -> None:
+        at.is_silent = is_silent
+        self.placement.suspect(at.worker, is_silent)
+        why = "nothing is heard of it: others get new requests" if is_silent else "it is heard of again"
+        self.events.record(time.time(), "silent" if is_silent else "heard", why, worker=at.worker)
+        self._admission.look()
 
     def _deliver(self, at: Attached, batch: EngineCoreOutputs) -> None:
         now_s = time.monotonic()

@@ -104,6 +104,7 @@ class Placement:
         self._workers: dict[int, WorkerId] = {}
         self._kinds: dict[int, str] = {}
         self._weights: dict[int, str] = {}
+        self._silent: set[int] = set()
         self._rows: dict[RequestId, int] = {}
         self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
         self._free = list(range(ROWS))
@@ -190,6 +191,7 @@ class Placement:
         self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
         del self._workers[w], self._kinds[w], self._weights[w]
         self._lay_out()
+        self._silent.discard(w)
         blank = self._led.workers[w]
         for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
             blank[name] = 0
@@ -198,6 +200,11 @@ class Placement:
     def set_open(self, worker: WorkerId, is_open: bool) -> None:
         """Whether new requests may go to a worker (a draining one is closed)."""
         self._led.workers[self._worker_rows[worker]]["status"] = SERVING if is_open else DRAINING
+
+    def suspect(self, worker: WorkerId, is_silent: bool) -> None:
+        """Whether a worker is silent: it gets no requests then, as long as another could have them."""
+        change = self._silent.add if is_silent else self._silent.discard
+        change(self._worker_rows[worker])
 
     def choose(
         self,
@@ -297,7 +304,7 @@ class Placement:
 
     def _barred(self, request: Tracked, exclude: Collection[WorkerId]) -> set[int]:
         """The rows of workers that are excluded, or could not go on with the request."""
-        barred = {self._worker_rows[w] for w in exclude if w in self._worker_rows}
+        barred = {self._worker_rows[w] for w in exclude if w in self._worker_rows} | self._suspects()
         if request.output_token_ids:
             barred |= {w for w, weights in self._weights.items() if weights != request.weights}
         return barred
@@ -324,7 +331,8 @@ class Placement:
         """The exact policy's placement of ledger rows, to be called on another thread: (row, worker) pairs,
         and whether it is proven best. The ledger is copied here and now.
         """
-        serving = [w for w in self._workers if self._led.workers[w]["status"] == SERVING]
+        suspects = self._suspects()
+        serving = [w for w in self._serving() if w not in suspects]
         led, names = Ledger._make(column.copy() for column in self._led), dict(self._workers)
         (profile,) = self._profiles.values()
 
@@ -401,6 +409,12 @@ class Placement:
             self._leave(r)
             self._led.requests[r]["phase"] = DONE
             self._free.append(r)
+
+    def _serving(self) -> list[int]:
+        return [w for w in self._workers if self._led.workers[w]["status"] == SERVING]
+
+    def _suspects(self) -> set[int]:
+        return self._silent if self._silent and not self._silent.issuperset(self._serving()) else set()
 
     # The ledger's rows.
 

@@ -89,11 +89,20 @@ def places(views: Sequence[memoryview]) -> Places:
 
 def peer(connection: socket.socket) -> int:
     """The process at the other end of a Unix socket, 0 if it is not visible from here or no Unix socket."""
-    if connection.family != socket.AF_UNIX:
-        return 0
-    size = struct.calcsize("3i")
-    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(pid)
+    return _credentials(connection)[0] if connection.family == socket.AF_UNIX else 0
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user whose process is at the other end of a Unix socket."""
+    return _credentials(connection)[1]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket."""
+    form = struct.Struct("3i")
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
+    process, user, group = form.unpack(told)
+    return process, user, group
 
 
 def read(pid: int, source: Places, into: Sequence[memoryview], pacer: Pacer | None = None) -> None:

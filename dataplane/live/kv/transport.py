@@ -1,8 +1,9 @@
 """The KV transport: copies KV bytes from the rank that holds them to the rank that loads them.
 
 `KvTransport` is the seam: serving blocks and fetching them. `SocketTransport` is for hosts: TCP between
-machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A GPU
-transport (NIXL, NCCL) would implement the same two functions.
+machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A server
+at a TCP address has such a socket as well, named after the address; abstract names are a host's own, so who
+reaches it is on the same host. A GPU transport (NIXL, NCCL) would implement the same two functions.
 
 One exchange on a connection, all integers big-endian:
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import secrets
 import socket
 import struct
@@ -82,16 +84,18 @@ class SocketTransport:
         self._share = Share()  # of all that this process copies
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
-        listener = _listen(address)
-        threading.Thread(
-            target=self._accept, args=(listener, tables, memory), name="kv-serve", daemon=True
-        ).start()
+        listeners = [_listen(each) for each in (address, _on_this_host(address)) if each]
+        for listener in listeners:
+            threading.Thread(
+                target=self._accept, args=(listener, tables, memory), name="kv-serve", daemon=True
+            ).start()
 
         def stop() -> None:
-            # Closing alone would leave the thread in accept, and the address in use.
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+            for listener in listeners:
+                # Closing alone would leave the thread in accept, and the address in use.
+                with suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
 
         return stop
 
@@ -122,7 +126,7 @@ class SocketTransport:
             idle = self._idle.get(address)
             connection = idle.pop() if idle else None
         if connection is None:
-            connection = _dial(address, timeout_s)
+            connection = _dial_nearest(address, timeout_s)
         connection.settimeout(timeout_s)
         return connection
 
@@ -257,6 +261,24 @@ def _listen(address: str) -> socket.socket:
         listener.bind((host, int(port)))
     listener.listen(MAX_CONNECTIONS)
     return listener
+
+
+def _on_this_host(address: str) -> str:
+    """The Unix socket that a server at a TCP address has besides; empty for other addresses."""
+    scheme, place = _parse(address)
+    return f"unix://tokenfleet-kv-{place}" if scheme == "tcp" else ""
+
+
+def _dial_nearest(address: str, timeout_s: float) -> socket.socket:
+    beside = _on_this_host(address)
+    if beside:
+        with suppress(OSError):  # on another host, as a rule
+            connection = _dial(beside, timeout_s)
+            # Anybody may bind an abstract name; whoever is not us must not be told the token.
+            if kv_direct.peer_user(connection) == os.getuid():
+                return connection
+            connection.close()
+    return _dial(address, timeout_s)
 
 
 def _dial(address: str, timeout_s: float) -> socket.socket:

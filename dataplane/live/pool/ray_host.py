@@ -27,6 +27,7 @@ from dataplane.live.worker.link import WorkerLink, link_context
 
 log = logging.getLogger("tokenfleet.ray")
 STARTS_OF_RAY = 3
+ANSWER_S = 2.0
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
 
 
@@ -39,7 +40,7 @@ class RayHost:
         self._token = secrets.token_hex(16)
         self._context = link_context()
         self._workers: dict[WorkerId, RayWorker] = {}
-        self._shares: dict[WorkerId, list[int]] = {}
+        self._nodes: dict[WorkerId, str] = {}
 
     @classmethod
     async def start(cls, types: FleetTypes) -> RayHost:
@@ -64,7 +65,7 @@ class RayHost:
     ) -> EngineLink:
         worker_type = self._types[kind]
         engine_settings = self._types.engine_settings(kind, revision.settings, current_platform.is_cpu())
-        place = self._place(worker, worker_type)
+        place = await self._place(worker, worker_type)
         started = await launch_worker(worker, engine_settings, self._token, place, say)
         self._workers[worker] = started
         return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
@@ -79,7 +80,9 @@ class RayHost:
         return f"no node has {gpus} free GPUs"
 
     def _lack_of_memory(self) -> str | None:
-        """A worker on the CPU needs what the largest of its like holds."""
+        """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
+        if self._folder is None:
+            return None
         needs = max((resident_bytes(w.info.pid) for w in self._workers.values()), default=0)
         free = free_memory_bytes()
         if needs < free:
@@ -87,7 +90,7 @@ class RayHost:
         return f"a worker takes {needs / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
 
     async def stop(self, worker: WorkerId) -> None:
-        self._shares.pop(worker, None)
+        self._nodes.pop(worker, None)
         started = self._workers.pop(worker, None)
         if started is not None:
             await started.stop()
@@ -118,21 +121,47 @@ class RayHost:
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
-    def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
+    async def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
+        # A cluster's workers are reached at their nodes' addresses; those of a Ray of our own never leave it.
+        host = "" if self._folder is None else "127.0.0.1"
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
-            return Place(gpus=worker_type.tp_degree, accelerator=name)
+            return Place(gpus=worker_type.tp_degree, accelerator=name, host=host)
+        node, nodes = "", 1
+        if self._folder is None:
+            there = await _answering_nodes()
+            # Ray sends an actor that asks for nothing to any node.
+            used = list(self._nodes.values())
+            node, nodes = min(there, key=used.count), len(there)
+            self._nodes[worker] = node
         if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
-            return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"])
-        cores = sorted(os.sched_getaffinity(0))
-        width = max(1, len(cores) // max(1, self._types.gpus))
-        shares = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
-        taken = self._shares[worker] = []
-        for _ in range(worker_type.tp_degree):
-            # The share with the fewest ranks on it: a worker launched late finds the gap.
-            used = [share for shares_of_one in self._shares.values() for share in shares_of_one]
-            taken.append(min(range(len(shares)), key=used.count))
-        return Place(cores="|".join(",".join(map(str, shares[at])) for at in taken))
+            return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"], host=host, node=node)
+        return Place(shares=-(-max(1, self._types.gpus) // nodes), host=host, node=node)
+
+
+async def _answering_nodes() -> list[str]:
+    """Ray's ids of the nodes with cores that can be reached from here.
+
+    Ray takes a quarter of a minute and more to see that a node is gone. Raises RuntimeError if there is none.
+    """
+
+    async def answers(node: dict[str, Any]) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                address = node["NodeManagerAddress"], node["NodeManagerPort"]
+                _, writer = await asyncio.open_connection(*address)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
+    found = await asyncio.gather(*map(answers, nodes))
+    there = [str(node["NodeID"]) for node, is_there in zip(nodes, found, strict=True) if is_there]
+    if not there:
+        raise RuntimeError(f"none of the Ray cluster's {len(nodes)} nodes answers within {ANSWER_S:g} s")
+    return there
 
 
 def _initialise(address: str | None, folder: Path | None) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
+from dataplane.live.worker.node import Cores, RayDaemon, node_address
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
@@ -60,6 +62,7 @@ class Worker:
         self._adapters: frozenset[int] = frozenset()
         self._lost = ""
         self._phase = "loading the model"
+        self._daemon = RayDaemon()
 
     async def phase(self) -> str:
         """What its start is at."""
@@ -73,14 +76,17 @@ class Worker:
         """What a source of reclaim notices says of this machine."""
         return await asyncio.to_thread(read_notice, source, self._worker)
 
-    async def start(self, engine_settings: Mapping[str, Any], host: str) -> WorkerInfo:
+    async def start(self, engine_settings: Mapping[str, Any], host: str, shares: int = 0) -> WorkerInfo:
         """Start the engine, warm it up, open the door; return what gateways need to know.
 
-        `asked` are vLLM engine arguments; `host` is the address that gateways and other workers reach this
-        machine by. Raises BadInput for an argument that cannot be, and whatever vLLM raises for a model it
-        cannot load.
+        `engine_settings` are vLLM engine arguments; `host` and `shares` as in launch.py's `Place`. Raises
+        BadInput for an argument that cannot be, and whatever vLLM raises for a model it cannot load.
         """
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
+        host = host or node_address()
+        if shares:
+            self._cores = Cores(ranks, shares, self._token)
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.binding  # which vLLM reads as it starts
         addresses, release = reserve_addresses(host, ranks)
         door = KvDoor(addresses, self._token)
         # In a thread, so that the actor answers while a large model loads.
@@ -270,6 +276,16 @@ class Worker:
             for peer in self._peers.silent(now_s):
                 log.warning("gateway %s fell silent; its requests are aborted", peer.name.hex())
                 await self._peers.drop(peer, "silent for too long")
+            if self._daemon.is_gone and not self._peers.has_gateways:
+                await self._leave()
+
+    async def _leave(self) -> None:
+        """End this process, which nobody needs and nobody can reach any more."""
+        log.warning("%s has no gateway, and Ray's daemon on its node is gone: it ends itself", self._worker)
+        with suppress(Exception):  # however the engine takes it
+            await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
+        unlink(self._shared)
+        os._exit(1)
 
 
 def _answer(segment: str, answer: str) -> EngineCoreOutput:

@@ -75,6 +75,10 @@ class GatewayPeers:
         """Segments under way."""
         return len(self._owner)
 
+    @property
+    def has_gateways(self) -> bool:
+        return bool(self._peers)
+
     def get(self, name: bytes) -> GatewayPeer | None:
         return self._peers.get(name)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -26,6 +26,7 @@ from dataplane.live.worker.cause import StartFailure
 log = logging.getLogger(__name__)
 PLACE_S = 30.0
 START_S = 1800.0  # a large model loads for minutes
+PROCESS_S = 300.0  # and until its process is there, importing vLLM
 HEALTH_S = 5.0
 PHASE_EVERY_S = 0.5
 STOP_S = 20.0
@@ -39,14 +40,18 @@ class Place:
     """What a worker is given: `gpus` of one node (0 on a CPU host), and `cores` to pin it to.
 
     `accelerator` is Ray's name of the GPUs' type; None takes any.
-    `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|"; empty leaves them to vLLM.
-    `host` is the address other machines reach the worker's node by.
+    `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|". Without it, `shares` says
+    in how many parts the worker is to cut its node's cores, one for each rank; 0 leaves them to vLLM.
+    `host` is the address other machines reach the worker's node by; empty is the one that Ray has for it.
+    `node` is Ray's id of the node it must run on; empty leaves that to Ray.
     """
 
     gpus: int = 0
     cores: str = ""
     host: str = "127.0.0.1"
     accelerator: str | None = None
+    node: str = ""
+    shares: int = 0
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -114,9 +119,14 @@ async def launch_worker(
         }
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        elif place.node:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
         say("starting its process")
         actor = ray.remote(Worker).options(**options).remote(worker, token)
-        starting = asyncio.wrap_future(actor.start.remote(dict(engine_settings), place.host).future())
+        # A node that has just died is one that Ray waits for.
+        await asyncio.wait_for(actor.phase.remote(), PROCESS_S)
+        start = actor.start.remote(dict(engine_settings), place.host, place.shares)
+        starting = asyncio.wrap_future(start.future())
         following = asyncio.create_task(_follow_phases(actor, say))
         try:
             info = await asyncio.wait_for(starting, START_S)
@@ -153,14 +163,17 @@ async def _reserve(place: Place) -> Any:
 
 
 def _environment(place: Place) -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     variables = {
-        "PYTHONPATH": os.pathsep.join(paths),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where cause.py looks for a failed start's reason
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    # An installed package is on every node; a checkout is where it is here, or not needed there.
+    checkout = [] if ROOT.name in ("site-packages", "dist-packages") else [str(ROOT)]
+    paths = [*checkout, *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    if paths:
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
     if place.cores:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = place.cores
     return variables

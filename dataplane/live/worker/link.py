@@ -19,6 +19,7 @@ from dataplane.live.engine_api.link import (
     Lost,
     Outputs,
     SegmentRefused,
+    Silence,
     Telemetry,
     WorkerInfo,
 )
@@ -60,6 +61,7 @@ class WorkerLink:
         # A gateway that does not read stops here, then its socket fills, then the worker drops it.
         self._events: asyncio.Queue[Event] = asyncio.Queue(UNREAD_EVENTS)
         self._heard_s = time.monotonic()
+        self._is_suspect = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -126,7 +128,12 @@ class WorkerLink:
     async def _read(self) -> None:
         while True:
             kind, *frames = await self._socket.recv_multipart(copy=False)
+            if self._lost is not None:
+                return  # it was given up, and its requests are elsewhere
             self._heard_s = time.monotonic()
+            if self._is_suspect:
+                self._is_suspect = False
+                await self._events.put(Silence(is_over=True))
             event = self._event(kind.bytes, frames)
             if event is not None:
                 await self._events.put(event)
@@ -161,6 +168,9 @@ class WorkerLink:
             if silent_s > wire.SILENCE_S:
                 await self._lose(f"silent for {silent_s:.0f} s")
                 return
+            if silent_s > wire.SUSPECT_S and not self._is_suspect:
+                self._is_suspect = True
+                await self._events.put(Silence(is_over=False))
 
     async def _lose(self, reason: str) -> None:
         if self._lost is None:
