@@ -1,4 +1,4 @@
-"""Hosts on one Linux machine: network, process, mount and IPC namespaces on a bridge, with a Ray node in each.
+"""Hosts on one Linux machine: network, process, mount and IPC namespaces on a bridge, with Ray on each.
 
 To the kernel they are as far apart as machines: no shared memory, abstract socket or `process_vm_readv`
 reaches another. Files are shared, as on NFS, but for /dev/shm and /tmp/ray. All of a host's processes end
@@ -81,7 +81,11 @@ class Host:
             script,
         ]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *apart], stdout=subprocess.PIPE, text=True, process_group=0
+            ["ip", "netns", "exec", self.name, *apart],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            process_group=0,
         )
         self._opened.append(process)
         assert process.stdout is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,3 +150,14 @@ def test_a_worker_reserves_gpus_of_its_type(live_extra):
 
     assert Place(gpus=2, accelerator="H100").bundle == {"GPU": 2.0, "accelerator_type:H100": 0.001}
     assert Place(gpus=2).bundle == {"GPU": 2.0}
+
+
+@pytest.mark.parametrize(("root", "is_sent"), [("/work/checkout", True), ("/lib/site-packages", False)])
+def test_a_checkout_is_named_to_workers_and_an_installed_package_is_not(
+    live_extra, monkeypatch, root, is_sent
+):
+    from dataplane.live.worker import launch
+
+    monkeypatch.setattr(launch, "ROOT", Path(root))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert ("PYTHONPATH" in launch._environment(launch.Place())) is is_sent

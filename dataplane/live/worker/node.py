@@ -26,7 +26,7 @@ class Cores:
     """The cores of this node that a worker has claimed, for as long as its process lives."""
 
     def __init__(self, ranks: int, shares: int, fleet: str, cores: Sequence[int] | None = None) -> None:
-        """Claim a share for each rank, of the `shares` that the node's cores are cut into; `fleet`: its secret."""
+        """Claim one of `shares` equal parts of the node's cores for each rank; `fleet` is its secret."""
         cores = sorted(os.sched_getaffinity(0)) if cores is None else list(cores)
         width = max(1, len(cores) // max(1, shares))
         cut = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
@@ -42,7 +42,7 @@ class Cores:
         self._claims.clear()
 
     def _claim(self, name: str, shares: int) -> int:
-        """Take the first of the shares that the fewest hold: a worker launched late finds the gap."""
+        """Take the first share that is free in the first turn: a worker launched late finds the gap."""
         for turn in range(TURNS):
             for share in range(shares):
                 claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -85,3 +85,26 @@ def test_a_fleet_of_a_thousand_workers_takes_what_has_a_seat():
         placement.put(t, chosen, has_kv=False)
     assert placement.choose(request(len(tracked)), 0.0) is None
     assert (placement.ledger.workers["queued"] == 8).all()
+
+
+def test_a_silent_worker_gets_nothing_while_another_can_be_had():
+    placement = placement_of(2, 4)
+    placement.suspect(WorkerId("w0"), True)
+    for i in range(4):
+        one = request(i)
+        assert placement.choose(one, 0.0) == "w1"
+        placement.put(one, WorkerId("w1"), has_kv=False)
+    assert placement.choose(request(4), 0.0) is None  # full, and the other one silent
+    placement.suspect(WorkerId("w0"), False)
+    assert placement.choose(request(5), 0.0) == "w0"
+
+
+def test_a_silent_worker_is_better_than_none():
+    placement = placement_of(2, 4)
+    placement.set_open(WorkerId("w1"), False)
+    placement.suspect(WorkerId("w0"), True)
+    assert placement.choose(request(0), 0.0) == "w0"
+    placement.detach(WorkerId("w0"))
+    placement.attach(worker("w2", 4), "")
+    placement.set_open(WorkerId("w1"), True)
+    assert placement.choose(request(1), 0.0) == "w2"  # whoever comes in its row is not silent

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import os
 import secrets
 import socket
 import threading
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
 
 from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct as kv_direct
+from dataplane.live.kv import transport as kv_transport
 from dataplane.live.kv.memory import BlockTables, DirectMemory, StagedMemory, kv_memory
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
 
@@ -44,12 +46,14 @@ def forbid_direct(monkeypatch):
     monkeypatch.setattr(kv_direct, "_readv", refuse)
 
 
-@pytest.fixture(params=["direct", "unix", "tcp"])
+@pytest.fixture(params=["direct", "unix", "tcp", "tcp on one host"])
 def served(request, monkeypatch):
     """A transport, an address that serves `caches()`, and its tables."""
-    host = "0.0.0.0" if request.param == "tcp" else "127.0.0.1"
+    host = "0.0.0.0" if request.param.startswith("tcp") else "127.0.0.1"
     if request.param == "unix":
         forbid_direct(monkeypatch)
+    if request.param == "tcp":  # as from another host, where nobody has that name
+        monkeypatch.setattr(kv_transport, "_on_this_host", lambda address: "")
     (address,), release = reserve_addresses(host, 1)
     address = address.replace("0.0.0.0", "127.0.0.1")
     source, tables = caches(), BlockTables()
@@ -152,6 +156,47 @@ def test_nobody_at_the_address_is_a_failed_fetch():
     address = f"unix://nobody-{secrets.token_hex(8)}"
     with pytest.raises(FetchFailed):
         fetch(SocketTransport(), address, "s", 0, 1, DirectMemory(caches()), [0])
+
+
+def test_readers_of_one_host_take_the_bytes_of_a_tcp_address_out_of_memory(served, monkeypatch):
+    transport, address, tables, source = served
+    reads, read = [], kv_direct.read
+    monkeypatch.setattr(kv_direct, "read", lambda *given: (reads.append(given), read(*given)))
+    target = caches(seed=1)
+    tables.update({"s": [1]}, ())
+    fetch(transport, address, "s", 0, 1, DirectMemory(target), [0])
+    is_near = address.startswith("unix") or kv_transport._on_this_host(address) != ""
+    assert (len(reads), bits(target, [0])) == (int(is_near), bits(source, [1]))
+
+
+def test_another_user_under_a_servers_name_is_not_told_the_token(monkeypatch):
+    (address,), release = reserve_addresses("0.0.0.0", 1)
+    address = address.replace("0.0.0.0", "127.0.0.1")
+    told = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
+        impostor.bind("\0" + kv_transport._on_this_host(address).removeprefix("unix://"))
+        impostor.listen()
+
+        def listen():
+            connection, _ = impostor.accept()
+            with connection:
+                told.append(connection.recv(1))
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        source, tables = caches(), BlockTables()
+        tables.update({"s": [1]}, ())
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_transport, "_on_this_host", lambda address: "")  # its name is taken
+            stop = SocketTransport("secret").serve(address, tables, kv_memory(source))
+        release()
+        monkeypatch.setattr(kv_direct, "peer_user", lambda connection: os.getuid() + 1)
+        target, transport = caches(seed=1), SocketTransport("secret")
+        fetch(transport, address, "s", 0, 1, DirectMemory(target), [0])
+        listener.join()
+        transport.close()
+        stop()
+    assert (told, bits(target, [0])) == ([b""], bits(source, [1]))
 
 
 def test_noise_on_the_socket_does_not_stop_the_server(served):

@@ -1,0 +1,356 @@
+"""A fleet over two hosts: KV between them, requests moved between them, and hosts and links that fail.
+
+    python experiments/serving/several_hosts.py [--only kv|moves|faults] [--resume FOLDER] [--quick]
+
+The hosts are Linux network namespaces on a bridge (experiments/lib/linux_hosts.py; it takes root), with a Ray
+node and a real vLLM worker (float32, 4 KB of KV a token) on each. Every stream is compared with the same
+request's undisturbed one.
+
+kv      64 MiB in blocks of 8 layers over the workers' KV transport, against one `sendfile` of as many bytes
+        over one connection, in turns. It needs no engine.
+moves   requests moved once each; downtime from the cut-over to the target's first token, against two decode
+        steps and 10 ms.
+faults  40 streams while the far host's cable is out for 5 s or for 60 s, or the host is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from experiments.lib.linux_hosts import Host, Hosts, linux_hosts, why_not
+from experiments.lib.results import bar, flags, show
+from experiments.lib.served import ENGINE_FLAGS, Server, Stream, session, stream, tiny_model
+
+LAYERS, BLOCKS, BLOCK_BYTES = 8, 512, 16 << 10  # 64 MiB
+KV_ROUNDS, KV_TURNS = 3, 7
+LENGTHS, MOVES_OF_EACH = (256, 1024, 2048, 4096, 7800), 20
+BEFORE, OUTPUT_TOKENS = 25, 120  # tokens decoded before a move, and in all
+SLACK_S = 0.010
+STREAMS, STREAM_TOKENS = 40, 600
+FAULTS = ("link down 5 s", "host killed", "link down 60 s")
+ROUNDS = 20
+LONG_FLAGS = tuple("8192" if flag == "4096" else flag for flag in ENGINE_FLAGS)
+
+
+# KV between two hosts.
+
+
+def _caches(seed: int) -> Any:
+    import torch
+
+    drawn = np.random.default_rng(seed).integers(0, 256, (LAYERS, BLOCKS, BLOCK_BYTES), np.uint8)
+    return [torch.from_numpy(layer) for layer in drawn]
+
+
+def _hold(host: Host, ready: Any) -> None:
+    """Serve blocks and a plain file on a host until killed."""
+
+    def serve() -> None:
+        from dataplane.live.kv.memory import BlockTables, kv_memory
+        from dataplane.live.kv.transport import SocketTransport
+
+        tables, caches = BlockTables(), _caches(1)
+        order = np.random.default_rng(2).permutation(BLOCKS).tolist()
+        tables.update({"s": order}, ())
+        SocketTransport("secret").serve(f"tcp://{host.ip}:7000", tables, kv_memory(caches))
+        plain = socket.create_server((host.ip, 7001))
+        with open(f"/dev/shm/tokenfleet-{secrets.token_hex(4)}", "w+b", buffering=0) as file:
+            os.unlink(file.name)
+            file.write(b"".join(cache.numpy().tobytes() for cache in caches))
+            ready.set()
+            connection, _ = plain.accept()
+            while connection.recv(1):
+                connection.sendfile(file, 0)
+
+    host.call(serve)
+
+
+def _kv_round(hosts: Hosts) -> dict[str, Any]:
+    """Median seconds of both ways, from the second host to the first."""
+    ready = multiprocessing.Event()
+    holder = multiprocessing.Process(target=_hold, args=(hosts[1], ready), daemon=True)
+    holder.start()
+    ready.wait()
+
+    def take() -> dict[str, Any]:
+        from dataplane.live.kv.memory import kv_memory
+        from dataplane.live.kv.transport import Fetch, SocketTransport
+
+        transport, caches, source = SocketTransport("secret"), _caches(3), _caches(1)
+        memory = kv_memory(caches)
+        order = np.random.default_rng(2).permutation(BLOCKS)
+        buffer = bytearray(LAYERS * BLOCKS * BLOCK_BYTES)
+        plain = socket.create_connection((hosts[1].ip, 7001))
+        seconds: dict[str, list[float]] = {"kv": [], "plain": []}
+        for _ in range(KV_TURNS + 1):  # the first connects, and touches the memory
+            began_s = time.perf_counter()
+            views, commit = memory.write(list(range(BLOCKS)))
+            fetch = Fetch("s", 0, BLOCKS)
+            transport.fetch(f"tcp://{hosts[1].ip}:7000", fetch, views, memory.block_bytes, 60.0)
+            commit()
+            seconds["kv"].append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+            plain.sendall(b"1")
+            rest = memoryview(buffer)
+            while rest:
+                rest = rest[plain.recv_into(rest) :]
+            seconds["plain"].append(time.perf_counter() - began_s)
+        for mine, theirs in zip(caches, source, strict=True):
+            assert (mine.numpy() == theirs.numpy()[order]).all(), "other bytes arrived"
+        kv_s, plain_s = (statistics.median(seconds[way][1:]) for way in ("kv", "plain"))
+        size = len(buffer)
+        return {
+            "what": "64 MiB of blocks",
+            "GB/s": size / kv_s / 1e9,
+            "plain GB/s": size / plain_s / 1e9,
+            "of plain": plain_s / kv_s,
+            "load": os.getloadavg()[0],
+        }
+
+    try:
+        return hosts[0].call(take)
+    finally:
+        holder.kill()
+        holder.join()
+
+
+# Requests on a served fleet.
+
+
+class Cluster:
+    """A served fleet over two hosts, started when it is first needed."""
+
+    def __init__(self, cleanup: ExitStack) -> None:
+        self._cleanup = cleanup
+        self._hosts: Hosts | None = None
+        self._server: Server | None = None
+
+    @property
+    def hosts(self) -> Hosts:
+        self.server  # noqa: B018
+        assert self._hosts is not None
+        return self._hosts
+
+    @property
+    def server(self) -> Server:
+        if self._server is None:
+            model: Path = self._cleanup.enter_context(tiny_model())
+            self._hosts = self._cleanup.enter_context(linux_hosts(2))
+            asked = ("--workers", "2", "--max-workers", "4", "--policy", "spread")
+            serving = self._hosts.fleet(model, *asked, engine_flags=LONG_FLAGS)
+            self._server = self._cleanup.enter_context(serving)
+        return self._server
+
+    def play(self, story: Callable[[aiohttp.ClientSession], Any]) -> Any:
+        """Run a story beside the gateway."""
+
+        async def scene() -> Any:
+            async with session() as http:
+                return await story(http)
+
+        return self.hosts[0].call(lambda: asyncio.run(scene()))
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        return await asyncio.to_thread(self.server.ask, method, path, body)
+
+    async def decisions(self, kind: str) -> list[dict[str, Any]]:
+        return [d for d in (await self.ask("GET", "/v1/fleet"))["decisions"] if d["kind"] == kind]
+
+    async def spread_out(self) -> None:
+        """Return once each host has a serving worker, and each worker a host of its own."""
+        while True:
+            workers = (await self.ask("GET", "/v1/fleet"))["workers"]
+            serving = [w for w in workers if w["state"] == "serving"]
+            if len(workers) == 2 and len({w["host"] for w in serving}) == 2:
+                return
+            if len(serving) == len(workers) == 2:  # both on the host that had stayed
+                await self.ask("POST", f"/v1/workers/{serving[1]['worker']}/drain")
+                await self.ask("POST", "/v1/fleet/scale", {"workers": 2})
+            await asyncio.sleep(0.2)
+
+
+async def _moved(cluster: Cluster, http: aiohttp.ClientSession, length: int, seed: int) -> dict[str, Any]:
+    """Run a request twice, the second time with a move to the other host."""
+    prompt = np.random.default_rng((seed, length)).integers(5, 2000, length).tolist()
+    body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS}
+    plain = await stream(http, cluster.server.gateway, body)
+    running = asyncio.create_task(stream(http, cluster.server.gateway, body))
+    request = None
+    while request is None or request["output_tokens"] < BEFORE:
+        listed = (await cluster.ask("GET", "/v1/requests"))["requests"]
+        request = listed[0] if listed else None
+        if running.done():
+            raise RuntimeError(f"the stream ended before it was moved: {running.result().error}")
+    workers = [w["worker"] for w in cluster.server.workers()]
+    target = next(w for w in workers if w != request["worker"])
+    order = {"request_id": request["request_id"], "target": target}
+    move = await cluster.ask("POST", "/v1/migrations", order)
+    while move["open"]:
+        await asyncio.sleep(0.005)
+        move = await cluster.ask("GET", f"/v1/migrations/{move['id']}")
+    got = await running
+    gaps = np.diff(plain.chunks_s[5:])
+    return {
+        "tokens": length,
+        "moved": move["outcome"] == "done",
+        "why not": move["reason"] if move["outcome"] != "done" else "",
+        "equal": got.content == plain.content and not got.error,
+        "downtime_s": move["downtime_s"],
+        "step_s": float(np.median(gaps)),
+        "bytes": move["bytes"],
+    }
+
+
+async def _faulty(
+    cluster: Cluster, http: aiohttp.ClientSession, fault: str, plain: list[list[Any]]
+) -> dict[str, Any]:
+    """Let 40 streams run through a fault; the fleet is whole again afterwards."""
+    await cluster.spread_out()
+    far = cluster.hosts[1]
+    replays = len(await cluster.decisions("replay"))
+    running = [asyncio.create_task(_one(cluster, http, number)) for number in range(STREAMS)]
+    begun = 0
+    while begun < STREAMS:
+        listed = (await cluster.ask("GET", "/v1/requests"))["requests"]
+        begun = sum(r["output_tokens"] > 0 for r in listed)
+        if any(task.done() for task in running):
+            raise RuntimeError("streams ended before the fault")
+    if fault == "host killed":
+        far.die()
+    else:
+        far.link(False)
+        await asyncio.sleep(5 if "5 s" in fault else 60)
+        far.link(True)
+    got: list[Stream] = await asyncio.gather(*running)
+    result = {
+        "fault": fault,
+        "streams": STREAMS,
+        "failed": sum(bool(s.error) for s in got),
+        "silently wrong": sum(not s.error and list(s.content) != p for s, p in zip(got, plain, strict=True)),
+        "replays": len(await cluster.decisions("replay")) - replays,
+        "longest gap_s": max(s.worst_gap_s for s in got),
+    }
+    if fault != "link down 5 s":  # Ray gives such a node up for good: it joins anew
+        if far.first_pid:
+            far.die()
+        await asyncio.to_thread(cluster.hosts.revive, far)
+        await cluster.spread_out()
+    return result
+
+
+async def _one(cluster: Cluster, http: aiohttp.ClientSession, number: int) -> Stream:
+    prompt = np.random.default_rng((7, number)).integers(5, 2000, 40).tolist()
+    return await stream(http, cluster.server.gateway, {"prompt": prompt, "max_tokens": STREAM_TOKENS})
+
+
+# The figures.
+
+
+def kv(asked: Any, cleanup: ExitStack) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    rounds = 1 if asked.quick else KV_ROUNDS
+    hosts = cleanup.enter_context(linux_hosts(2, has_ray=False))
+    rows = [asked.resume.part(f"kv {n}", lambda: _kv_round(hosts)) for n in range(rounds)]
+    return rows, {"64 MiB over a plain sendfile": bar(min(r["of plain"] for r in rows), 0.8, at_least=True)}
+
+
+def moves(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    each = 2 if asked.quick else MOVES_OF_EACH
+    rows, bars = [], {}
+    for length in LENGTHS:
+        results = []
+        for n in range(each):
+
+            def one(length: int = length, n: int = n) -> Any:
+                return cluster.play(lambda http: _moved(cluster, http, length, asked.seed + n))
+
+            results.append(asked.resume.part(f"move {length} {n}", one))
+        moved = [r for r in results if r["moved"]]
+        downtime_s = statistics.median(r["downtime_s"] for r in moved)
+        step_s = statistics.median(r["step_s"] for r in results)
+        row = {
+            "what": f"moves at {length} tokens",
+            "requests": len(results),
+            "moved": len(moved),
+            "equal": sum(r["equal"] for r in results),
+            "decode step (ms)": 1e3 * step_s,
+            "downtime p50 (ms)": 1e3 * downtime_s,
+            "downtime max (ms)": 1e3 * max(r["downtime_s"] for r in moved),
+            "MB": statistics.median(r["bytes"] for r in moved) / 1e6,
+        }
+        rows.append(row)
+        limit_ms = 1e3 * (2 * step_s + SLACK_S)
+        bars[f"downtime at {length} tokens (ms)"] = bar(1e3 * downtime_s, limit_ms)
+    requests = sum(r["requests"] for r in rows)
+    bars[f"moved and token-equal of {requests}"] = bar(
+        min(sum(r["equal"] for r in rows), sum(r["moved"] for r in rows)), requests, at_least=True
+    )
+    return rows, bars
+
+
+def faults(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    rounds = 1 if asked.quick else asked.rounds
+
+    def undisturbed() -> Any:
+        async def story(http: aiohttp.ClientSession) -> Any:
+            got = await asyncio.gather(*(_one(cluster, http, number) for number in range(STREAMS)))
+            return [s.content for s in got]
+
+        return cluster.play(story)
+
+    plain = [list(content) for content in asked.resume.part("undisturbed", undisturbed)]
+    rows, bars = [], {}
+    for fault in FAULTS:
+        results = []
+        for n in range(rounds):
+
+            def one(fault: str = fault) -> Any:
+                return cluster.play(lambda http: _faulty(cluster, http, fault, plain))
+
+            results.append(asked.resume.part(f"{fault} {n}", one))
+        row = {"what": fault, "rounds": len(results)}
+        for name in ("streams", "failed", "silently wrong", "replays"):
+            row[name] = sum(r[name] for r in results)
+        row["longest gap (s)"] = max(r["longest gap_s"] for r in results)
+        rows.append(row)
+        bars[f"{fault}: streams silently wrong"] = bar(row["silently wrong"], 0)
+        bars[f"{fault}: streams that failed"] = bar(row["failed"], 0)
+    return rows, bars
+
+
+def main() -> int:
+    parser = flags(__doc__, resumes=True)
+    parser.add_argument("--only", choices=("kv", "moves", "faults"), action="append", help="repeatable")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each fault (default: {ROUNDS})")
+    asked = parser.parse_args()
+    if reason := why_not():
+        parser.exit(2, f"no hosts can be made here: {reason}\n")
+    rows: list[dict[str, Any]] = []
+    bars: dict[str, Any] = {}
+    with ExitStack() as cleanup:
+        cluster = Cluster(cleanup)
+        for part in asked.only or ("kv", "moves", "faults"):
+            if part == "kv":
+                with ExitStack() as of_kv:
+                    found, its_bars = kv(asked, of_kv)
+            else:
+                found, its_bars = (moves if part == "moves" else faults)(asked, cluster)
+            rows += found
+            bars |= its_bars
+    return show("several_hosts", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""A worker's share of its node's cores."""
+
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("ray", reason="Ray is not installed (requirements/live-cpu.txt)")
+
+from dataplane.live.worker.node import Cores, RayDaemon
+
+CORES = list(range(3, 11))
+
+
+def claimed(ranks, shares, fleet="secret", cores=CORES):
+    claim = Cores(ranks, shares, fleet, cores)
+    return claim, claim.binding.split("|")
+
+
+def free(claims):
+    for claim, _ in claims:
+        claim.release()
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 3), min_size=1, max_size=12), st.data())
+def test_shares_are_held_evenly_and_what_a_worker_leaves_the_next_one_takes(shares, workers, data):
+    claims = [claimed(ranks, shares) for ranks in workers]
+    held = Counter(share for _, bindings in claims for share in bindings)
+    width = max(1, len(CORES) // shares)
+    assert len(held) == min(sum(workers), len(CORES) // width)
+    assert max(held.values()) - min(held.values()) <= (len(held) == len(CORES) // width)
+    gone = data.draw(st.integers(0, len(claims) - 1))
+    claims[gone][0].release()
+    claims[gone] = claimed(workers[gone], shares)
+    assert Counter(share for _, bindings in claims for share in bindings) == held
+    free(claims)
+
+
+def test_each_rank_has_its_own_share_and_a_share_that_was_left_is_taken_first():
+    claims = [claimed(2, 4), claimed(1, 4), claimed(1, 4)]
+    assert [bindings for _, bindings in claims] == [["3,4", "5,6"], ["7,8"], ["9,10"]]
+    claims[1][0].release()
+    claims.append(claimed(1, 4))
+    assert claims[-1][1] == ["7,8"]
+    free(claims)
+
+
+def test_more_shares_than_cores_are_shared():
+    claims = [claimed(1, 20, cores=[0, 1]) for _ in range(4)]
+    assert [bindings for _, bindings in claims] == [["0"], ["1"], ["0"], ["1"]]
+    free(claims)
+
+
+def test_fleets_do_not_know_each_other():
+    claims = [claimed(1, 8, "one"), claimed(1, 8, "two")]
+    assert claims[0][1] == claims[1][1] == ["3"]
+    free(claims)
+
+
+def test_a_process_whose_parent_lives_has_its_daemon():
+    assert not RayDaemon().is_gone
+
+
+def test_a_process_whose_parent_has_ended_has_none(tmp_path):
+    told, go = os.pipe(), os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        if os.fork() == 0:
+            daemon = RayDaemon()
+            os.close(go[1])
+            os.read(go[0], 1)  # until the parent's end of it is closed, too
+            while not daemon.is_gone:
+                pass
+            os.write(told[1], b"gone")
+        os._exit(0)
+    os.waitpid(middle, 0)
+    os.close(go[1])
+    assert os.read(told[0], 4) == b"gone"
+    for end in (*told, go[0]):
+        os.close(end)

@@ -1,0 +1,190 @@
+"""Both ends of a link when nothing comes over it any more, and when something does after all."""
+
+import asyncio
+import os
+from dataclasses import asdict, replace
+
+import pytest
+import quiet_vllm  # noqa: F401  # first
+import zmq.asyncio
+from front import B, Front, profile
+from zmq.constants import SocketType
+
+from controlplane.placement.queue import QueueSettings
+from controlplane.types import WorkerId
+from dataplane.live.emulated.engine import EmulatedEngine, Fabric
+from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.link import Lost, Silence, Telemetry
+from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreOutputs, MsgpackEncoder
+from dataplane.live.worker.actor import Worker
+from dataplane.live.worker.gateway_peers import GatewayPeers
+from dataplane.live.worker.link import WorkerLink
+from dataplane.live.worker.node import RayDaemon
+
+FAR = WorkerId("far")
+TELEMETRY = Telemetry(FAR, 0, 0, 0, 0, 0, 0, 0.0, 0, 4096, 0, 0.0)
+
+
+class FarWorker:
+    """A worker's end of a link, which says what a test makes it say."""
+
+    def __init__(self, context, info):
+        self._socket = context.socket(SocketType.ROUTER)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.info = replace(info, worker=FAR, endpoint=f"tcp://127.0.0.1:{port}")
+        self.segments = []
+        self.has_segment = asyncio.Event()
+        self._gateway = b""
+        self._reader = asyncio.ensure_future(self._read())
+
+    async def _read(self):
+        while True:
+            self._gateway, kind, *frames = await self._socket.recv_multipart()
+            if kind == wire.HELLO:
+                await self.say(wire.WELCOME, wire.pack(asdict(self.info)))
+            elif kind == wire.ADD:
+                self.segments.append(wire.unpack(frames[0]))
+                self.has_segment.set()
+
+    async def say(self, *frames):
+        await self._socket.send_multipart([self._gateway, *frames])
+
+    async def tokens(self, *tokens):
+        batch = EngineCoreOutputs(outputs=[EngineCoreOutput(self.segments[0], list(tokens))])
+        await self.say(wire.OUTPUTS, *MsgpackEncoder().encode(batch))
+
+    async def load(self):
+        await self.say(wire.LOAD, wire.pack(asdict(TELEMETRY)))
+
+    def close(self):
+        self._reader.cancel()
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Runs a story with a far worker, a link to it, and how soon its silence counts."""
+
+    def run(story, suspect_s=1e6, silence_s=1e6):
+        monkeypatch.setattr(wire, "ALIVE_EVERY_S", 0.005)
+        monkeypatch.setattr(wire, "SUSPECT_S", suspect_s)
+        monkeypatch.setattr(wire, "SILENCE_S", silence_s)
+
+        async def scene():
+            context = zmq.asyncio.Context()
+            far = FarWorker(context, EmulatedEngine(FAR, profile(), Fabric()).info)
+            link = await WorkerLink.connect(far.info.endpoint, "secret", context)
+            try:
+                await asyncio.wait_for(story(far, link), 60)
+            finally:
+                await link.close()
+                far.close()
+                context.destroy(linger=0)
+
+        asyncio.run(scene())
+
+    return run
+
+
+def test_silence_is_said_and_so_is_its_end(play):
+    async def story(far, link):
+        assert await link.receive() == Silence(is_over=False)
+        await far.load()
+        assert await link.receive() == Silence(is_over=True)
+        assert await link.receive() == TELEMETRY
+
+    play(story, suspect_s=0.05)
+
+
+def test_nothing_follows_the_end_of_a_link_whatever_the_worker_still_says(play):
+    async def story(far, link):
+        assert isinstance(await link.receive(), Lost)
+        for _ in range(10):
+            await far.load()
+        while link._tasks[0].done() is False:  # it has heard the worker, and stopped listening
+            await asyncio.sleep(0)
+        assert isinstance(await link.receive(), Lost)
+        assert isinstance(await link.receive(), Lost)
+
+    play(story, silence_s=0.05)
+
+
+def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothing(play):
+    async def story(far, link):
+        front = Front((), profile(), QueueSettings())
+        try:
+            front.core.attach(link)
+            sending = asyncio.ensure_future(front.send("r"))
+            await far.has_segment.wait()
+            await far.tokens(7, 8)
+            await front.until("r", 2)
+            await sending
+            front.engines[B] = front.launch(B)
+            front.core.attach(front.engines[B])
+            while front.core.link(FAR) is not None:
+                await asyncio.sleep(0.001)
+            await far.tokens(666)
+            await front.ended("r")
+            await far.tokens(666)
+            replays = [e for e in front.events if e.kind == "replay"]
+            assert (front.finish["r"], front.tokens["r"][:2]) == ("LENGTH", [7, 8])
+            assert (len(front.tokens["r"]), 666 in front.tokens["r"], len(replays)) == (100, False, 1)
+            assert [e.kind for e in front.events if e.kind in ("silent", "heard")] == ["silent"]
+        finally:
+            await front.close()
+
+    play(story, suspect_s=0.2, silence_s=0.4)
+
+
+class Engine:
+    """Of a worker that has nothing to do."""
+
+    def __init__(self):
+        self.shut = []
+
+    def shutdown(self, seconds):
+        self.shut.append(seconds)
+
+
+class Silent:
+    async def send_multipart(self, frames, flags=0, copy=True):
+        pass
+
+
+@pytest.mark.parametrize("has_gateway", [True, False])
+def test_a_worker_ends_itself_once_it_has_neither_gateway_nor_daemon(monkeypatch, has_gateway):
+    class Ended(BaseException):
+        """In place of the process' end."""
+
+    def end(code):
+        raise Ended
+
+    async def nothing(segments):
+        pass
+
+    async def scene():
+        worker = Worker("w", "secret")
+        worker._core = engine = Engine()
+        worker._peers = GatewayPeers(Silent(), nothing)
+        worker._tell_load = lambda now_s: told.append(now_s)
+        told = []
+        if has_gateway:
+            await worker._peers.welcome(b"g", b"info")
+        beat = asyncio.ensure_future(worker._beat())
+        while len(told) < 3:
+            await asyncio.sleep(0)
+        assert not beat.done()  # its daemon lives
+        monkeypatch.setattr(RayDaemon, "is_gone", property(lambda daemon: True))
+        if has_gateway:
+            seen = len(told)
+            while len(told) < seen + 3:
+                await asyncio.sleep(0)
+            assert not beat.done()
+            await worker._peers.dismiss_all("the end")
+        with pytest.raises(Ended):
+            await beat
+        assert len(engine.shut) == 1
+
+    monkeypatch.setattr(wire, "ALIVE_EVERY_S", 0.001)
+    monkeypatch.setattr(os, "_exit", end)
+    asyncio.run(scene())
