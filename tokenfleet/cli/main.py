@@ -44,6 +44,7 @@ VERBS = {
     "fit": Verb("tokenfleet.cli.fit", "fit_command", "measurements: a profile with its errors"),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.cli.serve", "serve_command", "run a fleet behind one OpenAI endpoint"),
+    "doctor": Verb("tokenfleet.cli.doctor", "doctor_command", "what here would stop a fleet"),
     "scorecard": Verb(
         "tokenfleet.cli.scorecard", "scorecard_command", "what a plan predicted, and what came of it"
     ),

@@ -226,6 +226,7 @@ def serve_command(flags: ServeFlags) -> None:
     checked = _checked(flags)
     _needs_live_extra()
     keys = _keys(flags)
+    _look_at_host(flags, checked.model)
     _prepare_process(flags.verbose)
     tell = _teller()
     tell("loading vLLM and Ray")
@@ -375,6 +376,17 @@ def _run(settings: FleetSettings, run_fleet: RunFleet, tell: Say) -> None:
         raise KeyboardInterrupt from None  # told to stop before it could answer
     except RuntimeError as error:
         raise BadInput(f"serve: {error}") from error
+
+
+def _look_at_host(flags: ServeFlags, model: str) -> None:
+    """The cheap part of `tokenfleet doctor`: raise BadInput for what stops a fleet, warn of the rest."""
+    from dataplane.live.worker.host_checks import first_stop, look
+
+    found = look(model)
+    if flags.engine == "emulated":  # it computes nothing
+        found = tuple(f for f in found if f.check not in ("GPUs", "model"))
+    first_stop(found)
+    warn(f"{f.check}: {f.says}" for f in found if f.state == "warns")
 
 
 def _needs_live_extra() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.worker_type import WorkerGroup
+from dataplane.live.engine_api import RAY_VERSION
 from tokenfleet.export.deployment import CONTROL_PORT, PLAN, PORT, Deployment, product, serve_words
 from tokenfleet.export.kubernetes import checked_object
 
-RAY_VERSION = "2.60.0"
 FOLDER = "/etc/tokenfleet"  # of the plan's file
 MOST_CONFIG_BYTES = 1_000_000
 KEYS = "tokenfleet-keys"  # the Secret with api-key and control-key

