@@ -11,6 +11,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import ray.util
 
@@ -59,9 +60,11 @@ class Cores:
 class RayDaemon:
     """The raylet that started this process. Without it nobody can reach the actor to end it."""
 
-    def __init__(self) -> None:
-        self._pid = os.getppid()
+    def __init__(self, name: str = "raylet") -> None:
+        parent = os.getppid()
+        is_daemon = Path(f"/proc/{parent}/comm").read_text().strip() == name
+        self._pid = parent if is_daemon else 0  # started by something else, its end is not ours to judge
 
     @property
     def is_gone(self) -> bool:
-        return os.getppid() != self._pid
+        return self._pid != 0 and os.getppid() != self._pid

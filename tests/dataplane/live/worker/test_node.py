@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -59,24 +60,33 @@ def test_fleets_do_not_know_each_other():
     free(claims)
 
 
-def test_a_process_whose_parent_lives_has_its_daemon():
-    assert not RayDaemon().is_gone
+def own_name():
+    return Path("/proc/self/comm").read_text().strip()
 
 
-def test_a_process_whose_parent_has_ended_has_none(tmp_path):
+@pytest.mark.parametrize("name", ["raylet", "the parent's", "its own"])
+def test_a_process_whose_parent_lives_has_its_daemon(name):
+    parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    assert not RayDaemon({"the parent's": parent, "its own": own_name()}.get(name, name)).is_gone
+
+
+def test_a_process_whose_daemon_has_ended_has_none():
     told, go = os.pipe(), os.pipe()
     middle = os.fork()
     if middle == 0:
         if os.fork() == 0:
-            daemon = RayDaemon()
+            daemon = RayDaemon(own_name())  # its parent is a copy of this process
+            os.write(told[1], b"here")
             os.close(go[1])
             os.read(go[0], 1)  # until the parent's end of it is closed, too
             while not daemon.is_gone:
                 pass
             os.write(told[1], b"gone")
+            os._exit(0)
+        os.read(told[0], 4)  # it has seen its parent
         os._exit(0)
-    os.waitpid(middle, 0)
     os.close(go[1])
+    os.waitpid(middle, 0)
     assert os.read(told[0], 4) == b"gone"
     for end in (*told, go[0]):
         os.close(end)
