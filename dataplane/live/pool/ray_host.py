@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -155,7 +156,9 @@ async def _answering_nodes() -> list[str]:
         writer.close()
         return True
 
+    leaving: dict[str, int] = await asyncio.to_thread(ray._private.state.state.get_draining_nodes)
     nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    nodes = [node for node in nodes if node["NodeID"] not in leaving] or nodes
     nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
     found = await asyncio.gather(*map(answers, nodes))
     there = [str(node["NodeID"]) for node, is_there in zip(nodes, found, strict=True) if is_there]
