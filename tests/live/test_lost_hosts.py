@@ -15,11 +15,11 @@ from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.link import Lost, Silence, Telemetry
+from dataplane.live.engine_api.processes import RayDaemon
 from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreOutputs, MsgpackEncoder
 from dataplane.live.worker.actor import Worker
 from dataplane.live.worker.gateway_peers import GatewayPeers
 from dataplane.live.worker.link import WorkerLink
-from dataplane.live.worker.node import RayDaemon
 
 FAR = WorkerId("far")
 TELEMETRY = Telemetry(FAR, 0, 0, 0, 0, 0, 0, 0.0, 0, 4096, 0, 0.0)

@@ -1,18 +1,25 @@
-"""Child processes that end with their parent, and removal of the shared memory they would leave."""
+"""Processes of a host: children that end with their parent, the memory and the cores that processes hold.
+
+Workers share a host's cores out by abstract Unix sockets, whose names belong to the host and go with the
+process that holds them: a share is free again when its worker has ended, however it ended.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import select
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 5.0
+TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
 
 
@@ -98,3 +105,50 @@ def unlink(segments: Iterable[Path]) -> None:
     """Remove named shared memory; what is gone already is no error."""
     for segment in segments:
         segment.unlink(missing_ok=True)
+
+
+class Cores:
+    """The cores of this node that a worker has claimed, for as long as its process lives."""
+
+    def __init__(self, ranks: int, shares: int, fleet: str, cores: Sequence[int] | None = None) -> None:
+        """Claim one of `shares` equal parts of the node's cores for each rank; `fleet` is its secret."""
+        cores = sorted(os.sched_getaffinity(0)) if cores is None else list(cores)
+        width = max(1, len(cores) // max(1, shares))
+        cut = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
+        self._claims: list[socket.socket] = []
+        name = f"tokenfleet-cores-{hashlib.sha256(fleet.encode()).hexdigest()[:16]}"
+        taken = [cut[self._claim(name, len(cut))] for _ in range(ranks)]
+        self.binding = "|".join(",".join(map(str, share)) for share in taken)
+
+    def release(self) -> None:
+        """Let another worker have them."""
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
+
+    def _claim(self, name: str, shares: int) -> int:
+        """Take the first share that is free in the first turn: a worker launched late finds the gap."""
+        for turn in range(TURNS):
+            for share in range(shares):
+                claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                try:
+                    claim.bind(f"\0{name}-{share}-{turn}")
+                except OSError:
+                    claim.close()
+                else:
+                    self._claims.append(claim)
+                    return share
+        return 0
+
+
+class RayDaemon:
+    """The raylet that started this process. Without it nobody can reach the actor to end it."""
+
+    def __init__(self, name: str = "raylet") -> None:
+        parent = os.getppid()
+        is_daemon = Path(f"/proc/{parent}/comm").read_text().strip() == name
+        self._pid = parent if is_daemon else 0  # started by something else, its end is not ours to judge
+
+    @property
+    def is_gone(self) -> bool:
+        return self._pid != 0 and os.getppid() != self._pid

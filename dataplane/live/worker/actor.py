@@ -26,7 +26,7 @@ from dataplane.live.engine_api import wire
 from dataplane.live.engine_api.kv_messages import Control, message_of
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
-from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
+from dataplane.live.engine_api.processes import Cores, RayDaemon, descendants, shared_memory, unlink
 from dataplane.live.engine_api.step_trace import Step, StepTrace
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -42,7 +42,6 @@ from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
-from dataplane.live.worker.node import Cores, RayDaemon, node_address
 
 log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
@@ -83,7 +82,7 @@ class Worker:
         BadInput for an argument that cannot be, and whatever vLLM raises for a model it cannot load.
         """
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
-        host = host or node_address()
+        host = host or str(ray.util.get_node_ip_address())
         if shares:
             self._cores = Cores(ranks, shares, self._token)
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.binding  # which vLLM reads as it starts

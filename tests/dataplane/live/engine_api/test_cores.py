@@ -1,4 +1,4 @@
-"""A worker's share of its node's cores."""
+"""A worker's share of its host's cores, and the end of Ray's daemon there."""
 
 import os
 from collections import Counter
@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("ray", reason="Ray is not installed (requirements/live-cpu.txt)")
-
-from dataplane.live.worker.node import Cores, RayDaemon
+from dataplane.live.engine_api.processes import Cores, RayDaemon
 
 CORES = list(range(3, 11))
 
