@@ -149,7 +149,7 @@ class Cluster:
         if self._server is None:
             model: Path = self._cleanup.enter_context(tiny_model())
             self._hosts = self._cleanup.enter_context(linux_hosts(2))
-            asked = ("--workers", "2", "--max-workers", "4", "--policy", "spread")
+            asked = ("--workers", "2", "--max-workers", "4", "--policy", "jsq")
             serving = self._hosts.fleet(model, *asked, engine_flags=LONG_FLAGS)
             self._server = self._cleanup.enter_context(serving)
         return self._server

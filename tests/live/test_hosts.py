@@ -21,7 +21,7 @@ def hosts(live_extra):
 
 @pytest.fixture(scope="module")
 def fleet(hosts, model_folder):
-    with hosts.fleet(model_folder, "--workers", "2", "--max-workers", "3", "--policy", "spread") as server:
+    with hosts.fleet(model_folder, "--workers", "2", "--max-workers", "3", "--policy", "jsq") as server:
         yield server
 
 

@@ -56,6 +56,11 @@ class FarWorker:
     async def load(self):
         await self.say(wire.LOAD, wire.pack(asdict(TELEMETRY)))
 
+    async def beat(self):
+        while True:
+            await self.load()
+            await asyncio.sleep(0.005)
+
     def close(self):
         self._reader.cancel()
         self._socket.close(linger=0)
@@ -111,7 +116,7 @@ def test_nothing_follows_the_end_of_a_link_whatever_the_worker_still_says(play):
 
 def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothing(play):
     async def story(far, link):
-        front = Front((), profile(), QueueSettings())
+        front, beating = Front((), profile(), QueueSettings()), asyncio.ensure_future(far.beat())
         try:
             front.core.attach(link)
             sending = asyncio.ensure_future(front.send("r"))
@@ -121,6 +126,7 @@ def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothi
             await sending
             front.engines[B] = front.launch(B)
             front.core.attach(front.engines[B])
+            beating.cancel()
             while front.core.link(FAR) is not None:
                 await asyncio.sleep(0.001)
             await far.tokens(666)

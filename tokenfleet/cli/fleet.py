@@ -163,8 +163,10 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     # Without a box: with kinds it would not fit into 80 columns.
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     workers.title = f"{view['model']} ({view['engine']})"
-    several = len(view["wanted_kinds"]) > 1
-    for name in ("worker", *(["kind"] if several else []), "state"):
+    hosts = {w["host"] for w in view["workers"] if w.get("host")}
+    named = [("kind", len(view["wanted_kinds"]) > 1), ("host", len(hosts) > 1)]
+    told = [name for name, differs in named if differs]
+    for name in ("worker", *told, "state"):
         workers.add_column(name, no_wrap=True)
     for name in ("for", "requests", "tokens", "KV used", "step", "preempted"):
         workers.add_column(name, justify="right", no_wrap=True)
@@ -173,8 +175,8 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"
         workers.add_row(
             w["worker"],
-            *([w["kind"]] if several else []),
-            w["state"],
+            *(w.get(name) or "–" for name in told),
+            "silent" if w.get("silent") else w["state"],
             duration_text(w["for_s"]),
             str(w["requests"]),
             str(w["tokens"]),
