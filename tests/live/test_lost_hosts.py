@@ -82,7 +82,8 @@ def play(monkeypatch):
             try:
                 await asyncio.wait_for(story(far, link), 60)
             finally:
-                await link.close()
+                if not link._socket.closed:  # by the fleet that it was lost to
+                    await link.close()
                 far.close()
                 context.destroy(linger=0)
 
