@@ -37,7 +37,7 @@ from experiments.lib.served import ENGINE_FLAGS, Server, Stream, session, stream
 LAYERS, BLOCKS, BLOCK_BYTES = 8, 512, 16 << 10  # 64 MiB
 KV_ROUNDS, KV_TURNS = 3, 7
 LENGTHS, MOVES_OF_EACH = (256, 1024, 2048, 4096, 7800), 20
-BEFORE, OUTPUT_TOKENS = 25, 120  # tokens decoded before a move, and in all
+BEFORE, OUTPUT_TOKENS = 20, 80  # tokens decoded before a move, and in all
 SLACK_S = 0.010
 STREAMS, STREAM_TOKENS = 40, 600
 FAULTS = ("link down 5 s", "host killed", "link down 60 s")
@@ -267,16 +267,17 @@ def kv(asked: Any, cleanup: ExitStack) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def moves(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    each = 2 if asked.quick else MOVES_OF_EACH
-    rows, bars = [], {}
-    for length in LENGTHS:
-        results = []
-        for n in range(each):
+    each = 2 if asked.quick else asked.moves
+    found: dict[int, list[Any]] = {length: [] for length in LENGTHS}
+    for n in range(each):
+        for length in LENGTHS:
 
             def one(length: int = length, n: int = n) -> Any:
                 return cluster.play(lambda http: _moved(cluster, http, length, asked.seed + n))
 
-            results.append(asked.resume.part(f"move {length} {n}", one))
+            found[length].append(asked.resume.part(f"move {length} {n}", one))
+    rows, bars = [], {}
+    for length, results in found.items():
         moved = [r for r in results if r["moved"]]
         downtime_s = statistics.median(r["downtime_s"] for r in moved)
         step_s = statistics.median(r["step_s"] for r in results)
@@ -312,7 +313,7 @@ def faults(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str
 
     plain = [list(content) for content in asked.resume.part("undisturbed", undisturbed)]
     rows, bars = [], {}
-    for fault in FAULTS:
+    for fault in asked.fault or FAULTS:
         results = []
         for n in range(rounds):
 
@@ -333,6 +334,8 @@ def faults(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str
 def main() -> int:
     parser = flags(__doc__, resumes=True)
     parser.add_argument("--only", choices=("kv", "moves", "faults"), action="append", help="repeatable")
+    parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one; repeatable")
+    parser.add_argument("--moves", type=int, default=MOVES_OF_EACH, help="at each length (default: 20)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each fault (default: {ROUNDS})")
     asked = parser.parse_args()
     if reason := why_not():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 PROMPTS = [f"Host {n}, tell a long story." for n in range(4)]
-TOKENS = 1500
+TOKENS = 600
 
 
 @pytest.fixture(scope="module")

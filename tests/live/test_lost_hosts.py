@@ -56,11 +56,6 @@ class FarWorker:
     async def load(self):
         await self.say(wire.LOAD, wire.pack(asdict(TELEMETRY)))
 
-    async def beat(self):
-        while True:
-            await self.load()
-            await asyncio.sleep(0.005)
-
     def close(self):
         self._reader.cancel()
         self._socket.close(linger=0)
@@ -115,9 +110,9 @@ def test_nothing_follows_the_end_of_a_link_whatever_the_worker_still_says(play):
     play(story, silence_s=0.05)
 
 
-def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothing(play):
+def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothing(play, monkeypatch):
     async def story(far, link):
-        front, beating = Front((), profile(), QueueSettings()), asyncio.ensure_future(far.beat())
+        front = Front((), profile(), QueueSettings())
         try:
             front.core.attach(link)
             sending = asyncio.ensure_future(front.send("r"))
@@ -127,7 +122,10 @@ def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothi
             await sending
             front.engines[B] = front.launch(B)
             front.core.attach(front.engines[B])
-            beating.cancel()
+            monkeypatch.setattr(wire, "SUSPECT_S", 0.0)
+            while "silent" not in [e.kind for e in front.events]:
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(wire, "SILENCE_S", 0.0)
             while front.core.link(FAR) is not None:
                 await asyncio.sleep(0.001)
             await far.tokens(666)
@@ -140,7 +138,7 @@ def test_a_worker_that_comes_back_after_its_requests_were_replayed_changes_nothi
         finally:
             await front.close()
 
-    play(story, suspect_s=0.2, silence_s=0.4)
+    play(story)
 
 
 class Engine:
