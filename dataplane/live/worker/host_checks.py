@@ -1,4 +1,4 @@
-"""What on a host would stop a fleet, or slow it: looked at without loading vLLM or touching a GPU.
+"""Checks of a host for what would stop a fleet or slow it, made without loading vLLM or touching a GPU.
 
 A finding stops (no fleet can start), warns (it can, and something is lost), or is fine. `hosts_of_cluster`
 looks at every node of a Ray cluster, and at what must be the same on all of them.
