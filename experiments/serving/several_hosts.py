@@ -3,7 +3,7 @@
     python experiments/serving/several_hosts.py [--only kv|moves|faults] [--resume FOLDER] [--quick]
 
 The hosts are Linux network namespaces on a bridge (experiments/lib/linux_hosts.py; it takes root), with a Ray
-node and a real vLLM worker (float32, 4 KB of KV a token) on each. Every stream is compared with the same
+node and a real vLLM worker (float32, 2 KB of KV a token) on each. Every stream is compared with the same
 request's undisturbed one.
 
 kv      64 MiB in blocks of 8 layers over the workers' KV transport, against one `sendfile` of as many bytes
