@@ -230,6 +230,8 @@ class Hosts:
 @contextmanager
 def linux_hosts(count: int, has_ray: bool = True) -> Iterator[Hosts]:
     """Hosts, with a Ray cluster over them, gone afterwards."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or they would stay
     folder = Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp"))  # short: a socket's path holds 107 bytes
     hosts = Hosts(count, folder)
     try:
