@@ -112,7 +112,7 @@ class Host:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name=self.name)
+        thread = threading.Thread(target=run, name=self.name, daemon=True)
         thread.start()
         thread.join()
         if errors:
@@ -230,8 +230,7 @@ class Hosts:
 @contextmanager
 def linux_hosts(count: int, has_ray: bool = True) -> Iterator[Hosts]:
     """Hosts, with a Ray cluster over them, gone afterwards."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or they would stay
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or they would stay
     folder = Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp"))  # short: a socket's path holds 107 bytes
     hosts = Hosts(count, folder)
     try:
@@ -242,6 +241,7 @@ def linux_hosts(count: int, has_ray: bool = True) -> Iterator[Hosts]:
     finally:
         hosts.clear()
         shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _children(pid: int) -> list[int]:
