@@ -36,6 +36,16 @@ PROFILE = made_profile(
 )
 
 
+def made_request(number, prompt_tokens):
+    """What of vLLM's request the gateway's queue and placement read."""
+    return SimpleNamespace(
+        request_id=str(number),
+        prompt_token_ids=[1] * prompt_tokens,
+        sampling_params=None,
+        lora_request=None,
+    )
+
+
 def as_seen(led):
     """The ledger as the controller's mirror would have it."""
     workers = [worker(str(w), int(step)) for w, step in enumerate(led.workers["step"])]
@@ -191,7 +201,7 @@ class Gateway:
     async def play(self):
         coming = [
             Tracked(
-                SimpleNamespace(request_id=str(r), prompt_token_ids=[1] * prompt, sampling_params=None),
+                made_request(r, prompt),
                 Ticket(str(r), "", slo, priority), arrival_s, 20,
             )
             for r, (arrival_s, prompt, _, slo, priority) in enumerate(STORY)
@@ -255,7 +265,7 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
                 continue
             told.add(r)
             tracked = Tracked(
-                SimpleNamespace(request_id=str(r), prompt_token_ids=[1], sampling_params=None),
+                made_request(r, 1),
                 Ticket(str(r), "", classes[load.slo_class[r]], 0), float(load.arrival_s[r]), 1,
             )  # fmt: skip
             if np.isinf(finish_s):

@@ -5,7 +5,7 @@ import pytest
 
 from controlplane.migration.balance import balance
 from controlplane.migration.usage import freeness, worker_views
-from controlplane.snapshot import Load, RunningRequest, Snapshot, WorkerLoad
+from controlplane.snapshot import Load, RunningRequest, Snapshot, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -90,7 +90,7 @@ def test_the_published_code_counts_all_that_wait_and_moves_the_newest_with_a_tok
         WorkerLoad(WorkerId(name), "serving", 1600, (request,) * 2, load=Load(2, held))
         for name, request, held in (("full", requests[0], 1550), ("free", requests[1], 0))
     ]
-    [move] = balance(moves, worker_views(workers, moves.reading), set(), set())
+    [move] = balance(moves, worker_views(workers, moves.reading), set(), set(), Transport())
     assert (move.request, move.source, move.target) == ("old", "full", "free")
 
 

@@ -32,6 +32,7 @@ def answered(script: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tu
     return ended.value.code, *capsys.readouterr()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # of vLLM's imports: not ours to fail on
 @pytest.mark.parametrize("script", EXPERIMENTS + BENCHMARKS)
 def test_it_answers_help_and_then_misses_its_data_in_one_line(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -96,7 +96,8 @@ class ControllerSettings:
 
     def tick(self, profiles: TypeProfiles) -> Settings:
         """This heartbeat's settings; profiles as known by now. The fleet empties draining workers itself."""
-        by_targets = len(self.profiles) == len(self.worker_types) and self.policy in BY_TARGETS
+        are_known = bool(self.worker_types) and all(profiles.of(t.name) for t in self.worker_types)
+        by_targets = are_known and self.policy in BY_TARGETS
         # Shedding is off until a worker's speed is known.
         shed = ShedSettings(headroom=self.headroom) if profiles.any() is not None and self.moves else None
         balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None

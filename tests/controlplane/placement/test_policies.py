@@ -201,5 +201,5 @@ def test_every_setting_is_a_knob_that_compiled_code_sees():
         if field.name == "queue":
             continue  # read by the queue itself
         usually = field.default
-        value = not usually if isinstance(usually, bool) else 1 if usually is None else usually / 2
+        value = not usually if isinstance(usually, bool) else 1 if usually is None else usually / 2 or 0.5
         assert (PlacementSettings(**{field.name: value}).knobs() != usual).sum() == 1, field.name
