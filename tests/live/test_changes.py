@@ -9,6 +9,7 @@ import pytest
 from front import A, B, C, Front, profile
 
 from controlplane.placement.policies import Policy
+from controlplane.snapshot import Pace
 from controlplane.types import Slo, WorkerId
 from dataplane.live.control.changes import Changes, Mirror
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
@@ -26,7 +27,8 @@ class Story:
         self.random, self.sent = random.Random(seed), 0
         self.core = SimpleNamespace(
             attached=lambda: iter(()),
-            migrations=SimpleNamespace(open={}),
+            migrations=SimpleNamespace(open={}, usual=Pace(), pairs={}),
+            held=lambda: iter(()),
             why_fixed=lambda tracked: "seeded" if tracked.ticket.priority and tracked.worker else None,
         )
         members = [SimpleNamespace(worker=w, kind="", state="serving") for w in (A, B, C)]

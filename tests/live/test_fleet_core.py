@@ -282,7 +282,7 @@ def test_the_ledger_counts_the_tokens_that_passed_and_assigns_by_the_constraints
         assert led.workers["decoding"][:2].tolist() == [3, 3]
         held = [sum(t.context_tokens for t in front.core.requests.on_worker(w)) for w in (A, B)]
         assert led.workers["context"][:2].tolist() == held
-        # A request decodes in 2.01 ms a token alone and in 2.04 ms as the fourth: constraint (b) holds it back.
+        # A token takes 2.01 ms alone and 2.04 ms as the fourth: constraint (b) holds this one back.
         hasty = Ticket("no", "test", Slo(10.0, 0.00202), 0)
         await front.send("no", ticket=hasty)
         assert front.core.waiting == 1
