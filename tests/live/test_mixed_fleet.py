@@ -41,7 +41,12 @@ def test_a_mixed_plan_starts_its_kinds_and_says_so(mixed_fleet, capsys):
 def test_a_fleet_from_an_export_places_by_the_plans_targets_and_policy(mixed_fleet, capsys):
     view = mixed_fleet.ask("GET", "/v1/fleet")
     assert view["slo"] == {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}
-    assert view["placement"] == {"policy": "best-fit", "by": "targets", "step_times_known": True}
+    assert view["placement"] == {
+        "policy": "best-fit",
+        "by": "targets",
+        "step_times_known": True,
+        "unmeasured": {},
+    }
     assert {(w["kind"], w["max_seqs"]) for w in view["workers"]} == {(LARGE, 256), (SMALL, 256)}
     assert view["max_workers"] == 3
     assert main(["fleet", "--control", mixed_fleet.control, "status"]) == 0
