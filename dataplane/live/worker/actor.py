@@ -91,12 +91,12 @@ class Worker:
         # In a thread, so that the actor answers while a large model loads.
         try:
             self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, door))
-        except RuntimeError as error:
+            release()
+            self._shared = shared_memory(descendants())
+            self._phase = "warming up"
+            kv = await warm_up(self._core)
+        except (RuntimeError, EngineDeadError) as error:
             raise start_failure(error, own_log()) from error
-        release()
-        self._shared = shared_memory(descendants())
-        self._phase = "warming up"
-        kv = await warm_up(self._core)
         self._context = zmq.asyncio.Context()
         self._socket: Any = self._context.socket(SocketType.ROUTER)
         self._socket.setsockopt(SocketOption.ROUTER_MANDATORY, 1)

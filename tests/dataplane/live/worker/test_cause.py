@@ -28,6 +28,14 @@ def test_a_rank_that_failed_is_behind_the_engine_that_waited_for_it():
     assert str(start_failure(POINTS_ELSEWHERE, log)) == "torch.OutOfMemoryError: CUDA oom"
 
 
+def test_an_engine_that_dies_in_its_warm_up_points_to_its_cause_too():
+    error = RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+    log = (
+        f"{AT}IndexError: index 9 is out of bounds\n{AT}vllm.v1.engine.exceptions.EngineDeadError: {error}\n"
+    )
+    assert str(start_failure(error, log)) == "IndexError: index 9 is out of bounds"
+
+
 def test_a_killed_engine_is_named_by_its_signal():
     error = RuntimeError("See root cause above. Failed core proc(s): {'EngineCore_DP0': -9}")
     assert "SIGKILL, as the kernel does when memory runs out" in str(start_failure(error, "loading\n"))
