@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.lib.served import ENGINE_FLAGS, Server, fleet
+from experiments.lib.served import ENGINE_FLAGS, Server, cleaning_up, fleet
 
 RAY_PORT = 6379
 START_S = 180.0
@@ -230,18 +230,17 @@ class Hosts:
 @contextmanager
 def linux_hosts(count: int, has_ray: bool = True) -> Iterator[Hosts]:
     """Hosts, with a Ray cluster over them, gone afterwards."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or they would stay
     folder = Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp"))  # short: a socket's path holds 107 bytes
     hosts = Hosts(count, folder)
-    try:
-        hosts.wire_up()
-        for host in hosts if has_ray else ():
-            hosts.start_ray(host)
-        yield hosts
-    finally:
-        hosts.clear()
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+    with cleaning_up():
+        try:
+            hosts.wire_up()
+            for host in hosts if has_ray else ():
+                hosts.start_ray(host)
+            yield hosts
+        finally:
+            hosts.clear()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _children(pid: int) -> list[int]:

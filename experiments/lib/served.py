@@ -103,6 +103,16 @@ def tiny_model(*flags: str) -> Iterator[Path]:
 
 
 @contextmanager
+def cleaning_up() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, ends the script by its `finally`s: else what it started would stay."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def fleet(
     model: Path,
     *flags: str,
@@ -121,14 +131,15 @@ def fleet(
     command = [*prefix, *run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
     process = _spawn(command, **{"TOKENFLEET_DATA": str(model.parent / "data")} | dict(environment))
     assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line.startswith("ready "):
-        raise SystemExit(f"tokenfleet serve did not start: {line!r}")
-    _, gateway_url, _, control_url = line.split()
-    try:
-        yield Server(process, gateway_url, control_url)
-    finally:
-        _stop(process)
+    with cleaning_up():
+        try:
+            line = process.stdout.readline()
+            if not line.startswith("ready "):
+                raise SystemExit(f"tokenfleet serve did not start: {line!r}")
+            _, gateway_url, _, control_url = line.split()
+            yield Server(process, gateway_url, control_url)
+        finally:
+            _stop(process)
 
 
 @contextmanager

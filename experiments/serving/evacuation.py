@@ -115,19 +115,10 @@ class Fleet:
         self._pump.cancel()
 
 
-def alone(prompt: list[int]) -> list[int]:
-    """What an emulated engine makes of a prompt when nothing happens."""
-    from dataplane.live.emulated.segment import Noise, state_after
-
-    noise, state, made = Noise(), state_after(prompt), []
-    for _ in range(TOKENS):
-        made.append(noise.token(state))
-        state = state_after(made[-1:], state)
-    return made
-
-
 async def emulated_round(seed: int) -> dict[str, Any]:
     """One evacuation of emulated streams."""
+    from dataplane.live.emulated.segment import Noise
+
     rng = np.random.default_rng(seed)
     prompts = {f"r{i}": rng.integers(1, 2000, PROMPT_TOKENS).tolist() for i in range(STREAMS)}
     one = Fleet()
@@ -144,7 +135,7 @@ async def emulated_round(seed: int) -> dict[str, Any]:
                 await asyncio.sleep(0.01)
     finally:
         await one.close()
-    whole = sum(one.tokens[name] == alone(prompt) for name, prompt in prompts.items())
+    whole = sum(one.tokens[name] == Noise().continuation(prompt, TOKENS) for name, prompt in prompts.items())
     failed = sum(end == "ERROR" for end in one.ends.values())
     return _row("emulated", done[0].facts, failed, STREAMS - whole - failed)
 

@@ -133,19 +133,10 @@ class Round:
         self._pump.cancel()
 
 
-def alone(prompt: list[int]) -> list[int]:
-    """What an emulated engine makes of a prompt when nothing happens."""
-    from dataplane.live.emulated.segment import Noise, state_after
-
-    noise, state, made = Noise(), state_after(prompt), []
-    for _ in range(TOKENS):
-        made.append(noise.token(state))
-        state = state_after(made[-1:], state)
-    return made
-
-
 async def one_round(number: int, rng: np.random.Generator) -> dict[str, Any]:
     """One fault among `STREAMS` streams."""
+    from dataplane.live.emulated.segment import Noise
+
     what, whom, stage = FAULTS[number % len(FAULTS)]
     prompts = [rng.integers(1, 2000, int(n)).tolist() for n in rng.integers(20, 600, STREAMS)]
     fleet_of_three = Round()
@@ -168,7 +159,7 @@ async def one_round(number: int, rng: np.random.Generator) -> dict[str, Any]:
             row["client left"] += 1
         elif end == "ERROR":
             row["explicit error"] += 1
-        elif fleet_of_three.tokens.get(name) == alone(prompt) and end == "LENGTH":
+        elif fleet_of_three.tokens.get(name) == Noise().continuation(prompt, TOKENS) and end == "LENGTH":
             row["complete"] += 1
         else:
             row["silently wrong"] += 1

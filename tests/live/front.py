@@ -26,6 +26,13 @@ def profile(blocks=4096, max_seqs=64):
     )
 
 
+def alone(prompt, tokens):
+    """What a request with this prompt gets where nothing happens to it."""
+    from dataplane.live.emulated.segment import Noise
+
+    return Noise().continuation(prompt, tokens)
+
+
 def unprofiled(workers=8):
     """Placement on workers whose step times are not known."""
     from dataplane.live.gateway.placement import Placement

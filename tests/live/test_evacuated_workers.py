@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from front import A, Front, FrontHost, profile, until
+from front import A, Front, FrontHost, alone, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -33,17 +33,6 @@ def play(live_extra):
         asyncio.run(scene())
 
     return run
-
-
-def alone(prompt, tokens):
-    """What an emulated engine makes of a prompt when nothing happens."""
-    from dataplane.live.emulated.segment import Noise, state_after
-
-    noise, state, made = Noise(), state_after(prompt), []
-    for _ in range(tokens):
-        made.append(noise.token(state))
-        state = state_after(made[-1:], state)
-    return made
 
 
 async def streams(front, count, tokens, prompt_tokens=30, **params):

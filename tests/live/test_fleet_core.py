@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import SLO, A, B, C, Front, profile
+from front import SLO, A, B, C, Front, alone, profile
 
 from controlplane.migration.move import Stage
 from controlplane.placement.lengths import LengthTable
@@ -48,17 +48,6 @@ def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD
             await front.close()
 
     asyncio.run(run())
-
-
-def alone(prompt, tokens):
-    """What a request with this prompt gets where nothing happens to it."""
-    from dataplane.live.emulated.segment import Noise, state_after
-
-    noise, state, made = Noise(), state_after(prompt), []
-    for _ in range(tokens):
-        made.append(noise.token(state))
-        state = state_after(made[-1:], state)
-    return made
 
 
 def test_requests_are_spread_and_every_stream_is_whole(live_extra):

@@ -4,8 +4,7 @@ import asyncio
 import time
 
 import pytest
-from front import A, B, C, Front, FrontHost, profile, until
-from test_fleet_core import alone
+from front import A, B, C, Front, FrontHost, alone, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId

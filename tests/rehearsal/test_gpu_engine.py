@@ -12,6 +12,7 @@ from controlplane.errors import BadInput
 from dataplane.live.engine_api.link import PRIOR_TOKENS
 from dataplane.live.engine_api.penalties import SlotCarriedPenalties
 from dataplane.live.kv.memory import StagedMemory, kv_memory
+from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.engine import KvDoor, engine_args, engine_config
 
 DEGREES = [1, 2, 4, 8]
@@ -31,7 +32,8 @@ def model(tmp_path_factory):
 
 
 def config_of(model, tp=1, **settings):
-    door = KvDoor(tuple(f"tcp://127.0.0.1:{5000 + rank}" for rank in range(tp)), "token")
+    addresses, _ = reserve_addresses("127.0.0.1", tp)
+    door = KvDoor(addresses, "token")
     asked = {"model": model, "tensor_parallel_size": tp, "skip_tokenizer_init": True} | settings
     return engine_config(engine_args(asked, door))
 

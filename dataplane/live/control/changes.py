@@ -10,11 +10,17 @@ its `book`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from controlplane.snapshot import Pace
+
+if TYPE_CHECKING:  # the controller's process, which reads rows, loads nothing of the gateway's
+    from dataplane.live.engine_api.link import Telemetry
+    from dataplane.live.gateway.connections import Attached
+    from dataplane.live.gateway.request import Tracked
+    from dataplane.live.pool.member import Member
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -31,6 +37,10 @@ class RequestRow(msgspec.Struct, frozen=True):
     tpot_s: float
     fixed: bool = False
 
+    @classmethod
+    def of(cls, t: Tracked, fixed: bool) -> RequestRow:
+        return cls(t.number, t.id, t.worker, t.prompt_tokens, t.ticket.priority, t.slo.tpot_s, fixed)
+
 
 class StepRow(msgspec.Struct, frozen=True):
     """A worker's last step, how many it has made, and the requests that wait in it."""
@@ -41,6 +51,12 @@ class StepRow(msgspec.Struct, frozen=True):
     sequences: int
     context_tokens: int
     step_s: float
+
+    @classmethod
+    def of(cls, load: Telemetry) -> StepRow:
+        return cls(
+            load.steps, load.waiting, load.prefill_tokens, load.sequences, load.context_tokens, load.step_s
+        )
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -53,6 +69,21 @@ class WorkerRow(msgspec.Struct, frozen=True):
     max_seqs: int = 0
     kv_bytes_per_token: int = 0
     last: StepRow | None = None
+
+    @classmethod
+    def of(cls, member: Member, at: Attached | None) -> WorkerRow:
+        if at is None:
+            return cls(member.worker, member.kind, member.state)
+        info = at.link.info
+        return cls(
+            member.worker,
+            member.kind,
+            member.state,
+            info.kv_blocks * info.block_tokens,
+            info.max_seqs,
+            info.kv_bytes_per_token,
+            None if at.telemetry is None else StepRow.of(at.telemetry),
+        )
 
 
 class MoveRow(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Pace, Scale
 from controlplane.types import Role, WorkerId
 from dataplane.http.rules import UnknownName
-from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, StepRow, WorkerRow
+from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
 from dataplane.live.gateway.connections import Attached
@@ -164,8 +164,8 @@ class Operations:
             [t.number for t in now],
             [len(t.output_token_ids) for t in now],
             [t.predicted_tokens for t in now],
-            [_request_row(t, self.core.why_fixed(t) is not None) for t in changed],
-            [_worker_row(member, attached.get(member.worker)) for member in pool.members()],
+            [RequestRow.of(t, self.core.why_fixed(t) is not None) for t in changed],
+            [WorkerRow.of(member, attached.get(member.worker)) for member in pool.members()],
             [MoveRow(m.request, m.source, m.target) for m in self.core.migrations.open.values()],
             self.arrived.as_json(),
             pool.wanted,
@@ -361,34 +361,6 @@ def _bounds(scale: Autoscale) -> dict[str, float | None]:
         "max_gpus": scale.max_gpus,
         "budget_usd_per_h": scale.budget_usd_per_h,
     }
-
-
-def _request_row(t: Tracked, fixed: bool) -> RequestRow:
-    return RequestRow(t.number, t.id, t.worker, t.prompt_tokens, t.ticket.priority, t.slo.tpot_s, fixed)
-
-
-def _worker_row(member: Member, at: Attached | None) -> WorkerRow:
-    if at is None:
-        return WorkerRow(member.worker, member.kind, member.state)
-    info, load = at.link.info, at.telemetry
-    return WorkerRow(
-        member.worker,
-        member.kind,
-        member.state,
-        info.kv_blocks * info.block_tokens,
-        info.max_seqs,
-        info.kv_bytes_per_token,
-        None
-        if load is None
-        else StepRow(
-            load.steps,
-            load.waiting,
-            load.prefill_tokens,
-            load.sequences,
-            load.context_tokens,
-            load.step_s,
-        ),
-    )
 
 
 def _worker_view(member: Member, role: Role, at: Attached | None, here: list[Tracked]) -> dict[str, Any]:

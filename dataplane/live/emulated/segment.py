@@ -32,6 +32,14 @@ class Noise:
         """The token that follows a prefix with this state."""
         return self.first + state % (self.last - self.first)
 
+    def continuation(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """The tokens that follow a prompt: what a stream must be, moved, replayed or neither."""
+        state, made = state_after(prompt), list[int]()
+        for _ in range(tokens):
+            made.append(self.token(state))
+            state = state_after(made[-1:], state)
+        return made
+
     def ends(self, state: int) -> bool:
         """Whether the output ends after a prefix with this state."""
         return (state ^ END_SALT) % self.mean_output_tokens == 0

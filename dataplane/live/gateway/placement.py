@@ -441,8 +441,8 @@ class Placement:
 
     def _tpot_s_alone(self, prompt_tokens: int) -> float:
         """What a token takes a request that has a worker of the fastest kind to itself."""
-        rows = self._profile_rows.values() if self.knows_step_times else ()
-        return min((decode_base_s(k, 1.0) + k[PER_CONTEXT] * prompt_tokens for k in rows), default=0.0)
+        profiles = self._profiles.values() if self.knows_step_times else ()
+        return min((profile.alone_tpot_s(prompt_tokens) for profile in profiles), default=0.0)
 
     def _grow(self) -> None:
         """Make room for twice as many requests."""

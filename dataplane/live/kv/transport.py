@@ -84,11 +84,21 @@ class SocketTransport:
         self._share = Share()  # of all that this process copies
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
-        listeners = [_listen(each) for each in (address, _on_this_host(address)) if each]
-        for listener in listeners:
-            threading.Thread(
-                target=self._accept, args=(listener, tables, memory), name="kv-serve", daemon=True
-            ).start()
+        listeners: list[socket.socket] = []
+        try:
+            for each in (address, _on_this_host(address)):
+                if each:
+                    listeners.append(_listen(each))
+        except OSError:
+            for listener in listeners:
+                listener.close()
+            raise
+        threads = [
+            threading.Thread(target=self._accept, args=(each, tables, memory), name="kv-serve", daemon=True)
+            for each in listeners
+        ]
+        for thread in threads:
+            thread.start()
 
         def stop() -> None:
             for listener in listeners:
@@ -96,6 +106,8 @@ class SocketTransport:
                 with suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)
                 listener.close()
+            for thread in threads:
+                thread.join()  # until then the kernel keeps the address
 
         return stop
 
@@ -249,17 +261,20 @@ def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[
 
 def _listen(address: str) -> socket.socket:
     scheme, place = _parse(address)
-    if scheme == "unix":
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind("\0" + place)
-    else:
-        host, port = place.rsplit(":", 1)
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The launcher keeps the port reserved with a bound socket of its own until we are up.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, int(port)))
-    listener.listen(MAX_CONNECTIONS)
+    listener = socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if scheme == "unix":
+            listener.bind("\0" + place)
+        else:
+            host, port = place.rsplit(":", 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # The launcher keeps the port reserved with a bound socket of its own until we are up.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind((host, int(port)))
+        listener.listen(MAX_CONNECTIONS)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

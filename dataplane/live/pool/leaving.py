@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from dataplane.live.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
-PRIOR_BYTES_PER_S = 2.4e9  # until the first move has ended
 LOOK_S = 0.05
 DRAIN_LOOK_S = 0.2
 NOTICE_LOOK_S, LEAST_S = 2.0, 1.0
@@ -277,14 +276,14 @@ class Exit:
         ]
 
     def _way(self) -> Way:
-        """The pace of this evacuation's moves so far, overhead included; a prior until one has ended."""
+        """The pace of this evacuation's moves, overhead included; until one has ended, of the fleet's."""
         link = self._link()
         done = self._done.moved_tokens
         if done:
             halves = sum(tokens for _, tokens in self._under.bound_for.values()) / 2
             return Way((done + halves) / max(self._moving_s, 1e-3), 0.0)
         size = 0 if link is None else link.info.kv_bytes_per_token
-        return Way(PRIOR_BYTES_PER_S / max(size, 1))
+        return Way(self._core.migrations.usual.bytes_per_s / max(size, 1))
 
 
 def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:

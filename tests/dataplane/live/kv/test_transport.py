@@ -224,3 +224,20 @@ def test_caches_with_scattered_blocks_are_staged():
     strided = [torch.zeros(4, BLOCKS, 8).transpose(0, 1)]
     assert isinstance(kv_memory(strided), StagedMemory)
     assert isinstance(kv_memory(caches()), DirectMemory)
+
+
+def test_an_address_is_free_again_when_its_server_has_stopped():
+    (address,), release = reserve_addresses("0.0.0.0", 1)
+    for _ in range(50):
+        SocketTransport("secret").serve(address, BlockTables(), kv_memory(caches()))()
+    release()
+
+
+def test_a_server_that_cannot_have_both_its_addresses_keeps_neither():
+    """Its TCP port may be shared with whoever reserved it; the name on this host may not."""
+    (address,), release = reserve_addresses("0.0.0.0", 1)
+    stop = SocketTransport("secret").serve(address, BlockTables(), kv_memory(caches()))
+    with pytest.raises(OSError, match="in use"):  # and a socket that nobody closes is a warning, so an error
+        SocketTransport("secret").serve(address, BlockTables(), kv_memory(caches()))
+    stop()
+    release()
