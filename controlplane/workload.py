@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.prefixes import Prefixes, Sessions
 
 INSTANT_S = 1e-9
 LONGEST_S = 1e9  # 31 years; much later, the milliseconds of a step are lost in rounding
@@ -18,7 +19,8 @@ class Workload:
     """Requests in order of arrival; every column has shape [requests].
 
     `arrival_s` seconds since the workload's start, `prompt_tokens` and `output_tokens` at least 1,
-    `priority` 0 normal or 1 high, `slo_class` an index into `slo_classes`.
+    `priority` 0 normal or 1 high, `slo_class` an index into `slo_classes`. `prefixes`: what the requests
+    share, None where it is not known; `sessions`: what they wait for, None where all come at their times.
     """
 
     arrival_s: NDArray[np.float64]
@@ -27,6 +29,8 @@ class Workload:
     priority: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     slo_class: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     slo_classes: tuple[str, ...] = ("default",)
+    prefixes: Prefixes | None = None
+    sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -44,6 +48,9 @@ class Workload:
             if column.shape != (n,):
                 raise BadInput(f"workload: {name}: {column.shape[0]} rows, arrival_s has {n}")
             object.__setattr__(self, name, column)
+        for name, rows in (("prefixes", self.prefixes), ("sessions", self.sessions)):
+            if rows is not None and len(rows) != n:
+                raise BadInput(f"workload: {name}: {len(rows)} rows, arrival_s has {n}")
         if n == 0:
             return
         if not np.isfinite(self.arrival_s).all() or self.arrival_s[0] < 0:
@@ -85,6 +92,7 @@ class Workload:
 
     def take(self, rows: slice) -> Workload:
         """Some of the requests, times unchanged."""
+        which = np.arange(len(self))[rows]
         return replace(
             self,
             arrival_s=self.arrival_s[rows],
@@ -92,4 +100,6 @@ class Workload:
             output_tokens=self.output_tokens[rows],
             priority=self.priority[rows],
             slo_class=self.slo_class[rows],
+            prefixes=None if self.prefixes is None else self.prefixes.pick(which),
+            sessions=None if self.sessions is None else self.sessions.pick(which),
         )

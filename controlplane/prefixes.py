@@ -1,0 +1,107 @@
+"""Prefixes and sessions are what requests share, and which of them wait for others.
+
+A block is so many tokens of a request's sequence: its prompt and what is generated after it. A block's id
+stands for the block *and all before it*: two requests have the same id at a place exactly where their
+sequences agree up to the block's end. Only full blocks have ids. A list of ids may run past the prompt: then
+it names generated text, which a later turn of the same session may send again. What lies past the list is the
+request's own and shared with nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Ids of the full blocks of requests, one list after the other.
+
+    `block_tokens`: tokens of a block. `offsets` [requests + 1]: where each request's list begins in `ids`,
+    and where the last one ends. `ids` [blocks]: from 0, without large gaps.
+    """
+
+    block_tokens: int
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", np.ascontiguousarray(self.offsets, np.int64))
+        object.__setattr__(self, "ids", np.ascontiguousarray(self.ids, np.int64))
+        if self.block_tokens < 1:
+            raise BadInput(f"prefixes: block_tokens: must be at least 1, got {self.block_tokens}")
+        if len(self.offsets) == 0 or self.offsets[0] != 0 or self.offsets[-1] != len(self.ids):
+            raise BadInput(f"prefixes: offsets: must begin at 0 and end at the {len(self.ids)} ids")
+        if (np.diff(self.offsets) < 0).any():
+            raise BadInput("prefixes: offsets: must not decrease")
+        if len(self.ids) and self.ids.min() < 0:
+            raise BadInput(f"prefixes: ids: must not be negative, got {self.ids.min()}")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def of(self, request: int) -> NDArray[np.int64]:
+        """The ids of one request's blocks."""
+        return self.ids[self.offsets[request] : self.offsets[request + 1]]
+
+    def pick(self, rows: NDArray[np.int64]) -> Prefixes:
+        """Those of the given requests, in the given order."""
+        lengths = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        starts = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        return replace(self, offsets=offsets, ids=self.ids[starts + np.arange(offsets[-1])])
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Which requests are turns of one session, and what each waits for before it is sent.
+
+    A request with predecessors is sent `think_s` seconds after the last of their answers is complete,
+    whatever its arrival time says; one without is sent at its arrival time. `session` [requests]: a number
+    from 0, or -1 for a request of no session. `offsets` [requests + 1] and `before`: each request's
+    predecessors, as rows that come earlier. `think_s` [requests]: not negative.
+    """
+
+    session: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    before: NDArray[np.int64]
+    think_s: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("session", np.int64),
+            ("offsets", np.int64),
+            ("before", np.int64),
+            ("think_s", np.float64),
+        ):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), kind))
+        n = len(self.session)
+        if self.offsets.shape != (n + 1,) or self.think_s.shape != (n,):
+            raise BadInput(f"sessions: offsets and think_s: {n + 1} and {n} rows wanted, for {n} requests")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.before) or (np.diff(self.offsets) < 0).any():
+            raise BadInput(f"sessions: offsets: must rise from 0 to {len(self.before)} predecessors")
+        owner = np.repeat(np.arange(n), np.diff(self.offsets))
+        if len(owner) and ((self.before >= owner) | (self.before < 0)).any():
+            raise BadInput("sessions: before: a request can wait only for requests of earlier rows")
+        if not (np.isfinite(self.think_s) & (self.think_s >= 0)).all():
+            raise BadInput("sessions: think_s: must be finite and not negative")
+
+    def __len__(self) -> int:
+        return len(self.session)
+
+    def pick(self, rows: NDArray[np.int64]) -> Sessions:
+        """Those of the given requests, in rising order; nobody waits any longer for one that is left out."""
+        row_of = np.full(len(self), -1, np.int64)
+        row_of[rows] = np.arange(len(rows))
+        counts = np.diff(self.offsets)
+        owner = row_of[np.repeat(np.arange(len(self)), counts)]
+        before = row_of[self.before]
+        kept = (owner >= 0) & (before >= 0)
+        per_row = np.bincount(owner[kept], minlength=len(rows))
+        return Sessions(
+            self.session[rows], np.concatenate([[0], np.cumsum(per_row)]), before[kept], self.think_s[rows]
+        )
