@@ -1,4 +1,4 @@
-"""Prefixes and sessions are what requests share, and which of them wait for others.
+"""The prefixes that requests share, and the sessions in which they wait for each other.
 
 A block is so many tokens of a request's sequence: its prompt and what is generated after it. A block's id
 stands for the block *and all before it*: two requests have the same id at a place exactly where their
