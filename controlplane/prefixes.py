@@ -4,7 +4,7 @@ A block is so many tokens of a request's sequence: its prompt and what is genera
 stands for the block *and all before it*: two requests have the same id at a place exactly where their
 sequences agree up to the block's end. Only full blocks have ids. A list of ids may run past the prompt: then
 it names generated text, which a later turn of the same session may send again. What lies past the list is the
-request's own and shared with nobody.
+request's own.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Sessions:
         return len(self.session)
 
     def pick(self, rows: NDArray[np.int64]) -> Sessions:
-        """Those of the given requests, in rising order; nobody waits any longer for one that is left out."""
+        """Those of the given requests, in rising order; those left out are waited for no more."""
         row_of = np.full(len(self), -1, np.int64)
         row_of[rows] = np.arange(len(rows))
         counts = np.diff(self.offsets)

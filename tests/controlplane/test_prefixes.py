@@ -51,7 +51,10 @@ def test_a_part_of_a_workload_waits_only_for_requests_of_that_part():
         (lambda: prefixes([[-1]]), "ids: must not be negative"),
         (lambda: prefixes([[1]], block_tokens=0), "block_tokens: must be at least 1"),
         (lambda: Prefixes(16, np.array([0, 2, 1]), np.array([5])), "offsets: must not decrease"),
-        (lambda: Prefixes(16, np.array([0, 2]), np.array([5])), "offsets: must begin at 0 and end at the 1 ids"),
+        (
+            lambda: Prefixes(16, np.array([0, 2]), np.array([5])),
+            "offsets: must begin at 0 and end at the 1 ids",
+        ),
         (lambda: sessions([[], [1]]), "can wait only for requests of earlier rows"),
         (lambda: sessions([[], [0]], np.array([0, -1.0])), "think_s: must be finite and not negative"),
         (lambda: sessions([[]], np.array([np.nan])), "think_s: must be finite and not negative"),
