@@ -30,7 +30,7 @@ from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from experiments.lib.results import bar, flags, show
-from experiments.lib.served import fleet, tiny_model
+from experiments.lib.served import ENGINE_FLAGS, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles, learned_folder
@@ -57,8 +57,9 @@ def trace(rate_rps: float, requests: int, seed: int) -> Workload:
 def real(steps: int, seed: int) -> dict[str, Any]:
     """A served fleet: the profile it learned, when, and the steps it executed after that."""
     before = set(learned_folder().glob("*.json"))
-    with tiny_model() as model:
-        with fleet(model, "--workers", str(WORKERS), "--data", str(model.parent / "data")) as server:
+    with tiny_model("--fat") as model:
+        data = ("--data", str(model.parent / "data"))
+        with fleet(model, "--workers", str(WORKERS), *data, engine_flags=ENGINE_FLAGS[:-2]) as server:
             view = server.ask("GET", "/v1/fleet")
             workload = trace(RATE_RPS["vllm"], max(30, steps // 10), seed)
 
