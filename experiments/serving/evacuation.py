@@ -126,7 +126,7 @@ async def emulated_round(seed: int) -> dict[str, Any]:
         await one.pool.start()
         await one.begin(prompts)
         one.host.fabric.speed = 1.0
-        one.pool.evacuate(W0, SECONDS, "an experiment")
+        one.pool.evacuate([W0], SECONDS, "an experiment")
         while not (done := [e for e in one.events if e.kind == "evacuated"]):
             await asyncio.sleep(0.01)
         one.host.fabric.speed = FAST

@@ -55,7 +55,7 @@ def evacuated(front):
 def test_an_evacuated_workers_streams_go_on_whole_and_another_takes_its_place(play):
     async def story(front, fleet):
         prompts = await streams(front, 12, 400)
-        fleet.evacuate(W0, 5.0, "a test")
+        fleet.evacuate([W0], 5.0, "a test")
         await until(lambda: evacuated(front))
         facts = evacuated(front).facts
         assert facts["in_time"]
@@ -73,7 +73,7 @@ def test_what_there_is_no_time_to_move_is_computed_anew_in_time(play):
     async def story(front, fleet):
         prompts = await streams(front, 12, 1500, prompt_tokens=600)
         front.fabric.bytes_per_s = 6e5  # a move of one takes half a second
-        fleet.evacuate(W0, 1.5, "a test")
+        fleet.evacuate([W0], 1.5, "a test")
         await until(lambda: evacuated(front))
         facts = evacuated(front).facts
         assert facts["in_time"]
@@ -89,7 +89,7 @@ def test_with_nowhere_to_go_nothing_is_done(play):
     async def story(front, fleet):
         prompts = await streams(front, 2, 300)
         with pytest.raises(BadInput, match="worker w0: its requests have nowhere to go"):
-            fleet.evacuate(W0, 5.0, "a test")
+            fleet.evacuate([W0], 5.0, "a test")
         assert fleet.state_of(W0) == "serving"
         await front.ended(*prompts)
         assert whole(front, prompts, 300)
@@ -104,7 +104,7 @@ def test_what_cannot_be_continued_ends_in_an_explicit_error_and_the_others_go_on
             await front.send(f"g{i}", [90 + i] * 30, max_tokens=30_000, thinking_token_budget=9)
         await asyncio.gather(*(front.until(f"g{i}", 3) for i in range(6)))
         fixed = [f"g{i}" for i in range(6) if front.core.requests.get(f"g{i}").worker == W0]
-        fleet.evacuate(W0, 0.6, "a test")
+        fleet.evacuate([W0], 0.6, "a test")
         await until(lambda: evacuated(front))
         assert evacuated(front).facts["failed"] == len(fixed) > 0
         assert [front.finish.get(name) for name in fixed] == ["ERROR"] * len(fixed)
@@ -119,7 +119,7 @@ def test_a_haven_that_dies_meanwhile_loses_no_stream(play):
     async def story(front, fleet):
         prompts = await streams(front, 12, 800, prompt_tokens=300)
         front.fabric.bytes_per_s = 3e6
-        fleet.evacuate(W0, 4.0, "a test")
+        fleet.evacuate([W0], 4.0, "a test")
         await until(lambda: front.core.migrations.open)
         haven = next(iter(front.core.migrations.open.values())).target
         front.engines[haven].kill("kill -9")
@@ -135,7 +135,7 @@ def test_a_worker_that_dies_while_it_is_evacuated_is_replaced(play):
     async def story(front, fleet):
         prompts = await streams(front, 6, 800, prompt_tokens=300)
         front.fabric.bytes_per_s = 3e6
-        fleet.evacuate(W0, 4.0, "a test")
+        fleet.evacuate([W0], 4.0, "a test")
         front.engines[W0].kill("the machine was taken")
         await until(lambda: fleet.serving == 3 and fleet.state_of(W0) is None)
         await front.ended(*prompts)
@@ -148,14 +148,42 @@ def test_an_evacuation_is_neither_ordered_twice_nor_taken_back(play):
     async def story(front, fleet):
         prompts = await streams(front, 6, 800, prompt_tokens=300)
         front.fabric.bytes_per_s = 3e6
-        fleet.evacuate(W0, 4.0, "a test")
+        fleet.evacuate([W0], 4.0, "a test")
         with pytest.raises(BadInput, match="being evacuated or replaced already"):
-            fleet.evacuate(W0, 4.0, "again")
+            fleet.evacuate([W0], 4.0, "again")
         with pytest.raises(BadInput, match="being evacuated"):
             fleet.cancel_drain(W0, "changed my mind")
         with pytest.raises(BadInput, match="no such worker"):
-            fleet.evacuate(A, 4.0, "a test")
+            fleet.evacuate([A], 4.0, "a test")
         await front.ended(*prompts)
+
+    play(story)
+
+
+def test_a_node_s_workers_are_evacuated_together_and_none_into_another(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 9, 600)
+        leaving = [W0, WorkerId("w1")]
+        fleet.evacuate(leaving, 5.0, "a test")
+        await until(lambda: sum(e.kind == "evacuated" for e in front.events) == 2)
+        moves = [e.facts for e in front.events if e.kind == "migrate"]
+        assert {facts["source"] for facts in moves} == set(leaving)
+        assert not {facts["worker"] for facts in moves} & set(leaving)
+        await until(lambda: fleet.serving == 3)
+        await front.ended(*prompts)
+        assert whole(front, prompts, 600)
+
+    play(story)
+
+
+def test_workers_that_leave_together_are_no_refuge_for_each_other(play):
+    async def story(front, fleet):
+        prompts = await streams(front, 4, 200)
+        with pytest.raises(BadInput, match="nowhere to go"):
+            fleet.evacuate([m.worker for m in fleet.members()], 5.0, "a test")
+        assert {m.state for m in fleet.members()} == {"serving"}
+        await front.ended(*prompts)
+        assert whole(front, prompts, 200)
 
     play(story)
 

@@ -56,6 +56,8 @@ def test_a_worker_is_restarted_and_another_evacuated(emulated_fleet, capfd):
     said = capfd.readouterr().out
     assert f"in place of {first} (start-first" in said
     assert f"{second}: empty after 0.0 s" in said
+    assert fleet(emulated_fleet, "evacuate", "--node", "10.0.0.7") == 0
+    assert "10.0.0.7: no worker runs there" in capfd.readouterr().out
     emulated_fleet.until(lambda: len(workers(emulated_fleet)) == 3)
     assert not {first, second} & workers(emulated_fleet).keys()
     assert emulated_fleet.metric("tokenfleet_evacuations_total", deadline="met") >= 1
@@ -86,6 +88,8 @@ def test_what_cannot_be_is_refused_in_one_line(emulated_fleet, other_model, capf
     assert "no such worker" in refused("restart", "w99")
     assert "no such worker" in refused("evacuate", "w99")
     assert "--deadline" in refused("evacuate", "w99", "--deadline", "soon")
+    assert "a worker, or --node" in refused("evacuate")
+    assert "a worker, or --node" in refused("evacuate", "w99", "--node", "10.0.0.7")
     assert "engine flags: unrecognized" in refused("update", "--", "--no-such-flag")
     assert "--served-model-name" in refused("update", "--", "--served-model-name", "x")
     assert "expected at least" in refused("update", "--", "--max-model-len", "64")

@@ -281,7 +281,7 @@ def test_an_evacuation_in_the_middle_of_an_update_goes_through_and_so_does_the_u
         running = asyncio.ensure_future(update.run())
         await until(lambda: update.replaced >= 1)
         with suppress(StopIteration):
-            s.pool.evacuate(next(m.worker for m in s.pool.members() if m.state == "serving"), 5.0, "a test")
+            s.pool.evacuate([next(m.worker for m in s.pool.members() if m.state == "serving")], 5.0, "a test")
         await running
         await until(lambda: s.revisions() == [2, 2, 2])
         assert update.state == "done"

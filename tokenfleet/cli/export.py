@@ -18,6 +18,12 @@ def export_command(
     weights: Annotated[
         str | None, typer.Option(help="what engines load: a Hugging Face name or a folder")
     ] = None,
+    gpu_product: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GPU=LABEL", help="nvidia.com/gpu.product of the nodes with this GPU; repeatable"
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="of the objects, and of the Helm release")] = "tokenfleet",
     image: Annotated[str, typer.Option(help="built from deploy/Containerfile")] = "tokenfleet:latest",
     timezone: Annotated[str, typer.Option(help="of KEDA's cron floors, an IANA name")] = "UTC",
@@ -37,7 +43,7 @@ def export_command(
     from tokenfleet.planning.plan_file import read_plan
 
     kinds = known_kinds(kind)
-    fleet = deployment(read_plan(plan), weights)
+    fleet = deployment(read_plan(plan), weights, gpu_product or ())
     settings = ExportSettings(name, image, timezone, day_begins)
     files = export_files(fleet, kinds, settings, output_dir)
     write_files(files)

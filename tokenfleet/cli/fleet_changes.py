@@ -24,7 +24,8 @@ CHECK_S = 60.0  # vLLM reads the new model's configuration before the order is t
 @fleet_app.command()
 def evacuate(
     context: typer.Context,
-    worker: str,
+    worker: Annotated[str, typer.Argument(help="or --node")] = "",
+    node: Annotated[str, typer.Option(help="all workers of the node at this address")] = "",
     deadline: Annotated[str, typer.Option(help="when it must be empty and gone, from now")] = "30s",
     format: Format = "table",
 ) -> None:
@@ -33,22 +34,31 @@ def evacuate(
     Requests are moved with their KV as far as time allows, the others computed anew elsewhere. Exits with 1
     where it was too late, or a stream could not be continued.
 
-    Example: tokenfleet fleet evacuate w0 --deadline 30s
+    Examples:
+    tokenfleet fleet evacuate w0 --deadline 30s
+    tokenfleet fleet evacuate --node 10.0.0.7 --deadline 2m
     """
     seconds = parse_duration_s(deadline, "--deadline")
     _check_format(format)
+    if bool(worker) == bool(node):
+        raise BadInput("evacuate: give a worker, or --node with an address")
     client: ControlClient = context.obj
     after = _last_event(client)
-    reply = client.ask("POST", f"/v1/workers/{worker}/evacuate", {"deadline_s": seconds})
-    plan = reply["plan"]
+    where = f"/v1/nodes/{node}" if node else f"/v1/workers/{worker}"
+    reply = client.ask("POST", f"{where}/evacuate", {"deadline_s": seconds})
+    plan, left = reply["plan"], set(reply.get("workers", [worker]))
     said = f"{plan['move']} requests to move, {plan['replay']} to compute anew, {plan['stay']} stay"
-    _tell(format, f"{worker}: {said}", reply)
-    for event in _events(client, after):
-        if event.get("worker") == worker and event["kind"] in ("evacuated", "gone"):
-            _tell(format, f"{worker}: {event['reason']}", event)
-            if event["kind"] == "gone" or event["failed"] or not event["in_time"]:
-                raise typer.Exit(LATE)
-            return
+    _tell(format, f"{worker or node}: {said if left else 'no worker runs there'}", reply)
+    is_late = False
+    for event in _events(client, after) if left else ():
+        if event.get("worker") in left and event["kind"] in ("evacuated", "gone"):
+            left.discard(event["worker"])
+            _tell(format, f"{event['worker']}: {event['reason']}", event)
+            is_late |= event["kind"] == "gone" or bool(event["failed"]) or not event["in_time"]
+            if not left:
+                break
+    if is_late:
+        raise typer.Exit(LATE)
 
 
 FinishWithin = Annotated[

@@ -162,6 +162,9 @@ class ServeFlags:
     ] = None
     queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256
     queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s"
+    nodes_wait: Annotated[
+        str, typer.Option(help="how long nodes of a Ray cluster may take to bring the GPUs")
+    ] = "0s"
     shutdown_wait: Annotated[str, typer.Option(help="how long streams may finish after SIGTERM")] = "20s"
     move_bandwidth: Annotated[
         int | None,
@@ -205,6 +208,7 @@ class Checked:
     model: str
     slo: Slo | None
     queue_wait_s: float
+    nodes_wait_s: float
     shutdown_s: int
     policy: Policy
     moves: bool
@@ -277,6 +281,7 @@ def _checked(flags: ServeFlags) -> Checked:
         model=model,
         slo=parse_slo(slo) if slo else None,
         queue_wait_s=parse_duration_s(flags.queue_wait, "--queue-wait"),
+        nodes_wait_s=parse_duration_s(flags.nodes_wait, "--nodes-wait"),
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
         policy=policy,
         moves=moves,
@@ -350,6 +355,7 @@ def _settings(
         reclaim_notice=asked.reclaim_notice,
         kept=LearnedProfiles(learned_folder()),
         headroom=asked.priority_headroom,
+        nodes_wait_s=checked.nodes_wait_s,
         extensions=extensions,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -14,6 +16,7 @@ from tokenfleet.profiles.library import canonical_model
 
 PLAN = "plan.json"
 PORT, CONTROL_PORT = 8000, 8001
+_LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 # The library's names as the hub's; a name that is not here must be given.
 _WEIGHTS = {
     "llama-2-7b": "meta-llama/Llama-2-7b-chat-hf",
@@ -34,11 +37,6 @@ _PRODUCTS = {
 }
 
 
-def product(group: WorkerGroup) -> str | None:
-    """The label of nodes with the group's GPUs; None where it is not known."""
-    return _PRODUCTS.get(group.worker_type.gpu or "")
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """So many workers from second `start_s` to `end_s` of the trace's own time."""
@@ -53,7 +51,7 @@ class Deployment:
     """A fleet to be deployed. `weights`: what the engines load. `clock_start_s`: the schedule's zero.
 
     `document`: the plan's own text, for `serve --plan`, which is the whole of the fleet. `unserved`:
-    what of it no fleet runs.
+    what of it no fleet runs. `products`: the labels of nodes, by type of GPU.
     """
 
     groups: tuple[WorkerGroup, ...]
@@ -67,6 +65,11 @@ class Deployment:
     clock_start_s: float | None
     cold_start_s: float
     unserved: str | None
+    products: Mapping[str, str]
+
+    def product(self, group: WorkerGroup) -> str | None:
+        """The label of nodes with the group's GPUs; None where it is not known."""
+        return self.products.get(group.worker_type.gpu or "")
 
     @property
     def workers(self) -> int:
@@ -78,16 +81,16 @@ class Deployment:
         return f"ttft={self.slo.ttft_s:g}s,tpot={self.slo.tpot_s:g}s"
 
 
-def serve_words(fleet: Deployment, plan: str) -> list[str]:
+def serve_words(fleet: Deployment, plan: str, own: Sequence[str]) -> list[str]:
     """`tokenfleet serve` of the plan in that file, open to other machines; keys come by the environment.
 
-    Raises BadInput for a plan that no fleet runs.
+    `own`: flags of one way to deploy it. Raises BadInput for a plan that no fleet runs.
     """
     if fleet.unserved is not None:
         raise BadInput(f"export: {fleet.unserved}")
     words = ["tokenfleet", "serve", "--model", fleet.weights, "--plan", plan]
     words += ["--max-workers", str(fleet.workers), "--host", "0.0.0.0", "--port", str(PORT)]
-    words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT)]
+    words += ["--control-host", "0.0.0.0", "--control-port", str(CONTROL_PORT), *own]
     if canonical_model(fleet.weights) == fleet.model:
         return words
     # Weights of another name are served by the model's, too, which says that they are of it.
@@ -95,8 +98,11 @@ def serve_words(fleet: Deployment, plan: str) -> list[str]:
     return [*words, "--", "--served-model-name", *names]
 
 
-def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
-    """What to deploy for a plan. Raises BadInput where the name of its model's weights is not known."""
+def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[str] = ()) -> Deployment:
+    """What to deploy for a plan; `products`: GPU=LABEL, in place of those known here.
+
+    Raises BadInput where the name of its model's weights is not known, or nodes cannot be told apart.
+    """
     model = plan.inputs.profiles[0].model
     loads = weights or _WEIGHTS.get(model)
     if loads is None:
@@ -115,4 +121,21 @@ def deployment(plan: PlanFile, weights: str | None = None) -> Deployment:
         plan.inputs.clock_start_unix_s,
         paid.cold_start_s if paid else 0.0,
         plan.unserved,
+        _labels_of(plan.groups, products),
     )
+
+
+def _labels_of(groups: Sequence[WorkerGroup], asked: Sequence[str]) -> dict[str, str]:
+    gpus = {group.worker_type.gpu or "" for group in groups}
+    labels = dict(_PRODUCTS)
+    for pair in asked:
+        gpu, is_pair, label = pair.partition("=")
+        if not is_pair or re.fullmatch(_LABEL, label) is None:
+            raise BadInput(f"--gpu-product: expected GPU=LABEL of nvidia.com/gpu.product, got {pair!r}")
+        if gpu not in gpus:
+            raise BadInput(f"--gpu-product: {gpu}: the plan has {' and '.join(sorted(gpus))}")
+        labels[gpu] = label
+    unknown = sorted(gpus - labels.keys())
+    if unknown and len(gpus) > 1:
+        raise BadInput(f"--gpu-product: missing for {unknown[0]}, which nodes could not be told by")
+    return labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from tokenfleet.export.production_stack import keda, production_stack
 from tokenfleet.export.prometheus import prometheus_rule_object, prometheus_rules
 from tokenfleet.export.systemd import systemd_unit
 from tokenfleet.field_errors import nearest
+
+NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"  # of objects, to which KubeRay appends its own parts
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class ExportSettings:
 def _kuberay(fleet: Deployment, settings: ExportSettings) -> dict[str, str]:
     heading = (
         f"{_heading(fleet)}\n# Before: kubectl create secret generic {KEYS}"
-        " --from-literal=api-key=... --from-literal=control-key=... [--from-literal=hf-token=...]"
+        " --from-literal=api-key=... --from-literal=control-key=... --from-literal=auth_token=..."
+        " [--from-literal=hf-token=...]"
     )
     return {"kuberay.yaml": _documents(heading, kuberay(fleet, settings.name, settings.image))}
 
@@ -92,6 +96,8 @@ def export_files(
     fleet: Deployment, kinds: Sequence[str], settings: ExportSettings, folder: Path
 ) -> dict[Path, str]:
     """Every file of the kinds, each kind in its own folder under `folder`; nothing is written. BadInput."""
+    if re.fullmatch(NAME, settings.name) is None:
+        raise BadInput(f"--name: expected up to 40 of a-z, 0-9 and -, a letter first, got {settings.name!r}")
     return {
         folder / kind / name: text
         for kind in known_kinds(kinds)
@@ -106,4 +112,13 @@ def _heading(fleet: Deployment) -> str:
 
 
 def _documents(heading: str, objects: Sequence[dict[str, Any]]) -> str:
-    return heading + "\n" + yaml.safe_dump_all(objects, sort_keys=False, width=110, allow_unicode=True)
+    return (
+        heading + "\n" + yaml.dump_all(objects, Dumper=_Whole, sort_keys=False, width=110, allow_unicode=True)
+    )
+
+
+class _Whole(yaml.SafeDumper):
+    """Writes equal parts out each time, as people who read them expect."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

@@ -17,9 +17,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy
-from tokenfleet.export.deployment import Deployment, product
+from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.kuberay import CORES_PER_GPU, MEMORY_PER_GPU_GI
-from tokenfleet.export.kubernetes import checked_object
 
 IMAGE, TAG = "vllm/vllm-openai", "v0.32.0"
 DAY = 1440  # minutes
@@ -39,7 +38,7 @@ def production_stack(fleet: Deployment) -> dict[str, Any]:
     specs = []
     for number, group in enumerate(fleet.groups):
         config: dict[str, Any] = {"enableChunkedPrefill": True, "enablePrefixCaching": True}
-        gpus, engine, label = group.worker_type.gpus, group.worker_type.profile.engine, product(group)
+        gpus, engine, label = group.worker_type.gpus, group.worker_type.profile.engine, fleet.product(group)
         config["tensorParallelSize"] = gpus
         config["maxNumSeqs"] = engine.max_seqs
         config["extraArgs"] = ["--max-num-batched-tokens", str(engine.max_batched_tokens)]
@@ -164,25 +163,23 @@ def keda(fleet: Deployment, release: str, timezone: str, begins: str | None = No
             for start, end, workers in spans
         ]
         objects.append(
-            checked_object(
-                {
-                    "apiVersion": "keda.sh/v1alpha1",
-                    "kind": "ScaledObject",
-                    "metadata": {"name": f"{name}-floors"},
-                    "spec": {
-                        "scaleTargetRef": {
-                            "apiVersion": "apps/v1",
-                            "kind": "Deployment",
-                            "name": f"{name}-deployment-vllm",
-                        },
-                        "minReplicaCount": min(share),
-                        "maxReplicaCount": group.workers,
-                        "pollingInterval": POLL_S,
-                        "cooldownPeriod": COOL_DOWN_S,
-                        "triggers": triggers,
+            {
+                "apiVersion": "keda.sh/v1alpha1",
+                "kind": "ScaledObject",
+                "metadata": {"name": f"{name}-floors"},
+                "spec": {
+                    "scaleTargetRef": {
+                        "apiVersion": "apps/v1",
+                        "kind": "Deployment",
+                        "name": f"{name}-deployment-vllm",
                     },
-                }
-            )
+                    "minReplicaCount": min(share),
+                    "maxReplicaCount": group.workers,
+                    "pollingInterval": POLL_S,
+                    "cooldownPeriod": COOL_DOWN_S,
+                    "triggers": triggers,
+                },
+            }
         )
     return objects
 

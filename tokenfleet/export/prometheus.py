@@ -15,7 +15,6 @@ import yaml
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 from tokenfleet.durations import duration_text
-from tokenfleet.export.kubernetes import checked_object
 from tokenfleet.report.tables import share_text
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
@@ -166,11 +165,9 @@ def prometheus_rules(slo: Slo, attainment: float) -> str:
 
 def prometheus_rule_object(slo: Slo, attainment: float, name: str) -> dict[str, Any]:
     """The same as the Prometheus operator takes it."""
-    return checked_object(
-        {
-            "apiVersion": "monitoring.coreos.com/v1",
-            "kind": "PrometheusRule",
-            "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "tokenfleet"}},
-            "spec": rule_groups(slo, attainment),
-        }
-    )
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "tokenfleet"}},
+        "spec": rule_groups(slo, attainment),
+    }

@@ -14,12 +14,10 @@ def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfle
     """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several GPU types."""
     if len({group.worker_type.gpu for group in fleet.groups}) > 1:
         raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
-    words = [program, *serve_words(fleet, f"/etc/tokenfleet/{PLAN}")[1:]]
-    flags = [] if "--" not in words else words[words.index("--") :]
-    head = words[: len(words) - len(flags)]
-    head += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
+    own = ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
+    words = [program, *serve_words(fleet, f"/etc/tokenfleet/{PLAN}", own)[1:]]
     # systemd expands % and $ in ExecStart; neither has a meaning in our flags.
-    command = shlex.join([*head, *flags]).replace("%", "%%").replace("$", "$$")
+    command = shlex.join(words).replace("%", "%%").replace("$", "$$")
     types = [(group.workers, group.worker_type) for group in fleet.groups]
     parts = ", ".join(f"{workers} workers of {t.gpus} x {t.gpu}" for workers, t in types)
     gpus = sum(group.gpus for group in fleet.groups)

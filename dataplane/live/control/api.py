@@ -52,7 +52,7 @@ class MoveOrder(BaseModel):
 
 
 class EvacuationOrder(BaseModel):
-    """How long until a worker must be gone."""
+    """How long until a worker, or a node's, must be gone."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False)
@@ -274,6 +274,11 @@ def _worker_routes(app: FastAPI, operations: Operations) -> None:
     async def evacuate(worker: str, order: Annotated[EvacuationOrder, Body()]) -> dict[str, Any]:
         """Empty a worker by a deadline, by moves and replays, then stop it and launch another."""
         return operations.evacuate(worker, order.deadline_s, "an operator asked")
+
+    @app.post("/v1/nodes/{address}/evacuate", status_code=202)
+    async def evacuate_node(address: str, order: Annotated[EvacuationOrder, Body()]) -> dict[str, Any]:
+        """Empty all workers of the node at an address by a deadline, and launch others elsewhere."""
+        return await operations.evacuate_node(address, order.deadline_s, "its node goes away")
 
     @app.post("/v1/workers/{worker}/role", status_code=202)
     async def role(worker: str, order: Annotated[RoleOrder, Body()]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class FleetSettings:
     `attainment`: the share of requests that should be within their targets. `move_bytes_per_s`: what copies
     may take of a worker, `move_share`: of a core's time. `headroom`: the share of KV kept free beside a
     high-priority request. None of both is CPU_MOVES where copying takes the
-    cores that compute, no bound elsewhere.
+    cores that compute, no bound elsewhere. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
     """
 
     gateway: GatewaySettings
@@ -95,6 +95,7 @@ class FleetSettings:
     reclaim_notice: str | None = None
     kept: KeptProfiles | None = None
     headroom: float = 0.0
+    nodes_wait_s: float = 0.0
     extensions: tuple[Extension, ...] = ()
 
 
@@ -299,7 +300,7 @@ async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str
         return EmulatedHost(profiles, model.max_model_len, noise)
     from dataplane.live.pool.ray_host import RayHost
 
-    host: Host = await RayHost.start(settings.types)
+    host: Host = await RayHost.start(settings.types, settings.nodes_wait_s)
     return host
 
 

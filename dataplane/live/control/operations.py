@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from controlplane.errors import BadInput
-from controlplane.migration.evacuation import MOVE, REPLAY, STAY
+from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
 from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Pace, Scale
 from controlplane.types import Role, WorkerId
@@ -248,9 +248,18 @@ class Operations:
     def evacuate(self, worker: str, seconds: float, reason: str) -> dict[str, Any]:
         """Empty a worker within `seconds`; what its requests are to do, counted."""
         self._known(worker)
-        plan = self.cluster.evacuate(WorkerId(worker), seconds, reason)
-        counts = {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
-        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": counts}
+        plan = self.cluster.evacuate([WorkerId(worker)], seconds, reason)
+        return {"worker": worker, "state": "draining", "deadline_s": seconds, "plan": _counts(plan)}
+
+    async def evacuate_node(self, address: str, seconds: float, reason: str) -> dict[str, Any]:
+        """Empty every worker of the node at an address within `seconds`, and start none there any more.
+
+        Raises BadInput where requests have nowhere to go.
+        """
+        here = self.cluster.at_address(address)
+        plan = self.cluster.evacuate(here, seconds, reason)
+        await self.cluster.host.leave_node(address, seconds)
+        return {"node": address, "workers": here, "deadline_s": seconds, "plan": _counts(plan)}
 
     def set_role(self, worker: str, role: Role) -> None:
         self._known(worker)
@@ -352,6 +361,10 @@ class Operations:
         if self.cluster.state_of(WorkerId(worker)) is None:
             names = ", ".join(member.worker for member in self.cluster.members()) or "none"
             raise UnknownName(f"worker {worker}: no such worker, there are: {names}")
+
+
+def _counts(plan: Sequence[Order]) -> dict[str, int]:
+    return {how: sum(order.how == how for order in plan) for how in (MOVE, REPLAY, STAY)}
 
 
 def _bounds(scale: Autoscale) -> dict[str, float | None]:

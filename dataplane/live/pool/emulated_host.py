@@ -54,6 +54,9 @@ class EmulatedHost:
         found = {w: await asyncio.to_thread(read_notice, source, w) for w in tuple(self._engines)}
         return {worker: notice for worker, notice in found.items() if notice is not None}
 
+    async def leave_node(self, address: str, seconds: float) -> None:
+        """Emulated engines are on no node."""
+
     def kill(self, worker: WorkerId) -> None:
         """End a worker as `kill -9` would, for fault injection."""
         self._engines[worker].kill()

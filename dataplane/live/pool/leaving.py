@@ -326,7 +326,7 @@ class NoticeWatch:
             try:
                 if not serving - notices.keys() - self._seen:
                     raise BadInput("all workers' machines go away, so there is nowhere to go")
-                self._pool.evacuate(worker, left_s, notice.why)
+                self._pool.evacuate([worker], left_s, notice.why)
             except BadInput as error:
                 said = f"{notice.why} in {left_s:.0f} s, and it is not evacuated: {error}"
                 self._pool.events.record(time.time(), "notice", said, worker=worker)

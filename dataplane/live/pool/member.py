@@ -37,6 +37,9 @@ class Host(Protocol):
     async def notices(self, source: str | None) -> Mapping[WorkerId, Notice]:
         """The workers whose machines are told to go away, by Ray or by `source`."""
 
+    async def leave_node(self, address: str, seconds: float) -> None:
+        """Start nothing more on the node at an address, which goes away."""
+
     async def close(self) -> None:
         """End everything this host has started."""
 

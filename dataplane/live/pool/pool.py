@@ -13,9 +13,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from urllib.parse import urlsplit
 
 from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.migration.evacuation import Order
@@ -177,35 +178,45 @@ class WorkerPool:
         self._want(self.wanted_kinds | {member.kind: more}, f"{worker} stays: {reason}")
         self.undrain(member, reason)
 
-    def evacuate(self, worker: WorkerId, seconds: float, reason: str) -> tuple[Order, ...]:
-        """Empty a worker within `seconds`, stop it, and launch another; return the plan to begin with.
+    def evacuate(self, workers: Sequence[WorkerId], seconds: float, reason: str) -> tuple[Order, ...]:
+        """Empty workers within `seconds`, none into another, and launch others; return the first plan.
 
         Raises BadInput, and does nothing, for an unknown worker, one that is leaving for good already, or
-        where its requests have nowhere to go.
+        where requests have nowhere to go.
         """
-        member = self._member(worker)
-        if member.is_stopping or member.is_leaving:
-            what = "being stopped" if member.is_stopping else "being evacuated or replaced already"
-            raise BadInput(f"worker {worker}: is {what}")
-        if member.state == "starting":
-            self.give_up(member, f"{reason}; it was not ready yet")
-            self.settle(member.kind, f"in place of {worker}")
-            return ()
-        deadline_s, way_out = time.monotonic() + seconds, self.way_out(member)
-        try:
-            plan = way_out.plan(seconds)
-        except BadInput:
-            raise BadInput(
-                f"worker {worker}: its requests have nowhere to go, as no other worker serves this model;"
-                " scale up first"
-            ) from None
-        if member.task is not None:
-            member.task.cancel()  # its drain
-        member.is_leaving = True
-        self.become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
-        self.core.set_open(worker, False)
-        member.task = self.spawn(self._evacuate(member, way_out, deadline_s, reason))
-        return plan
+        members, plan = [self._member(worker) for worker in workers], list[Order]()
+        for member in members:
+            if member.is_stopping or member.is_leaving:
+                what = "being stopped" if member.is_stopping else "being evacuated or replaced already"
+                raise BadInput(f"worker {member.worker}: is {what}")
+        ways = [(m, self.way_out(m, workers)) for m in members if m.state != "starting"]
+        deadline_s = time.monotonic() + seconds
+        for member, way_out in ways:
+            try:
+                plan += way_out.plan(seconds)
+            except BadInput:
+                raise BadInput(
+                    f"worker {member.worker}: its requests have nowhere to go, as no other worker serves this"
+                    " model; scale up first"
+                ) from None
+        for member, way_out in ways:
+            if member.task is not None:
+                member.task.cancel()  # its drain
+            member.is_leaving = True
+            self.become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
+            self.core.set_open(member.worker, False)
+            member.task = self.spawn(self._evacuate(member, way_out, deadline_s, reason))
+        for member in members:
+            if member.state == "starting":
+                self.give_up(member, f"{reason}; it was not ready yet")
+                self.settle(member.kind, f"in place of {member.worker}")
+        return tuple(plan)
+
+    def at_address(self, address: str) -> tuple[WorkerId, ...]:
+        """The workers of the node at an address, but for those that leave it already."""
+        attached = {at.worker: urlsplit(at.link.info.endpoint).hostname for at in self.core.attached()}
+        there = (m for m in self.members() if not (m.is_stopping or m.is_leaving))
+        return tuple(m.worker for m in there if attached.get(m.worker) == address)
 
     async def close(self) -> None:
         """Stop every worker and the host; returns when nothing of them is left."""
@@ -372,8 +383,13 @@ class WorkerPool:
         await self.host.stop(member.worker)
         self._members.pop(member.worker, None)
 
-    def way_out(self, member: Member) -> Exit:
-        return Exit(self.core, member.worker, lambda worker: self.state_of(worker) == "serving")
+    def way_out(self, member: Member, shut: Collection[WorkerId] = ()) -> Exit:
+        """The way out of a worker, into none of `shut`."""
+
+        def is_open(worker: WorkerId) -> bool:
+            return worker not in shut and self.state_of(worker) == "serving"
+
+        return Exit(self.core, member.worker, is_open)
 
     def settle(self, kind: str, reason: str) -> None:
         """Take the steps to the wanted number of a kind."""

@@ -8,11 +8,13 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -29,6 +31,7 @@ from dataplane.live.worker.link import WorkerLink, link_context
 log = logging.getLogger("tokenfleet.ray")
 STARTS_OF_RAY = 3
 ANSWER_S = 2.0
+NODES_LOOK_S = 5.0
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
 
 
@@ -44,10 +47,10 @@ class RayHost:
         self._nodes: dict[WorkerId, str] = {}
 
     @classmethod
-    async def start(cls, types: FleetTypes) -> RayHost:
+    async def start(cls, types: FleetTypes, nodes_wait_s: float = 0.0) -> RayHost:
         """Initialise Ray for workers of these types.
 
-        Raises BadInput when the GPUs that are asked for are not there.
+        Raises BadInput when the GPUs that are asked for are not there within `nodes_wait_s`.
         """
         address = os.environ.get("RAY_ADDRESS")
         folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
@@ -55,7 +58,7 @@ class RayHost:
         try:
             await asyncio.to_thread(_initialise, address, folder)
             if not current_platform.is_cpu():
-                types.check_gpus([node["Resources"] for node in ray.nodes() if node["Alive"]])
+                await _until_gpus(types, time.monotonic() + nodes_wait_s)
         except BaseException:
             await host.close()
             raise
@@ -115,6 +118,19 @@ class RayHost:
             found |= {name: notice for name, notice in zip(names, read, strict=True) if notice is not None}
         return found
 
+    async def leave_node(self, address: str, seconds: float) -> None:
+        """Let Ray start nothing more on the node at an address. A Ray of our own has but this one."""
+        if self._folder is not None:
+            return
+        gcs = ray._private.worker.global_worker.gcs_client
+        for node in await asyncio.to_thread(ray.nodes):
+            if node["Alive"] and node["NodeManagerAddress"] == address:
+                until_ms = int((time.time() + seconds) * 1000)
+                reason = DrainNodeReason.Value(
+                    "DRAIN_NODE_REASON_PREEMPTION"
+                )  # the other waits till it is idle
+                await asyncio.to_thread(gcs.drain_node, node["NodeID"], reason, "it is evacuated", until_ms)
+
     async def close(self) -> None:
         await asyncio.gather(*(self.stop(worker) for worker in tuple(self._workers)))
         self._context.destroy(linger=0)
@@ -138,6 +154,19 @@ class RayHost:
         if "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
             return Place(cores=os.environ["VLLM_CPU_OMP_THREADS_BIND"], host=host, node=node)
         return Place(shares=-(-max(1, self._types.gpus) // nodes), host=host, node=node)
+
+
+async def _until_gpus(types: FleetTypes, until_s: float) -> None:
+    """Return once Ray's nodes hold the workers. Raises BadInput if they do not by then (monotonic)."""
+    while True:
+        nodes = await asyncio.to_thread(ray.nodes)
+        try:
+            return types.check_gpus([node["Resources"] for node in nodes if node["Alive"]])
+        except BadInput as lack:
+            if time.monotonic() >= until_s:
+                raise
+            log.info("waiting for nodes: %s", lack)
+        await asyncio.sleep(NODES_LOOK_S)
 
 
 async def _answering_nodes() -> list[str]:

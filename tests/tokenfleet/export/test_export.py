@@ -14,6 +14,7 @@ import yaml
 from checkout import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes_models import checked_object
 from made_plans import plan_of_fleet
 from pydantic import ValidationError
 
@@ -24,7 +25,6 @@ from tokenfleet.cli.main import main
 from tokenfleet.export.deployment import Deployment, Span, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
 from tokenfleet.export.grafana import dashboard, dashboard_text
-from tokenfleet.export.kubernetes import checked_object
 from tokenfleet.export.production_stack import DAY, floors, keda, windows
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
 from tokenfleet.planning.plan_file import parse_plan, read_plan
@@ -60,15 +60,9 @@ def documents(texts: dict[Path, str]) -> list[dict[str, Any]]:
 
 def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
     in_turn = fleet(policy="round-robin")
-    texts = export_files(in_turn, ["kuberay", "keda", "prometheus"], ExportSettings(), Path("out"))
+    texts = export_files(in_turn, ["keda", "prometheus"], ExportSettings(), Path("out"))
     objects = [d for d in documents(texts) if "kind" in d]
-    assert {d["kind"] for d in objects} == {
-        "ConfigMap",
-        "RayJob",
-        "Service",
-        "ScaledObject",
-        "PrometheusRule",
-    }
+    assert {d["kind"] for d in objects} == {"ScaledObject", "PrometheusRule"}
     for one in objects:
         checked_object(one)
 
@@ -78,37 +72,19 @@ def test_every_kubernetes_object_is_as_its_api_takes_it() -> None:
     [
         (("metadata", "name"), "Not_A_Name"),
         (("spec", "replica"), 1),
-        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "4"),
-        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "image"), ""),
+        (("spec", "minReplicaCount"), "4"),
+        (("spec", "scaleTargetRef", "kind"), ""),
     ],
 )
 def test_the_check_finds_what_an_api_would_refuse(path: tuple[Any, ...], value: Any) -> None:
-    texts = export_files(fleet(), ["kuberay"], ExportSettings(), Path("out"))
-    job = documents(texts)[1]
-    part = job
+    texts = export_files(fleet(policy="round-robin"), ["keda"], ExportSettings(), Path("out"))
+    (scaled,) = documents(texts)
+    part = scaled
     for key in path[:-1]:
         part = part[key]
     part[path[-1]] = value
     with pytest.raises(ValidationError):
-        checked_object(job)
-
-
-def test_kuberay_has_the_plan_s_gpus_and_workers_and_serves_the_plan() -> None:
-    _, job, _ = documents(export_files(fleet(), ["kuberay"], ExportSettings(image="r/t:1"), Path("out")))
-    cluster = job["spec"]["rayClusterSpec"]
-    (group,) = cluster["workerGroupSpecs"]
-    pods = [cluster["headGroupSpec"]["template"]] + [group["template"]] * group["replicas"]
-    limits = [pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
-    assert limits == ["2"] * 5
-    assert {pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for pod in pods} == {
-        "NVIDIA-H100-80GB-HBM3"
-    }
-    command = job["spec"]["entrypoint"]
-    assert (
-        "serve --model meta-llama/Llama-3.1-8B-Instruct --plan /etc/tokenfleet/plan.json --max-workers 5"
-        in command
-    )
-    assert "key" not in command.lower()  # secrets come by the environment
+        checked_object(scaled)
 
 
 def test_the_command_in_every_export_is_one_that_serve_takes() -> None:
@@ -116,7 +92,7 @@ def test_the_command_in_every_export_is_one_that_serve_takes() -> None:
     from tokenfleet.export.deployment import serve_words
 
     command = _command(VERBS["serve"])
-    context = command.make_context("serve", serve_words(fleet(), "/p.json")[2:], resilient_parsing=False)
+    context = command.make_context("serve", serve_words(fleet(), "/p.json", [])[2:], resilient_parsing=False)
     assert context.params["plan"] == Path("/p.json")
     assert (context.params["max_workers"], context.params["engine_flags"]) == (5, ())
     pod = yaml.safe_load((ROOT / "deploy/kustomize/base/deployment.yaml").read_text())["spec"]["template"][
@@ -340,10 +316,7 @@ def mixed(*gpus: str) -> Deployment:
     return fleet(fleet=parts)
 
 
-def test_a_mix_is_one_serve_with_a_group_of_pods_for_each_kind() -> None:
-    _, job, _ = documents(export_files(mixed("h100-sxm"), ["kuberay"], ExportSettings(), Path("out")))
-    pods = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert [(pod["groupName"], pod["replicas"]) for pod in pods] == [("h100-sxm-tp2", 2)]  # TP1: the head
+def test_a_mix_of_one_type_is_one_serve() -> None:
     unit = export_files(mixed("h100-sxm"), ["systemd"], ExportSettings(), Path("out"))
     assert "this machine needs 5 GPUs" in "".join(unit.values())
 

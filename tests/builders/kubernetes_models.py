@@ -1,8 +1,8 @@
 """The Kubernetes objects that exports write, as strict models, and the check of every object.
 
-Pinned to apps/v1 and v1, and for custom objects to ray.io/v1 (KubeRay 1.4), keda.sh/v1alpha1 (KEDA 2.17) and
-monitoring.coreos.com/v1. Only the fields that are used stand here, each as strict as its API; any other field
-is an error.
+Pinned to apps/v1, v1, policy/v1 and networking.k8s.io/v1, and for custom objects to keda.sh/v1alpha1 (KEDA
+2.17) and monitoring.coreos.com/v1. Only the fields that are used stand here, each as strict as its API; any
+other field is an error. A RayCluster is held against KubeRay's own schema (experiments/lib/crd_schemas.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ class SecretKey(Strict):
     optional: bool = False
 
 
+class FieldKey(Strict):
+    fieldPath: Literal["status.podIP"]
+
+
 class FromSource(Strict):
-    secretKeyRef: SecretKey
+    secretKeyRef: SecretKey | None = None
+    fieldRef: FieldKey | None = None
 
 
 class Env(Strict):
@@ -215,39 +220,45 @@ Duration = Annotated[str, Field(pattern=r"^([0-9]+(ms|s|m|h|d))+$")]
 Cron = Annotated[str, Field(pattern=r"^([0-5]?\d) ([01]?\d|2[0-3]) \* \* (\*|[0-6](-[0-6])?)$")]
 
 
-class HeadGroup(Strict):
-    rayStartParams: dict[str, str]
-    template: PodTemplate
+class BudgetSpec(Strict):
+    """Of pods that no Deployment owns: a number that must stay is all that Kubernetes takes."""
+
+    minAvailable: Annotated[int, Field(ge=0)]
+    selector: Selector
 
 
-class WorkerGroupSpec(Strict):
-    groupName: Name
-    replicas: Annotated[int, Field(ge=0)]
-    minReplicas: Annotated[int, Field(ge=0)]
-    maxReplicas: Annotated[int, Field(ge=0)]
-    rayStartParams: dict[str, str]
-    template: PodTemplate
-
-
-class RayClusterSpec(Strict):
-    rayVersion: Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+$")]
-    headGroupSpec: HeadGroup
-    workerGroupSpecs: list[WorkerGroupSpec]
-
-
-class RayJobSpec(Strict):
-    entrypoint: str
-    submissionMode: Literal["K8sJobMode", "HTTPMode", "SidecarMode"]
-    backoffLimit: Annotated[int, Field(ge=0)]
-    shutdownAfterJobFinishes: bool
-    rayClusterSpec: RayClusterSpec
-
-
-class RayJob(Strict):
-    apiVersion: Literal["ray.io/v1"]
-    kind: Literal["RayJob"]
+class PodDisruptionBudget(Strict):
+    apiVersion: Literal["policy/v1"]
+    kind: Literal["PodDisruptionBudget"]
     metadata: Metadata
-    spec: RayJobSpec
+    spec: BudgetSpec
+
+
+class Peer(Strict):
+    podSelector: dict[Literal["matchLabels"], Labels]
+
+
+class AllowedPort(Strict):
+    port: Port
+    protocol: Literal["TCP", "UDP"] = "TCP"
+
+
+class Ingress(Strict):
+    from_: list[Peer] | None = Field(None, alias="from")
+    ports: list[AllowedPort] | None = None
+
+
+class NetworkPolicySpec(Strict):
+    podSelector: Selector
+    policyTypes: list[Literal["Ingress", "Egress"]]
+    ingress: list[Ingress]
+
+
+class NetworkPolicy(Strict):
+    apiVersion: Literal["networking.k8s.io/v1"]
+    kind: Literal["NetworkPolicy"]
+    metadata: Metadata
+    spec: NetworkPolicySpec
 
 
 class ScaleTarget(Strict):
@@ -329,7 +340,15 @@ class ServiceMonitor(Strict):
 
 
 AnyObject = Annotated[
-    DeploymentObject | Service | ConfigMap | Claim | RayJob | ScaledObject | PrometheusRule | ServiceMonitor,
+    DeploymentObject
+    | Service
+    | ConfigMap
+    | Claim
+    | PodDisruptionBudget
+    | NetworkPolicy
+    | ScaledObject
+    | PrometheusRule
+    | ServiceMonitor,
     Field(discriminator="kind"),
 ]
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(AnyObject)
