@@ -79,7 +79,7 @@ class Workload:
         return (len(self) - 1) / self.duration_s if self.duration_s > INSTANT_S else 0.0
 
     def scaled(self, rate_scale: float) -> Workload:
-        """The same requests arriving `rate_scale` times as fast."""
+        """The same requests arriving `rate_scale` times as fast; nobody thinks faster in a session."""
         if not rate_scale > 0:
             raise BadInput(f"rate scale: must be positive, got {rate_scale:g}")
         return replace(self, arrival_s=self.arrival_s / rate_scale)
@@ -90,8 +90,8 @@ class Workload:
         part = self.take(slice(int(lo), int(hi)))
         return replace(part, arrival_s=part.arrival_s - start_s)
 
-    def take(self, rows: slice) -> Workload:
-        """Some of the requests, times unchanged."""
+    def take(self, rows: slice | NDArray[np.bool_]) -> Workload:
+        """Some of the requests, in their order, times unchanged."""
         which = np.arange(len(self))[rows]
         return replace(
             self,

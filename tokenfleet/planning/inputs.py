@@ -76,7 +76,9 @@ def gather(
     worker_types, price_warnings = priced(profiles, request, today)
     trimmed_trace = replace(trace, workload=trimmed(trace, request))
     doctored = doctor_warnings(trimmed_trace)
-    workload = longer(trimmed_trace.workload, request.prompt_scale, request.output_scale)
+    # Resampled arrivals would tear sessions apart: a plan takes prompts as new and times as recorded.
+    alone = replace(trimmed_trace.workload, prefixes=None, sessions=None)
+    workload = longer(alone, request.prompt_scale, request.output_scale)
     workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []
@@ -211,7 +213,7 @@ def within_context(
         raise BadInput(f"{warning}; --drop-too-long leaves them out")
     if long.all():
         raise BadInput(warning)
-    return _rows(workload, ~long), [f"{warning}; left out"]
+    return workload.take(~long), [f"{warning}; left out"]
 
 
 def within_kv(
@@ -241,14 +243,3 @@ def described(name: str, workload: Workload, warnings: Sequence[str]) -> Inputs:
     width_s = float(edges[1] - edges[0])
     curve = tuple((float(t), float(n) / width_s) for t, n in zip(edges, counts, strict=False))
     return Inputs(name, len(workload), workload.rate_rps, workload.duration_s, tuple(warnings), curve)
-
-
-def _rows(workload: Workload, keep: np.ndarray) -> Workload:
-    return replace(
-        workload,
-        arrival_s=workload.arrival_s[keep],
-        prompt_tokens=workload.prompt_tokens[keep],
-        output_tokens=workload.output_tokens[keep],
-        priority=workload.priority[keep],
-        slo_class=workload.slo_class[keep],
-    )

@@ -21,6 +21,8 @@ import polars as pl
 from controlplane.errors import BadInput
 
 OPTIONAL = ("priority", "tenant", "slo_class")
+SHARED = ("session", "turn", "after", "think_s", "hash_ids", "block_tokens", "system", "system_tokens")
+ANSWERED = ("ttft_s", "tpot_s")  # when answers were complete
 MOST_SHOWN = 12
 
 
@@ -37,7 +39,9 @@ class Format:
     """One published format by the names of its columns.
 
     `relative` says that arrivals count from a start chosen by the writer of the file, which is then kept.
-    `known` are further columns the format has and a workload has no use for.
+    `also` are further columns without which it is not this format. `shared` are those, if they are there,
+    that tell what requests share and wait for (traces/identity.py). `block_tokens` is the unit of its
+    hash_ids, 0 where a column says it. `known` are further columns that a workload has no use for.
     """
 
     name: str
@@ -46,12 +50,15 @@ class Format:
     output: str
     clock: ArrivalUnit
     relative: bool = False
+    also: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    block_tokens: int = 0
     known: tuple[str, ...] = ()
 
     @property
-    def needed(self) -> tuple[str, str, str]:
-        """The three columns without which it is not this format."""
-        return self.arrival, self.prompt, self.output
+    def needed(self) -> tuple[str, ...]:
+        """The columns without which it is not this format."""
+        return self.arrival, self.prompt, self.output, *self.also
 
 
 FORMATS = (
@@ -62,7 +69,13 @@ FORMATS = (
     ),
     Format(
         "mooncake", "timestamp", "input_length", "output_length", ArrivalUnit.MILLISECONDS,
-        known=("hash_ids",),
+        shared=("hash_ids",), block_tokens=512,
+    ),
+    Format(
+        "weka", "t_s", "input_tokens", "output_tokens", ArrivalUnit.SECONDS, relative=True,
+        also=("session", "agent", "turn", "parent_agent", "parent_turn", "think_s", "hash_ids"),
+        shared=("session", "agent", "turn", "parent_agent", "parent_turn", "think_s", "api_s", "hash_ids"),
+        block_tokens=64, known=("ttft_s", "stream", "model"),
     ),
     Format(
         "vllm-log", "arrival_time", "input_toks", "output_toks", ArrivalUnit.SECONDS,
@@ -70,9 +83,10 @@ FORMATS = (
     ),
     Format(
         "plain", "arrival_s", "prompt_tokens", "output_tokens", ArrivalUnit.SECONDS, relative=True,
+        shared=(*SHARED, *ANSWERED),
         known=(
             "request", "worker", "first_token_s", "finish_s", "preemptions", "migrations", "outcome",
-            "ttft_s", "tpot_s", "ttft_target_s", "tpot_target_s", "moves", "replays", "model",
+            "cached_tokens", "ttft_target_s", "tpot_target_s", "moves", "replays", "model",
         ),
     ),
 )  # fmt: skip
@@ -90,6 +104,7 @@ class Match:
     prompt: str
     output: str
     optional: dict[str, str]
+    shared: dict[str, str]
     ignored: tuple[str, ...]
 
 
@@ -106,9 +121,10 @@ def match(columns: Sequence[str], where: str) -> Match:
 
 
 def _matched(form: Format, spelled: dict[str, str]) -> Match:
-    arrival, prompt, output = (spelled[plain_name(column)] for column in form.needed)
+    arrival, prompt, output = (spelled[plain_name(column)] for column in form.needed[:3])
+    told = {name: spelled[plain_name(name)] for name in form.shared if plain_name(name) in spelled}
     optional = {name: spelled[plain_name(name)] for name in OPTIONAL if plain_name(name) in spelled}
-    expected = {plain_name(c) for c in (*form.needed, *form.known, *OPTIONAL)}
+    expected = {plain_name(c) for c in (*form.needed, *form.known, *form.shared, *OPTIONAL)}
     history = form.name == "plain" and any(
         all(plain_name(c) in spelled for c in columns) for columns in HISTORY_COLUMNS
     )
@@ -119,6 +135,7 @@ def _matched(form: Format, spelled: dict[str, str]) -> Match:
         prompt=prompt,
         output=output,
         optional=optional,
+        shared=told,
         ignored=tuple(column for plain, column in spelled.items() if plain not in expected),
     )
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.workload import LONGEST_S, Workload
 from tokenfleet.traces.formats import (
+    ANSWERED,
     ROW,
     UNREADABLE,
     ArrivalUnit,
@@ -33,6 +34,8 @@ from tokenfleet.traces.formats import (
     match,
     open_container,
 )
+from tokenfleet.traces.identity import identify
+from tokenfleet.traces.sessions import Rows
 from tokenfleet.traces.trace import Trace, merged
 
 MOST_TOKENS = 100_000_000
@@ -40,6 +43,7 @@ LATEST_S = 1e15  # beyond any date in milliseconds, far below where sums of squa
 EPOCH_S = 631_152_000.0  # 1990-01-01: seconds this large are dates, not offsets
 NS = 1e9
 DATE_FORM = "YYYY-MM-DD HH:MM:SS"
+LISTED = "a list of whole numbers, none negative"
 HIGH = ("high", "1", "1.0")
 NORMAL = ("normal", "0", "0.0")
 
@@ -81,7 +85,11 @@ def read_trace(path: str | Path) -> Trace:
 
 def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule]]:
     """The columns as numbers, a fault column for each rule, blank and empty rows still in."""
-    wanted = [form.arrival, form.prompt, form.output, *form.optional.values()]
+    wanted = list(
+        dict.fromkeys(
+            [form.arrival, form.prompt, form.output, *form.optional.values(), *form.shared.values()]
+        )
+    )
     raw = container.scan(wanted)
     try:
         types = raw.collect_schema()
@@ -98,6 +106,8 @@ def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule
         value = pl.col(name)
         fault = value.is_null() | ~value.is_between(least, MOST_TOKENS) | (value != value.floor())
         rules.append(Rule(column, fault, f"a whole number of tokens from {least} to {MOST_TOKENS}"))
+    told, told_rules = _told(form.shared, types)
+    columns, rules = columns + told, rules + told_rules
     if "priority" in form.optional:
         word = pl.col(form.optional["priority"]).cast(pl.String).str.strip_chars().str.to_lowercase()
         is_known = word.is_in([*HIGH, *NORMAL, ""]) | word.is_null()
@@ -109,7 +119,47 @@ def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule
             columns.append(text.fill_null("default").cast(pl.Categorical).alias(name))
     faults = [(rule.fault & ~pl.col("__blank")).alias(f"__fault_{n}") for n, rule in enumerate(rules)]
     rows = raw.select(ROW, "__blank", *columns).with_columns(*faults)
-    return rows.drop("known_priority", strict=False), rules
+    return rows.drop("known_priority", "^__bad_.*$", strict=False), rules
+
+
+WHOLE = {  # from
+    "turn": 0, "agent": 0, "parent_agent": -1, "parent_turn": -1, "block_tokens": 1, "system_tokens": 0,
+}  # fmt: skip
+
+
+def _told(shared: dict[str, str], types: pl.Schema) -> tuple[list[pl.Expr], list[Rule]]:
+    """The columns that tell what requests share and wait for; a row may leave any of them empty."""
+    columns, rules = [], []
+    for name, column in shared.items():
+        text = pl.col(column).cast(pl.String, strict=False).str.strip_chars().replace("", None)
+        if name in ("session", "system"):
+            columns.append(text.alias(name))
+            continue
+        if name in ("hash_ids", "after"):
+            value, has_value, expected = _list(column, types[column])
+            bad = value.list.drop_nulls().list.len() != value.list.len()
+        else:
+            has_value, value = text.is_not_null(), _number(column)
+            bad = value.is_null() | ~value.is_between(WHOLE.get(name, 0), LATEST_S)
+            expected = "seconds, not negative"
+            if name in WHOLE:
+                bad |= value != value.floor()
+                expected = f"a whole number, at least {WHOLE[name]}"
+        columns += [value.alias(name), (has_value & bad).fill_null(False).alias(f"__bad_{name}")]
+        if name not in ANSWERED:
+            rules.append(Rule(column, pl.col(f"__bad_{name}"), expected))
+    return columns, rules
+
+
+def _list(column: str, kind: pl.DataType) -> tuple[pl.Expr, pl.Expr, str]:
+    """A list of whole numbers, as a list, as JSON, or separated by spaces; null elements are no numbers."""
+    if isinstance(kind, pl.List):
+        return pl.col(column).cast(pl.List(pl.UInt64), strict=False), pl.col(column).is_not_null(), LISTED
+    text = pl.col(column).cast(pl.String, strict=False)
+    words = text.str.replace_all(r"[\[\],\s]+", " ").str.strip_chars()
+    empty = pl.lit([], dtype=pl.List(pl.UInt64))
+    value = words.str.split(" ").cast(pl.List(pl.UInt64), strict=False)
+    return pl.when(words == "").then(empty).otherwise(value), text.is_not_null(), LISTED
 
 
 def _number(column: str) -> pl.Expr:
@@ -159,22 +209,25 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
     if arrival_s.max() > LONGEST_S:
         length = f"lasts {arrival_s.max():.6g} s, at most {LONGEST_S:g} s (31 years) can be planned for"
         raise BadInput(f"{path}: {form.arrival}: {length}; are these {form.format.clock}?")
-    late = int((np.diff(arrival_s) < 0).sum())
-    if late:
-        order = np.argsort(arrival_s, kind="stable")
-        arrival_s, table = arrival_s[order], table[order]
+    apart = form.name == "weka"
+    late = 0 if apart else int((np.diff(arrival_s) < 0).sum())
+    found = identify(Rows(str(path), form, table, arrival_s))
+    table = table[found.order]
     slo_class, slo_classes = _names(table, "slo_class")
     tenant, tenants = _names(table, "tenant")
     workload = Workload(
-        arrival_s=arrival_s,
+        arrival_s=found.arrival_s,
         prompt_tokens=table["prompt"].to_numpy().astype(np.int64),
         output_tokens=table["output"].to_numpy().astype(np.int64),
         priority=table["priority"].to_numpy().astype(np.int64) if "priority" in table.columns else _none(),
         slo_class=slo_class,
         slo_classes=slo_classes,
+        prefixes=found.prefixes,
+        sessions=found.sessions,
     )
     remarks = [
         (late, f"rows that arrive before the row above them: {late}; sorted by arrival"),
+        (apart, "sessions without a common clock; each from its own start, all begin together"),
         (silent, f"requests that returned no tokens: {silent}; dropped"),
         (blank_rows, f"blank rows: {blank_rows}; skipped"),
         (moved, f"{form.arrival} begins at {moved:.0f} s; counted from the first arrival instead"),
@@ -191,6 +244,8 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
         out_of_order=late,
         empty_outputs=silent,
         blank_rows=blank_rows,
+        systems=found.systems,
+        from_lengths=found.from_lengths,
     )
 
 

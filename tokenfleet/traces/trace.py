@@ -8,13 +8,16 @@ behind them would run side by side on one fleet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import Workload
+from tokenfleet.traces.identity import SystemPrompts
 
 COUNTS = ("out_of_order", "empty_outputs", "blank_rows")
 
@@ -27,7 +30,8 @@ class Trace:
     relative. `tenant` [requests] indexes `tenants`; a file without tenants has the one called "default".
     `warnings` are whole lines for a person; the counts behind them are `out_of_order` (rows that came
     before an earlier arrival and were sorted in), `empty_outputs` (requests that returned nothing and
-    were dropped) and `blank_rows`.
+    were dropped) and `blank_rows`. `from_lengths`: the workload's prefixes follow from its sessions, lengths
+    and `systems`.
     """
 
     name: str
@@ -40,6 +44,8 @@ class Trace:
     out_of_order: int = 0
     empty_outputs: int = 0
     blank_rows: int = 0
+    systems: SystemPrompts | None = None
+    from_lengths: bool = False
 
     def __post_init__(self) -> None:
         if len(self.tenant) != len(self.workload):
@@ -68,7 +74,12 @@ def merged(traces: Sequence[Trace]) -> Trace:
         name=" + ".join(t.name for t in traces),
         format=" + ".join(dict.fromkeys(t.format for t in traces)),
         workload=Workload(
-            arrival_s=arrival_s[order], **columns, slo_class=slo_class[order], slo_classes=slo_classes
+            arrival_s=arrival_s[order],
+            **columns,
+            slo_class=slo_class[order],
+            slo_classes=slo_classes,
+            prefixes=_prefixes(parts, order),
+            sessions=_sessions(parts, order),
         ),
         warnings=_warnings(traces, overlaid=not starts),
         clock_start_s=first_s,
@@ -76,6 +87,50 @@ def merged(traces: Sequence[Trace]) -> Trace:
         tenants=tenants,
         **{name: sum(getattr(t, name) for t in traces) for name in COUNTS},
     )
+
+
+def _prefixes(parts: Sequence[Workload], order: NDArray[np.int64]) -> Prefixes | None:
+    """What requests share within each part, in the largest unit into which all parts can be cut."""
+    units = [part.prefixes.block_tokens for part in parts if part.prefixes is not None]
+    if not units:
+        return None
+    unit, named = math.gcd(*units), 0
+    counts, ids = [], []
+    for part in parts:
+        own = part.prefixes
+        if own is None:
+            counts.append(np.zeros(len(part), np.int64))
+            continue
+        pieces = own.block_tokens // unit
+        counts.append(np.diff(own.offsets) * pieces)
+        ids.append(named + (own.ids[:, None] * pieces + np.arange(pieces)).ravel())
+        named += (int(own.ids.max(initial=-1)) + 1) * pieces
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+    return Prefixes(unit, offsets, np.concatenate(ids)).pick(order)
+
+
+def _sessions(parts: Sequence[Workload], order: NDArray[np.int64]) -> Sessions | None:
+    """The sessions of all parts, each part's apart from the others'."""
+    if all(part.sessions is None for part in parts):
+        return None
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    session, think_s = np.full(len(order), -1, np.int64), np.zeros(len(order))
+    owners, befores = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    start = named = 0
+    for part in parts:
+        rows = place[start : start + len(part)]
+        start += len(part)
+        if (own := part.sessions) is None:
+            continue
+        session[rows] = np.where(own.session >= 0, own.session + named, -1)
+        named += int(own.session.max(initial=-1)) + 1
+        think_s[rows] = own.think_s
+        owners.append(np.repeat(rows, np.diff(own.offsets)))
+        befores.append(rows[own.before])
+    owner = np.concatenate(owners)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(order)))])
+    return Sessions(session, offsets, np.concatenate(befores)[np.argsort(owner, kind="stable")], think_s)
 
 
 def _arrivals_s(parts: Sequence[Workload], starts: Sequence[float]) -> NDArray[np.float64]:

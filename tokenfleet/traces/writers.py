@@ -1,7 +1,9 @@
 """The trace writers: plain (CSV, JSON lines, Parquet), Mooncake JSON lines, Azure CSV.
 
-Plain keeps everything a trace holds. Mooncake and Azure carry arrival and lengths only: Mooncake counts
-whole milliseconds, Azure writes dates (from the trace's own clock, or from 1970-01-01 where it has none).
+Plain keeps everything a trace holds: what requests share as `hash_ids` (in CSV with spaces between them), or
+as sessions and system prompts where it follows from those. Mooncake counts whole milliseconds and keeps what
+prompts share in whole blocks of 512 tokens. Azure carries arrival and lengths only, and writes dates (from
+the trace's own clock, or from 1970-01-01 where it has none).
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.prefixes import Sessions
 from tokenfleet.files import whole_file
 from tokenfleet.traces.formats import Kind
 from tokenfleet.traces.trace import Trace
@@ -52,17 +56,20 @@ def write_trace(
     system refuses the write.
     """
     kind = kind_for(path, form)
+    table = _table(trace, form)
+    if kind is Kind.CSV and "hash_ids" in table.columns:
+        table = table.with_columns(pl.col("hash_ids").cast(pl.List(pl.String)).list.join(" "))
     with whole_file(path, overwrite) as file:
         if kind is Kind.PARQUET:  # columnar: whole row groups, not lines
             buffer = io.BytesIO()
-            _table(trace, form, 0, len(trace)).write_parquet(buffer)
+            table.write_parquet(buffer)
             file.write(buffer.getbuffer())
             on_rows(len(trace))
             return
         for start in range(0, len(trace), ROWS_AT_ONCE):
-            rows = min(ROWS_AT_ONCE, len(trace) - start)
-            file.write(_lines(_table(trace, form, start, rows), kind, header=start == 0))
-            on_rows(rows)
+            part = table.slice(start, ROWS_AT_ONCE)
+            file.write(_lines(part, kind, header=start == 0))
+            on_rows(len(part))
 
 
 def _lines(table: pl.DataFrame, kind: Kind, header: bool) -> bytes:
@@ -74,46 +81,107 @@ def _lines(table: pl.DataFrame, kind: Kind, header: bool) -> bytes:
     return text.getvalue()
 
 
-def _table(trace: Trace, form: str, start: int, rows: int) -> pl.DataFrame:
-    part = trace.workload.take(slice(start, start + rows))
+def _table(trace: Trace, form: str) -> pl.DataFrame:
+    load = trace.workload
     if form == "mooncake":
         return pl.DataFrame(
             {
-                "timestamp": np.rint(part.arrival_s * 1000).astype(np.int64),
-                "input_length": part.prompt_tokens,
-                "output_length": part.output_tokens,
-                "hash_ids": _own_blocks(trace, start, rows),
+                "timestamp": np.rint(load.arrival_s * 1000).astype(np.int64),
+                "input_length": load.prompt_tokens,
+                "output_length": load.output_tokens,
+                "hash_ids": _prompt_blocks(trace),
             }
         )
     if form == "azure":
         start_ns = round((trace.clock_start_s or 0.0) * 1e9)
-        date = pl.Series(np.rint(part.arrival_s * 1e9).astype(np.int64) + start_ns).cast(pl.Datetime("ns"))
+        date = pl.Series(np.rint(load.arrival_s * 1e9).astype(np.int64) + start_ns).cast(pl.Datetime("ns"))
         return pl.DataFrame(
             {
                 "TIMESTAMP": date.dt.strftime("%Y-%m-%d %H:%M:%S%.9f"),
-                "ContextTokens": part.prompt_tokens,
-                "GeneratedTokens": part.output_tokens,
+                "ContextTokens": load.prompt_tokens,
+                "GeneratedTokens": load.output_tokens,
             }
         )
     columns = {
-        "arrival_s": pl.Series(part.arrival_s),
-        "prompt_tokens": pl.Series(part.prompt_tokens),
-        "output_tokens": pl.Series(part.output_tokens),
+        "arrival_s": pl.Series(load.arrival_s),
+        "prompt_tokens": pl.Series(load.prompt_tokens),
+        "output_tokens": pl.Series(load.output_tokens),
     }
-    if trace.workload.priority.any():
-        columns["priority"] = pl.Series(part.priority)
+    if load.priority.any():
+        columns["priority"] = pl.Series(load.priority)
     if trace.tenants != ("default",):
-        columns["tenant"] = pl.Series(np.array(trace.tenants, object)[trace.tenant[start : start + rows]])
-    if part.slo_classes != ("default",):
-        columns["slo_class"] = pl.Series(np.array(part.slo_classes, object)[part.slo_class])
+        columns["tenant"] = pl.Series(np.array(trace.tenants, object)[trace.tenant])
+    if load.slo_classes != ("default",):
+        columns["slo_class"] = pl.Series(np.array(load.slo_classes, object)[load.slo_class])
+    if load.sessions is not None:
+        columns |= _turns(load.sessions)
+    # A turn that waits for others than the one before says no more what its prompt continues.
+    if load.prefixes is not None and (not trace.from_lengths or "after" in columns):
+        columns["hash_ids"] = _lists(load.prefixes.offsets, load.prefixes.ids)
+        columns["block_tokens"] = pl.Series(np.full(len(trace), load.prefixes.block_tokens))
+    elif (systems := trace.systems) is not None:
+        names = np.array([*systems.names, None], object)
+        columns["system"] = pl.Series(names[systems.of].tolist(), dtype=pl.String)
+        tokens = pl.Series(np.append(systems.tokens, 0)[systems.of])
+        columns["system_tokens"] = pl.select(
+            pl.when(pl.lit(pl.Series(systems.of >= 0))).then(tokens)
+        ).to_series()
     return pl.DataFrame(columns)
 
 
-def _own_blocks(trace: Trace, start: int, rows: int) -> list[list[int]]:
-    """Block names that no two requests share: what prefixes they had in common is not known."""
+def _turns(sessions: Sessions) -> dict[str, pl.Series]:
+    """Sessions as columns: turns by number, and `after` where one waits for others than the one before."""
+    line = np.lexsort((np.arange(len(sessions)), sessions.session))
+    first = np.searchsorted(sessions.session[line], sessions.session)
+    turn = np.empty(len(sessions), np.int64)
+    turn[line] = np.arange(len(sessions))
+    turn -= first
+    known = sessions.session >= 0
+    owner = np.repeat(np.arange(len(sessions)), np.diff(sessions.offsets))
+    waits = np.diff(sessions.offsets) > 0
+    columns = {
+        "session": _or_none(sessions.session, known),
+        "turn": _or_none(turn, known),
+    }
+    if (np.diff(sessions.offsets) > 1).any() or (turn[sessions.before] + 1 != turn[owner]).any():
+        columns["after"] = (
+            _lists(sessions.offsets, turn[sessions.before]).cast(pl.List(pl.String)).list.join(" ")
+        )
+    if waits.any():
+        columns["think_s"] = _or_none(sessions.think_s, waits)
+    return columns
+
+
+def _or_none(values: NDArray[np.generic], known: NDArray[np.bool_]) -> pl.Series:
+    """A column that is empty where nothing is known."""
+    return pl.select(pl.when(pl.lit(pl.Series(known))).then(pl.lit(pl.Series(values)))).to_series()
+
+
+def _lists(offsets: NDArray[np.int64], values: NDArray[np.int64]) -> pl.Series:
+    rows = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    frame = pl.DataFrame({"row": rows, "value": values}).group_by("row", maintain_order=True).agg("value")
+    every = pl.DataFrame({"row": np.arange(len(offsets) - 1)})
+    return every.join(frame, on="row", how="left", maintain_order="left")["value"]
+
+
+def _prompt_blocks(trace: Trace) -> pl.Series:
+    """Names of each prompt's blocks; those past what it shares with others are its own."""
     blocks = -(-trace.workload.prompt_tokens // PREFIX_BLOCK_TOKENS)
-    last = np.cumsum(blocks)
-    return [
-        list(range(int(end - count), int(end)))
-        for end, count in zip(last[start : start + rows], blocks[start : start + rows], strict=True)
-    ]
+    shared = np.zeros(len(blocks), np.int64)
+    prefixes, named = trace.workload.prefixes, 0
+    offsets = np.concatenate([[0], np.cumsum(blocks)])
+    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], blocks)
+    names = np.empty(offsets[-1], np.int64)
+    if prefixes is not None and PREFIX_BLOCK_TOKENS % prefixes.block_tokens == 0:
+        pieces = PREFIX_BLOCK_TOKENS // prefixes.block_tokens
+        shared = np.minimum(
+            np.diff(prefixes.offsets) // pieces, trace.workload.prompt_tokens // PREFIX_BLOCK_TOKENS
+        )
+        named = int(prefixes.ids.max(initial=-1)) + 1
+        is_shared = place < np.repeat(shared, blocks)
+        last = np.repeat(prefixes.offsets[:-1], blocks) + (place + 1) * pieces - 1  # stands for all before it
+        names[is_shared] = prefixes.ids[last[is_shared]]
+    else:
+        is_shared = np.zeros(len(place), bool)
+    names[~is_shared] = named + np.arange(np.count_nonzero(~is_shared))
+    return _lists(offsets, names)

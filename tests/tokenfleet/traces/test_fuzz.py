@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -14,18 +15,33 @@ from hypothesis import strategies as st
 from controlplane.errors import BadInput
 from tokenfleet.traces import read_trace
 from tokenfleet.traces.check import as_json, as_tables, check
+from tokenfleet.traces.formats import SHARED
 
 NAMES = (
     *("arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant", "slo_class"),
     *("TIMESTAMP", "ContextTokens", "GeneratedTokens", "timestamp", "input_length", "output_length"),
-    *("hash_ids", "__row", "__blank", "__fault_0"),
+    *("hash_ids", "__row", "__blank", "__fault_0", "__bad_turn"),
+    *("session", "turn", "after", "think_s", "block_tokens", "system", "system_tokens", "ttft_s", "tpot_s"),
 )
 COLUMNS = st.sampled_from(["", *NAMES])
 CELLS = st.one_of(
     st.integers(-(2**70), 2**70).map(str),
     st.floats().map(str),
     st.sampled_from(
-        ["", '"', "1", "2.5", "NaN", "-0", "high", "2023-11-16 18:15:46.68", "2262-12-31 00:00:00"]
+        [
+            "",
+            '"',
+            "1",
+            "2.5",
+            "NaN",
+            "16",
+            "0 1",
+            "[0, 1]",
+            "-0",
+            "high",
+            "2023-11-16 18:15:46.68",
+            "2262-12-31 00:00:00",
+        ]
     ),
     st.text(max_size=8),
 )
@@ -89,11 +105,18 @@ KINDS = st.sampled_from(
 @given(
     st.lists(st.integers(0, 255), min_size=1, max_size=20),
     KINDS,
-    st.sampled_from(["arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant"]),
+    st.sampled_from(["arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant", *SHARED]),
     st.booleans(),
 )
 def test_any_parquet(file: Path, values: list[int], kind: pl.DataType, column: str, nested: bool) -> None:
-    good = {"arrival_s": sorted(values), "prompt_tokens": values, "output_tokens": values, "tenant": values}
+    good: dict[str, Any] = {"arrival_s": sorted(values)}
+    good |= {"prompt_tokens": values, "output_tokens": values, "tenant": values}
+    if column in ("turn", "after", "think_s"):
+        good |= {"session": ["a"] * len(values), "turn": range(len(values))}
+    if column in ("hash_ids", "block_tokens"):
+        good |= {"hash_ids": [[1]] * len(values), "block_tokens": [16] * len(values)}
+    if column.startswith("system"):
+        good |= {"system": ["s"] * len(values), "system_tokens": [0] * len(values)}
     binary = kind == pl.Binary
     odd = pl.Series([b"\xff"] * len(values)) if binary else pl.Series(values).cast(kind, strict=False)
     table = pl.DataFrame(good).with_columns(odd.alias(column))
@@ -118,7 +141,17 @@ def good_files() -> dict[str, bytes]:
     )
     parquet = io.BytesIO()
     plain.write_parquet(parquet)
+    talk = (
+        "arrival_s,prompt_tokens,output_tokens,session,turn,after,think_s,system,system_tokens\n"
+        "0,40,9,a,0,,,s,32\n5,60,9,a,1,0,2.5,s,32\n6,60,9,a,2,0 1,2.5,,\n"
+    )
+    hashed = (
+        '{"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]}\n'
+        '{"timestamp": 9, "input_length": 1700, "output_length": 9, "hash_ids": [0, 1, 3, 4]}\n'
+    )
     return {
+        "talk": talk.encode(),
+        "hashed": hashed.encode(),
         "csv": plain.write_csv().encode(),
         "jsonl": plain.write_ndjson().encode(),
         "parquet": parquet.getvalue(),

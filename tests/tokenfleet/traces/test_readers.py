@@ -30,7 +30,7 @@ FORMATS = {
     "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     "5,ChatGPT,10,20,30,Conversation log\n7.5,GPT-4,30,40,70,API log\n",
     "mooncake": '{"timestamp": 1000, "input_length": 10, "output_length": 20, "hash_ids": [1]}\n'
-    '{"timestamp": 3500, "input_length": 30, "output_length": 40, "hash_ids": [1, 2]}\n',
+    '{"timestamp": 3500, "input_length": 30, "output_length": 40, "hash_ids": [1]}\n',
     "vllm-log": '{"request_id": "a", "input_toks": 10, "output_toks": 20, "arrival_time": 1777142838.5}\n'
     '{"request_id": "b", "input_toks": 30, "output_toks": 40, "arrival_time": 1777142841.0}\n',
     "history": f"request,{HEAD},worker,first_token_s,finish_s,preemptions,migrations\n"
