@@ -117,9 +117,8 @@ def _moves(
         ends = snapshot.busy.union(*((move.source, move.target) for move in moves))
         return [w for w in workers if w.id not in ends and (settings.drains or w.worker.state == SERVING)]
 
-    if snapshot.held and (settings.shed is not None or settings.moves is not None):
+    if settings.shed is not None or settings.moves is not None:
         moves += make_room(promises, free(), snapshot.held, resting, recent.pairs, snapshot.transport)
-    if settings.shed is not None and settings.moves is None:
         moves += empty(promises, free(), resting)
     if settings.shed is not None:
         moves += shed(promises, free(), resting, recent.pairs, snapshot.transport)

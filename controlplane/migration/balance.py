@@ -1,10 +1,10 @@
 """Balancing by freeness: the least free workers shed one request each to the most free.
 
-    sources  F < out_below, or draining;   targets  F > in_above, not draining, no source
+    sources  F < out_below;   targets  F > in_above, no source
     pairs    sources by F rising with targets by F falling, each kind of worker by itself
 
 KV moves between workers of one kind only. Sources left over are paired with targets left over, whatever their
-kinds, for requests that have not started.
+kinds, for requests that have not started. Draining workers take no part: migration.room empties them.
 
 A worker is never both, so no pair has its source for target, nor is there ever A→B with B→A; across
 heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source was,
@@ -31,7 +31,6 @@ from controlplane.migration.usage import (
     with_request,
 )
 from controlplane.snapshot import (
-    DRAINING,
     SERVING,
     Migrate,
     Move,
@@ -112,13 +111,10 @@ def balance(
     `resting`: requests that must stay where they are. `recent`: pairs (source, target) that are not turned
     round yet. `transport`: at its pace a move must gain more than it costs, where speeds are known.
     """
-    sources = sorted((w for w in workers if _is_source(w, settings)), key=lambda w: (w.freeness, w.id))
+    serving = [w for w in workers if w.worker.state == SERVING]
+    sources = sorted((w for w in serving if _is_source(w, settings)), key=lambda w: (w.freeness, w.id))
     targets = sorted(
-        (
-            w
-            for w in workers
-            if w.worker.state == SERVING and w.freeness > settings.in_above and not _is_source(w, settings)
-        ),
+        (w for w in serving if w.freeness > settings.in_above and not _is_source(w, settings)),
         key=lambda w: (-w.freeness, w.id),
     )
     moves: list[Move] = []
@@ -176,14 +172,10 @@ def _choose(
     for r in islice(free_ones, _TRIED if same_kind else 0):
         if _may_go(settings, source, target, r, price):
             return r, False
-    if source.worker.state == DRAINING:  # its queue must go, room or not
-        return next(((r, True) for r in waiting if r.request not in resting), None)
     return None
 
 
 def _is_source(s: WorkerView, settings: MoveSettings) -> bool:
-    if s.worker.state == DRAINING:
-        return s.load.running + s.load.waiting > 0
     # To move the only request is to move the problem.
     return s.load.running + s.load.waiting > 1 and s.freeness < settings.out_below
 
@@ -193,7 +185,7 @@ def _full_for_headroom_alone(settings: MoveSettings, s: WorkerView) -> bool:
 
     To move them would carry the headroom from worker to worker, and leave the normal ones nowhere.
     """
-    if s.worker.state == DRAINING or headroom_tokens(s.load, s.worker.capacity_tokens, settings.reading) == 0:
+    if headroom_tokens(s.load, s.worker.capacity_tokens, settings.reading) == 0:
         return False
     bare = replace(settings.reading, headroom=0.0)
     return freeness(s.load, s.worker.capacity_tokens, False, bare) >= settings.out_below
@@ -207,7 +199,7 @@ def _may_go(
     room = target.free_tokens - target.load.waiting_tokens
     if r.tokens + target.load.running + 1 > room:
         return False
-    return source.worker.state == DRAINING or settings.helps(source, target, r, price)
+    return settings.helps(source, target, r, price)
 
 
 def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningRequest) -> bool:
@@ -228,8 +220,6 @@ def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningReques
 
 def _reason(source: WorkerView, target: WorkerView) -> str:
     names = source.id, target.id
-    if source.worker.state == DRAINING:
-        return f"{names[0]} is draining, {names[1]} has {_steps(target.freeness)} steps of memory left"
     full = [f"{s.load.held_tokens / s.worker.capacity_tokens:.0%}" for s in (source, target)]
     why_source = f"{names[0]} is {full[0]} full with {_steps(source.freeness)} steps of memory left"
     blocked = f", {source.load.waiting} waiting" if source.load.waiting else ""

@@ -6,8 +6,9 @@ with it. There the request r goes that is copied soonest, of those without which
 
     forecast(w + h - r) <= 1        forecast(t + r) <= 1
 
-The copy must end before h is late. **Consolidation.** What runs on a draining worker goes too, the largest
-first; what fits nowhere runs on.
+The copy must end before h is late. **Consolidation.** What is on a draining worker goes too, the largest
+first; what fits nowhere runs on. (The live plane drains by itself, several requests at a time, and asks
+`best_fit` of each.)
 
 Both choose t by best fit: the fullest worker of w's kind that keeps its promises with r. So no move breaks a
 promise to another request, large gaps stay large, and the next worker to be drained is emptier.
@@ -87,26 +88,26 @@ def empty(settings: ShedSettings, workers: Sequence[WorkerView], resting: Set[Re
 def _off(
     settings: ShedSettings, source: WorkerView, targets: Sequence[WorkerView], resting: Set[RequestId]
 ) -> Move | None:
-    reason = f"{source.id} is draining"
-    largest = sorted(decoding(source.worker.requests), key=lambda r: (-r.tokens, r.request))
-    for r in (r for r in largest if r.request not in resting):
-        taker = best_fit(settings, source, targets, r)
+    alike = [t for t in targets if t.worker.kind == source.worker.kind]
+    waiting = {r.request for r in source.worker.waiting}
+    here = (*decoding(source.worker.requests), *source.worker.waiting)
+    for r in sorted((r for r in here if r.request not in resting), key=lambda r: (-r.tokens, r.request)):
+        has_kv = r.request not in waiting
+        taker = best_fit(settings, alike if has_kv else targets, r)
         if taker is not None:
-            return Migrate(r.request, source.id, taker.id, f"{reason}; {r.request} fits {taker.id} best")
-    free = max(targets, key=lambda t: t.freeness, default=None)  # what waits must go, room or not
-    waiting = next((r for r in source.worker.waiting if r.request not in resting), None)
-    return None if free is None or waiting is None else Reassign(waiting.request, source.id, free.id, reason)
+            move = Migrate if has_kv else Reassign
+            reason = f"{source.id} is draining; {r.request} fits {taker.id} best"
+            return move(r.request, source.id, taker.id, reason)
+    return None
 
 
-def best_fit(
-    settings: ShedSettings, source: WorkerView, targets: Sequence[WorkerView], r: RunningRequest
-) -> WorkerView | None:
-    """The fullest of `targets` of the source's kind that keeps its promises with `r`; None for none."""
+def best_fit(settings: ShedSettings, targets: Sequence[WorkerView], r: RunningRequest) -> WorkerView | None:
+    """The fullest of `targets` that keeps its promises with `r`; None where none does."""
     best, fullest = None, -1.0
     for t in targets:
         room = t.free_tokens - t.load.waiting_tokens - t.load.running - 1
         seats = t.worker.max_seqs - t.load.running - t.load.waiting
-        if t.id == source.id or t.worker.kind != source.worker.kind or seats <= 0 or r.tokens > room:
+        if seats <= 0 or r.tokens > room:
             continue
         worst = forecast_of(t, settings, r).worst
         if fullest < worst <= 1.0:
@@ -125,10 +126,14 @@ def _room_at(
 ) -> Migrate | None:
     """The move that lets `h` in at `source`, or None."""
     soonest = sorted(decoding(source.worker.requests), key=lambda r: (r.priority, r.tokens, r.request))
-    targets = [t for t in others if (t.id, source.id) not in recent]
+    targets = [
+        t
+        for t in others
+        if t.id != source.id and t.worker.kind == source.worker.kind and (t.id, source.id) not in recent
+    ]
     for r in (r for r in soonest if r.request not in resting):
         if _exchanged(replace(settings, headroom=0.0), source, r, h.request) <= 1.0:
-            taker = best_fit(settings, source, targets, r)
+            taker = best_fit(settings, targets, r)
             if taker is not None and _in_time(price_of(transport, source.worker, taker.worker), r, h):
                 reason = f"{h.request.request} waits at the gateway and fits {source.id} without it"
                 return Migrate(r.request, source.id, taker.id, reason)

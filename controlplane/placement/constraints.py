@@ -2,7 +2,8 @@
 
 For worker w with b decoding requests and a candidate r of L prefill tokens:
 
-(b) a decode step with everything assigned to w, its outputs grown by θ of what is expected, within TPOT
+(b) a decode step with everything assigned to w, its outputs grown by θ of what is expected, within TPOT;
+    a target that no type of worker keeps even for its request alone is none (kept_tpot_s)
 (c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT
 (d) that prefill costs no decoding request k more than it has saved against its TPOT line by then:
         slack_k = tpot_k·(tokens after the first) - (time since the first)
@@ -41,6 +42,8 @@ from controlplane.placement.ledger import (
     DECODING,
     NONE,
     PREFILL_ONLY,
+    Floats,
+    Ints,
     Ledger,
     expect_end,
     generated,
@@ -56,6 +59,17 @@ AS_REPORTED = 9
 KNOBS = 10
 
 ALL_TIME = 1e9  # seconds
+NO_TPOT_S = 1e6  # a target that is always met
+
+
+def kept_tpot_s(types: Floats, prompt_tokens: Ints, tpot_s: Floats) -> Floats:
+    """The TPOT targets that placement keeps, of requests with these prompts: those asked for.
+
+    A target that no type of worker keeps even for the request alone is lost, as a TTFT can be: to hold the
+    request back for it would help nobody. `types`: their rows of coefficients.
+    """
+    alone_s = [decode_base_s(k, 1.0) + k[PER_CONTEXT] * prompt_tokens for k in types]
+    return np.where(np.min(alone_s, axis=0) <= tpot_s, tpot_s, NO_TPOT_S)
 
 
 @compiled

@@ -110,7 +110,7 @@ def finish(led: Ledger, eng: Engines, r: int, now_s: float) -> None:
     eng.requests[r].finish_s = now_s
     late = led.requests[r].first_s - led.requests[r].arrival_s > led.requests[r].ttft_s
     gaps = eng.requests[r].output - 1
-    slow = gaps > 0 and (now_s - led.requests[r].first_s) / gaps > led.requests[r].tpot_s
+    slow = gaps > 0 and (now_s - led.requests[r].first_s) / gaps > eng.requests[r].tpot_s
     if late or slow:
         count_miss(eng, r)
 

@@ -1,105 +1,33 @@
-"""The simulated fleet's snapshot: loads counted in compiled code, requests listed on demand."""
+"""The simulated fleet's snapshot, and the outcomes of its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from controlplane.compiled import compiled
+from controlplane.migration.loads import Listed, load_of, loads
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.constraints import kv_peak, remaining
 from controlplane.placement.ledger import (
     DECODING,
     DONE,
     DRAINING,
-    NONE,
     OFF,
     ROLES,
     Ints,
     Ledger,
     Records,
-    generated,
-    queue_first,
 )
 from controlplane.placement.queue import REFUSALS, Queue, on_time
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
-from controlplane.snapshot import HeldRequest, Load, RunningRequest, Snapshot, WorkerLoad
+from controlplane.snapshot import HeldRequest, RunningRequest, Snapshot, WorkerLoad
 from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
 from controlplane.worker_type import name_in_role
 
-Table = NDArray[np.float64]
-RUNNING, HELD, WAITING, HEAD, WAITING_TOKENS, HIGH, GROWTH, TPOT, PEAK = range(9)
 _STATES = {OFF: STARTS, DRAINING: DRAINS}
-
-
-@compiled
-def loads(led: Ledger) -> Table:
-    """One row a worker: the fields of a Load. Those in prefill run, and hold all they will."""
-    out = np.zeros((len(led.workers), 9))
-    for w in range(len(led.workers)):
-        out[w, TPOT] = np.inf
-        for i in range(led.workers[w].running_n):
-            r = led.running[w, i]
-            out[w, RUNNING] += 1
-            out[w, HELD] += led.requests[r].prompt + generated(led, r)
-            out[w, HIGH] += led.requests[r].priority
-            out[w, GROWTH] += remaining(led, w, r)
-            out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
-        first = queue_first(led, w)
-        if first != NONE:
-            out[w, HEAD] = led.requests[first].prompt + led.requests[first].key
-        for p in range(2):
-            r = led.queue_head[p, w]
-            while r != NONE:
-                out[w, WAITING] += 1
-                out[w, WAITING_TOKENS] += led.requests[r].prompt + led.requests[r].key
-                out[w, GROWTH] += max(led.requests[r].predicted - led.requests[r].key, 1)
-                out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
-                r = led.requests[r].next
-        out[w, PEAK] = kv_peak(led, w, NONE)
-    return out
-
-
-@compiled
-def running_at(led: Ledger, w: int) -> Table:
-    """One row a running request, as admitted: number, tokens, generated (0 in prefill), remaining."""
-    out = np.empty((led.workers[w].running_n, 4))
-    for n in range(led.workers[w].running_n):
-        r = led.running[w, n]
-        out[n, 0] = r
-        out[n, 1] = led.requests[r].prompt + generated(led, r)
-        out[n, 2] = generated(led, r) if led.requests[r].phase == DECODING else 0
-        out[n, 3] = remaining(led, w, r)
-    return out
-
-
-@compiled
-def queue_at(led: Ledger, w: int) -> Table:
-    """One row a request that waits at a worker, the next one first: number, tokens, generated, remaining."""
-    count = 0
-    for p in range(2):
-        r = led.queue_head[p, w]
-        while r != NONE:
-            count += 1
-            r = led.requests[r].next
-    out = np.empty((count, 4))
-    n = 0
-    for p in (1, 0):
-        r = led.queue_head[p, w]
-        while r != NONE:
-            out[n, 0] = r
-            out[n, 1] = led.requests[r].prompt + led.requests[r].key
-            out[n, 2] = led.requests[r].key
-            out[n, 3] = max(led.requests[r].predicted - led.requests[r].key, 1)
-            n += 1
-            r = led.requests[r].next
-    return out
 
 
 class OutcomeCount:
@@ -114,54 +42,17 @@ class OutcomeCount:
         rows = np.concatenate([self._open, np.arange(self._arrived, arrived)])
         ended = ~np.isnan(jobs["finish_s"][rows])
         self._arrived, self._open, rows = arrived, rows[~ended], rows[ended]
-        request, finish_s, gaps = led.requests[rows], jobs["finish_s"][rows], jobs["output"][rows] - 1
+        request, job = led.requests[rows], jobs[rows]
+        finish_s, gaps = job["finish_s"], job["output"] - 1
         served = np.isfinite(finish_s)  # others were turned away
         ttft_met = served & (request["first_s"] - request["arrival_s"] <= request["ttft_s"])
         tpot_s = np.where(served & (gaps > 0), (finish_s - request["first_s"]) / np.maximum(gaps, 1), 0.0)
-        tpot_met = served & (tpot_s <= request["tpot_s"])
+        tpot_met = served & (tpot_s <= job["tpot_s"])
         for column, counted in enumerate((np.ones_like(served), ttft_met, tpot_met, ttft_met & tpot_met)):
             self._sums[:, column] += np.bincount(slo_class[rows[counted]], minlength=len(self._slos))
         return tuple(
             ClassOutcomes(slo, *sums) for slo, sums in zip(self._slos, self._sums.tolist(), strict=True)
         )
-
-
-class Listed(Sequence[RunningRequest]):
-    """A worker's requests, listed on first use: tick needs those of few workers only."""
-
-    def __init__(self, led: Ledger, w: int, waiting: bool, count: int) -> None:
-        self._led, self._w, self._waiting, self._count = led, w, waiting, count
-        self._rows: list[RunningRequest] | None = None
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, i: int) -> RunningRequest: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[RunningRequest]: ...
-    def __getitem__(self, i: int | slice) -> RunningRequest | Sequence[RunningRequest]:
-        return self._list()[i]
-
-    def __iter__(self) -> Iterator[RunningRequest]:
-        return iter(self._list())
-
-    def _list(self) -> list[RunningRequest]:
-        if self._rows is None:
-            table = queue_at(self._led, self._w) if self._waiting else running_at(self._led, self._w)
-            rows = self._led.requests
-            self._rows = [
-                RunningRequest(
-                    RequestId(str(int(r))),
-                    int(tokens),
-                    int(rows["priority"][int(r)]),
-                    int(done),
-                    int(still),
-                    float(rows["tpot_s"][int(r)]),
-                )
-                for r, tokens, done, still in table.tolist()
-            ]
-        return self._rows
 
 
 def deviations(tracker: DeviationTracker, led: Ledger) -> dict[WorkerId, Error]:
@@ -219,28 +110,17 @@ def observe(
         state = _STATES.get(status[w], SERVES) if states is None else states[w]
         if state is None:
             continue
-        profile = profiles[variant[w]]
-        running, held, waiting, head, waiting_tokens, high, growth, tpot_s, peak = row
+        profile, load = profiles[variant[w]], load_of(row)
         workers.append(
             WorkerLoad(
                 WorkerId(str(w)),
                 state,
                 capacity[variant[w]] if status[w] != OFF else 0,
-                Listed(led, w, False, int(running)),
-                Listed(led, w, True, int(waiting)),
+                Listed(led, w, False, load.running),
+                Listed(led, w, True, load.waiting),
                 profile.step,
                 profile.engine.max_seqs,
-                Load(
-                    int(running),
-                    int(held),
-                    int(waiting),
-                    int(head),
-                    int(waiting_tokens),
-                    int(high),
-                    int(growth),
-                    tpot_s,
-                    int(peak),
-                ),
+                load,
                 name_in_role(kinds[variant[w]], ROLES[roles[w]]),
                 float(profile.kv.bytes_per_token),
             )

@@ -91,6 +91,7 @@ ENGINE = np.dtype(
 JOB = np.dtype(
     [
         ("output", np.int64),  # how long it really is
+        ("tpot_s", np.float64),  # what it is judged by; the ledger's is what placement keeps
         ("computed", np.int64),  # prefill tokens done
         ("chunk", np.int64),  # prefill tokens in the step in progress
         ("finish_s", np.float64),  # NaN until it ends; inf for one that was turned away
@@ -118,11 +119,11 @@ class Engines(NamedTuple):
     handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
 
 
-def new_engines(workers: int, output: Ints) -> Engines:
-    """Idle engines, and `output` as the requests' true lengths."""
+def new_engines(workers: int, output: Ints, tpot_s: Floats) -> Engines:
+    """Idle engines, and the requests' true lengths and targets."""
     engines = np.zeros(workers, ENGINE)
     engines["next_s"] = np.inf
     jobs = np.zeros(len(output), JOB)
-    jobs["output"] = output
+    jobs["output"], jobs["tpot_s"] = output, tpot_s
     jobs["finish_s"] = np.nan
     return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(len(output), np.int64))

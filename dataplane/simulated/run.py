@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.constraints import kept_tpot_s
 from controlplane.placement.decide import PATIENCE
 from controlplane.placement.ledger import (
     OFF,
@@ -71,7 +72,7 @@ class RunState:
         return Outcome(
             workload=self.workload,
             ttft_target_s=led.requests["ttft_s"],
-            tpot_target_s=led.requests["tpot_s"],
+            tpot_target_s=eng.requests["tpot_s"],
             worker=led.requests["worker"],
             first_token_s=led.requests["first_s"],
             finish_s=finish_s,
@@ -145,7 +146,8 @@ def prepare(
         max_misses=requests if most_misses is None else most_misses,
         draws=np.random.default_rng(options.get("seed", 0)).random((requests, 2)),
     )
-    engines = new_engines(len(workers), workload.output_tokens)
+    tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
+    engines = new_engines(len(workers), workload.output_tokens, tpot_s)
     cluster = new_cluster(requests, _timeline(workers), settings.queue)
     return RunState(
         workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates
@@ -212,7 +214,8 @@ def _enter_requests(
     ledger.requests["priority"] = workload.priority
     ledger.requests["arrival_s"] = workload.arrival_s
     ledger.requests["ttft_s"] = np.array([c.ttft_s for c in classes])[workload.slo_class]
-    ledger.requests["tpot_s"] = np.array([c.tpot_s for c in classes])[workload.slo_class]
+    tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
+    ledger.requests["tpot_s"] = kept_tpot_s(ledger.coefficients, workload.prompt_tokens, tpot_s)
     if predicted_tokens is None:
         predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
     ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)

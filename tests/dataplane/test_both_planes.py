@@ -9,6 +9,10 @@ import pytest
 from made_profiles import made_profile
 from made_replies import request, seen, worker
 
+from controlplane.migration.loads import loads
+from controlplane.migration.overload import ShedSettings
+from controlplane.migration.room import empty
+from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, generated
@@ -25,7 +29,7 @@ from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.observe import OutcomeCount, deviations, loads
+from dataplane.simulated.observe import OutcomeCount, deviations, observe
 from dataplane.simulated.simulate import WorkerSpec, prepare
 
 PROFILE = made_profile(
@@ -282,3 +286,98 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
     assert 0 < sum(c.met for c in counted) < sum(c.ttft_met for c in counted) < n
     outcome = run.outcome()
     assert sum(c.met for c in counted) == round(outcome.attainment * n)
+
+
+def live_twin(led, profile):
+    """The gateway's placement with the workers and the decoding requests of a simulated ledger."""
+    placement = Placement({"": profile}, len(led.workers), LengthTable.constant(20), np.random.default_rng(0))
+    limits = profile.engine
+    for w in range(len(led.workers)):
+        blocks = profile.kv.capacity_tokens // profile.kv.block_tokens
+        placement.attach(
+            WorkerInfo(
+                WorkerId(str(w)), "emulated", "m", "", (), profile.kv.block_tokens, blocks, 1, 99_999,
+                limits.max_seqs, limits.max_batched_tokens, 1, "", "", 0,
+            ), "",
+        )  # fmt: skip
+    tracked = {}
+    for r in np.flatnonzero(led.requests["phase"] == DECODING).tolist():
+        row = led.requests[r]
+        slo = Slo(float(row["ttft_s"]), float(row["tpot_s"]))
+        t = tracked[r] = Tracked(
+            made_request(r, int(row["prompt"])), Ticket(str(r), "", slo, 0), 0.0, int(row["predicted"])
+        )
+        t.worker = WorkerId(str(row["worker"]))
+        placement.put(t, t.worker, has_kv=False)
+        made = int(generated(led, r))
+        placement.advance(t.worker, [(t, made)], 0.0)
+        t.output_token_ids = [7] * made
+    return placement, tracked
+
+
+def test_both_planes_drain_a_worker_by_the_same_rule_and_leave_what_fits_nowhere():
+    went = []
+    for seed in range(6):
+        rng, now_s, none = np.random.default_rng(seed), 2.0 + seed, frozenset()
+        load = Workload(
+            np.linspace(0, 0.1, 30), rng.integers(20, 400, 30), rng.integers(200, 600, 30),
+            slo_class=rng.integers(0, 2, 30),
+        )  # fmt: skip
+        tight = replace(
+            PROFILE, kv=KvModel(2_400 + 480 * seed, 16, 1), step=StepModel(0.02, 1e-4, 1e-3, 5e-6)
+        )
+        run = prepare(
+            load, [WorkerSpec(tight)] * 4, [Slo(9.0, 0.06), Slo(9.0, 0.09)], "jsq", settings=None,
+            predictor=None, predicted_tokens=load.output_tokens, seed=seed, patience=4.0, max_misses=None,
+        )  # fmt: skip
+        advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
+        view_all(run.ledger, run.engines, now_s)
+        states = ["draining", "serving", "serving", "serving"]
+        workers = worker_views(observe(run.ledger, run.profiles, now_s, none, none, 0.0, states).workers)
+        here = {r.request for r in workers[0].worker.requests}
+        placement, tracked = live_twin(run.ledger, tight)
+        placement.set_open(WorkerId("0"), False)
+        for name in here:
+            moves = empty(ShedSettings(), workers, here - {name})
+            went.append(moves[0].target if moves else None)  # at most one, as all others rest
+            assert placement.haven(tracked[int(name)], now_s) == went[-1]
+    assert None in went  # some fitted nowhere
+    assert len(set(went)) > 2
+
+
+def test_both_planes_hold_a_request_for_a_tpot_within_reach_and_for_none_out_of_it():
+    crowds = replace(SEAT, step=StepModel(0.03, 0.0, 0.02, 0.0), engine=replace(SEAT.engine, max_seqs=8))
+    # Beside another a token takes 70 ms, and 50 ms alone.
+    classes = [EASY, Slo(8.0, 0.06), Slo(8.0, 0.01)]
+    load = Workload(np.array([0.0, 0.5, 1.0]), np.full(3, 100), np.full(3, 400), slo_class=np.arange(3))
+    run = prepare(
+        load, [WorkerSpec(crowds)], classes, "spread", settings=None, predictor=LengthTable.constant(400),
+        predicted_tokens=None, seed=0, patience=4.0, max_misses=None,
+    )  # fmt: skip
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    placed = [r for r in range(3) if run.ledger.requests["phase"][r] != HELD]
+    placement, _ = live_twin(run.ledger._replace(requests=run.ledger.requests[:1]), crowds)
+    chosen = [
+        placement.choose(
+            Tracked(made_request(r, 100), Ticket(str(r), "", classes[r], 0), load.arrival_s[r], 400), 1.0
+        )
+        for r in (1, 2)
+    ]
+    assert placed == [0, 2]
+    assert chosen == [None, "0"]
+    outcome = run.outcome()
+    assert outcome.tpot_target_s.tolist() == [1.0, 0.06, 0.01]  # it is judged by what was asked
+
+
+def test_a_tpot_out_of_reach_counts_as_late_and_waits_for_nobody():
+    load = Workload(np.array([0.0, 0.1]), np.full(2, 100), np.full(2, 50), slo_class=np.array([0, 1]))
+    roomy = replace(SEAT, engine=replace(SEAT.engine, max_seqs=8))
+    run = prepare(
+        load, [WorkerSpec(roomy)], [EASY, Slo(0.4, 0.01)], "spread", settings=None, predictor=None,
+        predicted_tokens=None, seed=0, patience=4.0, max_misses=None,
+    )  # fmt: skip
+    advance(run.ledger, run.engines, run.cluster, run.rules, 60.0)
+    outcome = run.outcome()
+    assert outcome.ttft_s[1] < 0.4
+    assert outcome.met.tolist() == [True, False]
+    assert outcome.misses == 1

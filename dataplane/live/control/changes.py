@@ -39,7 +39,8 @@ class RequestRow(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, t: Tracked, fixed: bool) -> RequestRow:
-        return cls(t.number, t.id, t.worker, t.prompt_tokens, t.ticket.priority, t.slo.tpot_s, fixed)
+        tpot_s = t.slo.tpot_s if t.kept_tpot_s is None else t.kept_tpot_s
+        return cls(t.number, t.id, t.worker, t.prompt_tokens, t.ticket.priority, tpot_s, fixed)
 
 
 class StepRow(msgspec.Struct, frozen=True):

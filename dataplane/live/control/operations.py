@@ -305,7 +305,7 @@ class Operations:
             raise BadInput(f"update: {under_way}; wait for its end, or cancel it")
 
     async def migrate(self, name: str, target: str | None, reason: str) -> dict[str, Any]:
-        """Begin a move and return its record; without a target the worker with most room is taken."""
+        """Begin a move and return its record; without a target the worker that it fits best is taken."""
         tracked = self.core.requests.find(name)
         if tracked is None:
             raise UnknownName(f"request {name}: is not running")
@@ -315,8 +315,7 @@ class Operations:
                 raise BadInput(f"target {target}: is not serving")
             if tracked.worker == target:
                 raise BadInput(f"target {target}: the request is there already")
-        source = () if tracked.worker is None else (tracked.worker,)
-        chosen = WorkerId(target) if target else self.core.placement.choose(tracked, time.monotonic(), source)
+        chosen = WorkerId(target) if target else self.core.placement.haven(tracked, time.monotonic())
         if chosen is None:
             raise BadInput(f"request {name}: no other worker has room for it")
         if not self.core.may_continue(tracked, chosen):

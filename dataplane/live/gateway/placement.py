@@ -16,6 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from controlplane.migration.loads import loads, request_at, views_of
+from controlplane.migration.overload import ShedSettings
+from controlplane.migration.room import best_fit
 from controlplane.perfmodel.coefficients import (
     BASE,
     BLOCK_TOKENS,
@@ -31,7 +34,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.constraints import USE_D
+from controlplane.placement.constraints import kept_tpot_s
 from controlplane.placement.decide import PATIENCE, decide, decode_worker, has_seat
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
@@ -59,11 +62,9 @@ from controlplane.placement.ledger import (
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import (
     BY_TARGETS,
-    JSQ,
     POLICY_CODE,
     PlacementSettings,
     Policy,
-    assign,
 )
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
@@ -71,7 +72,6 @@ from dataplane.live.gateway.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
-NO_TPOT_S = 1e6  # a target that is always met
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
@@ -97,8 +97,9 @@ class Placement:
         self.policy = policy
         self._settings = settings or PlacementSettings()
         self._knobs = self._settings.knobs()
-        self._with_kv = self._knobs.copy()  # of a request that brings its KV, and makes nobody wait
-        self._with_kv[USE_D] = False
+        self._forecasts = ShedSettings(
+            self._settings.theta, self._settings.gamma, headroom=self._settings.headroom
+        )
         self._rng = rng
         self._worker_rows: dict[WorkerId, int] = {}
         self._workers: dict[int, WorkerId] = {}
@@ -111,9 +112,9 @@ class Placement:
         self.holders: Callable[[int], Collection[WorkerId]] = lambda adapter: ()  # who holds a LoRA adapter
         self._lay_out()
         # Compiled now rather than under the first client's request.
-        for moving in (False, True):
-            self._choose(0, 0.0, moving, policy)
+        self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
+        loads(self._led)
 
     @property
     def ledger(self) -> Ledger:
@@ -216,36 +217,54 @@ class Placement:
         """The worker for a request, or None when it had better wait. `policy`: another than the fleet's."""
         r, policy = self.row(request), policy or self.policy
         barred = self._barred(request, exclude)
-        w = self._choose_among(r, now_s, barred, policy)
-        adapter = request.request.lora_request
-        if w != NONE and adapter is not None:
-            holders = {self._worker_rows[h] for h in self.holders(adapter.lora_int_id)} - barred
-            if holders and w not in holders:
-                h = self._choose_among(r, now_s, self._workers.keys() - holders, policy)
-                busy = self._led.workers["decoding"] + self._led.workers["queued"]
-                w = h if h != NONE and busy[h] <= busy[w] + LEAN else w
+        with self._without(barred):
+            w = self._choose(r, now_s, policy)
+        holders = self._holders(request) - barred
+        if w != NONE and holders and w not in holders:
+            with self._without(self._workers.keys() - holders):
+                h = self._choose(r, now_s, policy)
+            busy = self._led.workers["decoding"] + self._led.workers["queued"]
+            w = h if h != NONE and busy[h] <= busy[w] + LEAN else w
         return None if w == NONE else self._workers[w]
 
-    def _choose_among(self, r: int, now_s: float, barred: Collection[int], policy: Policy) -> int:
-        with self._without(barred):
-            moving = self._led.requests[r]["phase"] != HELD
-            return self._choose(r, now_s, moving, policy)
-
-    def _choose(self, r: int, now_s: float, moving: bool, policy: Policy) -> int:
+    def _choose(self, r: int, now_s: float, policy: Policy) -> int:
         # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
-        led, knobs, draw = self._led, self._knobs, self._rng.random(2)
-        if not moving:
-            w = int(decide(led, code, knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
-            return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
-        decode = self._decode_worker(r, now_s) if led.requests[r]["phase"] == DECODING else NONE
-        if decode != NONE:
-            return decode
-        if self.policy in BY_TARGETS and led.requests[r]["phase"] == DECODING:
-            code, knobs = POLICY_CODE[Policy.BEST_FIT], self._with_kv
-        # One that must leave its worker goes somewhere now, whatever it breaks.
-        chosen = int(assign(led, code, knobs, r, now_s, True, ANY_PHASE, draw))
-        return chosen if chosen != NONE else int(assign(led, JSQ, knobs, r, now_s, True, ANY_PHASE, draw))
+        led, draw = self._led, self._rng.random(2)
+        w = int(decide(led, code, self._knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+        return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
+
+    def haven(self, request: Tracked, now_s: float) -> WorkerId | None:
+        """Where a request goes that may leave its worker unhurriedly; None: it runs on where it is.
+
+        What decodes goes by the rule of both planes (migration.room), to another worker of its kind, and off
+        a prefill worker to a decode worker. Where none of its kind serves it is computed anew on one of the
+        others. What has no token yet is placed as any newcomer is.
+        """
+        if not self.is_decoding(request):
+            return self.choose(request, now_s, () if request.worker is None else (request.worker,))
+        if self.hands_over(request):
+            return self.choose_decode(request, now_s)
+        here = int(self._led.requests[self.row(request)]["worker"])
+        barred = self._barred(request, ()) | {here}
+        others = [w for w in self._serving() if w not in barred]
+        others = [w for w in others if self._kinds[w] == self._kinds[here]] or others
+        holders = self._holders(request)
+        there = self._best_fit(request, [w for w in others if w in holders])
+        return there or self._best_fit(request, [w for w in others if w not in holders])
+
+    def _best_fit(self, request: Tracked, rows: Collection[int]) -> WorkerId | None:
+        steps = {k: p.step for k, p in self._profiles.items()} if self.knows_step_times else {}
+        names = {w: (self._workers[w], steps.get(self._kinds[w])) for w in rows}
+        coming = [(self._rows[name], w) for name, (w, _) in self._expected.items() if name in self._rows]
+        views, goes = views_of(self._led, names, coming), request_at(self._led, self.row(request))
+        taker = best_fit(self._forecasts, views, goes)
+        return None if taker is None else taker.id
+
+    def _holders(self, request: Tracked) -> set[int]:
+        """The rows of workers that hold a request's LoRA adapter; none for a request without one."""
+        adapter = request.request.lora_request
+        return set() if adapter is None else {self._worker_rows[h] for h in self.holders(adapter.lora_int_id)}
 
     # Prefill and decode workers.
 
@@ -433,16 +452,15 @@ class Placement:
             row["arrival_s"] = request.arrival_s
             row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
             row["ttft_s"] = request.slo.ttft_s
-            # A TPOT that no worker keeps even for this request alone is lost, as a TTFT can be: to hold the
-            # request back for it would help nobody.
-            within_reach = self._tpot_s_alone(request.prompt_tokens) <= request.slo.tpot_s
-            row["tpot_s"] = request.slo.tpot_s if within_reach else NO_TPOT_S
+            row["tpot_s"] = request.kept_tpot_s = self._kept_tpot_s(request)
         return r
 
-    def _tpot_s_alone(self, prompt_tokens: int) -> float:
-        """What a token takes a request that has a worker of the fastest kind to itself."""
-        profiles = self._profiles.values() if self.knows_step_times else ()
-        return min((profile.alone_tpot_s(prompt_tokens) for profile in profiles), default=0.0)
+    def _kept_tpot_s(self, request: Tracked) -> float:
+        if not self.knows_step_times:
+            return request.slo.tpot_s
+        types = np.stack(list(self._profile_rows.values()))
+        asked = np.array([request.prompt_tokens]), np.array([request.slo.tpot_s])
+        return float(kept_tpot_s(types, *asked)[0])
 
     def _grow(self) -> None:
         """Make room for twice as many requests."""

@@ -27,7 +27,8 @@ class Tracked:
     `stays` counts segments begun: the id of the present one is `segment`, empty while none is. `cut` is
     the future of a cut-over whose first token has not come. `fruitless` counts segments in a row that
     ended without a token. `weights` are those that made its tokens; no others may go on with it. `number`
-    counts arrivals, and `version` is of the last change of place.
+    counts arrivals, and `version` is of the last change of place. `kept_tpot_s`: the TPOT target that
+    placement keeps, once it has looked at the request.
     """
 
     request: EngineCoreRequest
@@ -47,6 +48,7 @@ class Tracked:
     weights: str = ""
     number: int = 0
     version: int = 0
+    kept_tpot_s: float | None = None
 
     @property
     def id(self) -> RequestId:

@@ -84,7 +84,7 @@ class Exit:
     # Unhurried.
 
     async def drain(self, why: str, until_s: float = math.inf) -> None:
-        """Move everything off as room comes free, until nothing is left or the time has come."""
+        """Move everything off as it fits elsewhere, until nothing is left or the time has come."""
         # No more at a time than may move, so that each is placed by what those before it have taken.
         turns = asyncio.Semaphore(self._core.settings.moves.per_worker)
 
@@ -96,7 +96,7 @@ class Exit:
             largest = sorted(remaining, key=lambda tracked: -tracked.context_tokens)
             moved = await asyncio.gather(*map(in_turn, largest))
             if not any(moved):
-                await asyncio.sleep(DRAIN_LOOK_S)  # no room elsewhere, or none may move: let them run on
+                await asyncio.sleep(DRAIN_LOOK_S)  # nothing fits elsewhere, or may move: they run on
 
     async def shed_unstarted(self, why: str) -> None:
         """Let those without a token be prefilled elsewhere, where there is room; else they are here."""
@@ -108,15 +108,15 @@ class Exit:
             return True
         if self._core.why_fixed(tracked) is not None:
             return False
-        target = self._haven_of(tracked)
-        return target is not None and await self._move(tracked.id, target, why)
-
-    def _haven_of(self, tracked: Tracked) -> WorkerId | None:
-        """The worker that takes a request unhurriedly: of this one's kind, with KV, if one has room."""
-        kind = self._core.kind_of(self.worker)
-        others = [at.worker for at in self._core.attached() if at.kind != kind]
-        now_s, choose = time.monotonic(), self._core.placement.choose
-        return choose(tracked, now_s, (self.worker, *others)) or choose(tracked, now_s, (self.worker,))
+        placement = self._core.placement
+        target = placement.haven(tracked, time.monotonic())
+        if target is None:
+            return False
+        placement.expect(tracked, target)  # so that what goes next is placed beside it
+        try:
+            return await self._move(tracked.id, target, why)
+        finally:
+            placement.expect(tracked, None)
 
     async def _move(self, request: RequestId, target: WorkerId, why: str, hurried: bool = False) -> bool:
         try:

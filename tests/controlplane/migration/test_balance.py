@@ -72,7 +72,8 @@ def test_a_move_of_a_running_request_leaves_its_target_less_full_than_its_source
     fleet = {w.worker: w for w in fleet_of(shapes)}
     for move in planned(MoveSettings(out_below=300, in_above=300), *fleet.values()):
         source = move.source
-        if isinstance(move, Reassign) or fleet[source].state == "draining":
+        assert fleet[source].state == "serving"
+        if isinstance(move, Reassign):
             continue
         tokens = next(r.tokens for r in fleet[source].requests if r.request == move.request)
         before, there = fleet[source].counted(), fleet[move.target].counted()
@@ -114,15 +115,9 @@ def test_where_the_head_does_not_fit_room_is_made_for_it():
     assert move.request == "a1"
 
 
-def test_a_draining_worker_is_emptied_before_others_are_balanced():
-    fleet = worker("a", (20, 10), state="draining"), worker("b", (500, 450)), worker("c", (5,))
-    assert moves_of(LOOSE, *fleet) == [("a1", "a", "c")]
-    assert "draining" in planned(LOOSE, *fleet)[0].reason
-
-
 def test_nothing_moves_to_where_it_has_no_room():
-    fleet = worker("a", (300, 290), state="draining"), worker("b", (350, 370))
-    assert moves_of(MoveSettings(), *fleet) == []
+    fleet = worker("a", (500, 490)), worker("b", (510,))
+    assert moves_of(MoveSettings(out_below=300, in_above=300), *fleet) == []
 
 
 def test_what_rests_stays():
@@ -216,8 +211,6 @@ def test_what_waits_may_go_to_another_kind_where_no_target_of_its_own_is_left():
     (move,) = planned(LOOSE, full, free)
     assert isinstance(move, Reassign)
     assert move.request == "fullq0"
-    leaving = of("a", worker("leaving", (), (2000,), state="draining"))
-    assert moves_of(LOOSE, leaving, free) == [("leavingq0", "leaving", "free")]
 
 
 def test_kinds_are_paired_each_by_itself_and_nobody_takes_part_twice():

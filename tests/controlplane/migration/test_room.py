@@ -145,9 +145,10 @@ def test_draining_packs_the_fullest_worker_so_that_another_stays_empty():
     assert [len(w.requests) for w in fleet] == [0, 3, 1, 0]
 
 
-def test_what_waits_at_a_draining_worker_goes_to_the_freest():
-    leaving = worker("a", [], state="draining", waiting=[(900, 50)])
-    fleet = leaving, worker("b", [(400, 50)]), worker("c", [(600, 5)])
+def test_what_waits_at_a_draining_worker_goes_where_it_fits_of_any_kind_and_stays_where_it_fits_none():
+    leaving = worker("a", [], state="draining", waiting=[(500, 50)])
+    fleet = leaving, worker("b", [(100, 50)], kind="other"), worker("c", [(600, 5)])
     [move] = room.empty(SETTINGS, worker_views(fleet), frozenset())
     assert isinstance(move, Reassign)
     assert move.target == "b"
+    assert room.empty(SETTINGS, worker_views([leaving, fleet[2]]), frozenset()) == []

@@ -71,7 +71,7 @@ def test_what_leaves_a_worker_with_its_kv_goes_where_it_fits_best():
             there.output_token_ids.append(5)
         if i == 0:
             leaving = there
-    assert placement.choose(leaving, 0.0, [WorkerId("w0")]) == "w2"
+    assert placement.haven(leaving, 0.0) == "w2"
     newcomer = request(9, 300)
     assert placement.choose(newcomer, 0.0, [WorkerId("w0")]) == "w1"
 
