@@ -15,11 +15,18 @@ are detected by `cusum.py`. At an alarm the model goes back to what it was when 
 begun, is scaled by the median of t/t̂ since then, and learns those steps anew. The scale's history is dropped
 then; the proportions stay, since an alarm says nothing against them.
 
+What is learned is in force only where it predicted the last steps better than the *incumbent*: the profile,
+and after an alarm what was in force before it. Their losses |ln t/t̂|, clipped as above, are compared over
+about COMPARED steps; at an alarm, over those since the change. So a host's slow spell that passed for a
+change is given up once it is over, and noise of another shape than the profile's does not spoil a profile
+that is right.
+
 A term the profile has at 0 stays at 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +46,7 @@ PART = 0.25
 SCALE = (0.05, 20.0)  # of s
 CLIP = 3.0
 LEAST_SPREAD = 0.01
+COMPARED = 200
 NOISE_STEPS = 100  # memory of the errors that are reported, and of the spread
 RECENT = 400  # steps kept for an alarm
 NORMAL_MEAN_ABS = 0.7978845608
@@ -64,6 +72,8 @@ class Refit:
             raise BadInput(f"{profile.label}: step: every coefficient is 0; there is nothing to refit")
         terms = int(self._known.sum())
         self._factors = np.ones(terms)
+        self._incumbent, self._incumbent_scale = self._factors, 1.0
+        self._lead = 0.0  # by how much the learned factors' loss has lately been less than the incumbent's
         self._information = np.zeros((terms, terms))
         self._evidence = np.zeros(terms)
         self._trust, self._trusted = float(TRUST_STEPS), 1.0  # in which scale, before steps say more
@@ -79,6 +89,10 @@ class Refit:
     @property
     def slowdown(self) -> float:
         """s: how many times as long as the profile says steps take, all in all."""
+        return self._learned_scale if self._lead >= 0 else self._incumbent_scale
+
+    @property
+    def _learned_scale(self) -> float:
         evidence = self._evidence.sum() + self._trust * self._trusted
         scale = float(evidence / (self._information.sum() + self._trust))
         return min(max(scale, SCALE[0]), SCALE[1])
@@ -90,9 +104,9 @@ class Refit:
 
     @property
     def model(self) -> StepModel:
-        """The refitted step model, with the profile's terms."""
+        """The step model in force, with the profile's terms."""
         theta = self._prior.copy()
-        theta[self._known] *= self._factors
+        theta[self._known] *= self._in_force
         values = [float(x) for x in theta]
         step, slopes = self.profile.step, values[len(STEP_TERMS) :]
         hinges = tuple(
@@ -122,7 +136,8 @@ class Refit:
         self.steps += 1
         residual = step_s / predicted_s - 1.0
         self._recent.append((parts, step_s))
-        self._note(residual, step_s / profile_s - 1.0)
+        self._note(residual, step_s / float(parts @ self._in_force) - 1.0, step_s / profile_s - 1.0)
+        self._lead += self._better(parts, step_s) - self._lead / COMPARED
         alarm = self._cusum.take(residual, CLIP * self.spread)
         if alarm is not None:
             return self._jump(alarm.steps)
@@ -131,10 +146,23 @@ class Refit:
             self._keep()
         return None
 
-    def _note(self, residual: float, of_profile: float) -> None:
+    @property
+    def _in_force(self) -> NDArray[np.float64]:
+        return self._factors if self._lead >= 0 else self._incumbent
+
+    def _better(self, parts: NDArray[np.float64], step_s: float) -> float:
+        """By how much the learned factors' loss in a step is less than the incumbent's."""
+        clip = CLIP * self.spread
+        learned, incumbent = (
+            min(abs(math.log(step_s / float(parts @ factors))), clip)
+            for factors in (self._factors, self._incumbent)
+        )
+        return incumbent - learned
+
+    def _note(self, residual: float, in_force: float, of_profile: float) -> None:
         """Keep the errors' running means; early ones are plain means."""
         weight = 1.0 / min(self.steps, NOISE_STEPS)
-        self.error += weight * (abs(residual) - self.error)
+        self.error += weight * (abs(in_force) - self.error)
         self.profile_error += weight * (abs(of_profile) - self.profile_error)
         limit = CLIP * self.spread
         self._mean_abs += (min(abs(residual), limit) - self._mean_abs) / NOISE_STEPS
@@ -151,7 +179,7 @@ class Refit:
 
     def _solve(self) -> None:
         """Solve the normal equations; what leaves its bounds is set to them, the rest solved again."""
-        scale = self.slowdown
+        scale = self._learned_scale
         low, high = PART * scale, scale / PART
         terms = len(self._factors)
         matrix = self._information + RIDGE * np.eye(terms)
@@ -171,12 +199,15 @@ class Refit:
     def _jump(self, steps: int) -> StepTimeChange:
         """Go back to the model before the change, scale it to the steps since, and learn those anew."""
         since = list(self._recent)[-max(steps, BLOCK) :]
+        was_learned = self._lead >= 0
         self._information, self._evidence, self._factors, self._trust = self._before
+        if was_learned:
+            self._incumbent, self._incumbent_scale = self._factors, self._learned_scale
         ratios = np.array([step_s / float(parts @ self._factors) for parts, step_s in since])
         ratio = float(np.median(ratios))
         # The change itself has passed for noise so far.
         self._mean_abs = 1.4826 * NORMAL_MEAN_ABS * float(np.median(np.abs(ratios / ratio - 1.0)))
-        scale = min(max(self.slowdown * ratio, SCALE[0]), SCALE[1])
+        scale = min(max(self._learned_scale * ratio, SCALE[0]), SCALE[1])
         self._factors = np.clip(self._factors * ratio, PART * scale, scale / PART)
         # What it says of the common factor is taken out (the Schur complement of that direction).
         along = self._information.sum(axis=1)
@@ -187,6 +218,7 @@ class Refit:
         self._recent.clear()
         for parts, step_s in since:
             self._learn(parts, step_s)
+        self._lead = sum(self._better(parts, step_s) for parts, step_s in since)
         self._keep()
         drift = StepTimeChange(self.steps, self.steps - len(since), ratio)
         self.drifts.append(drift)

@@ -354,7 +354,7 @@ def test_both_planes_hold_a_request_for_a_tpot_within_reach_and_for_none_out_of_
         load, [WorkerSpec(crowds)], classes, "spread", settings=None, predictor=LengthTable.constant(400),
         predicted_tokens=None, seed=0, patience=4.0, max_misses=None,
     )  # fmt: skip
-    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.1)  # those that wait are offered again
     placed = [r for r in range(3) if run.ledger.requests["phase"][r] != HELD]
     placement, _ = live_twin(run.ledger._replace(requests=run.ledger.requests[:1]), crowds)
     chosen = [

@@ -166,3 +166,49 @@ def test_a_lasting_shift_is_always_found(variance: float, clip: float, sign: int
     alarms = [alarm for alarm in (cusum.take(sign * 5.0, clip) for _ in range(steps)) if alarm]
     assert alarms
     assert alarms[0].sign == sign
+
+
+def hostile(n: int, rng: np.random.Generator, tail: float, slow: float) -> np.ndarray:
+    """Noise of a crowded host: heavy tails both ways, and a share of steps that wait for a processor."""
+    noise = np.exp(0.2 * rng.standard_t(tail, n))
+    return noise * np.where(rng.random(n) < slow, rng.uniform(1.5, 4.0, n), 1.0)
+
+
+@given(st.floats(2.0, 6.0), st.floats(0.0, 0.3), st.integers(0, 99))
+@settings(max_examples=8, deadline=None)
+def test_heavy_tailed_noise_does_not_make_it_worse_than_a_profile_that_is_right(
+    tail: float, slow: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = batches(1000, rng)
+    times = TRUTH.step_s(*rows.T) * hostile(len(rows), rng, tail, slow)
+    right = scaled(TRUTH, float(np.median(times / TRUTH.step_s(*rows.T))))
+    refit = Refit(replace(PROFILE, step=right))
+    learned, known = [], []
+    for row, t in zip(rows, times, strict=True):
+        learned.append(abs(np.log(float(refit.model.step_s(*row)) / t)))
+        known.append(abs(np.log(float(right.step_s(*row)) / t)))
+        refit.take(*row[:3], t, row[3])
+    assert np.mean(learned) <= 1.02 * np.mean(known)
+
+
+@given(st.sampled_from([1 / 1.3, 1.3]), st.integers(0, 99))
+@settings(max_examples=8, deadline=None)
+def test_a_change_is_in_force_from_its_alarm_on_and_what_was_before_when_it_is_over(
+    change: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    refit = Refit(PROFILE)
+
+    def serve(factor: float, n: int) -> None:
+        for row in batches(n, rng):
+            t = float(TRUTH.step_s(*row)) * factor * float(np.exp(0.05 * rng.normal()))
+            refit.take(*row[:3], t, row[3])
+
+    serve(1.0, 600)
+    while not refit.drifts:
+        assert refit.steps < 800
+        serve(change, 1)
+    assert worst_error(refit, scaled(TRUTH, change)) < 0.12
+    serve(1.0, 300)
+    assert worst_error(refit, TRUTH) < 0.06
