@@ -5,6 +5,9 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
@@ -142,3 +145,16 @@ def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
         requests_per_minute=number("requests_per_minute", 0.0),
         burst=int(number("burst", 0)),
     )
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Keys of a YAML list; docs/serving.md has the fields. Raises BadInput with the entry's place."""
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: is not YAML: {error}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")
+    return [key_from_mapping(f"{path}: {i}", entry) for i, entry in enumerate(entries)]

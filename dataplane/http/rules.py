@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from controlplane.errors import BadInput, ControlPlaneError
+from dataplane.http.tls import is_loopback
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -150,11 +151,6 @@ def error_reply(
     error = {"message": message, "type": kind, "param": None, "code": None}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return JSONResponse({"error": error}, status_code=status, headers=named)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _refusal(request: Request, key: str | None) -> JSONResponse | None:

@@ -1,4 +1,6 @@
-"""Server ports, bound before anything starts and awaited until they answer, and API extensions.
+"""Server ports and options, files that are followed while a server runs, and API extensions.
+
+Ports are bound before anything starts and awaited until they answer.
 
 An extension (plan jobs, the console) adds routes to a control API; the program that starts the fleet hands it
 in.
@@ -13,14 +15,17 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client.registry import Collector
 
 from controlplane.errors import BadInput
+from dataplane.http.tls import ServerCertificate, own_host_context
 
 OPEN_FILES = 1 << 18
+LOOK_S = 1.0  # between two looks at a followed file
 
 
 def allow_open_files() -> None:
@@ -50,12 +55,64 @@ def bind(host: str, port: int, what: str) -> socket.socket:
     return listening
 
 
-async def until_answering(host: str, port: int, server: asyncio.Task[None]) -> None:
+def address(host: str, port: int, certificate: ServerCertificate | None) -> str:
+    """The URL of a server there."""
+    scheme = "http" if certificate is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def server_options(certificate: ServerCertificate | None) -> dict[str, Any]:
+    """What uvicorn is told of every server of ours."""
+    if certificate is None:
+        return {}
+    return {"ssl_context_factory": lambda config, default: certificate.context}
+
+
+async def follow(
+    files: Sequence[Path],
+    reload: Callable[[], None],
+    say: Callable[[str], None],
+    look_s: float = LOOK_S,
+) -> None:
+    """Call `reload` whenever the files have changed and then kept still for a look; `say` what came of it.
+
+    Two files are not replaced in one moment. Where `reload` raises BadInput, what was in force stays.
+    """
+    known = last = _state_of(files)
+    while True:
+        await asyncio.sleep(look_s)
+        last, before = _state_of(files), last
+        if last == known or last != before:
+            continue
+        known = last
+        try:
+            reload()
+        except BadInput as refusal:
+            say(f"{refusal}; what was in force stays")
+        else:
+            say(f"{' and '.join(str(file) for file in files)}: read anew, in force from now on")
+
+
+def _state_of(files: Sequence[Path]) -> tuple[object, ...]:
+    """What tells one version of the files from another, through links as Kubernetes makes them."""
+    return tuple(_stamp(file) for file in files)
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+async def until_answering(host: str, port: int, server: asyncio.Task[None], is_tls: bool = False) -> None:
     """Return once the port answers HTTP; raises what ended the server if it ended first."""
     host = "127.0.0.1" if host in ("0.0.0.0", "") else host
+    trust = own_host_context() if is_tls else None
     while not server.done():
         try:
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=trust)
             writer.write(b"GET /health HTTP/1.1\r\nHost: tokenfleet\r\nConnection: close\r\n\r\n")
             status = await reader.readline()
             writer.close()

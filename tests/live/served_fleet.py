@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -32,18 +33,19 @@ class ServedFleet:
     gateway: str
     control: str
     log: Path
+    trust: ssl.SSLContext | None = None
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
         """The control API's JSON; raises urllib's HTTPError."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.control + path, data, headers or {}, method=method)
         request.add_header("content-type", "application/json")
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=20, context=self.trust) as reply:
             return json.load(reply)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
-        with urllib.request.urlopen(f"{self.control}/metrics", timeout=20) as reply:
+        with urllib.request.urlopen(f"{self.control}/metrics", timeout=20, context=self.trust) as reply:
             lines = reply.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
@@ -81,8 +83,9 @@ def serve(
     engine_flags: tuple[str, ...] = (),
     folder: Path,
     environment: dict[str, str] | None = None,
+    trust: ssl.SSLContext | None = None,
 ) -> ServedFleet:
-    """Start `tokenfleet serve` and return once it says that it is ready.
+    """Start `tokenfleet serve` and return once it says that it is ready; over TLS it is asked with `trust`.
 
     It keeps its things under `folder`, unless `environment` (of its process, beside ours) says otherwise.
     """
@@ -109,4 +112,4 @@ def serve(
     line = process.stdout.readline()
     assert line.startswith("ready "), f"serve said {line!r}; log:\n{log.read_text()[-4000:]}"
     _, gateway_url, _, control_url = line.split()
-    return ServedFleet(process, gateway_url, control_url, log)
+    return ServedFleet(process, gateway_url, control_url, log, trust)

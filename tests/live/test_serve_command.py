@@ -2,15 +2,19 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 
 import httpx
 import psutil
 import pytest
 from checkout import ROOT
+from made_certificates import made_certificate
 from served_fleet import serve
 
+from dataplane.http.tls import client_context
 from tokenfleet.cli.main import main
 
 MODEL = "tiny-llama"
@@ -35,6 +39,8 @@ def refused(capsys, *words):
         (["--workers", "0"], "--workers"),
         (["--host", "0.0.0.0"], "--api-key"),
         (["--control-host", "0.0.0.0"], "--control-key"),
+        (["--control-host", "0.0.0.0", "--control-key", "k"], "--insecure"),
+        (["--tls-cert", "/nowhere/tls.crt", "--tls-key", "/nowhere/tls.key"], "--tls-cert"),
         (["--port", "8001"], "--control-port"),
         (["--plan", "/nowhere/plan.json"], "plan.json"),
         (["--queue-wait", "soon"], "--queue-wait"),
@@ -48,7 +54,11 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_fold
 
 @pytest.mark.parametrize(
     ("flags", "says"),
-    [(["--no-such-flag"], "no-such-flag"), (["--max-model-len", "999999"], "max_model_len")],
+    [
+        (["--no-such-flag"], "no-such-flag"),
+        (["--max-model-len", "999999"], "max_model_len"),
+        (["--ssl-certfile", "tls.crt"], "--tls-cert"),
+    ],
 )
 def test_vllms_own_refusals_are_one_line_too(model_folder, capsys, monkeypatch, flags, says):
     monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
@@ -81,7 +91,7 @@ def controllers(fleet):
 
 @pytest.fixture(scope="module")
 def guarded_fleet(model_folder, scratch):
-    """One worker with room for three requests and no queue, and two keys."""
+    """One worker with room for three requests and no queue, two keys, and a certificate."""
     keys = scratch / "keys.yaml"
     keys.write_text(
         "- {name: gold, key: g, priority: high}\n"
@@ -96,8 +106,11 @@ def guarded_fleet(model_folder, scratch):
     # No data folder is named, and what it might write to by itself is ours to look into.
     own = {"TOKENFLEET_DATA": "", "XDG_DATA_HOME": str(scratch / "home"), "TMPDIR": str(scratch / "tmp")}
     (scratch / "tmp").mkdir()
+    certificate, key = made_certificate(scratch / "tls")
     emulated = ("--engine", "emulated", "--profile", str(profile))
-    fleet = serve(model_folder, *emulated, *flags, folder=scratch, environment=own)
+    tls = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    trust = client_context(certificate)
+    fleet = serve(model_folder, *emulated, *flags, *tls, folder=scratch, environment=own, trust=trust)
     yield fleet
     fleet.stop()
 
@@ -106,7 +119,7 @@ def guarded_fleet(model_folder, scratch):
 def post(guarded_fleet):
     """A function that begins a stream and returns its response, its body not yet read."""
     body = {"model": MODEL, "prompt": "x", "max_tokens": 7000, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=guarded_fleet.gateway, timeout=30) as client:
+    with httpx.Client(base_url=guarded_fleet.gateway, timeout=30, verify=guarded_fleet.trust) as client:
 
         def begin(key, **headers):
             headers |= {"authorization": f"Bearer {key}"}
@@ -114,6 +127,33 @@ def post(guarded_fleet):
             return client.send(request, stream=True)
 
         yield begin
+
+
+def test_clients_are_served_over_tls_alone_and_a_new_certificate_is_taken_while_it_serves(
+    guarded_fleet, post, scratch
+):
+    for address in (guarded_fleet.gateway, guarded_fleet.control):
+        assert address.startswith("https://")
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"{address.replace('https', 'http')}/health")
+    stream = post("g")
+    lines = stream.iter_lines()
+    next(lines)
+    ours, renewed = scratch / "tls", made_certificate(scratch / "renewed")
+    for new in renewed:
+        shutil.copy(new, ours / new.name)
+    guarded_fleet.trust.load_verify_locations(renewed[0])
+
+    def shown():
+        port = int(guarded_fleet.gateway.rsplit(":", 1)[1])
+        return ssl.get_server_certificate(("127.0.0.1", port))
+
+    guarded_fleet.until(lambda: shown().split() == renewed[0].read_text().split())
+    assert next(line for line in lines if line).startswith("data: {")
+    stream.close()
+    decided = guarded_fleet.until(lambda: guarded_fleet.ask("GET", "/v1/fleet")["decisions"])
+    assert [d["reason"] for d in decided if d["kind"] == "certificate"][-1].endswith("from now on")
+    guarded_fleet.until(lambda: not requests(guarded_fleet))
 
 
 def requests(fleet):
@@ -135,7 +175,8 @@ def test_keys_have_bounds_and_limits_and_a_full_fleet_says_when_to_come_back(gua
     assert "full" in gold[1].json()["error"]["message"]
     assert int(gold[1].headers["retry-after"]) >= 1
     assert post("wrong").status_code == 401
-    assert httpx.post(f"{guarded_fleet.gateway}/v1/completions", json={}).status_code == 401
+    nobody = httpx.post(f"{guarded_fleet.gateway}/v1/completions", json={}, verify=guarded_fleet.trust)
+    assert nobody.status_code == 401
     for reply in (*tin, *gold):
         reply.close()
     guarded_fleet.until(lambda: not requests(guarded_fleet))
@@ -172,6 +213,6 @@ def test_it_stops_with_a_stream_open_in_an_explicit_error_and_leaves_nothing(gua
     guarded_fleet.until(lambda: not any(psutil.pid_exists(pid) for pid in started))
     for address in (guarded_fleet.gateway, guarded_fleet.control):
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{address}/health")
+            httpx.get(f"{address}/health", verify=guarded_fleet.trust)
     assert not list((scratch / "tmp").glob("tokenfleet-*"))
     assert not (scratch / "home").exists()

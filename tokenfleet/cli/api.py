@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from controlplane.errors import BadInput
+from dataplane.http.tls import is_loopback
+from tokenfleet.cli.doors import Insecure, TlsCert, TlsKey, certificate_of
+from tokenfleet.cli.flags import takes
+from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s
 
 if TYPE_CHECKING:
@@ -18,31 +24,42 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+    from dataplane.http.tls import ServerCertificate
 
 
-def api_command(
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+@dataclass(frozen=True, slots=True)
+class ApiFlags:
+    """What `tokenfleet api` is asked."""
+
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1"
     data: Annotated[
         Path | None, typer.Option(help="folder for jobs, plans and uploads (default: $TOKENFLEET_DATA)")
-    ] = None,
+    ] = None
     control_key: Annotated[
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="the key callers must send")
-    ] = None,
-    parallel: Annotated[int, typer.Option(min=1, max=64, help="plans made at the same time")] = 1,
-    queue: Annotated[int, typer.Option(min=1, max=100_000, help="plans that may wait; more get 429")] = 100,
-    job_timeout: Annotated[str, typer.Option(help="the most a plan may take")] = "15m",
-    max_upload_mb: Annotated[int, typer.Option(min=1, max=4096, help="the largest trace")] = 64,
-) -> None:
-    """Answer until SIGTERM or SIGINT; one line says so. Unfinished plans go on at the next start."""
-    job_timeout_s = parse_duration_s(job_timeout, "--job-timeout")
-    if job_timeout_s <= 0:
-        raise BadInput(f"--job-timeout: must be positive, got {job_timeout}")
-    if host not in LOOPBACK and not control_key:
-        raise BadInput(f"--host: {host} is reachable by others, so give --control-key")
+    ] = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    insecure: Insecure = False
+    parallel: Annotated[int, typer.Option(min=1, max=64, help="plans made at the same time")] = 1
+    queue: Annotated[int, typer.Option(min=1, max=100_000, help="plans that may wait; more get 429")] = 100
+    job_timeout: Annotated[str, typer.Option(help="the most a plan may take")] = "15m"
+    max_upload_mb: Annotated[int, typer.Option(min=1, max=4096, help="the largest trace")] = 64
 
-    from dataplane.http.server import bind
+
+@takes(ApiFlags)
+def api_command(flags: ApiFlags) -> None:
+    """Answer until SIGTERM or SIGINT; one line says so. Unfinished plans go on at the next start."""
+    job_timeout_s = parse_duration_s(flags.job_timeout, "--job-timeout")
+    if job_timeout_s <= 0:
+        raise BadInput(f"--job-timeout: must be positive, got {flags.job_timeout}")
+    host, port = flags.host, flags.port
+    if not is_loopback(host) and not flags.control_key:
+        raise BadInput(f"--host: {host} is reachable by others, so give --control-key")
+    certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, {"--host": host})
+
+    from dataplane.http.server import address, bind
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import plan_app
     from tokenfleet.service.data_folder import default_data_folder
@@ -50,25 +67,32 @@ def api_command(
     from tokenfleet.service.routes import plan_extension
 
     listening = bind(host, port, "--port")
-    limits = ServiceLimits(parallel, queue, job_timeout_s, max_upload_mb << 20)
-    service = PlanService(data or default_data_folder(), limits)
-    app = plan_app(control_key, [plan_extension(service), console_extension()])
+    limits = ServiceLimits(flags.parallel, flags.queue, job_timeout_s, flags.max_upload_mb << 20)
+    service = PlanService(flags.data or default_data_folder(), limits)
+    app = plan_app(flags.control_key, [plan_extension(service), console_extension()])
     try:
-        _answer(app, listening, f"ready http://{f'[{host}]' if ':' in host else host}:{port}")
+        _answer(app, listening, certificate, f"ready {address(host, port, certificate)}")
     finally:
         service.close()
         listening.close()
 
 
-def _answer(app: FastAPI, listening: socket.socket, ready: str) -> None:
+def _answer(
+    app: FastAPI, listening: socket.socket, certificate: ServerCertificate | None, ready: str
+) -> None:
     """Serve until SIGTERM or SIGINT, both of which end it cleanly; `ready` is printed once it answers."""
     import uvicorn
+
+    from dataplane.http.server import follow, server_options
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
                 print(ready, flush=True)
+            if certificate is not None:
+                following = follow(certificate.files, certificate.reload, lambda line: warn([line]))
+                self.following = asyncio.create_task(following)  # ends with the loop
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -80,5 +104,6 @@ def _answer(app: FastAPI, listening: socket.socket, ready: str) -> None:
                 for one, handler in before.items():
                     signal.signal(one, handler)
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    options: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, **options, **server_options(certificate))
     Server(config).run(sockets=[listening])

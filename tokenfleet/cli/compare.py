@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,8 @@ from rich.table import Table
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS
+from dataplane.http.tls import client_context
+from tokenfleet.cli.doors import TlsCa
 from tokenfleet.cli.flags import takes
 from tokenfleet.cli.terminal import console, show, warn
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
@@ -63,6 +66,10 @@ class CompareFlags:
     workers: Annotated[int | None, typer.Option(min=1, help="of the endpoint; else the control API's")] = None
     policy: Annotated[str, typer.Option(help="placement, as the fleet has it")] = "spread"
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of the endpoint")] = None
+    control_key: Annotated[
+        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="of the control API")
+    ] = None
+    tls_ca: TlsCa = None
     rate_scale: Annotated[float, typer.Option(help="requests arrive this many times as fast")] = 1.0
     window: Annotated[str | None, typer.Option(help="only this part of the trace: 10m..20m")] = None
     overhead: Annotated[
@@ -87,6 +94,7 @@ def compare_command(flags: CompareFlags) -> int:
     --profile fitted.yaml --slo ttft=1.6s,tpot=75ms --steps $TOKENFLEET_DATA/steps.csv
     """
     request, fixed_s = _checked(flags)
+    trust = client_context(flags.tls_ca)
     targets = request.slo
     from tokenfleet.compare.replay import read_steps
     from tokenfleet.planning.inputs import trimmed
@@ -101,9 +109,7 @@ def compare_command(flags: CompareFlags) -> int:
     if not len(workload):
         raise BadInput(f"{read.name}: no requests to replay")
     warn(read.warnings)
-    run = asyncio.run(
-        _replayed(workload, flags.endpoint, flags.api_key, flags.control, worker, fixed_s, flags.seed)
-    )
+    run = asyncio.run(_replayed(workload, flags, trust, worker, fixed_s))
     count = flags.workers or run["workers"]
     from dataplane.simulated.simulate import WorkerSpec, simulate
 
@@ -233,46 +239,43 @@ def met(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], slo: Slo) -> f
 
 
 async def _replayed(
-    workload: Workload,
-    endpoint: str,
-    key: str | None,
-    control: str | None,
-    worker: Any,
-    fixed_s: float | None,
-    seed: int,
+    workload: Workload, flags: CompareFlags, trust: ssl.SSLContext, worker: Any, fixed_s: float | None
 ) -> dict[str, Any]:
     from tokenfleet.compare.replay import overheads_s, replay, served_model
 
-    rng = np.random.default_rng(seed)
-    to = await served_model(endpoint, key)
+    rng = np.random.default_rng(flags.seed)
+    to = await served_model(flags.endpoint, flags.api_key, trust)
     alone_s = worker.alone_ttft_s(LONE_TOKENS)
     extra_s = await overheads_s(to, alone_s, rng) if fixed_s is None else np.array([fixed_s])
-    before = await _counters(control)
+    before = await _counters(flags, trust)
     shown = console(stderr=True)
     columns = (TextColumn("replaying"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
         task = progress.add_task("", total=len(workload))
         replayed = await replay(workload, to, rng, lambda done: progress.update(task, completed=done))
-    after = await _counters(control)
+    after = await _counters(flags, trust)
     counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
     workers = after.get("workers", 0)
     return {"replayed": replayed, "overheads_s": extra_s, "counters": counters, "workers": workers}
 
 
-async def _counters(control: str | None) -> dict[str, int]:
+async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, int]:
     """Workers, preemptions and moves of the fleet so far; nothing without a control API."""
-    if control is None:
+    if flags.control is None:
         return {}
     import aiohttp
 
+    from tokenfleet.compare.replay import Endpoint, refusal
+
+    control = Endpoint(flags.control.rstrip("/"), "", flags.control_key, trust)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-            async with session.get(f"{control.rstrip('/')}/v1/fleet") as reply:
+        async with control.session(30.0) as session:
+            async with session.get(f"{control.url}/v1/fleet") as reply:
                 fleet = await reply.json(content_type=None)
-            async with session.get(f"{control.rstrip('/')}/metrics") as reply:
+            async with session.get(f"{control.url}/metrics") as reply:
                 metrics = await reply.text()
     except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-        raise BadInput(f"--control: {control}: does not answer as a fleet does: {error!r}") from None
+        raise refusal("--control", control.url, "does not answer as a fleet does", error) from None
     serving = [w for w in fleet.get("workers", []) if w.get("state") == "serving"]
     preemptions = sum((w.get("telemetry") or {}).get("preemptions", 0) for w in serving)
     moved = sum(

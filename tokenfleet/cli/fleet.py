@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from controlplane.errors import BadInput
+from dataplane.http.tls import client_context, distrust
+from tokenfleet.cli.doors import TlsCa
 from tokenfleet.durations import duration_text
 
 fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operate a running fleet.")
@@ -31,11 +34,13 @@ def fleet(
     control_key: Annotated[
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="its key, where it asks for one")
     ] = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Remember where the fleet's control API is."""
     if not control.startswith(("http://", "https://")):
         raise BadInput(f"--control: expected an address such as http://127.0.0.1:8001, got {control!r}")
-    context.obj = ControlClient(control.rstrip("/"), control_key)
+    trust = client_context(tls_ca) if control.startswith("https://") else None
+    context.obj = ControlClient(control.rstrip("/"), control_key, trust)
 
 
 @fleet_app.command()
@@ -116,8 +121,8 @@ def explain(
 class ControlClient:
     """The control API as a function; every failure is one line."""
 
-    def __init__(self, address: str, key: str | None) -> None:
-        self.address, self._key = address, key
+    def __init__(self, address: str, key: str | None, trust: ssl.SSLContext | None = None) -> None:
+        self.address, self._key, self._trust = address, key, trust
 
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
@@ -132,12 +137,14 @@ class ControlClient:
         if self._key is not None:
             request.add_header("authorization", f"Bearer {self._key}")
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            with urllib.request.urlopen(request, timeout=timeout_s, context=self._trust) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             raise BadInput(f"{self.address}: {_message(error)}") from None
         except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
             reason = getattr(error, "reason", error)
+            if (why := distrust(reason)) is not None:
+                raise BadInput(f"--control: {self.address}: {why}") from None
             raise BadInput(f"--control: {self.address} does not answer ({reason})") from None
 
 

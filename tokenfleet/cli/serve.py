@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,9 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import Slo
+from dataplane.http.tls import is_loopback
 from dataplane.live.engine_api.notices import checked_source
+from tokenfleet.cli.doors import Insecure, TlsCert, TlsKey, certificate_of, keys_of
 from tokenfleet.cli.flags import takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
@@ -39,8 +41,8 @@ from tokenfleet.profiles.library import LearnedProfiles, learned_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from dataplane.http.keys import ApiKey
     from dataplane.http.server import Extension
+    from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.control.settings import Autoscale
     from dataplane.live.pool.fleet_types import FleetTypes
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
 INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
 )
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Warnings of every start on CPUs, or of Ray in a thread, by the logger they come from: they read like faults.
 EXPECTED = {
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
@@ -91,6 +92,9 @@ class ServeFlags:
     control_key: Annotated[
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
     ] = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    insecure: Insecure = False
     slo: Annotated[
         str | None,
         typer.Option(help="default targets (without: ttft=1.6s,tpot=75ms, or what the engine can meet)"),
@@ -229,7 +233,8 @@ def serve_command(flags: ServeFlags) -> None:
     """
     checked = _checked(flags)
     _needs_live_extra()
-    keys = _keys(flags)
+    keys = keys_of(flags.api_key or [], flags.api_keys, flags.host)
+    certificate = _certificate(flags)
     _look_at_host(flags, checked.model)
     _prepare_process(flags.verbose)
     tell = _teller()
@@ -243,8 +248,8 @@ def serve_command(flags: ServeFlags) -> None:
     allow_open_files()
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
-        settings = _settings(flags, checked, keys, folder, (*planning, console_extension("live.html")))
-        _run(settings, run_fleet, tell)
+        settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
+        _run(replace(settings, keys=keys, certificate=certificate), run_fleet, tell)
 
 
 def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
@@ -303,25 +308,16 @@ def _model(name: str) -> str:
     return str(folder.resolve())
 
 
-def _keys(flags: ServeFlags) -> tuple[ApiKey, ...]:
-    """The keys of clients; raises BadInput for a door to others without one."""
-    from dataplane.http.keys import ApiKey
-
-    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(flags.api_key or [])]
-    keys += _keys_from(flags.api_keys) if flags.api_keys is not None else []
-    if not keys and (secret := os.environ.get("VLLM_API_KEY")):
-        keys = [ApiKey("key-0", secret)]
-    if flags.host not in LOOPBACK and not keys:
-        raise BadInput(f"--host: {flags.host} is reachable by others, so give --api-key or --api-keys")
-    if flags.control_host not in LOOPBACK and not flags.control_key:
+def _certificate(flags: ServeFlags) -> ServerCertificate | None:
+    if not is_loopback(flags.control_host) and not flags.control_key:
         raise BadInput(f"--control-host: {flags.control_host} is reachable by others, so give --control-key")
-    return tuple(keys)
+    hosts = {"--host": flags.host, "--control-host": flags.control_host}
+    return certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, hosts)
 
 
 def _settings(
     asked: ServeFlags,
     checked: Checked,
-    keys: tuple[ApiKey, ...],
     folder: Path | None,
     extensions: tuple[Extension, ...],
 ) -> FleetSettings:
@@ -340,7 +336,6 @@ def _settings(
         control_host=asked.control_host,
         control_port=asked.control_port,
         control_key=asked.control_key,
-        keys=keys,
         slo=checked.slo,
         attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
         waiting=QueueSettings(asked.queue, checked.queue_wait_s),
@@ -445,20 +440,3 @@ def _policy(name: str) -> tuple[Policy, bool]:
         return read_policy(name)
     except BadInput as refusal:
         raise BadInput(f"--{refusal}") from None
-
-
-def _keys_from(path: Path) -> list[ApiKey]:
-    """Keys of a YAML list; see docs for the fields. Raises BadInput with the entry's place."""
-    import yaml
-
-    from dataplane.http.keys import key_from_mapping
-
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: is not YAML: {error}") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")
-    return [key_from_mapping(f"{path}: {i}", entry) for i, entry in enumerate(entries)]

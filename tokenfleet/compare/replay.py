@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.workload import Workload
+from dataplane.http.tls import distrust
 from tokenfleet.profiles.measurements import numbers, read_table
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 3, 1000  # ids that any vocabulary has
@@ -93,24 +95,34 @@ class Endpoint:
     url: str
     model: str
     key: str | None = None
+    trust: ssl.SSLContext | None = None
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+    def session(self, timeout_s: float) -> aiohttp.ClientSession:
+        """A client of it, that sends the key and accepts the certificates that are trusted."""
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        connector = aiohttp.TCPConnector(limit=0, ssl=self.trust or True)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
 
-async def served_model(url: str, key: str | None) -> Endpoint:
+def refusal(flag: str, url: str, what: str, error: BaseException) -> BadInput:
+    """In one line why an address does not serve."""
+    why = distrust(getattr(error, "certificate_error", None))
+    return BadInput(f"{flag}: {url}: {why}" if why else f"{flag}: {url}: {what}: {error!r}")
+
+
+async def served_model(url: str, key: str | None, trust: ssl.SSLContext | None = None) -> Endpoint:
     """The endpoint and the first model it serves. Raises BadInput when it does not answer as one."""
-    endpoint = Endpoint(url.rstrip("/"), "", key)
+    endpoint = Endpoint(url.rstrip("/"), "", key, trust)
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
-            session.get(f"{endpoint.url}/v1/models", headers=endpoint.headers) as reply,
+            endpoint.session(30.0) as session,
+            session.get(f"{endpoint.url}/v1/models") as reply,
         ):
             answer = await reply.json(content_type=None)
-            return Endpoint(endpoint.url, str(answer["data"][0]["id"]), key)
+            return replace(endpoint, model=str(answer["data"][0]["id"]))
     except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError, TypeError, TimeoutError) as error:
-        raise BadInput(f"--endpoint: {url}: no OpenAI endpoint answers there: {error!r}") from None
+        raise refusal("--endpoint", url, "no OpenAI endpoint answers there", error) from None
 
 
 async def overheads_s(endpoint: Endpoint, alone_s: float, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -137,9 +149,7 @@ async def replay(
     received = np.zeros(n, np.int64)
     errors: list[str] = []
     done = 0
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with endpoint.session(REQUEST_S) as session:
         # Prompts are made before the clock starts: drawing them must not delay anyone.
         prompts = [
             rng.integers(FIRST_TOKEN_ID, LAST_TOKEN_ID, int(p)).tolist() for p in workload.prompt_tokens
@@ -161,9 +171,7 @@ async def replay(
             }
             sent[i] = time.perf_counter() - began
             try:
-                async with session.post(
-                    f"{endpoint.url}/v1/completions", json=body, headers=endpoint.headers
-                ) as reply:
+                async with session.post(f"{endpoint.url}/v1/completions", json=body) as reply:
                     if reply.status != 200:
                         raise BadInput(f"HTTP {reply.status}: {(await reply.text())[:200]}")
                     async for line in reply.content:

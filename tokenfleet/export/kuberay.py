@@ -110,7 +110,9 @@ def _gateway(fleet: Deployment, group: WorkerGroup, name: str, image: str) -> Ob
     amounts = _amounts(group)
     head = f"{name}-head-svc:{GCS_PORT}"
     join = f"ray start --address {head} --num-cpus {amounts['cpu']} --num-gpus {group.worker_type.gpus}"
-    own = ["--nodes-wait", NODES_WAIT, "--shutdown-wait", f"{STREAMS_S}s"]
+    # The ingress or mesh has the certificate that clients know, renews it, and encrypts between pods; probes,
+    # the preStop hook and Prometheus ask in plain HTTP.
+    own = ["--insecure", "--nodes-wait", NODES_WAIT, "--shutdown-wait", f"{STREAMS_S}s"]
     serve = shlex.join(serve_words(fleet, f"{FOLDER}/{PLAN}", own))
     script = f"until ray health-check --address {head}; do sleep 2; done; {join} && exec {serve}"
     container = _container("gateway", image, amounts)

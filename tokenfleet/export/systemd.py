@@ -11,10 +11,12 @@ SHUTDOWN_S = 60
 
 
 def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfleet") -> str:
-    """The unit's text; keys come from /etc/tokenfleet/keys.env. Raises BadInput for several GPU types."""
+    """The unit's text; keys and certificate come from /etc/tokenfleet. Raises BadInput for several GPU types."""
     if len({group.worker_type.gpu for group in fleet.groups}) > 1:
         raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
-    own = ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
+    # A machine of its own has nobody before it who would encrypt.
+    own = ["--tls-cert", "/etc/tokenfleet/tls.crt", "--tls-key", "/etc/tokenfleet/tls.key"]
+    own += ["--data", "/var/lib/tokenfleet", "--shutdown-wait", f"{SHUTDOWN_S}s"]
     words = [program, *serve_words(fleet, f"/etc/tokenfleet/{PLAN}", own)[1:]]
     # systemd expands % and $ in ExecStart; neither has a meaning in our flags.
     command = shlex.join(words).replace("%", "%%").replace("$", "$$")

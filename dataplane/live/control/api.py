@@ -23,7 +23,8 @@ from dataplane.http.rules import (
     error_reply,
     keep_house_rules,
 )
-from dataplane.http.server import Extension
+from dataplane.http.server import Extension, server_options
+from dataplane.http.tls import ServerCertificate
 from dataplane.live.control.operations import Operations
 
 
@@ -304,8 +305,9 @@ class QuietServer(uvicorn.Server):
         return nullcontext()
 
 
-def control_server(app: FastAPI) -> QuietServer:
+def control_server(app: FastAPI, certificate: ServerCertificate | None = None) -> QuietServer:
     """A server for the app; give its `serve` a bound socket, and set `should_exit` to end it."""
+    options = server_options(certificate)
     return QuietServer(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
     )

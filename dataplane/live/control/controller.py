@@ -31,6 +31,7 @@ from controlplane.errors import BadInput
 from controlplane.port import Outcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.snapshot import Migrate, Note, Reassign, Scale, Snapshot
+from dataplane.http.tls import own_host_context
 from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.control.changes import Changes, Mirror
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
@@ -51,6 +52,7 @@ class LivePlane:
         self._wanted = 0
         self._advised: tuple[object, ...] | None = None
         self._silence = ""  # why the API did not answer since the last look
+        self._trust = own_host_context()
 
     @property
     def settings(self) -> Settings:
@@ -127,7 +129,7 @@ class LivePlane:
         request.add_header("content-type", "application/json")
         if self._settings.key is not None:
             request.add_header("authorization", f"Bearer {self._settings.key}")
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self._trust) as reply:
             return bytes(reply.read())
 
 

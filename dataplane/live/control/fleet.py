@@ -27,7 +27,8 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing
-from dataplane.http.server import Extension, bind, until_answering
+from dataplane.http.server import Extension, address, bind, follow, until_answering
+from dataplane.http.tls import ServerCertificate
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.operations import FleetFacts, Operations
@@ -80,7 +81,6 @@ class FleetSettings:
     control_host: str
     control_port: int
     control_key: str | None
-    keys: tuple[ApiKey, ...]
     slo: Slo | None
     attainment: float
     waiting: QueueSettings
@@ -97,6 +97,8 @@ class FleetSettings:
     headroom: float = 0.0
     nodes_wait_s: float = 0.0
     extensions: tuple[Extension, ...] = ()
+    keys: tuple[ApiKey, ...] = ()
+    certificate: ServerCertificate | None = None
 
 
 async def run_fleet(
@@ -174,8 +176,9 @@ async def run_fleet(
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
         gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
 
-        gateway_url = _url(settings.gateway.host, settings.gateway.port)
-        control_url = _url(settings.control_host, settings.control_port)
+        certificate = settings.certificate
+        gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
+        control_url = address(settings.control_host, settings.control_port, certificate)
         facts = FleetFacts(
             settings.gateway.model,
             settings.engine,
@@ -194,15 +197,19 @@ async def run_fleet(
             for collector in extension.collectors:
                 metrics.registry.register(collector)
             await cleanup.enter_async_context(extension.running())
-        control = control_server(control_app(operations, settings.control_key, settings.extensions))
+        app = control_app(operations, settings.control_key, settings.extensions)
+        control = control_server(app, certificate)
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 
         door = DoorPolicy(KeyRing(settings.keys), slo, metrics, core.abandon, control_url)
         core.on_closing.append(lambda why: setattr(door, "closing", why))
-        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
-        await until_answering(settings.control_host, settings.control_port, answering)
-        await until_answering(settings.gateway.host, settings.gateway.port, serving)
+        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket, certificate))
+        is_tls = certificate is not None
+        await until_answering(settings.control_host, settings.control_port, answering, is_tls)
+        await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
+        if certificate is not None:
+            cluster.spawn(follow(certificate.files, certificate.reload, partial(_say, events, "certificate")))
         controller_settings = ControllerSettings(
             control_url,
             settings.control_key,
@@ -331,5 +338,7 @@ async def _end_server(server: object, answering: asyncio.Task[None]) -> None:
     await asyncio.wait([answering], timeout=5.0)
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _say(events: EventLog, kind: str, line: str) -> None:
+    """Tell operators, who look at the events or at the log."""
+    events.record(time.time(), kind, line)
+    log.warning("%s", line)

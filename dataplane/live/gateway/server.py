@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,7 +25,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from controlplane.errors import BadInput
-from dataplane.http.rules import is_loopback
+from dataplane.http.server import server_options
+from dataplane.http.tls import ServerCertificate, is_loopback
 from dataplane.live.engine_api.vllm_surface import (
     AsyncEngineArgs,
     EngineCoreClient,
@@ -103,13 +104,19 @@ class Gateway:
         """Take over what only a started engine knows: its KV blocks, for vLLM's metrics."""
         self.config.cache_config.num_gpu_blocks = kv_blocks
 
-    async def serve(self, core: FleetCore, door: DoorPolicy, listening: socket.socket) -> None:
+    async def serve(
+        self,
+        core: FleetCore,
+        door: DoorPolicy,
+        listening: socket.socket,
+        certificate: ServerCertificate | None = None,
+    ) -> None:
         """Answer until SIGTERM or SIGINT, then end every stream and return."""
-        address = f"http://{self.settings.host}:{self.settings.port}"
         if self.config.lora_config is not None and is_loopback(self.settings.host):
             # vLLM's own switch: beyond this machine whoever runs the fleet must want it.
             os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        await serve_http(FleetLLM(self.config, core, door), listening, address, self.arguments)
+        llm = FleetLLM(self.config, core, door)
+        await serve_http(llm, listening, self.arguments, server_options(certificate))
 
 
 # Engine arguments that the server reads as well; of a worker's TP degree its kind decides.
@@ -165,6 +172,8 @@ def parse_flags(flags: Sequence[str]) -> argparse.Namespace:
         validate_parsed_serve_args(arguments)
     except (TypeError, ValueError, KeyError) as error:
         raise BadInput(f"engine flags: {_first_line(error)}") from error
+    if arguments.ssl_certfile or arguments.ssl_keyfile:
+        raise BadInput("engine flags: --ssl-certfile, --ssl-keyfile: give --tls-cert and --tls-key before --")
     return arguments
 
 
@@ -197,9 +206,12 @@ def engine_config(arguments: argparse.Namespace) -> Any:
     return config
 
 
-async def serve_http(llm: FleetLLM, listening: socket.socket, address: str, arguments: Any) -> None:
+async def serve_http(
+    llm: FleetLLM, listening: socket.socket, arguments: Any, options: Mapping[str, Any]
+) -> None:
     """vLLM's OpenAI server until SIGTERM or SIGINT; returns when its streams are over."""
-    closing = await build_and_serve(llm, address, listening, arguments)
+    address = f"{arguments.host}:{arguments.port}"  # for its log
+    closing = await build_and_serve(llm, address, listening, arguments, **options)
     await asyncio.wait_for(closing, timeout=10.0)
 
 
