@@ -22,6 +22,7 @@ from fastapi import APIRouter
 from prometheus_client.registry import Collector
 
 from controlplane.errors import BadInput
+from dataplane.http.protocol import BoundedHttp
 from dataplane.http.tls import ServerCertificate, own_host_context
 
 OPEN_FILES = 1 << 18
@@ -63,9 +64,10 @@ def address(host: str, port: int, certificate: ServerCertificate | None) -> str:
 
 def server_options(certificate: ServerCertificate | None) -> dict[str, Any]:
     """What uvicorn is told of every server of ours."""
-    if certificate is None:
-        return {}
-    return {"ssl_context_factory": lambda config, default: certificate.context}
+    options: dict[str, Any] = {"http": BoundedHttp}
+    if certificate is not None:
+        options["ssl_context_factory"] = lambda config, default: certificate.context
+    return options
 
 
 async def follow(
