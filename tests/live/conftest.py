@@ -74,9 +74,10 @@ def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     parts = [("h100-sxm", 2, 1, 5.38), ("a100-sxm", 1, 2, 2.78)]
     fleet = [{"gpu": gpu, "tp_degree": tp, "workers": n, "usd_per_hour": usd} for gpu, tp, n, usd in parts]
     plan = parse_plan(plan_of_fleet(fleet, "llama-3.1-8b", policy="best-fit"), "mixed.json")
-    config, job, _ = kuberay(deployment(plan, str(model_folder)), "mixed", "image")
-    (scratch / "plan.json").write_text(config["data"]["plan.json"])
-    words = shlex.split(job["spec"]["entrypoint"].replace("/etc/tokenfleet", str(scratch)))
+    made = {one["kind"]: one for one in kuberay(deployment(plan, str(model_folder)), "mixed", "image")}
+    (scratch / "plan.json").write_text(made["ConfigMap"]["data"]["plan.json"])
+    script = made["Deployment"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    words = shlex.split(script.replace("/etc/tokenfleet", str(scratch)))
     asked = [words[i : i + 2] for i, word in enumerate(words) if word in ("--plan", "--max-workers")]
     served = serve(model_folder, "--engine", "emulated", *itertools.chain(*asked), folder=scratch)
     yield served

@@ -64,7 +64,8 @@ def test_whether_requests_move_is_the_plans_word():
 def test_an_export_carries_the_plan_itself_and_serves_it(plan, tmp_path):
     fleet = deployment(plan, "/srv/weights")
     texts = export_files(fleet, ["kuberay", "systemd"], ExportSettings(), tmp_path)
-    config, job, _ = yaml.safe_load_all(texts[tmp_path / "kuberay" / "kuberay.yaml"])
+    made = {one["kind"]: one for one in yaml.safe_load_all(texts[tmp_path / "kuberay" / "kuberay.yaml"])}
+    config, pod = made["ConfigMap"], made["Deployment"]["spec"]["template"]["spec"]
     carried = [config["data"]["plan.json"], texts[tmp_path / "systemd" / "plan.json"]]
     for text in carried:
         (tmp_path / "carried.json").write_text(text)
@@ -72,11 +73,10 @@ def test_an_export_carries_the_plan_itself_and_serves_it(plan, tmp_path):
         assert read.document == plan.document
         (one,) = planned_types(read, (), as_is=False)
         assert one.profile == MADE
-    words = shlex.split(job["spec"]["entrypoint"])
-    assert words == serve_words(fleet, "/etc/tokenfleet/plan.json")
+    words = shlex.split(pod["containers"][0]["command"][2].rpartition(" exec ")[2])
+    assert words[:6] == serve_words(fleet, "/etc/tokenfleet/plan.json", [])[:6]
     # The model's own name says that the weights are of it, whatever their folder is called.
     assert words[-4:] == ["--served-model-name", "weights", "/srv/weights", "made"]
-    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "plan"]
     assert mount["mountPath"] == "/etc/tokenfleet"
     assert {"name": "plan", "configMap": {"name": config["metadata"]["name"]}} in pod["volumes"]

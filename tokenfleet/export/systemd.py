@@ -11,7 +11,7 @@ SHUTDOWN_S = 60
 
 
 def systemd_unit(fleet: Deployment, program: str = "/opt/tokenfleet/bin/tokenfleet") -> str:
-    """The unit's text; keys and certificate come from /etc/tokenfleet. Raises BadInput for several GPU types."""
+    """The unit's text; keys and certificate are in /etc/tokenfleet. Raises BadInput for several GPU types."""
     if len({group.worker_type.gpu for group in fleet.groups}) > 1:
         raise BadInput("systemd: one machine has one type of GPU, this fleet has several: plan with --gpu")
     # A machine of its own has nobody before it who would encrypt.
