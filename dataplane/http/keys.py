@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
+from dataplane.http.tls import is_loopback
 
 PRIORITIES = {"normal": 0, "high": 1}
 
@@ -158,3 +160,14 @@ def read_keys(path: Path) -> list[ApiKey]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")
     return [key_from_mapping(f"{path}: {i}", entry) for i, entry in enumerate(entries)]
+
+
+def keys_of(given: Sequence[str], file: Path | None, host: str) -> tuple[ApiKey, ...]:
+    """The keys of clients; raises BadInput for a door to others without one."""
+    keys = [ApiKey(f"key-{i}", secret) for i, secret in enumerate(given)]
+    keys += read_keys(file) if file is not None else []
+    if not keys and (secret := os.environ.get("VLLM_API_KEY")):
+        keys = [ApiKey("key-0", secret)]
+    if not is_loopback(host) and not keys:
+        raise BadInput(f"--host: {host} is reachable by others, so give --api-key or --api-keys")
+    return tuple(keys)

@@ -7,7 +7,7 @@ whole or not at all, in every server that shares it, and connections that are op
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import ip_address
@@ -45,6 +45,26 @@ class ServerCertificate:
     def reload(self) -> None:
         """Read the files; where they cannot be served with, what was in force stays."""
         self._current = _context(*self.files, self._hosts)
+
+
+def certificate_of(
+    certificate: Path | None, key: Path | None, insecure: bool, hosts: Mapping[str, str]
+) -> ServerCertificate | None:
+    """What to serve HTTPS with; `hosts` by flag. Raises BadInput where others would be served without."""
+    if (certificate is None) != (key is None):
+        given, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
+        raise BadInput(f"{given}: needs {missing} beside it")
+    if certificate is not None and key is not None:
+        if insecure:
+            raise BadInput("--insecure: serves in the clear; leave it out with --tls-cert")
+        return ServerCertificate(certificate, key, tuple(hosts.values()))
+    for flag, host in hosts.items():
+        if not is_loopback(host) and not insecure:
+            raise BadInput(
+                f"{flag}: {host} is reachable by others, who could read keys and prompts on their way:"
+                " give --tls-cert and --tls-key, or --insecure where a proxy or a private network keeps them"
+            )
+    return None
 
 
 def client_context(authority: Path | None) -> ssl.SSLContext:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controlplane.errors import BadInput
-from dataplane.http.tls import is_loopback
-from tokenfleet.cli.doors import Insecure, TlsCert, TlsKey, certificate_of
-from tokenfleet.cli.flags import takes
+from dataplane.http.tls import certificate_of, is_loopback
+from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s
 

@@ -17,8 +17,7 @@ from rich.table import Table
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS
 from dataplane.http.tls import client_context
-from tokenfleet.cli.doors import TlsCa
-from tokenfleet.cli.flags import takes
+from tokenfleet.cli.flags import TlsCa, takes
 from tokenfleet.cli.terminal import console, show, warn
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
 from tokenfleet.planning.request import PlanRequest

@@ -24,6 +24,21 @@ from tokenfleet.field_errors import nearest
 from tokenfleet.planning.request import Option, PlanRequest, options
 
 Command = Callable[..., int]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(help="PEM certificate (with its chain) to serve HTTPS with; read anew when it changes"),
+]
+TlsKey = Annotated[Path | None, typer.Option(help="and its private key")]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", help="serve others in the clear: a proxy or a private network keeps what is sent secret"
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(help="PEM file of who signed its certificate (default: the system's, or SSL_CERT_FILE)"),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from controlplane.errors import BadInput
 from dataplane.http.tls import client_context, distrust
-from tokenfleet.cli.doors import TlsCa
+from tokenfleet.cli.flags import TlsCa
 from tokenfleet.durations import duration_text
 
 fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operate a running fleet.")

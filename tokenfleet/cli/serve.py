@@ -21,10 +21,10 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy, read_policy
 from controlplane.types import Slo
-from dataplane.http.tls import is_loopback
+from dataplane.http.keys import keys_of
+from dataplane.http.tls import certificate_of, is_loopback
 from dataplane.live.engine_api.notices import checked_source
-from tokenfleet.cli.doors import Insecure, TlsCert, TlsKey, certificate_of, keys_of
-from tokenfleet.cli.flags import takes
+from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
     WORKERS,

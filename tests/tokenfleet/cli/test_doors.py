@@ -7,8 +7,8 @@ import pytest
 from made_certificates import made_certificate
 
 from controlplane.errors import BadInput
-from dataplane.http.tls import ServerCertificate
-from tokenfleet.cli.doors import certificate_of, keys_of
+from dataplane.http.keys import keys_of
+from dataplane.http.tls import ServerCertificate, certificate_of
 from tokenfleet.cli.main import main
 
 OPEN = {"--host": "127.0.0.1", "--control-host": "0.0.0.0"}
