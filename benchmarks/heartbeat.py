@@ -169,7 +169,7 @@ async def measured(asked: Any) -> dict[str, Any]:
     step_times.kind_of = core.kind_of
     arrived = DemandCount()
     core.on_arrival.append(arrived.add)
-    host = EmulatedHost({kind.name: profile}, "any", 8192, Noise())
+    host = EmulatedHost({kind.name: profile}, 8192, Noise())
     launch = host.launch
     host.launch = lambda *what: of("engines", asyncio.ensure_future, launch(*what))  # type: ignore[method-assign]
     pool = WorkerPool(host, core, events, asked.workers, types)

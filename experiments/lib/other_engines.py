@@ -26,11 +26,9 @@ def main() -> None:
     factor = float(sys.argv.pop(1))
 
     class OtherHost(emulated_host.EmulatedHost):
-        def __init__(
-            self, profiles: Mapping[str, Profile], model: str, max_model_len: int, noise: Noise
-        ) -> None:
+        def __init__(self, profiles: Mapping[str, Profile], max_model_len: int, noise: Noise) -> None:
             truth = {kind: times(profile, factor) for kind, profile in profiles.items()}
-            super().__init__(truth, model, max_model_len, noise)
+            super().__init__(truth, max_model_len, noise)
 
     emulated_host.EmulatedHost = OtherHost  # type: ignore[misc]
     from tokenfleet.cli.main import main as tokenfleet

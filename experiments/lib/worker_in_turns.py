@@ -3,7 +3,7 @@
 from dataplane.live.kv import transport
 from experiments.lib.copy_turns import TurnPacer
 
-transport.Pacer = TurnPacer
+transport.Pacer = TurnPacer  # type: ignore[attr-defined]
 
 
 class InTurns:

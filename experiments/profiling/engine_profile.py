@@ -32,12 +32,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from controlplane.perfmodel.fit import fit_step
-from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.samples import StepSamples, by_point
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import tiny_model
 from tokenfleet.profiles.diagnostics import HostSpeed, form_of
-from tokenfleet.profiles.measurements import by_point, speed_of
+from tokenfleet.profiles.measurements import speed_of
 
 PARTS, VISITS, SPLITS = 5, 12, 20
 MEAN_BAR, P95_BAR = 0.05, 0.15
@@ -63,9 +63,8 @@ def measured(out: Path, budget: str, quick: bool, clock: str) -> None:
 
 def columns_of(table: pl.DataFrame) -> tuple[StepSamples, list[str], list[str]]:
     """The table's steps, their points and their visits."""
-    columns = [table[c].to_numpy().astype(float) for c in ("prefill_tokens", "sequences", "context_tokens")]
-    sum_sq = table["prefill_sum_sq"].to_numpy().astype(float)
-    steps = StepSamples(*columns, table["step_s"].to_numpy(), sum_sq)
+    named = ("prefill_tokens", "sequences", "context_tokens", "step_s", "prefill_sum_sq")
+    steps = StepSamples(**{name: table[name].to_numpy().astype(float) for name in named})
     return steps, table["point"].to_list(), [str(r) for r in table["repeat"].to_list()]
 
 

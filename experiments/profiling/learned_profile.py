@@ -121,7 +121,8 @@ def errors(profile: Profile, steps: list[dict[str, Any]]) -> tuple[float, float]
         batch = [float(row[name]) for name in NAMES]
         fixed.append(abs(float(profile.step.step_s(*batch)) / row["step_s"] - 1))
         followed.append(abs(float(refit.model.step_s(*batch)) / row["step_s"] - 1))
-        refit.take(*batch[:3], row["step_s"], batch[3])
+        prefill_tokens, sequences, context_tokens, sum_sq = batch
+        refit.take(prefill_tokens, sequences, context_tokens, row["step_s"], sum_sq)
     return float(np.mean(fixed)), float(np.mean(followed))
 
 
