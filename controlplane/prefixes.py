@@ -55,6 +55,27 @@ class Prefixes:
         starts = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
         return replace(self, offsets=offsets, ids=self.ids[starts + np.arange(offsets[-1])])
 
+    def seen_before(self) -> NDArray[np.int64]:
+        """Of each request's blocks, how many a request before it has in its list."""
+        whose = np.repeat(np.arange(len(self)), np.diff(self.offsets))
+        first = np.zeros(int(self.ids.max(initial=-1)) + 1, np.int64)
+        first[self.ids[::-1]] = whose[::-1]
+        seen = first[self.ids] < whose
+        return np.bincount(whose[seen], minlength=len(self))
+
+    def stretched(self, factor: float) -> Prefixes:
+        """The lists `factor` times as long: each block becomes as many as fall into its place."""
+        lengths = np.diff(self.offsets)
+        place = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], lengths)
+        begin = np.ceil(place * factor).astype(np.int64)
+        pieces = np.ceil((place + 1) * factor).astype(np.int64) - begin
+        per_id = np.zeros(int(self.ids.max(initial=-1)) + 1, np.int64)
+        per_id[self.ids] = pieces  # an id has its place in every list
+        named = np.repeat((np.cumsum(per_id) - per_id)[self.ids], pieces)
+        piece = np.arange(len(named)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        offsets = np.concatenate([[0], np.cumsum(pieces)])[self.offsets]
+        return replace(self, offsets=offsets, ids=named + piece)
+
 
 @dataclass(frozen=True)
 class Sessions:

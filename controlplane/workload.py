@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,13 @@ class Workload:
         """Time from the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
 
+    @cached_property
+    def ideal_hits(self) -> NDArray[np.int64]:
+        """Tokens of each prompt that a request before it had, too: what endless caches would not compute."""
+        if self.prefixes is None:
+            return np.zeros(len(self), np.int64)
+        return np.minimum(self.prefixes.seen_before() * self.prefixes.block_tokens, self.prompt_tokens - 1)
+
     @property
     def rate_rps(self) -> float:
         """Mean arrival rate; 0 where all arrive within an instant, which is no duration to divide by."""
@@ -83,6 +91,20 @@ class Workload:
         if not rate_scale > 0:
             raise BadInput(f"rate scale: must be positive, got {rate_scale:g}")
         return replace(self, arrival_s=self.arrival_s / rate_scale)
+
+    def longer(self, prompt_scale: float, output_scale: float) -> Workload:
+        """The same arrivals with prompts and outputs so many times as long, at least one token each.
+
+        What requests share grows as prompts do.
+        """
+        if prompt_scale == output_scale == 1.0:
+            return self
+        return replace(
+            self,
+            prompt_tokens=_times(self.prompt_tokens, prompt_scale),
+            output_tokens=_times(self.output_tokens, output_scale),
+            prefixes=None if self.prefixes is None else self.prefixes.stretched(prompt_scale),
+        )
 
     def window(self, start_s: float, end_s: float) -> Workload:
         """Requests that arrive in [start_s, end_s), with time restarting at `start_s`."""
@@ -103,3 +125,8 @@ class Workload:
             prefixes=None if self.prefixes is None else self.prefixes.pick(which),
             sessions=None if self.sessions is None else self.sessions.pick(which),
         )
+
+
+def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
+    # Beyond any context the length does not matter, but it must stay a number that fits.
+    return np.asarray(np.clip(np.rint(tokens * scale), 1, 2**40), np.int64)

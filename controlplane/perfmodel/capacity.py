@@ -17,6 +17,11 @@ In a chunked engine prefill rides on the same steps and lengthens them. The chea
 in is n_p = P / budget full steps, in which z is smaller by half the chunk's time a (or 0); minimising over
 z gives s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) where a > T - c3.
 
+**Prefix caches** spare at most what some request before had computed. Each block is counted once, for the
+first request of the trace that has it: its prefill work (attention at its place included) and its memory in
+that request's steps. Whoever computes it, in whatever order, computes it once at least; so the sums over any
+requests hold for caches of any size. Decode steps read the whole context, cached or not.
+
 TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each
 only adds workers. Up to a share 1 - attainment of the requests may miss; the heaviest are left out.
 
@@ -49,18 +54,31 @@ def fluid_workers_of(workload: Workload, profile: Profile, slo: Slo, attainment:
     """Workers below which no policy can serve this very trace; at least 1.
 
     What a request within its targets needs is done by its last deadline, so the work must fit between the
-    first arrival and the last deadline. Raises BadInput as `worker_seconds`, and for a load that no
-    number of workers can serve.
+    first arrival and the last deadline; a turn of a session is sent, at the latest, when those it waits for
+    have used up their targets. Raises BadInput as `worker_seconds`, and for a load that no number of workers
+    can serve.
     """
     if len(workload) == 0:
         return 1
-    work = worker_seconds(workload.prompt_tokens, workload.output_tokens, profile, slo, attainment)
-    deadline = workload.arrival_s + slo.ttft_s + slo.tpot_s * (workload.output_tokens - 1)
-    horizon_s = float(deadline.max() - workload.arrival_s[0])
+    prompts, outputs, cached = workload.prompt_tokens, workload.output_tokens, workload.ideal_hits
+    work = worker_seconds(prompts, outputs, profile, slo, attainment, cached)
+    horizon_s = float(_deadlines_s(workload, slo).max() - workload.arrival_s[0])
     if not math.isfinite(work):
         raise BadInput(f"{profile.label}: no number of workers reaches a TPOT of {slo.tpot_s:g} s")
     # The subtracted crumb keeps rounding in the sums from adding a worker.
     return max(1, math.ceil(work * len(workload) / horizon_s - 1e-9))
+
+
+def _deadlines_s(workload: Workload, slo: Slo) -> NDArray[np.float64]:
+    """When each answer [requests] is complete at the latest, if none misses its targets."""
+    takes_s = slo.ttft_s + slo.tpot_s * (workload.output_tokens - 1)
+    if (sessions := workload.sessions) is None:
+        return np.asarray(workload.arrival_s + takes_s)
+    end_s, ends = (workload.arrival_s + takes_s).tolist(), sessions.offsets.tolist()
+    for i in np.flatnonzero(np.diff(sessions.offsets)).tolist():
+        sent_s = max(end_s[j] for j in sessions.before[ends[i] : ends[i + 1]])
+        end_s[i] = sent_s + float(sessions.think_s[i] + takes_s[i])
+    return np.array(end_s)
 
 
 def worker_seconds(
@@ -69,13 +87,16 @@ def worker_seconds(
     profile: Profile,
     slo: Slo,
     attainment: float = 1.0,
+    cached_tokens: ArrayLike = 0,
 ) -> float:
     """The least time a worker spends on a mean request of the sample; infinite where TPOT is out of reach.
 
-    `prompt_tokens`, `output_tokens`, shape [requests]. At a rate λ no policy can do with fewer workers than λ
-    times as many for long. Raises BadInput for an empty sample or an attainment outside (0, 1].
+    `prompt_tokens`, `output_tokens`, shape [requests]; `cached_tokens` of each prompt cost nothing. At a
+    rate λ no policy can do with fewer workers than λ times as many for long. Raises BadInput for an empty
+    sample or an attainment outside (0, 1].
     """
     prompt, output = np.asarray(prompt_tokens, float), np.asarray(output_tokens, float)
+    cached = np.broadcast_to(np.asarray(cached_tokens, float), prompt.shape)
     if prompt.ndim != 1 or prompt.shape != output.shape or len(prompt) == 0:
         raise BadInput("lengths: prompt_tokens and output_tokens must be equally long and not empty")
     if not 0 < attainment <= 1:
@@ -89,15 +110,15 @@ def worker_seconds(
         kept = math.floor(attainment * len(values) + 1e-9)
         return float(np.partition(values, kept - 1)[:kept].sum() / len(values)) if kept else 0.0
 
-    d, k = mean(steps), mean(context)
+    d, held = mean(steps), mean(context - steps * cached)
     work = mean(step.per_sequence_s * steps + step.per_context_token_s * context)
     least = mean((step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps)
     slack = slo.tpot_s - step.base_s
     if slack <= 0 and d > 0:
         return math.inf
-    fewest = max(k / profile.kv.capacity_tokens, d / limits.max_seqs)
+    fewest = max(held / profile.kv.capacity_tokens, d / limits.max_seqs)
     if limits.mode == EngineMode.CHUNKED:
-        p = mean(prompt)
+        p = mean(prompt - cached)
         full = p / limits.max_batched_tokens
         fewest = max(fewest, (p + d) / limits.max_batched_tokens)
         if least > 0:
@@ -105,11 +126,12 @@ def worker_seconds(
     else:
         p = 0.0
         fewest = max(fewest, least / slack if least > 0 else 0.0)
-    prefill = step.per_prefill_token_s * mean(prompt) + step.per_prefill_sum_sq_s * mean(prompt**2)
+    computed, attended = mean(prompt - cached), mean(prompt**2 - cached**2)
+    prefill = step.per_prefill_token_s * computed + step.per_prefill_sum_sq_s * attended
     if limits.mode == EngineMode.PREFILL_FIRST:
         assert profile.prefill is not None  # a profile of this mode cannot be made without
         per_token = _per_prefill_token_s(profile, float(prompt.max()))
-        prefill = per_token * mean(prompt) + profile.prefill.per_sum_sq_s * mean(prompt**2)
+        prefill = per_token * computed + profile.prefill.per_sum_sq_s * attended
     return prefill + work + _bases(step.base_s, step.hinges, fewest, d, p)
 
 

@@ -12,6 +12,7 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.step import PrefillModel, StepModel
@@ -149,15 +150,21 @@ class Profile:
 
     def alone_ttft_s(self, prompt_tokens: int) -> float:
         """Seconds to the first token of a request that has an idle worker to itself."""
+        return float(self.alone_ttfts_s(prompt_tokens))
+
+    def alone_ttfts_s(self, prompt_tokens: ArrayLike, cached_tokens: ArrayLike = 0) -> NDArray[np.float64]:
+        """The same of several requests, of whose prompts so many tokens, fewer than all, are cached."""
+        prompt, cached = np.asarray(prompt_tokens, float), np.asarray(cached_tokens, float)
+        attended = prompt**2 - cached**2
         if self.engine.mode == EngineMode.PREFILL_FIRST:
             assert self.prefill is not None
-            return float(self.prefill.prefill_s(prompt_tokens))
-        total, done = 0.0, 0
-        while done < prompt_tokens:
-            chunk = min(self.engine.max_batched_tokens, prompt_tokens - done)
-            total += float(self.step.step_s(chunk, 0, 0, (done + chunk) ** 2 - done**2))
-            done += chunk
-        return total
+            return self.prefill.prefill_s(prompt - cached, attended)
+        budget = float(self.engine.max_batched_tokens)
+        # Full chunks take equal times but for their attention, which adds up over all chunks.
+        before = np.ceil((prompt - cached) / budget) - 1.0
+        last = prompt - cached - before * budget
+        full_s, last_s = self.step.step_s(budget, 0, 0), self.step.step_s(last, 0, 0, attended)
+        return np.asarray(before * full_s + last_s)
 
     def alone_tpot_s(self, context_tokens: int) -> float:
         """Seconds of a decode step of one sequence."""

@@ -30,8 +30,9 @@ from controlplane.workload import Workload
 from experiments.lib.held_out_windows import STANDS_S, Pair, arrivals, made, pairs_of, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import flags, show
+from tokenfleet.planning.draws import next_like, units_of
 from tokenfleet.planning.estimate import REPLICATES, rank
-from tokenfleet.planning.replicates import SPANS, USUAL, WEIGHT, Drift, drift_of, next_like
+from tokenfleet.planning.replicates import SPANS, USUAL, WEIGHT, Drift, drift_of
 
 WEEK = 1008  # ten-minute rates
 MINUTES = (10, 30, 60, 180, 360)
@@ -90,10 +91,11 @@ def load(workload: Workload) -> float:
 
 
 def cases_of(pairs: list[Pair]) -> list[Case]:
-    return [
-        (now, [next_like(now, np.random.default_rng([5, i, w])) for w in range(REPLICATES)], load(then))
-        for i, (now, then) in enumerate(pairs)
-    ]
+    def replicates(i: int, now: Workload) -> list[Workload]:
+        units = units_of(now)
+        return [next_like(units, np.random.default_rng([5, i, w])) for w in range(REPLICATES)]
+
+    return [(now, replicates(i, now), load(then)) for i, (now, then) in enumerate(pairs)]
 
 
 def judged(cases: list[Case], needed: float, setting: tuple[int, float, float]) -> dict[str, float]:

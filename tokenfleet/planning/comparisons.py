@@ -86,12 +86,12 @@ def demand_line(
 def crossing(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, rate_scale: float
 ) -> float | None:
-    """Workers, with a fraction, at which the trace `rate_scale` times as fast just meets the target.
+    """Workers, with a fraction, at which `rate_scale` times the traffic just meets the target.
 
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
     """
     assert sizing.workers is not None
-    workload = replicates.workload.scaled(rate_scale)
+    workload = replicates.units.busier(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
     misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off

@@ -14,8 +14,8 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
-from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
+from tokenfleet.planning.draws import time_scale
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
@@ -37,12 +37,12 @@ class Binding:
     window_attainment: float
     fleet: Fleet
     attainment: float
-    rate_scale: float  # 1, or how much faster the trace had to run before this fleet failed
+    rate_scale: float  # 1, or how much more traffic there had to be before this fleet failed
 
 
 def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
     """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
-    workload = replicates.workload if rate_scale == 1.0 else replicates.workload.scaled(rate_scale)
+    workload = replicates.workload if rate_scale == 1.0 else replicates.units.busier(rate_scale)
     trials = [(replicates, fleet), *(_relieved(replicates, fleet, c) for c in CONSTRAINTS)]
     outcomes = pool.map(lambda trial: trial[0].replay(trial[1], workload=workload), trials)
     failing = outcomes[0]
@@ -54,11 +54,12 @@ def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: flo
     # Where no relief helps (it can be noise below one request), what was missed decides.
     constraint = max(CONSTRAINTS, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
     start_s, end_s, attained = worst_window(failing)
+    faster = time_scale(replicates.workload, rate_scale)
     return Binding(
         constraint,
         relief,
         # In the trace's own time, and no longer than it is: the last window is seldom full.
-        (start_s * rate_scale, min(end_s * rate_scale, float(replicates.workload.arrival_s[-1]))),
+        (start_s * faster, min(end_s * faster, float(replicates.workload.arrival_s[-1]))),
         attained,
         fleet,
         failing.attainment,
@@ -184,12 +185,13 @@ def cheaper_prefill(profile: Profile) -> Profile:
     return replace(profile, step=eased, prefill=prefill)
 
 
-def failing_rate(replicates: Replicates, fleet: Fleet, target: float, workload: Workload) -> float:
+def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
     """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
     scale = 1.25
     while scale < 64.0:
+        workload = replicates.units.busier(scale)
         most = int(8 * (1.0 - target) * len(workload)) + 1
-        outcome = replicates.replay(fleet, workload=workload.scaled(scale), max_misses=most)
+        outcome = replicates.replay(fleet, workload=workload, max_misses=most)
         if not outcome.complete or outcome.attainment < target:
             return scale
         scale *= 1.25

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 import numpy as np
-from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s
+from tokenfleet.planning.draws import busier, time_scale
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
 from tokenfleet.profiles.library import (
@@ -76,9 +76,7 @@ def gather(
     worker_types, price_warnings = priced(profiles, request, today)
     trimmed_trace = replace(trace, workload=trimmed(trace, request))
     doctored = doctor_warnings(trimmed_trace)
-    # Resampled arrivals would tear sessions apart: a plan takes prompts as new and times as recorded.
-    alone = replace(trimmed_trace.workload, prefixes=None, sessions=None)
-    workload = longer(alone, request.prompt_scale, request.output_scale)
+    workload = trimmed_trace.workload.longer(request.prompt_scale, request.output_scale)
     workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []
@@ -97,7 +95,8 @@ def gather(
     if clock_s is not None and request.window is not None:
         clock_s += parse_window_s(request.window)[0]
     inputs = described(trace.name, workload, warnings)
-    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=request.rate_scale))
+    faster = time_scale(trace.workload, request.rate_scale)
+    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=faster))
 
 
 def chosen_profiles(request: PlanRequest) -> list[Profile]:
@@ -167,30 +166,14 @@ def old_profiles(profiles: Sequence[Profile], today: date) -> list[str]:
 
 
 def trimmed(trace: Trace, request: PlanRequest) -> Workload:
-    """The part of a trace inside the window, arriving `rate_scale` times as fast. Raises BadInput."""
+    """The part of a trace inside the window, `rate_scale` times as much traffic. Raises BadInput."""
     workload = trace.workload
     if request.window is not None:
         start_s, end_s = parse_window_s(request.window)
         workload = workload.window(start_s, end_s)
         if len(workload) == 0:
             raise BadInput(f"{trace.name}: no requests between {start_s:g} s and {end_s:g} s")
-    return workload.scaled(request.rate_scale) if request.rate_scale != 1.0 else workload
-
-
-def longer(workload: Workload, prompt_scale: float, output_scale: float) -> Workload:
-    """The same arrivals with prompts and outputs so many times as long, at least one token each."""
-    if prompt_scale == output_scale == 1.0:
-        return workload
-    return replace(
-        workload,
-        prompt_tokens=_times(workload.prompt_tokens, prompt_scale),
-        output_tokens=_times(workload.output_tokens, output_scale),
-    )
-
-
-def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
-    # Beyond any context the length does not matter, but it must stay a number that fits.
-    return np.asarray(np.clip(np.rint(tokens * scale), 1, 2**40), np.int64)
+    return busier(workload, request.rate_scale) if request.rate_scale != 1.0 else workload
 
 
 def within_context(

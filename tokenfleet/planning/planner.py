@@ -249,9 +249,7 @@ def _binding(replicates: Replicates, question: PlanRequest, winner: Sizing, pool
     if winner.on_trace.get(enough - 1, 0.0) >= STILL_TELLING:
         return binding(replicates, winner.fleet(enough - 1), pool)
     fleet = winner.fleet(enough)
-    return binding(
-        replicates, fleet, pool, failing_rate(replicates, fleet, question.attainment, replicates.workload)
-    )
+    return binding(replicates, fleet, pool, failing_rate(replicates, fleet, question.attainment))
 
 
 def _doubt(replicates: Replicates, fleet: Fleet, pool: Threads) -> Doubt:

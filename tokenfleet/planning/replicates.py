@@ -5,12 +5,7 @@ Replicate 0 is the trace as it is on workers as their profiles say. Replicate i 
 the profiles' residuals) and the policy's seed, all from (seed, i) alone: two fleets meet the same replicates
 (common random numbers), so their difference is the fleets' and not the draw's.
 
-**Arrivals** are a local block bootstrap. The trace is cut into blocks of time and each block is replaced by
-one that begins nearby, requests with their lengths and gaps untouched. Blocks keep what makes a fleet miss
-(bursts, runs of long prompts) whole; drawing them nearby keeps the shape of the hour or the day (Dowla,
-Paparoditis and Politis, 2003). Future traffic differs from the trace twice: the trace is itself a draw from
-its traffic, and so is the next one. One resampling makes up for the second alone; a plan for other traffic
-than the trace needs both.
+**Arrivals** are drawn as `draws` says: sessions whole, where the trace knows them.
 
 **Drift** is how far the traffic's level may have gone by the time a plan is used: other rates, longer
 prompts, other outputs. Of each of `SPANS` equal spans of the trace (more, where those would be longer than an
@@ -57,6 +52,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import Outcome, simulate
+from tokenfleet.planning.draws import Units, busier, next_like, units_of
 from tokenfleet.planning.fleet import Fleet
 
 AS_IT_IS = 0
@@ -75,6 +71,10 @@ class Replicates:
     predictor: LengthTable
     told: Callable[[], None] = field(default=lambda: None)  # called after each simulation
     drifts: bool = False
+    units: Units = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", units_of(self.workload))
 
     def replay(
         self,
@@ -110,7 +110,8 @@ class Replicates:
         """`workload` as it comes in a replicate."""
         drawn = workload
         if replicate != AS_IT_IS and "arrivals" in doubted:
-            drawn = next_like(drawn, np.random.default_rng([self.seed, replicate, 1]))
+            units = self.units if workload is self.workload else units_of(workload)
+            drawn = next_like(units, np.random.default_rng([self.seed, replicate, 1]))
         if replicate != AS_IT_IS and "drift" in doubted and self.drifts:
             drawn = drift_of(workload).drawn(drawn, np.random.default_rng([self.seed, replicate, 3]))
         return drawn
@@ -125,50 +126,6 @@ class Replicates:
 def missed(outcome: Outcome) -> int:
     """Requests outside their targets, unfinished ones included."""
     return len(outcome.workload) - int(outcome.met.sum())
-
-
-BLOCK_S = 60.0
-FEWEST_BLOCKS = 20  # a short trace gets shorter blocks, or every draw would be the trace itself
-MOST_BLOCKS = 100_000  # ten weeks of minutes; a time in the wrong unit shall not fill the memory
-NEARBY = 0.1  # of the trace's duration, to either side
-
-
-def next_like(workload: Workload, rng: np.random.Generator) -> Workload:
-    """Other traffic like `workload`: a draw from what it might have been, drawn from once more."""
-    return resampled(resampled(workload, rng), rng)
-
-
-def resampled(workload: Workload, rng: np.random.Generator) -> Workload:
-    """One draw: a workload of about the same duration and rate as `workload`."""
-    duration_s = workload.duration_s
-    if duration_s <= INSTANT_S:
-        return workload
-    first_s = float(workload.arrival_s[0])
-    block_s = max(min(BLOCK_S, duration_s / FEWEST_BLOCKS), duration_s / MOST_BLOCKS)
-    places = np.arange(int(np.ceil(duration_s / block_s))) * block_s
-    reach_s = max(NEARBY * duration_s, block_s)
-    starts = np.clip(places + rng.uniform(-reach_s, reach_s, len(places)), 0.0, duration_s - block_s)
-    arrival_s = workload.arrival_s - first_s
-    low = np.searchsorted(arrival_s, starts, side="left")
-    # The very last request sits on the closing edge of the last block and belongs to it.
-    ends = starts + block_s
-    high = np.where(ends >= duration_s, len(arrival_s), np.searchsorted(arrival_s, ends, side="left"))
-    counts = high - low
-    if counts.sum() == 0:
-        return workload
-    rows = np.repeat(low - np.concatenate(([0], np.cumsum(counts)[:-1])), counts) + np.arange(counts.sum())
-    moved_s = arrival_s[rows] - np.repeat(starts, counts) + np.repeat(places, counts)
-    # Rounding may put a request a hair before the block's edge, and the next block's first after it.
-    order = np.argsort(moved_s, kind="stable")
-    rows = rows[order]
-    return Workload(
-        arrival_s=np.maximum(moved_s[order], 0.0),
-        prompt_tokens=workload.prompt_tokens[rows],
-        output_tokens=workload.output_tokens[rows],
-        priority=workload.priority[rows],
-        slo_class=workload.slo_class[rows],
-        slo_classes=workload.slo_classes,
-    )
 
 
 SPANS = 24
@@ -192,10 +149,11 @@ class Drift:
         """The same requests at levels they might have gone to; none longer than the longest there was."""
         normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
         rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance))
+        drawn = busier(workload, float(rate)).longer(float(prompts), float(outputs))
         return replace(
-            workload.scaled(float(rate)),
-            prompt_tokens=_longer(workload.prompt_tokens, float(prompts)),
-            output_tokens=_longer(workload.output_tokens, float(outputs)),
+            drawn,
+            prompt_tokens=np.minimum(drawn.prompt_tokens, workload.prompt_tokens.max()),
+            output_tokens=np.minimum(drawn.output_tokens, workload.output_tokens.max()),
         )
 
 
@@ -247,8 +205,3 @@ def _changes(workload: Workload, spans: int) -> NDArray[np.float64]:
     means = np.where(sums > 0, sums / count, overall[:, None])
     departs = np.diff(np.log(np.vstack((count, means))), n=2, axis=1)
     return np.asarray(departs @ departs.T / departs.shape[1])
-
-
-def _longer(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
-    scaled = np.round(tokens * factor).astype(np.int64)
-    return np.clip(scaled, 1, tokens.max())

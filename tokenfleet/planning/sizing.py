@@ -300,9 +300,8 @@ def _meets(outcome: Outcome, question: PlanRequest) -> bool:
 
 
 def alone_ttft_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
-    """Seconds [requests] to each first token on an idle worker."""
-    lengths, where = np.unique(workload.prompt_tokens, return_inverse=True)
-    return np.array([profile.alone_ttft_s(int(n)) for n in lengths])[where]
+    """Seconds [requests] to each first token on an idle worker that has cached all that ever was there."""
+    return profile.alone_ttfts_s(workload.prompt_tokens, workload.ideal_hits)
 
 
 def alone_tpot_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:

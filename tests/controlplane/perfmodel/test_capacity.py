@@ -1,6 +1,8 @@
 """The fluid bound: no fleet that meets its targets is smaller."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from controlplane.errors import BadInput, Infeasible
 from controlplane.perfmodel.capacity import decode_throughput, fluid_workers_of, worker_seconds
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
+from controlplane.prefixes import Prefixes, Sessions
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
@@ -62,6 +65,70 @@ def test_the_bound_grows_with_lengths_and_tighter_targets(seed: int, factor: flo
         assert worker_seconds(np.ceil(prompt * factor), output, profile, Slo(1, 0.06)) >= base - 1e-12
         assert worker_seconds(prompt, np.ceil(output * factor), profile, Slo(1, 0.06)) >= base - 1e-12
         assert worker_seconds(prompt, output, profile, Slo(1, 0.06), 0.9) <= base
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> Workload:
+    """A few requests whose lists are paths of one tree of blocks."""
+    lists: list[list[int]] = []
+    named = 0
+    for _ in range(draw(st.integers(1, 5))):
+        kept = draw(st.sampled_from(lists)) if lists else []
+        kept = kept[: draw(st.integers(0, len(kept)))]
+        more = draw(st.integers(0, 4))
+        lists.append([*kept, *range(named, named + more)])
+        named += more
+    lengths = np.array([16 * len(ids) + draw(st.integers(1, 15)) for ids in lists])
+    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids in lists])])
+    prefixes = Prefixes(16, offsets, np.array([i for ids in lists for i in ids], np.int64))
+    return Workload(np.arange(len(lists)), lengths, np.full(len(lists), 20), prefixes=prefixes)
+
+
+@given(shared(), st.integers(1, 6), st.sampled_from([EngineMode.CHUNKED, EngineMode.PREFILL_FIRST]))
+def test_no_order_and_no_choice_of_requests_computes_less_than_the_ideal_cache(
+    workload: Workload, kept: int, mode: EngineMode
+) -> None:
+    assert workload.prefixes is not None
+    kept = min(kept, len(workload))
+    profile, slo = worker(mode), Slo(1.0, 0.05)
+    least = worker_seconds(
+        workload.prompt_tokens,
+        workload.output_tokens,
+        profile,
+        slo,
+        kept / len(workload),
+        workload.ideal_hits,
+    )
+    for order in itertools.permutations(range(len(workload)), kept):
+        had: set[int] = set()
+        cached = np.zeros(len(workload))
+        for r in order:
+            ids = workload.prefixes.of(r).tolist()
+            cached[r] = 16 * sum(i in had for i in ids)
+            had.update(ids)
+        rows = list(order)
+        spent = worker_seconds(
+            workload.prompt_tokens[rows], workload.output_tokens[rows], profile, slo, 1.0, cached[rows]
+        )
+        assert least <= spent * kept / len(workload) + 1e-12
+
+
+def test_the_bound_counts_what_is_shared_once() -> None:
+    alone = Workload(np.zeros(50), np.full(50, 1601), np.full(50, 2))
+    lists = np.tile(np.arange(100), 50)
+    same = replace(alone, prefixes=Prefixes(16, np.arange(0, 5001, 100), lists))
+    profile, slo = worker(EngineMode.CHUNKED), Slo(1.0, 0.06)
+    assert fluid_workers_of(alone, profile, slo) >= 6
+    assert fluid_workers_of(same, profile, slo) == 1
+
+
+def test_sessions_that_wait_have_the_time_that_their_answers_may_take() -> None:
+    n, slo, profile = 40, Slo(1.0, 0.05), worker(EngineMode.CHUNKED)
+    at_once = Workload(np.zeros(n), np.full(n, 1000), np.full(n, 100))
+    line = Sessions(np.zeros(n), np.r_[0, np.arange(n)], np.arange(n - 1), np.full(n, 10.0))
+    one_by_one = replace(at_once, sessions=line)
+    assert fluid_workers_of(at_once, profile, slo) > 1
+    assert fluid_workers_of(one_by_one, profile, slo) == 1
 
 
 def test_memory_binds_where_it_is_scarce() -> None:
