@@ -19,7 +19,7 @@ z gives s >= (Z + n_p·a)² / ((T - c3)·Z + n_p·a²), or n_p + Z / (T - c3) wh
 
 **Prefix caches** spare at most what some request before had computed. Each block is counted once, for the
 first request of the trace that has it: its prefill work (attention at its place included) and its memory in
-that request's steps. Whoever computes it, in whatever order, computes it once at least; so the sums over any
+that request's steps. In whatever order they come, it is computed once at least; so the sums over any
 requests hold for caches of any size. Decode steps read the whole context, cached or not.
 
 TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each

@@ -19,7 +19,7 @@ draws too. A copy starts within a minute of its original. Requests that share no
 instead.
 
 **Who continues whom.** A request continues an earlier one whose full blocks all begin its list. A prompt that
-more than `TEMPLATE` others continue or repeat is no conversation's but a template, and joins nobody.
+more than `TEMPLATE` others continue or repeat is a template, not a conversation's, and joins none of them.
 """
 
 from __future__ import annotations
