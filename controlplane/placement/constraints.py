@@ -11,7 +11,8 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
     step and ending after e expected steps (memoryless), it fails with 1 - exp(-d / (s·e)). The harm of a
     prefill is what it adds to these, summed; the paper's (d) is harm = 0, but for requests that have failed
     already, which block none here.
-(e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every step
+(e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every step;
+    what running requests share counts once
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.
@@ -47,6 +48,7 @@ from controlplane.placement.ledger import (
     Ledger,
     expect_end,
     generated,
+    shared_tokens,
 )
 
 Knobs = NDArray[np.float64]
@@ -113,7 +115,7 @@ def harm(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, mo
     if knobs[USE_E] > 0:
         limit = knobs[GAMMA] * k[KV_BLOCKS] * k[BLOCK_TOKENS]
         # As if all ended at once, which no peak exceeds; only past that does it matter who ends when.
-        if held + growth > limit and sequences > 1 and kv_peak(led, w, r) > limit:
+        if held + growth - shared_tokens(led, w) > limit and sequences > 1 and kv_peak(led, w, r) > limit:
             return np.inf
     return harmed
 
@@ -292,4 +294,4 @@ def kv_peak(led: Ledger, w: int, r: int) -> float:
     for i in range(count - 1, -1, -1):
         held += holds[order[i]]
         peak = max(peak, held + (count - i) * lasts[order[i]])
-    return peak
+    return peak - shared_tokens(led, w)

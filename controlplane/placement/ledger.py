@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS
+from controlplane.placement.caches import Caches, cached_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
 from controlplane.types import Role
 
@@ -93,12 +95,21 @@ class Ledger(NamedTuple):
     length_edges: Ints  # the output-length table: see placement.lengths
     length_grid: Ints
     length_expected: Floats
+    caches: Caches
 
 
 def new_ledger(
-    coefficients: Floats, variant: Ints, requests: int, slots: int, lengths: LengthTable
+    coefficients: Floats,
+    variant: Ints,
+    requests: int,
+    slots: int,
+    lengths: LengthTable,
+    caches: Caches | None = None,
 ) -> Ledger:
-    """An empty ledger for workers of the given variants, all OFF, with `requests` empty rows."""
+    """An empty ledger for workers of the given variants, all OFF, with `requests` empty rows.
+
+    `caches`: the workers' prefix caches; None: they cache nothing.
+    """
     workers = np.zeros(len(variant), WORKER)
     workers["variant"] = variant
     workers["boundary_s"] = -1.0
@@ -115,6 +126,7 @@ def new_ledger(
         length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
         length_grid=np.ascontiguousarray(lengths.grid, np.int64),
         length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+        caches=no_caches() if caches is None else caches,
     )
 
 
@@ -124,6 +136,29 @@ def generated(led: Ledger, r: int) -> int:
     if led.requests[r].phase == DECODING:
         return led.requests[r].key + led.workers[led.requests[r].worker].step
     return led.requests[r].key
+
+
+@compiled
+def cached_tokens(led: Ledger, w: int, r: int) -> int:
+    """Tokens of a request that worker `w` would not compute if it were admitted there now.
+
+    As the worker's last planned step left its cache; blocks that a decode run has filled since it began are
+    not seen yet. Changes nothing. See `caches.cached_blocks` for what it costs.
+    """
+    if led.caches.tokens == 0:
+        return 0
+    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    most, tokens = most_hits(led.caches, led.requests[r].prompt + led.requests[r].key, block)
+    return min(cached_blocks(led.caches, w, r, most) * led.caches.tokens, tokens)
+
+
+@compiled
+def shared_tokens(led: Ledger, w: int) -> int:
+    """Tokens that several requests at a worker hold and that lie in its memory once."""
+    if led.caches.tokens == 0:
+        return 0
+    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    return int(led.caches.workers[w].shared) * block
 
 
 @compiled

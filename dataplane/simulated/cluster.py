@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
+from controlplane.perfmodel.coefficients import KV_BLOCKS
+from controlplane.placement.caches import forget
 from controlplane.placement.decide import decide, decode_worker
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -39,7 +41,7 @@ from controlplane.placement.queue import (
     turned_away,
 )
 from dataplane.simulated.engine import arrive, begin_activity, count_miss, end_activity, view
-from dataplane.simulated.next_step import drop_running
+from dataplane.simulated.next_step import drop_running, free_kv
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
 
 
@@ -235,6 +237,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
         led.workers[w].status = OFF
         while led.workers[w].running_n > 0:
             r = drop_running(led, w, led.workers[w].running_n - 1)
+            free_kv(led, eng, w, r)
             if led.requests[r].phase == DECODING:
                 stop_decoding(led, w, r, HELD)
             else:
@@ -247,6 +250,14 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
         led.workers[w].queued_tokens = 0
         eng.workers[w].activity = IDLE
         eng.workers[w].next_s = np.inf
+        forget_kv(led, w)
+
+
+@compiled
+def forget_kv(led: Ledger, w: int) -> None:
+    """A worker's process has ended, and what it had cached with it."""
+    if led.caches.tokens > 0:
+        forget(led.caches, w, int(led.coefficients[led.workers[w].variant][KV_BLOCKS]))
 
 
 @compiled

@@ -22,7 +22,7 @@ from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import Note, Scale
 from controlplane.types import WorkerId
 from controlplane.worker_type import name_in_role
-from dataplane.simulated.cluster import change_worker
+from dataplane.simulated.cluster import change_worker, forget_kv
 from dataplane.simulated.records import DRAIN, READY
 from dataplane.simulated.run import RunState
 
@@ -223,6 +223,7 @@ class Elastic:
         if slot.state == DRAINS:
             self.drain_s = now_s - slot.since_s
         self._run.ledger.workers["status"][w] = OFF
+        forget_kv(self._run.ledger, w)
         self._pay(w, now_s - slot.launched_s)
         self._note(now_s)
 

@@ -30,17 +30,18 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
+from dataplane.simulated.cached_step import begin_cached, grow
 from dataplane.simulated.next_step import (
     admit_decoding,
     begin_chunked,
     begin_prefill,
     begin_run,
+    free_kv,
 )
 from dataplane.simulated.records import (
     DECODE_RUN,
     IDLE,
     MIXED_STEP,
-    PREFILL_STEP,
     WAKING,
     Engines,
 )
@@ -130,6 +131,7 @@ def token_made(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> bool:
     if np.isnan(led.requests[r].first_s):
         led.requests[r].first_s = now_s
     if tokens >= eng.requests[r].output or led.workers[w].role == PREFILL_ONLY:
+        free_kv(led, eng, w, r)
         led.workers[w].queued -= 1
         led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
         led.requests[r].key = tokens
@@ -146,15 +148,23 @@ def token_made(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> bool:
 
 
 @compiled
-def finish_decoded(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Let every decoding request that has all its tokens leave at `now_s`."""
+def settle(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Book the step that ends at `now_s` for each admitted request, oldest first; those done leave."""
     kept = 0
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
-        if led.requests[r].phase == DECODING and generated(led, r) >= eng.requests[r].output:
+        stays = True
+        if led.requests[r].phase == PREFILLING:
+            eng.requests[r].computed += eng.requests[r].chunk
+            eng.requests[r].chunk = 0
+            if eng.requests[r].computed >= led.requests[r].prompt + led.requests[r].key:
+                stays = token_made(led, eng, w, r, now_s)
+        elif led.requests[r].phase == DECODING and generated(led, r) >= eng.requests[r].output:
+            free_kv(led, eng, w, r)
             stop_decoding(led, w, r, DONE)
             finish(led, eng, r, now_s)
-        else:
+            stays = False
+        if stays:
             led.running[w, kept] = r
             kept += 1
     led.workers[w].running_n = kept
@@ -163,35 +173,21 @@ def finish_decoded(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 @compiled
 def end_activity(led: Ledger, eng: Engines, w: int) -> None:
     """Book what the activity that ends now has done."""
-    now_s = eng.workers[w].next_s
     activity = eng.workers[w].activity
+    if activity == WAKING:
+        return
     if activity == DECODE_RUN:
+        if led.caches.tokens > 0:
+            grow(led, eng, w, eng.workers[w].run_steps)
         led.workers[w].step = eng.workers[w].start_step + eng.workers[w].run_steps
         led.workers[w].context = (
             eng.workers[w].start_context + eng.workers[w].run_steps * led.workers[w].decoding
         )
-        finish_decoded(led, eng, w, now_s)
     elif activity == MIXED_STEP:
         led.workers[w].step += 1
         led.workers[w].context += led.workers[w].decoding
-    if activity in (PREFILL_STEP, MIXED_STEP):
-        kept = 0
-        for i in range(led.workers[w].running_n):
-            r = led.running[w, i]
-            stays = True
-            if led.requests[r].phase == PREFILLING:
-                eng.requests[r].computed += eng.requests[r].chunk
-                eng.requests[r].chunk = 0
-                if eng.requests[r].computed >= led.requests[r].prompt + led.requests[r].key:
-                    stays = token_made(led, eng, w, r, now_s)
-            if stays:
-                led.running[w, kept] = r
-                kept += 1
-        led.workers[w].running_n = kept
-    if activity == MIXED_STEP:
-        finish_decoded(led, eng, w, now_s)
-    if activity != WAKING:
-        eng.workers[w].busy_s += now_s - eng.workers[w].start_s
+    settle(led, eng, w, eng.workers[w].next_s)
+    eng.workers[w].busy_s += eng.workers[w].next_s - eng.workers[w].start_s
 
 
 @compiled
@@ -203,7 +199,9 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     led.workers[w].unnoted_context = 0
     eng.workers[w].start_s = now_s
     eng.workers[w].blocked = 0
-    if led.workers[w].role == DECODE_ONLY:
+    if led.caches.tokens > 0:
+        begin_cached(led, eng, w, now_s)
+    elif led.workers[w].role == DECODE_ONLY:
         admit_decoding(led, eng, w)
         begin_run(led, eng, w, now_s)
     elif k[MODE] == CHUNKED:

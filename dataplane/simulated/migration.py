@@ -25,6 +25,7 @@ from math import inf
 from controlplane.compiled import compiled
 from controlplane.migration.move import Happened, Price, Stage, step
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
+from controlplane.placement.caches import free_blocks
 from controlplane.placement.ledger import (
     DECODING,
     HELD,
@@ -42,8 +43,9 @@ from controlplane.placement.ledger import (
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
+from dataplane.simulated.cached_step import grow, receive
 from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
-from dataplane.simulated.next_step import blocks_of, drop_running
+from dataplane.simulated.next_step import blocks_after, blocks_of, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState
 
@@ -267,9 +269,12 @@ def reserve(led: Ledger, eng: Engines, w: int, tokens: int, now_s: float) -> boo
     block = int(k[BLOCK_TOKENS])
     count = led.workers[w].running_n
     used = eng.workers[w].reserved_blocks
-    for i in range(count):
-        r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
+    if led.caches.tokens > 0:
+        if eng.workers[w].activity == DECODE_RUN:
+            grow(led, eng, w, led.workers[w].step - eng.workers[w].start_step)
+        used += int(k[KV_BLOCKS]) - free_blocks(led.caches, w)
+    else:
+        used += blocks_after(led, w, 0, block)
     need = blocks_of(tokens + 1, block)
     if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or used + need + count > k[KV_BLOCKS]:
         return False
@@ -314,6 +319,7 @@ def take_out(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
             if led.running[w, i] == r:
                 drop_running(led, w, i)
                 break
+        free_kv(led, eng, w, r)
         stop_decoding(led, w, r, HELD)
         led.requests[r].worker = NONE
         tokens = led.requests[r].prompt + led.requests[r].key
@@ -331,6 +337,8 @@ def put_in(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> None:
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
     eng.workers[w].reserved_blocks -= blocks_of(tokens + 1, block)
     eng.workers[w].reserved_seats -= 1
+    if led.caches.tokens > 0:
+        receive(led, w, r, tokens - 1)
     led.requests[r].worker = w
     led.requests[r].phase = QUEUED
     led.running[w, led.workers[w].running_n] = r

@@ -25,6 +25,7 @@ from controlplane.perfmodel.coefficients import (
     prefill_s,
     run_s,
 )
+from controlplane.placement.caches import release
 from controlplane.placement.ledger import (
     DECODING,
     NONE,
@@ -53,12 +54,8 @@ def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     running = led.workers[w].running_n
-    used = 0
-    for i in range(running):
-        r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
     seats = running + eng.workers[w].reserved_seats
-    used += eng.workers[w].reserved_blocks
+    used = blocks_after(led, w, 0, block) + eng.workers[w].reserved_blocks
     taken, tokens, squares = 0, 0, 0.0
     while True:
         r = queue_first(led, w)
@@ -81,11 +78,18 @@ def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
         squares += float(length) * float(length)
     if taken == 0:
         return False
+    enter_prefill(led, eng, w, now_s, tokens, squares)
+    return True
+
+
+@compiled
+def enter_prefill(led: Ledger, eng: Engines, w: int, now_s: float, tokens: int, squares: float) -> None:
+    """Begin a step of prefill alone."""
+    k = led.coefficients[led.workers[w].variant]
     eng.workers[w].activity = PREFILL_STEP
     eng.workers[w].next_s = now_s + prefill_s(k, tokens, squares) * (1.0 + eng.workers[w].slowdown)
     led.workers[w].boundary_s = eng.workers[w].next_s
     led.workers[w].gains = 0
-    return True
 
 
 @compiled
@@ -103,10 +107,7 @@ def admit_decoding(led: Ledger, eng: Engines, w: int) -> None:
     """A decode worker takes requests whose KV has arrived, in order, while batch and KV allow."""
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
-    used = 0
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r), block)
+    used = blocks_after(led, w, 0, block)
     while True:
         r = queue_first(led, w)
         if r == NONE:
@@ -135,19 +136,39 @@ def begin_run(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         preempt_newest(led, eng, w)
         preempted = True
     if led.workers[w].running_n == 0:
-        eng.workers[w].activity = IDLE
-        eng.workers[w].next_s = np.inf
-        led.workers[w].boundary_s = now_s
-        led.workers[w].gains = 0
+        rest(led, eng, w, now_s)
         return
-    steps = eng.requests[led.running[w, 0]].output
-    for i in range(led.workers[w].running_n):
-        r = led.running[w, i]
-        steps = min(steps, eng.requests[r].output - generated(led, r))
+    steps = steps_to_first_end(led, eng, w)
     if preempted:
         steps = 1  # what it freed may let a request in at the next boundary
     elif led.workers[w].running_n > 1:
         steps = steps_with_room(led, w, steps, block, capacity)
+    enter_run(led, eng, w, now_s, steps)
+
+
+@compiled
+def rest(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Leave a worker idle."""
+    eng.workers[w].activity = IDLE
+    eng.workers[w].next_s = np.inf
+    led.workers[w].boundary_s = now_s
+    led.workers[w].gains = 0
+
+
+@compiled
+def steps_to_first_end(led: Ledger, eng: Engines, w: int) -> int:
+    """Decode steps until the first of the admitted requests has all its tokens."""
+    steps = eng.requests[led.running[w, 0]].output
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        steps = min(steps, eng.requests[r].output - generated(led, r))
+    return steps
+
+
+@compiled
+def enter_run(led: Ledger, eng: Engines, w: int, now_s: float, steps: int) -> None:
+    """Begin a run of that many decode steps."""
+    k = led.coefficients[led.workers[w].variant]
     if queue_first(led, w) != NONE:
         eng.workers[w].blocked = 1
     sequences = led.workers[w].decoding
@@ -157,6 +178,7 @@ def begin_run(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     eng.workers[w].first_step_s = first_step_s * longer
     eng.workers[w].growth_s = k[PER_CONTEXT] * sequences * longer
     eng.workers[w].run_steps = steps
+    eng.workers[w].grown = 1
     eng.workers[w].start_step = led.workers[w].step
     eng.workers[w].start_context = led.workers[w].context
     eng.workers[w].next_s = now_s + run_s(eng.workers[w].first_step_s, eng.workers[w].growth_s, steps)
@@ -203,6 +225,13 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
             eng.workers[w].run_steps = 1
             eng.workers[w].next_s = led.workers[w].boundary_s
         return
+    enter_mixed(led, eng, w, now_s, prefill, squares)
+
+
+@compiled
+def enter_mixed(led: Ledger, eng: Engines, w: int, now_s: float, prefill: int, squares: float) -> None:
+    """Begin a step that carries that much prefill beside the decoding requests."""
+    k = led.coefficients[led.workers[w].variant]
     eng.workers[w].activity = MIXED_STEP
     step_s = mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, squares)
     eng.workers[w].next_s = now_s + step_s * (1.0 + eng.workers[w].slowdown)
@@ -282,6 +311,17 @@ def steps_with_room(led: Ledger, w: int, steps: int, block: int, capacity: int) 
 
 
 @compiled
+def free_kv(led: Ledger, eng: Engines, w: int, r: int) -> None:
+    """A request leaves the batch: its worker's cache, if it has one, keeps what it may."""
+    if led.caches.tokens > 0:
+        block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+        computed = eng.requests[r].computed
+        if led.requests[r].phase == DECODING:
+            computed = led.requests[r].prompt + generated(led, r) - 1
+        release(led.caches, w, r, block, computed)
+
+
+@compiled
 def drop_running(led: Ledger, w: int, i: int) -> int:
     """Take the i-th admitted request off a worker's list and return it; the order of the others stays."""
     r = led.running[w, i]
@@ -295,6 +335,7 @@ def drop_running(led: Ledger, w: int, i: int) -> int:
 def preempt_newest(led: Ledger, eng: Engines, w: int) -> None:
     """Free the KV of the newest admitted request; it waits at the head, to be prefilled anew."""
     r = drop_running(led, w, led.workers[w].running_n - 1)
+    free_kv(led, eng, w, r)
     if led.requests[r].phase == DECODING:
         stop_decoding(led, w, r, QUEUED)
     else:  # part of its prefill is lost; it had been counted as queued all along

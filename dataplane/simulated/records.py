@@ -78,6 +78,7 @@ ENGINE = np.dtype(
         ("first_step_s", np.float64),  # of a decode run: its first step,
         ("growth_s", np.float64),  # what each step adds to the next,
         ("run_steps", np.int64),  # its planned steps,
+        ("grown", np.int64),  # those for which the cache has given memory,
         ("start_step", np.int64),  # the worker's step count
         ("start_context", np.int64),  # and context when it began
         ("blocked", np.int64),  # 1 while the head of the queue is known not to fit

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.caches import Caches, new_caches
 from controlplane.placement.constraints import kept_tpot_s
 from controlplane.placement.decide import PATIENCE
 from controlplane.placement.ledger import (
@@ -82,6 +83,7 @@ class RunState:
             end_s=float(ended.max()) if len(ended) else 0.0,
             complete=not np.isnan(finish_s).any(),
             misses=int(eng.total["misses"][0]),
+            cached_tokens=led.caches.requests["cached"] if led.caches.tokens else None,
         )
 
 
@@ -92,7 +94,7 @@ class RunOptions(TypedDict, total=False):
     situation); `predicted_tokens` [requests] overrides its first guess, for experiments with misprediction.
     `patience`: a request the policy holds back is placed regardless
     after this many of its TTFT targets. `max_misses`: stop once more requests have missed, when only a yes or
-    no is wanted.
+    no is wanted. `prefix_caching`: whether engines keep what a workload says its requests share.
     """
 
     settings: PlacementSettings | None
@@ -101,6 +103,7 @@ class RunOptions(TypedDict, total=False):
     seed: int
     patience: float
     max_misses: int | None
+    prefix_caching: bool
 
 
 def prepare(
@@ -130,6 +133,7 @@ def prepare(
         requests,
         max(p.engine.max_seqs for p in profiles),
         lengths,
+        _caches(workload, profiles, variant) if options.get("prefix_caching", True) else None,
     )
     ledger.workers["role"] = [ROLES.index(spec.role) for spec in workers]
     ledger.workers["status"] = [SERVING if spec.ready_s <= 0 else OFF for spec in workers]
@@ -203,6 +207,24 @@ def _variants(workers: Sequence[WorkerSpec], split: bool) -> tuple[tuple[Profile
     return tuple(profiles), variant
 
 
+def _caches(
+    workload: Workload, profiles: Sequence[Profile], variant: NDArray[np.int64]
+) -> Caches | None:
+    """The workers' empty prefix caches; None for a workload that does not say what its requests share."""
+    if workload.prefixes is None:
+        return None
+    tokens = workload.prefixes.block_tokens
+    for profile in profiles:
+        if tokens % profile.kv.block_tokens:
+            raise BadInput(
+                f"{profile.label}: prefixes: blocks of {tokens} tokens are no multiple"
+                f" of the engine's {profile.kv.block_tokens}"
+            )
+    kv = [(p.kv.capacity_tokens // p.kv.block_tokens, p.kv.block_tokens) for p in profiles]
+    blocks, block_tokens = np.array(kv)[variant].T
+    return new_caches(workload.prefixes, blocks, block_tokens, workload.prompt_tokens + workload.output_tokens)
+
+
 def _enter_requests(
     ledger: Ledger,
     workload: Workload,
@@ -259,6 +281,8 @@ class Outcome:
     end_s: float  # when the last thing happened
     complete: bool  # False when the run was stopped early, see `max_misses`
     misses: int = 0  # finished outside their targets
+    # Of each prompt, what its engine had when it first admitted it; -1: none did. None: nothing was cached.
+    cached_tokens: NDArray[np.int64] | None = None
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
@@ -285,3 +309,20 @@ class Outcome:
     def utilisation(self) -> float:
         """Share of worker time spent in steps."""
         return float(self.busy_s.sum() / (len(self.busy_s) * self.end_s)) if self.end_s > 0 else 0.0
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens looked up in prefix caches, each request's once, as vllm:prefix_cache_queries counts."""
+        if self.cached_tokens is None:
+            return 0
+        return int(self.workload.prompt_tokens[self.cached_tokens >= 0].sum())
+
+    @property
+    def prefix_hits(self) -> int:
+        """Tokens of those that were found there, as vllm:prefix_cache_hits counts."""
+        return 0 if self.cached_tokens is None else int(np.maximum(self.cached_tokens, 0).sum())
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Hits by queries; None where nothing was looked up."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else None

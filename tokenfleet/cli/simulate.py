@@ -60,6 +60,10 @@ def simulate_command(
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
     worker: OneWorker,
     request: PlanRequest,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option("--prefix-cache/--no-prefix-cache", help="engines keep what requests share"),
+    ] = True,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
@@ -81,7 +85,14 @@ def simulate_command(
     warn(warnings)
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
-        outcome = simulate(workload, specs, request.slo, request.policy, seed=request.seed)
+        outcome = simulate(
+            workload,
+            specs,
+            request.slo,
+            request.policy,
+            seed=request.seed,
+            prefix_caching=prefix_cache,
+        )
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
@@ -153,6 +164,7 @@ def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
     from tokenfleet.planning.result import latency
 
     finished = outcome.finish_s == outcome.finish_s  # NaN is not itself
+    hits = outcome.prefix_hit_rate
     return {
         "schema": SCHEMA,
         "requests": len(outcome.workload),
@@ -163,6 +175,7 @@ def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
         "preemptions": int(outcome.preemptions.sum()),
         "migrations": int(outcome.migrations.sum()),
         "utilisation": round(outcome.utilisation, 6),
+        "prefix_hit_rate": None if hits is None else round(hits, 6),
         "wall_s": round(wall_s, 3),
     }
 
@@ -186,6 +199,8 @@ def simulation_table(outcome: Outcome) -> Table:
     table.add_row("preemptions", f"{int(outcome.preemptions.sum()):,}")
     table.add_row("migrations", f"{int(outcome.migrations.sum()):,}")
     table.add_row("utilisation", share_text(outcome.utilisation))
+    if outcome.prefix_hit_rate is not None:
+        table.add_row("prefix hits", share_text(outcome.prefix_hit_rate))
     return table
 
 
@@ -193,7 +208,8 @@ def requests_csv(outcome: Outcome) -> str:
     """One row a request; an empty cell is what did not happen."""
     import polars as pl
 
-    workload = outcome.workload
+    workload, cached = outcome.workload, outcome.cached_tokens
+    never = pl.lit(None, pl.Int64).alias("cached_tokens")
     return (
         pl.DataFrame(
             {
@@ -208,6 +224,9 @@ def requests_csv(outcome: Outcome) -> str:
                 "migrations": outcome.migrations,
             }
         )
-        .with_columns(pl.col("first_token_s", "finish_s").fill_nan(None))
+        .with_columns(
+            pl.col("first_token_s", "finish_s").fill_nan(None),
+            never if cached is None else pl.Series("cached_tokens", cached).replace(-1, None),
+        )
         .write_csv()
     )

@@ -1,0 +1,396 @@
+"""The prefix caches of the workers: which blocks of text each one's KV memory still holds.
+
+As vLLM 0.32 keeps them. A block is so many tokens of a sequence, known by the id that stands for it and all
+before it; a *copy* is a block that lies in a worker's memory. A copy in use counts its users. When the last of
+them leaves it falls asleep: it is free memory that still can be hit. Memory is taken from blocks that hold
+nothing first, then from the copy that has slept longest. A request that ends lets its copies fall asleep last
+to first, so a block is never kept longer than those before it:
+
+    free blocks = empty + asleep          a copy of block j is cached  ⟹  one of block j - 1 is
+
+Equal blocks that were computed side by side are copies of one id; the oldest that is still there is hit.
+
+A block of the prefixes (`tokens`) is one of the engine's, or a multiple of it. Where it is a multiple, a copy
+is that many engine blocks that come and go together, hits end at whole copies, and what is left at a request's
+end sleeps as a copy that nobody can hit; memory is counted in the engine's blocks all along.
+
+Records are bounded by a worker's memory: a copy for every block that it holds, found by a hash table of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import compiled
+from controlplane.prefixes import Prefixes
+
+Ints = NDArray[np.int64]
+Records = Any
+
+NOTHING = -1  # no copy
+UNKNOWN = -1  # the id of a copy that nobody can hit
+SHORT = 4  # copies there is room for, by whole ones that fit: those of requests' ends are shorter
+SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio: multiplying spreads neighbours (Knuth)
+
+COPY = np.dtype(
+    [
+        ("id", np.int64),
+        ("users", np.int32),
+        ("blocks", np.int32),  # the engine's, of which it consists
+        ("sooner", np.int32),  # of those asleep: the one that is evicted before it,
+        ("later", np.int32),  # and after it; of unused records: the next
+        ("older", np.int32),  # of the copies of its id: the one stored before it (of the oldest: the youngest)
+        ("younger", np.int32),
+    ],
+    align=True,
+)
+CACHE = np.dtype(
+    [
+        ("empty", np.int64),  # free blocks that hold nothing; below 0 where a lone request outgrows its worker
+        ("asleep", np.int64),  # free blocks that hold copies
+        ("first", np.int64),  # of the copies asleep: the next to be evicted,
+        ("last", np.int64),  # and the last
+        ("unused", np.int64),  # records given back, in a list,
+        ("fresh", np.int64),  # and the first that was never used
+        ("shared", np.int64),  # blocks saved as copies have more than one user
+        ("evicted", np.int64),  # blocks, so far
+    ],
+    align=True,
+)
+HOLDING = np.dtype(
+    [
+        ("at", np.int64),  # where its list begins in `held`
+        ("copies", np.int64),  # of its blocks from the first on
+        ("own", np.int64),  # engine blocks beyond them
+        ("cached", np.int64),  # tokens it found cached when it was first admitted; NOTHING before
+    ],
+    align=True,
+)
+
+
+class Caches(NamedTuple):
+    """Records by worker and by request; `tokens` 0: nothing is cached, and there are no records."""
+
+    tokens: int  # of a block of the prefixes
+    shift: int  # of a hash, to a place in the table
+    ids: Ints
+    offsets: Ints
+    workers: Records  # [workers] of CACHE
+    copies: Records  # [workers, copies] of COPY
+    table: NDArray[np.int32]  # [workers, places] 1 + the oldest copy of an id, 0: none
+    requests: Records  # [requests] of HOLDING
+    held: NDArray[np.int32]  # copies held by requests
+
+
+def no_caches() -> Caches:
+    """For engines that cache nothing."""
+    none = np.zeros(0, np.int64)
+    return Caches(
+        0,
+        0,
+        none,
+        none,
+        np.zeros(0, CACHE),
+        np.zeros((0, 0), COPY),
+        np.zeros((0, 0), np.int32),
+        np.zeros(0, HOLDING),
+        np.zeros(0, np.int32),
+    )
+
+
+def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: Ints) -> Caches:
+    """Empty caches for workers of so many blocks of so many tokens; `tokens` [requests] in all."""
+    multiple = prefixes.block_tokens // block_tokens
+    room = np.where(multiple == 1, kv_blocks, np.minimum(SHORT * (kv_blocks // multiple + 1), kv_blocks))
+    copies = max(int(room.max()), 1)
+    bits = int(2 * copies - 1).bit_length()
+    lists = tokens // prefixes.block_tokens
+    requests = np.zeros(len(tokens), HOLDING)
+    requests["at"] = np.cumsum(lists) - lists
+    requests["cached"] = NOTHING
+    caches = Caches(
+        prefixes.block_tokens,
+        64 - bits,
+        prefixes.ids,
+        prefixes.offsets,
+        np.zeros(len(kv_blocks), CACHE),
+        np.zeros((len(kv_blocks), copies), COPY),
+        np.zeros((len(kv_blocks), 1 << bits), np.int32),
+        requests,
+        np.zeros(int(lists.sum()), np.int32),
+    )
+    for w, blocks in enumerate(kv_blocks.tolist()):
+        forget(caches, w, blocks)
+    return caches
+
+
+@compiled
+def forget(caches: Caches, w: int, blocks: int) -> None:
+    """Worker `w` starts with `blocks` empty blocks. Nothing may run there."""
+    caches.table[w] = 0
+    worker = caches.workers[w]
+    worker.empty = blocks
+    worker.asleep = worker.shared = worker.fresh = 0
+    worker.first = worker.last = worker.unused = NOTHING
+
+
+@compiled
+def block_id(caches: Caches, r: int, block: int) -> int:
+    """The id of a request's block; past its list one that no other request has."""
+    at = caches.offsets[r] + block
+    if at < caches.offsets[r + 1]:
+        return caches.ids[at]
+    return UNKNOWN - 1 - ((r << 24) | block)
+
+
+@compiled
+def place(caches: Caches, key: int) -> np.int64:
+    """Where the search for an id begins in a table."""
+    return np.int64((np.uint64(key) * SPREAD) >> np.uint64(caches.shift))
+
+
+@compiled
+def find(caches: Caches, w: int, key: int) -> int:
+    """The oldest copy of an id at a worker, or NOTHING."""
+    last = caches.table.shape[1] - 1
+    at = place(caches, key)
+    while True:
+        copy = caches.table[w, at] - 1
+        if copy == NOTHING or caches.copies[w, copy].id == key:
+            return copy
+        at = (at + 1) & last
+
+
+@compiled
+def cached_blocks(caches: Caches, w: int, r: int, most: int) -> int:
+    """How many of a request's first `most` blocks are cached at a worker now; touches nothing.
+
+    A cached block's predecessors are cached too, so it is searched for by doubling and halving: one look
+    into the table where nothing is cached, 2·log2(n) for n blocks.
+    """
+    there, step = 0, 1
+    while there < most and find(caches, w, block_id(caches, r, min(there + step, most) - 1)) != NOTHING:
+        there = min(there + step, most)
+        step *= 2
+    missing = min(there + step, most + 1)  # of the counts from here on, none is all cached
+    while missing - there > 1:
+        middle = (there + missing) // 2
+        if find(caches, w, block_id(caches, r, middle - 1)) != NOTHING:
+            there = middle
+        else:
+            missing = middle
+    return there
+
+
+@compiled
+def most_hits(caches: Caches, tokens: int, block: int) -> tuple[int, int]:
+    """Of `tokens`, in engine blocks of `block`: the blocks and the tokens that may be hit at most.
+
+    One token at least is computed, and so the engine block that holds it.
+    """
+    hits = (tokens - 1) // block * block
+    return min((hits + caches.tokens - 1) // caches.tokens, tokens // caches.tokens), hits
+
+
+@compiled
+def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
+    """List the copies that a waiting request would hit: how many, and the engine blocks of them asleep."""
+    at = caches.requests[r].at
+    hits, asleep = 0, 0
+    while hits < most:
+        copy = find(caches, w, block_id(caches, r, hits))
+        if copy == NOTHING:
+            break
+        if caches.copies[w, copy].users == 0:
+            asleep += caches.copies[w, copy].blocks
+        caches.held[at + hits] = copy
+        hits += 1
+    return hits, asleep
+
+
+@compiled
+def touch(caches: Caches, w: int, r: int, hits: int) -> None:
+    """A request that is admitted uses the copies that `look_up` listed."""
+    at = caches.requests[r].at
+    caches.requests[r].copies = hits
+    caches.requests[r].own = 0
+    for i in range(at, at + hits):
+        copy = caches.held[i]
+        if caches.copies[w, copy].users == 0:
+            wake(caches, w, copy)
+        else:
+            caches.workers[w].shared += caches.copies[w, copy].blocks
+        caches.copies[w, copy].users += 1
+
+
+@compiled
+def wake(caches: Caches, w: int, copy: int) -> None:
+    """Take a copy out of the line of those asleep."""
+    sooner, later = caches.copies[w, copy].sooner, caches.copies[w, copy].later
+    if sooner == NOTHING:
+        caches.workers[w].first = later
+    else:
+        caches.copies[w, sooner].later = later
+    if later == NOTHING:
+        caches.workers[w].last = sooner
+    else:
+        caches.copies[w, later].sooner = sooner
+    caches.workers[w].asleep -= caches.copies[w, copy].blocks
+
+
+@compiled
+def fall_asleep(caches: Caches, w: int, copy: int) -> None:
+    """Put a copy that has no users at the end of the line."""
+    last = caches.workers[w].last
+    caches.copies[w, copy].sooner = last
+    caches.copies[w, copy].later = NOTHING
+    if last == NOTHING:
+        caches.workers[w].first = copy
+    else:
+        caches.copies[w, last].later = copy
+    caches.workers[w].last = copy
+    caches.workers[w].asleep += caches.copies[w, copy].blocks
+
+
+@compiled
+def free_blocks(caches: Caches, w: int) -> int:
+    """Engine blocks that a worker can give out."""
+    return caches.workers[w].empty + caches.workers[w].asleep
+
+
+@compiled
+def take(caches: Caches, w: int, blocks: int) -> None:
+    """Give out so many blocks: empty ones, then those of the copies that have slept longest."""
+    while caches.workers[w].empty < blocks and caches.workers[w].first != NOTHING:
+        copy = caches.workers[w].first
+        wake(caches, w, copy)
+        caches.workers[w].empty += caches.copies[w, copy].blocks
+        caches.workers[w].evicted += caches.copies[w, copy].blocks
+        drop(caches, w, copy)
+    caches.workers[w].empty -= blocks
+
+
+@compiled
+def new_copy(caches: Caches, w: int, key: int, blocks: int) -> int:
+    """A record for a copy in memory that was taken already, or NOTHING where there are no more."""
+    copy = caches.workers[w].unused
+    if copy != NOTHING:
+        caches.workers[w].unused = caches.copies[w, copy].later
+    else:
+        copy = caches.workers[w].fresh
+        if copy == caches.copies.shape[1]:
+            return NOTHING
+        caches.workers[w].fresh += 1
+    caches.copies[w, copy].id = key
+    caches.copies[w, copy].users = 0
+    caches.copies[w, copy].blocks = blocks
+    caches.copies[w, copy].older = copy
+    caches.copies[w, copy].younger = NOTHING
+    return copy
+
+
+@compiled
+def enter(caches: Caches, w: int, copy: int) -> None:
+    """Let a copy be found: behind the older ones of its id, or in a place of its own."""
+    key = caches.copies[w, copy].id
+    oldest = find(caches, w, key)
+    if oldest != NOTHING:
+        youngest = caches.copies[w, oldest].older
+        caches.copies[w, youngest].younger = copy
+        caches.copies[w, copy].older = youngest
+        caches.copies[w, oldest].older = copy
+        return
+    at, last = place(caches, key), caches.table.shape[1] - 1
+    while caches.table[w, at] != 0:
+        at = (at + 1) & last
+    caches.table[w, at] = copy + 1
+
+
+@compiled
+def drop(caches: Caches, w: int, copy: int) -> None:
+    """An evicted copy is found no more, and its record is free."""
+    key = caches.copies[w, copy].id
+    if key != UNKNOWN:
+        at, last = place(caches, key), caches.table.shape[1] - 1
+        while caches.copies[w, caches.table[w, at] - 1].id != key:
+            at = (at + 1) & last
+        oldest = caches.table[w, at] - 1
+        older, younger = caches.copies[w, copy].older, caches.copies[w, copy].younger
+        if copy != oldest:
+            caches.copies[w, older].younger = younger
+            caches.copies[w, oldest if younger == NOTHING else younger].older = older
+        elif younger != NOTHING:
+            caches.table[w, at] = younger + 1
+            caches.copies[w, younger].older = older
+        else:
+            close_gap(caches, w, at)
+    caches.copies[w, copy].later = caches.workers[w].unused
+    caches.workers[w].unused = copy
+
+
+@compiled
+def close_gap(caches: Caches, w: int, gap: int) -> None:
+    """Empty a place of the table, and move up those that were put further on for it."""
+    last = caches.table.shape[1] - 1
+    at = gap
+    while True:
+        at = (at + 1) & last
+        entry = caches.table[w, at]
+        if entry == 0:
+            break
+        home = place(caches, caches.copies[w, entry - 1].id)
+        if ((at - home) & last) >= ((at - gap) & last):
+            caches.table[w, gap] = entry
+            gap = at
+    caches.table[w, gap] = 0
+
+
+@compiled
+def extend(caches: Caches, w: int, r: int, block: int, before: int, after: int) -> None:
+    """A request's computed tokens grow from `before` to `after`: take what that needs, store what it fills."""
+    blocks = (after + block - 1) // block - (before + block - 1) // block
+    if blocks > 0:
+        take(caches, w, blocks)
+        caches.requests[r].own += blocks
+    store(caches, w, r, block, after)
+
+
+@compiled
+def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
+    """Let the blocks be found that are full once `after` tokens are computed."""
+    while (caches.requests[r].copies + 1) * caches.tokens <= after:
+        number = caches.requests[r].copies
+        copy = new_copy(caches, w, block_id(caches, r, number), caches.tokens // block)
+        if copy == NOTHING:
+            return
+        enter(caches, w, copy)
+        caches.copies[w, copy].users = 1
+        caches.held[caches.requests[r].at + number] = copy
+        caches.requests[r].copies += 1
+        caches.requests[r].own -= caches.copies[w, copy].blocks
+
+
+@compiled
+def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
+    """A request leaves: its copies lose a user, last to first, and what it had beyond them is empty."""
+    own, copies = caches.requests[r].own, caches.requests[r].copies
+    rest = min((computed - copies * caches.tokens) // block, own)
+    if rest > 0:  # full blocks, but fewer than a copy has
+        copy = new_copy(caches, w, UNKNOWN, rest)
+        if copy != NOTHING:
+            fall_asleep(caches, w, copy)
+            own -= rest
+    caches.workers[w].empty += own
+    at = caches.requests[r].at
+    for i in range(at + copies - 1, at - 1, -1):
+        copy = caches.held[i]
+        caches.copies[w, copy].users -= 1
+        if caches.copies[w, copy].users == 0:
+            fall_asleep(caches, w, copy)
+        else:
+            caches.workers[w].shared -= caches.copies[w, copy].blocks
+    caches.requests[r].copies = 0
+    caches.requests[r].own = 0

@@ -1,0 +1,307 @@
+"""The simulated prefix cache against vLLM's own scheduler, step by step: is every step the same?
+
+    python experiments/profiling/prefix_exactness.py [--quick] [--seed N] [--format table|json]
+
+vLLM's Scheduler, KV cache manager and block pool of the installed version run here in this process, on made-up
+conversations, with made-up tokens in place of a model; a step lasts what a random profile says. The compiled
+engine gets the same requests, its ids made from the same tokens. Compared at three sizes of KV memory:
+
+* of every request the cached tokens at its first admission, and how often it was preempted;
+* of every step the requests in it and the tokens each gets, in order;
+* at the beginning of every activity of the compiled engine (a step with prefill, or a run of decode steps) the
+  free blocks, the blocks evicted so far, and the cached blocks that sleep, in the order of their eviction.
+
+A size is that of the longest request, times a factor. Full lists of ids, and lists cut short of what no other
+request has, in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.ledger import DECODING
+from controlplane.workload import Workload
+from dataplane.simulated.cluster import advance
+from dataplane.simulated.records import DECODE_RUN, MIXED_STEP
+from dataplane.simulated.simulate import RunState, WorkerSpec, prepare
+from experiments.lib.public_data import ROOT
+from experiments.lib.results import bar, flags, show
+
+sys.path.insert(0, str(ROOT / "tests" / "builders"))
+
+from random_cases import NEVER_MET, random_sharing, tight_profile, without_own
+
+SIZES = {"tight": 1.0, "middle": 2.0, "roomy": 6.0}
+CASES, QUICK = 100, 6  # of each size
+BLOCK = 16
+LONGEST = 60 * BLOCK
+Steps = list[dict[int, int]]
+
+
+@dataclass
+class Seen:
+    """What an engine did; `states` by step: free blocks, blocks evicted so far, ids of those asleep."""
+
+    steps: Steps = field(default_factory=list)
+    states: dict[int, tuple[int, int, list[Hashable]]] = field(default_factory=dict)
+    cached: list[int] = field(default_factory=list)
+    preemptions: list[int] = field(default_factory=list)
+
+
+def compiled_run(profile: Profile, workload: Workload) -> Seen:
+    """The compiled engine's steps: each activity is written down as it begins."""
+    state, seen = prepare(workload, [WorkerSpec(profile)], NEVER_MET, "jsq"), Seen()
+    led, eng, clock = state.ledger, state.engines, state.cluster.clock
+    began_s, run, run_began = -1.0, {}, 0
+    more = True
+    while more:
+        arrived = int(clock["arrived"][0])
+        next_s = min(eng.workers["next_s"][0], workload.arrival_s[arrived] if arrived < len(workload) else np.inf)
+        more = advance(led, eng, state.cluster, state.rules, float(next_s))
+        if eng.workers["start_s"][0] == began_s:
+            continue
+        began_s = float(eng.workers["start_s"][0])
+        seen.steps += [run] * (int(led.workers["step"][0]) - run_began if run else 0)
+        run, activity = {}, eng.workers["activity"][0]
+        if activity not in (MIXED_STEP, DECODE_RUN):
+            continue
+        cache = led.caches.workers[0]
+        seen.states[len(seen.steps)] = (
+            int(cache["empty"] + cache["asleep"]),
+            int(cache["evicted"]),
+            list(asleep(state)),
+        )
+        planned = {}
+        for r in led.running[0, : led.workers["running_n"][0]].tolist():
+            decodes = led.requests["phase"][r] == DECODING
+            planned[r] = 1 if decodes else int(eng.requests["chunk"][r])
+        planned = {r: tokens for r, tokens in planned.items() if tokens}
+        if activity == DECODE_RUN:
+            run, run_began = planned, int(led.workers["step"][0])
+        else:
+            seen.steps.append(planned)
+    outcome = state.outcome()
+    assert outcome.complete and outcome.cached_tokens is not None
+    seen.cached, seen.preemptions = outcome.cached_tokens.tolist(), outcome.preemptions.tolist()
+    return seen
+
+
+def asleep(state: RunState) -> list[int]:
+    """The ids of the copies asleep, the next to be evicted first; one's own id is below -1."""
+    caches, ids = state.ledger.caches, []
+    copy = caches.workers["first"][0]
+    while copy != -1:
+        ids.append(int(caches.copies["id"][0, copy]))
+        copy = caches.copies["later"][0, copy]
+    return ids
+
+
+class DrivenVllm:
+    """vLLM's scheduler of the installed version, without a model, on a clock that a profile moves."""
+
+    def __init__(self, profile: Profile, folder: Path) -> None:
+        from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        import torch
+
+        self.profile = profile
+        blocks = profile.kv.capacity_tokens // profile.kv.block_tokens + 1  # vLLM's first one is no one's
+        longest = max(LONGEST * 2, profile.engine.max_batched_tokens)
+        model = ModelConfig(model=str(model_folder(folder, longest)), skip_tokenizer_init=True, dtype="float32")
+        scheduling = SchedulerConfig(
+            max_num_seqs=profile.engine.max_seqs,
+            max_num_batched_tokens=profile.engine.max_batched_tokens,
+            max_model_len=longest,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        )
+        cache = CacheConfig(block_size=profile.kv.block_tokens, enable_prefix_caching=True)
+        config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache)
+        config.cache_config.num_gpu_blocks = blocks
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        spec = FullAttentionSpec(
+            block_size=profile.kv.block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=profile.kv.block_tokens,
+            log_stats=True,
+        )
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(profile.kv.block_tokens, sha256)
+        self.cached: dict[int, int] = {}  # tokens, by request
+        self.prefill: dict[str, int] = {}  # a request's tokens when it was last admitted
+
+    def run(self, workload: Workload, texts: list[np.ndarray]) -> Seen:
+        """Serve every request; request i is to generate what follows its prompt in `texts[i]`."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        seen, now_s, coming, evicted = Seen(), 0.0, 0, 0
+        requests: list[Any] = []
+        pool = self.scheduler.kv_cache_manager.block_pool
+        while coming < len(workload) or self.scheduler.has_unfinished_requests():
+            if not self.scheduler.has_unfinished_requests():
+                now_s = max(now_s, float(workload.arrival_s[coming]))
+            while coming < len(workload) and workload.arrival_s[coming] <= now_s:
+                requests.append(self._request(coming, workload, texts[coming]))
+                self.scheduler.add_request(requests[-1])
+                coming += 1
+            planned = self.scheduler.schedule()
+            scheduled = {int(name): tokens for name, tokens in planned.num_scheduled_tokens.items()}
+            lasts_s, sampled = self._step(planned, [requests[r] for r in scheduled], texts)
+            events = self.scheduler.kv_cache_manager.take_events()
+            evicted += sum(type(event).__name__ == "BlockRemoved" for event in events)
+            hashes = [b.block_hash for b in pool.free_block_queue.get_all_free_blocks()]
+            seen.states[len(seen.steps)] = (
+                pool.get_num_free_blocks(),
+                evicted,
+                [bytes(key[:-4]) for key in hashes if key is not None],
+            )
+            seen.steps.append(scheduled)
+            now_s += lasts_s
+            names = list(planned.num_scheduled_tokens)
+            self.scheduler.update_from_output(
+                planned, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+            )
+        ids = named(workload, requests)
+        seen.states = {i: (free, gone, [ids[h] for h in asleep]) for i, (free, gone, asleep) in seen.states.items()}
+        seen.cached = [self.cached[r] for r in range(len(workload))]
+        seen.preemptions = [request.num_preemptions for request in requests]
+        return seen
+
+    def _request(self, r: int, workload: Workload, text: np.ndarray) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        prompt, output = int(workload.prompt_tokens[r]), int(workload.output_tokens[r])
+        return Request(
+            request_id=str(r),
+            prompt_token_ids=text[:prompt].tolist(),
+            sampling_params=SamplingParams(max_tokens=output, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=float(workload.arrival_s[r]),
+            block_hasher=self.hasher,
+        )
+
+    def _step(self, planned: Any, requests: list[Any], texts: list[np.ndarray]) -> tuple[float, list[list[int]]]:
+        """How long the step lasts, and the token it gives to each request that has all before it computed."""
+        for new in planned.scheduled_new_reqs:
+            self.cached[int(new.req_id)] = new.num_computed_tokens
+        admitted = {new.req_id for new in planned.scheduled_new_reqs}
+        admitted |= planned.scheduled_cached_reqs.resumed_req_ids
+        prefill, squares, decoding, context = 0, 0, 0, 0
+        sampled: list[list[int]] = []
+        for request in requests:
+            name = request.request_id
+            if name in admitted:
+                self.prefill[name] = request.num_tokens
+            end = request.num_computed_tokens  # with what this step adds
+            start = end - planned.num_scheduled_tokens[name]
+            if start >= self.prefill[name]:
+                decoding += 1
+                context += request.num_tokens
+            else:
+                prefill += end - start
+                squares += end**2 - start**2
+            sampled.append([int(texts[int(name)][end])] if end == request.num_tokens else [])
+        return float(self.profile.step.step_s(prefill, decoding, context, squares)), sampled
+
+
+def named(workload: Workload, requests: list[Any]) -> dict[bytes, int]:
+    """The compiled engine's id of every block that vLLM may have cached, by vLLM's hash."""
+    assert workload.prefixes is not None
+    ids: dict[bytes, int] = {}
+    for r, request in enumerate(requests):
+        listed = workload.prefixes.of(r).tolist()
+        for number, block_hash in enumerate(request.block_hashes):
+            own = -2 - ((r << 24) | number)
+            ids.setdefault(bytes(block_hash), listed[number] if number < len(listed) else own)
+    return ids
+
+
+def model_folder(folder: Path, longest: int) -> Path:
+    """A model that is never loaded: the scheduler wants to know its longest context."""
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 1000}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    what = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(what | shape | heads))
+    return folder
+
+
+def case(seed: int, size: str, number: int) -> tuple[Profile, Workload, list[np.ndarray]]:
+    """A worker and its requests."""
+    rng = np.random.default_rng([seed, number, list(SIZES).index(size)])
+    workload, texts = random_sharing(rng, BLOCK, LONGEST)
+    if number % 2 and workload.prefixes is not None:
+        workload = replace(workload, prefixes=without_own(workload.prefixes))
+    longest = int((workload.prompt_tokens + workload.output_tokens).max())
+    profile = tight_profile(rng, longest, BLOCK)
+    tokens = int(longest * SIZES[size]) // BLOCK * BLOCK + BLOCK
+    return replace(profile, kv=replace(profile.kv, capacity_tokens=tokens)), workload, texts
+
+
+def compared(size: str, cases: int, seed: int) -> dict[str, Any]:
+    """All cases of one size: what they did, and how much of it was not the same."""
+    row: dict[str, Any] = {"size": size, "cases": cases}
+    counts = dict.fromkeys(
+        ("requests", "steps", "states", "preemptions", "evicted blocks", "cached tokens", "prompt tokens"), 0
+    )
+    unlike = dict.fromkeys(UNLIKE, 0)
+    for number in range(cases):
+        profile, workload, texts = case(seed, size, number)
+        with tempfile.TemporaryDirectory() as folder:
+            vllm = DrivenVllm(profile, Path(folder)).run(workload, texts)
+        ours = compiled_run(profile, workload)
+        counts["requests"] += len(workload)
+        counts["steps"] += len(vllm.steps)
+        counts["states"] += len(ours.states)
+        counts["preemptions"] += sum(vllm.preemptions)
+        counts["evicted blocks"] += vllm.states[max(vllm.states)][1]
+        counts["cached tokens"] += sum(vllm.cached)
+        counts["prompt tokens"] += int(workload.prompt_tokens.sum())
+        unlike["requests cached otherwise"] += sum(a != b for a, b in zip(ours.cached, vllm.cached, strict=True))
+        unlike["preempted otherwise"] += ours.preemptions != vllm.preemptions
+        same = sum(list(a.items()) == list(b.items()) for a, b in zip(ours.steps, vllm.steps, strict=False))
+        unlike["steps planned otherwise"] += max(len(ours.steps), len(vllm.steps)) - same
+        unlike["states otherwise"] += sum(vllm.states.get(i) != state for i, state in ours.states.items())
+    return row | counts | unlike
+
+
+UNLIKE = (
+    "requests cached otherwise",
+    "preempted otherwise",
+    "steps planned otherwise",
+    "states otherwise",
+)
+
+
+def main() -> int:
+    asked = flags(__doc__).parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    rows = [compared(size, QUICK if asked.quick else CASES, asked.seed) for size in SIZES]
+    bars = {what: bar(sum(row[what] for row in rows), 0) for what in UNLIKE}
+    for what in ("preemptions", "evicted blocks", "cached tokens"):
+        bars[f"{what}, or nothing is compared"] = bar(sum(row[what] for row in rows), 1, at_least=True)
+    return show("prefix_exactness", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
