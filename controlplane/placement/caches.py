@@ -1,20 +1,17 @@
 """The prefix caches of the workers: which blocks of text each one's KV memory still holds.
 
-As vLLM 0.32 keeps them. A block is so many tokens of a sequence, known by the id that stands for it and all
-before it; a *copy* is a block that lies in a worker's memory. A copy in use counts its users. When the last of
-them leaves it falls asleep: it is free memory that still can be hit. Memory is taken from blocks that hold
-nothing first, then from the copy that has slept longest. A request that ends lets its copies fall asleep last
-to first, so a block is never kept longer than those before it:
+A block is so many tokens of a sequence, known by the id that stands for it and all before it. A *copy* is a
+block in a worker's memory: in use by requests, or asleep, which is free memory that still can be hit. Equal
+blocks that were computed side by side are copies of one id; the oldest that is still there is hit. As a
+request frees its blocks last to first, no block stays longer than those before it:
 
     free blocks = empty + asleep          a copy of block j is cached  ⟹  one of block j - 1 is
 
-Equal blocks that were computed side by side are copies of one id; the oldest that is still there is hit.
-
 A block of the prefixes (`tokens`) is one of the engine's, or a multiple of it. Where it is a multiple, a copy
-is that many engine blocks that come and go together, hits end at whole copies, and what is left at a request's
-end sleeps as a copy that nobody can hit; memory is counted in the engine's blocks all along.
+is that many engine blocks that come and go together, hits end at whole copies, and what is left at the end of
+a request sleeps as a copy that nobody can hit; memory is counted in the engine's blocks all along.
 
-Records are bounded by a worker's memory: a copy for every block that it holds, found by a hash table of them.
+Records are bounded by a worker's memory: a copy for every block that it holds, in a hash table by its id.
 """
 
 from __future__ import annotations
@@ -42,14 +39,20 @@ COPY = np.dtype(
         ("blocks", np.int32),  # the engine's, of which it consists
         ("sooner", np.int32),  # of those asleep: the one that is evicted before it,
         ("later", np.int32),  # and after it; of unused records: the next
-        ("older", np.int32),  # of the copies of its id: the one stored before it (of the oldest: the youngest)
+        (
+            "older",
+            np.int32,
+        ),  # of the copies of its id: the one stored before it (of the oldest: the youngest)
         ("younger", np.int32),
     ],
     align=True,
 )
 CACHE = np.dtype(
     [
-        ("empty", np.int64),  # free blocks that hold nothing; below 0 where a lone request outgrows its worker
+        (
+            "empty",
+            np.int64,
+        ),  # free blocks that hold nothing; below 0 where a lone request outgrows its worker
         ("asleep", np.int64),  # free blocks that hold copies
         ("first", np.int64),  # of the copies asleep: the next to be evicted,
         ("last", np.int64),  # and the last
@@ -147,9 +150,9 @@ def block_id(caches: Caches, r: int, block: int) -> int:
 
 
 @compiled
-def place(caches: Caches, key: int) -> np.int64:
+def place(caches: Caches, key: int) -> int:
     """Where the search for an id begins in a table."""
-    return np.int64((np.uint64(key) * SPREAD) >> np.uint64(caches.shift))
+    return int(np.int64((np.uint64(key) * SPREAD) >> np.uint64(caches.shift)))
 
 
 @compiled
@@ -193,84 +196,6 @@ def most_hits(caches: Caches, tokens: int, block: int) -> tuple[int, int]:
     """
     hits = (tokens - 1) // block * block
     return min((hits + caches.tokens - 1) // caches.tokens, tokens // caches.tokens), hits
-
-
-@compiled
-def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
-    """List the copies that a waiting request would hit: how many, and the engine blocks of them asleep."""
-    at = caches.requests[r].at
-    hits, asleep = 0, 0
-    while hits < most:
-        copy = find(caches, w, block_id(caches, r, hits))
-        if copy == NOTHING:
-            break
-        if caches.copies[w, copy].users == 0:
-            asleep += caches.copies[w, copy].blocks
-        caches.held[at + hits] = copy
-        hits += 1
-    return hits, asleep
-
-
-@compiled
-def touch(caches: Caches, w: int, r: int, hits: int) -> None:
-    """A request that is admitted uses the copies that `look_up` listed."""
-    at = caches.requests[r].at
-    caches.requests[r].copies = hits
-    caches.requests[r].own = 0
-    for i in range(at, at + hits):
-        copy = caches.held[i]
-        if caches.copies[w, copy].users == 0:
-            wake(caches, w, copy)
-        else:
-            caches.workers[w].shared += caches.copies[w, copy].blocks
-        caches.copies[w, copy].users += 1
-
-
-@compiled
-def wake(caches: Caches, w: int, copy: int) -> None:
-    """Take a copy out of the line of those asleep."""
-    sooner, later = caches.copies[w, copy].sooner, caches.copies[w, copy].later
-    if sooner == NOTHING:
-        caches.workers[w].first = later
-    else:
-        caches.copies[w, sooner].later = later
-    if later == NOTHING:
-        caches.workers[w].last = sooner
-    else:
-        caches.copies[w, later].sooner = sooner
-    caches.workers[w].asleep -= caches.copies[w, copy].blocks
-
-
-@compiled
-def fall_asleep(caches: Caches, w: int, copy: int) -> None:
-    """Put a copy that has no users at the end of the line."""
-    last = caches.workers[w].last
-    caches.copies[w, copy].sooner = last
-    caches.copies[w, copy].later = NOTHING
-    if last == NOTHING:
-        caches.workers[w].first = copy
-    else:
-        caches.copies[w, last].later = copy
-    caches.workers[w].last = copy
-    caches.workers[w].asleep += caches.copies[w, copy].blocks
-
-
-@compiled
-def free_blocks(caches: Caches, w: int) -> int:
-    """Engine blocks that a worker can give out."""
-    return caches.workers[w].empty + caches.workers[w].asleep
-
-
-@compiled
-def take(caches: Caches, w: int, blocks: int) -> None:
-    """Give out so many blocks: empty ones, then those of the copies that have slept longest."""
-    while caches.workers[w].empty < blocks and caches.workers[w].first != NOTHING:
-        copy = caches.workers[w].first
-        wake(caches, w, copy)
-        caches.workers[w].empty += caches.copies[w, copy].blocks
-        caches.workers[w].evicted += caches.copies[w, copy].blocks
-        drop(caches, w, copy)
-    caches.workers[w].empty -= blocks
 
 
 @compiled
@@ -346,51 +271,3 @@ def close_gap(caches: Caches, w: int, gap: int) -> None:
             caches.table[w, gap] = entry
             gap = at
     caches.table[w, gap] = 0
-
-
-@compiled
-def extend(caches: Caches, w: int, r: int, block: int, before: int, after: int) -> None:
-    """A request's computed tokens grow from `before` to `after`: take what that needs, store what it fills."""
-    blocks = (after + block - 1) // block - (before + block - 1) // block
-    if blocks > 0:
-        take(caches, w, blocks)
-        caches.requests[r].own += blocks
-    store(caches, w, r, block, after)
-
-
-@compiled
-def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
-    """Let the blocks be found that are full once `after` tokens are computed."""
-    while (caches.requests[r].copies + 1) * caches.tokens <= after:
-        number = caches.requests[r].copies
-        copy = new_copy(caches, w, block_id(caches, r, number), caches.tokens // block)
-        if copy == NOTHING:
-            return
-        enter(caches, w, copy)
-        caches.copies[w, copy].users = 1
-        caches.held[caches.requests[r].at + number] = copy
-        caches.requests[r].copies += 1
-        caches.requests[r].own -= caches.copies[w, copy].blocks
-
-
-@compiled
-def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
-    """A request leaves: its copies lose a user, last to first, and what it had beyond them is empty."""
-    own, copies = caches.requests[r].own, caches.requests[r].copies
-    rest = min((computed - copies * caches.tokens) // block, own)
-    if rest > 0:  # full blocks, but fewer than a copy has
-        copy = new_copy(caches, w, UNKNOWN, rest)
-        if copy != NOTHING:
-            fall_asleep(caches, w, copy)
-            own -= rest
-    caches.workers[w].empty += own
-    at = caches.requests[r].at
-    for i in range(at + copies - 1, at - 1, -1):
-        copy = caches.held[i]
-        caches.copies[w, copy].users -= 1
-        if caches.copies[w, copy].users == 0:
-            fall_asleep(caches, w, copy)
-        else:
-            caches.workers[w].shared -= caches.copies[w, copy].blocks
-    caches.requests[r].copies = 0
-    caches.requests[r].own = 0

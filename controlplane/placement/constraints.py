@@ -11,8 +11,8 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
     step and ending after e expected steps (memoryless), it fails with 1 - exp(-d / (s·e)). The harm of a
     prefill is what it adds to these, summed; the paper's (d) is harm = 0, but for requests that have failed
     already, which block none here.
-(e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every step;
-    what running requests share counts once
+(e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every
+    step; what running requests share is held once
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.

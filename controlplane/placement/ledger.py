@@ -130,6 +130,11 @@ def new_ledger(
     )
 
 
+def copied(led: Ledger) -> Ledger:
+    """A ledger that goes its own way; the caches stay those of the first."""
+    return led._replace(**{name: getattr(led, name).copy() for name in led._fields if name != "caches"})
+
+
 @compiled
 def generated(led: Ledger, r: int) -> int:
     """Output tokens of a request so far."""

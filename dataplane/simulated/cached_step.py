@@ -5,8 +5,8 @@ being preempted where there are none; then waiting requests are looked up and ad
 be hit from its planning on, so a request may hit blocks that another computes in the same step.
 
 A run of decode steps has the first of them planned so. No request is looked up during the others: the memory
-they take and the blocks they fill are booked together when the run ends, in the order of the steps. A run ends
-early where a block is filled that the request at the head of the queue would hit.
+they take and the blocks they fill are booked together when the run ends, in the order of the steps. A run
+ends early where a block is filled that the request at the head of the queue would hit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, CHUNKED, KV_BLOCKS, MAX_BATCHED, MAX_SEQS, MODE
-from controlplane.placement.caches import (
-    NOTHING,
-    block_id,
-    extend,
-    free_blocks,
-    look_up,
-    most_hits,
-    store,
-    take,
-    touch,
-)
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS, CHUNKED, MAX_BATCHED, MAX_SEQS, MODE
+from controlplane.placement.caches import NOTHING, block_id, most_hits
 from controlplane.placement.ledger import (
     DECODE_ONLY,
     DECODING,
@@ -36,6 +26,7 @@ from controlplane.placement.ledger import (
     generated,
     queue_first,
 )
+from dataplane.simulated.memory import extend, free_blocks, look_up, store, take, touch
 from dataplane.simulated.next_step import (
     admit,
     blocks_of,
@@ -117,7 +108,7 @@ def go_on(led: Ledger, eng: Engines, w: int) -> tuple[int, float]:
 @compiled
 def room(led: Ledger, eng: Engines, w: int) -> int:
     """Blocks that a worker can give out, those promised to requests on their way here left alone."""
-    return free_blocks(led.caches, w) - eng.workers[w].reserved_blocks
+    return free_blocks(led.caches, w) - int(eng.workers[w].reserved_blocks)
 
 
 @compiled

@@ -25,7 +25,6 @@ from math import inf
 from controlplane.compiled import compiled
 from controlplane.migration.move import Happened, Price, Stage, step
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
-from controlplane.placement.caches import free_blocks
 from controlplane.placement.ledger import (
     DECODING,
     HELD,
@@ -45,6 +44,7 @@ from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
 from dataplane.simulated.cached_step import grow, receive
 from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
+from dataplane.simulated.memory import free_blocks
 from dataplane.simulated.next_step import blocks_after, blocks_of, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState

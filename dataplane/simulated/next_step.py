@@ -25,7 +25,6 @@ from controlplane.perfmodel.coefficients import (
     prefill_s,
     run_s,
 )
-from controlplane.placement.caches import release
 from controlplane.placement.ledger import (
     DECODING,
     NONE,
@@ -39,6 +38,7 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
+from dataplane.simulated.memory import release
 from dataplane.simulated.records import (
     DECODE_RUN,
     IDLE,

@@ -207,9 +207,7 @@ def _variants(workers: Sequence[WorkerSpec], split: bool) -> tuple[tuple[Profile
     return tuple(profiles), variant
 
 
-def _caches(
-    workload: Workload, profiles: Sequence[Profile], variant: NDArray[np.int64]
-) -> Caches | None:
+def _caches(workload: Workload, profiles: Sequence[Profile], variant: NDArray[np.int64]) -> Caches | None:
     """The workers' empty prefix caches; None for a workload that does not say what its requests share."""
     if workload.prefixes is None:
         return None
@@ -222,7 +220,9 @@ def _caches(
             )
     kv = [(p.kv.capacity_tokens // p.kv.block_tokens, p.kv.block_tokens) for p in profiles]
     blocks, block_tokens = np.array(kv)[variant].T
-    return new_caches(workload.prefixes, blocks, block_tokens, workload.prompt_tokens + workload.output_tokens)
+    return new_caches(
+        workload.prefixes, blocks, block_tokens, workload.prompt_tokens + workload.output_tokens
+    )
 
 
 def _enter_requests(

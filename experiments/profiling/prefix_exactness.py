@@ -2,14 +2,14 @@
 
     python experiments/profiling/prefix_exactness.py [--quick] [--seed N] [--format table|json]
 
-vLLM's Scheduler, KV cache manager and block pool of the installed version run here in this process, on made-up
+The scheduler, KV cache manager and block pool of the installed vLLM run here in this process, on made-up
 conversations, with made-up tokens in place of a model; a step lasts what a random profile says. The compiled
 engine gets the same requests, its ids made from the same tokens. Compared at three sizes of KV memory:
 
 * of every request the cached tokens at its first admission, and how often it was preempted;
 * of every step the requests in it and the tokens each gets, in order;
-* at the beginning of every activity of the compiled engine (a step with prefill, or a run of decode steps) the
-  free blocks, the blocks evicted so far, and the cached blocks that sleep, in the order of their eviction.
+* where an activity of the compiled engine begins (a step with prefill, or a run of decode steps) the free
+  blocks, the blocks evicted so far, and the cached blocks that sleep, in the order of their eviction.
 
 A size is that of the longest request, times a factor. Full lists of ids, and lists cut short of what no other
 request has, in turn.
@@ -66,7 +66,9 @@ def compiled_run(profile: Profile, workload: Workload) -> Seen:
     more = True
     while more:
         arrived = int(clock["arrived"][0])
-        next_s = min(eng.workers["next_s"][0], workload.arrival_s[arrived] if arrived < len(workload) else np.inf)
+        next_s = min(
+            eng.workers["next_s"][0], workload.arrival_s[arrived] if arrived < len(workload) else np.inf
+        )
         more = advance(led, eng, state.cluster, state.rules, float(next_s))
         if eng.workers["start_s"][0] == began_s:
             continue
@@ -91,7 +93,8 @@ def compiled_run(profile: Profile, workload: Workload) -> Seen:
         else:
             seen.steps.append(planned)
     outcome = state.outcome()
-    assert outcome.complete and outcome.cached_tokens is not None
+    assert outcome.complete
+    assert outcome.cached_tokens is not None
     seen.cached, seen.preemptions = outcome.cached_tokens.tolist(), outcome.preemptions.tolist()
     return seen
 
@@ -110,6 +113,7 @@ class DrivenVllm:
     """vLLM's scheduler of the installed version, without a model, on a clock that a profile moves."""
 
     def __init__(self, profile: Profile, folder: Path) -> None:
+        import torch
         from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -117,12 +121,12 @@ class DrivenVllm:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        import torch
-
         self.profile = profile
         blocks = profile.kv.capacity_tokens // profile.kv.block_tokens + 1  # vLLM's first one is no one's
         longest = max(LONGEST * 2, profile.engine.max_batched_tokens)
-        model = ModelConfig(model=str(model_folder(folder, longest)), skip_tokenizer_init=True, dtype="float32")
+        model = ModelConfig(
+            model=str(model_folder(folder, longest)), skip_tokenizer_init=True, dtype="float32"
+        )
         scheduling = SchedulerConfig(
             max_num_seqs=profile.engine.max_seqs,
             max_num_batched_tokens=profile.engine.max_batched_tokens,
@@ -182,7 +186,9 @@ class DrivenVllm:
                 planned, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
             )
         ids = named(workload, requests)
-        seen.states = {i: (free, gone, [ids[h] for h in asleep]) for i, (free, gone, asleep) in seen.states.items()}
+        seen.states = {
+            i: (free, gone, [ids[h] for h in asleep]) for i, (free, gone, asleep) in seen.states.items()
+        }
         seen.cached = [self.cached[r] for r in range(len(workload))]
         seen.preemptions = [request.num_preemptions for request in requests]
         return seen
@@ -201,7 +207,9 @@ class DrivenVllm:
             block_hasher=self.hasher,
         )
 
-    def _step(self, planned: Any, requests: list[Any], texts: list[np.ndarray]) -> tuple[float, list[list[int]]]:
+    def _step(
+        self, planned: Any, requests: list[Any], texts: list[np.ndarray]
+    ) -> tuple[float, list[list[int]]]:
         """How long the step lasts, and the token it gives to each request that has all before it computed."""
         for new in planned.scheduled_new_reqs:
             self.cached[int(new.req_id)] = new.num_computed_tokens
@@ -277,7 +285,9 @@ def compared(size: str, cases: int, seed: int) -> dict[str, Any]:
         counts["evicted blocks"] += vllm.states[max(vllm.states)][1]
         counts["cached tokens"] += sum(vllm.cached)
         counts["prompt tokens"] += int(workload.prompt_tokens.sum())
-        unlike["requests cached otherwise"] += sum(a != b for a, b in zip(ours.cached, vllm.cached, strict=True))
+        unlike["requests cached otherwise"] += sum(
+            a != b for a, b in zip(ours.cached, vllm.cached, strict=True)
+        )
         unlike["preempted otherwise"] += ours.preemptions != vllm.preemptions
         same = sum(list(a.items()) == list(b.items()) for a, b in zip(ours.steps, vllm.steps, strict=False))
         unlike["steps planned otherwise"] += max(len(ours.steps), len(vllm.steps)) - same

@@ -52,6 +52,7 @@ from controlplane.placement.ledger import (
     Ints,
     Ledger,
     begin_decoding,
+    copied,
     dequeue,
     enqueue,
     generated,
@@ -352,7 +353,7 @@ class Placement:
         """
         suspects = self._suspects()
         serving = [w for w in self._serving() if w not in suspects]
-        led, names = Ledger._make(column.copy() for column in self._led), dict(self._workers)
+        led, names = copied(self._led), dict(self._workers)
         (profile,) = self._profiles.values()
 
         def solved() -> tuple[list[tuple[int, WorkerId]], bool]:

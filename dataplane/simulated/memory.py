@@ -1,0 +1,137 @@
+"""A simulated worker's KV memory with a prefix cache: what requests take, fill, share and leave behind.
+
+As vLLM's block pool does it. Blocks that hold nothing are given out first, then those of the copy that has
+slept longest. A copy counts its users; when the last one leaves it falls asleep, at the end of the line, a
+request's last copy before its first. A hit takes a copy out of the line again.
+"""
+
+from __future__ import annotations
+
+from controlplane.compiled import compiled
+from controlplane.placement.caches import NOTHING, UNKNOWN, Caches, block_id, drop, enter, find, new_copy
+
+
+@compiled
+def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
+    """List the copies that a waiting request would hit: how many, and the engine blocks of them asleep."""
+    at = caches.requests[r].at
+    hits, asleep = 0, 0
+    while hits < most:
+        copy = find(caches, w, block_id(caches, r, hits))
+        if copy == NOTHING:
+            break
+        if caches.copies[w, copy].users == 0:
+            asleep += caches.copies[w, copy].blocks
+        caches.held[at + hits] = copy
+        hits += 1
+    return hits, asleep
+
+
+@compiled
+def touch(caches: Caches, w: int, r: int, hits: int) -> None:
+    """A request that is admitted uses the copies that `look_up` listed."""
+    at = caches.requests[r].at
+    caches.requests[r].copies = hits
+    caches.requests[r].own = 0
+    for i in range(at, at + hits):
+        copy = caches.held[i]
+        if caches.copies[w, copy].users == 0:
+            wake(caches, w, copy)
+        else:
+            caches.workers[w].shared += caches.copies[w, copy].blocks
+        caches.copies[w, copy].users += 1
+
+
+@compiled
+def wake(caches: Caches, w: int, copy: int) -> None:
+    """Take a copy out of the line of those asleep."""
+    sooner, later = caches.copies[w, copy].sooner, caches.copies[w, copy].later
+    if sooner == NOTHING:
+        caches.workers[w].first = later
+    else:
+        caches.copies[w, sooner].later = later
+    if later == NOTHING:
+        caches.workers[w].last = sooner
+    else:
+        caches.copies[w, later].sooner = sooner
+    caches.workers[w].asleep -= caches.copies[w, copy].blocks
+
+
+@compiled
+def fall_asleep(caches: Caches, w: int, copy: int) -> None:
+    """Put a copy that has no users at the end of the line."""
+    last = caches.workers[w].last
+    caches.copies[w, copy].sooner = last
+    caches.copies[w, copy].later = NOTHING
+    if last == NOTHING:
+        caches.workers[w].first = copy
+    else:
+        caches.copies[w, last].later = copy
+    caches.workers[w].last = copy
+    caches.workers[w].asleep += caches.copies[w, copy].blocks
+
+
+@compiled
+def free_blocks(caches: Caches, w: int) -> int:
+    """Engine blocks that a worker can give out."""
+    return int(caches.workers[w].empty) + int(caches.workers[w].asleep)
+
+
+@compiled
+def take(caches: Caches, w: int, blocks: int) -> None:
+    """Give out so many blocks: empty ones, then those of the copies that have slept longest."""
+    while caches.workers[w].empty < blocks and caches.workers[w].first != NOTHING:
+        copy = caches.workers[w].first
+        wake(caches, w, copy)
+        caches.workers[w].empty += caches.copies[w, copy].blocks
+        caches.workers[w].evicted += caches.copies[w, copy].blocks
+        drop(caches, w, copy)
+    caches.workers[w].empty -= blocks
+
+
+@compiled
+def extend(caches: Caches, w: int, r: int, block: int, before: int, after: int) -> None:
+    """A request's computed tokens grow from `before` to `after`: take what that needs, store what is full."""
+    blocks = (after + block - 1) // block - (before + block - 1) // block
+    if blocks > 0:
+        take(caches, w, blocks)
+        caches.requests[r].own += blocks
+    store(caches, w, r, block, after)
+
+
+@compiled
+def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
+    """Let the blocks be found that are full once `after` tokens are computed."""
+    while (caches.requests[r].copies + 1) * caches.tokens <= after:
+        number = caches.requests[r].copies
+        copy = new_copy(caches, w, block_id(caches, r, number), caches.tokens // block)
+        if copy == NOTHING:
+            return
+        enter(caches, w, copy)
+        caches.copies[w, copy].users = 1
+        caches.held[caches.requests[r].at + number] = copy
+        caches.requests[r].copies += 1
+        caches.requests[r].own -= caches.copies[w, copy].blocks
+
+
+@compiled
+def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
+    """A request leaves: its copies lose a user, last to first, and what it had beyond them is empty."""
+    own, copies = caches.requests[r].own, caches.requests[r].copies
+    rest = min((computed - copies * caches.tokens) // block, own)
+    if rest > 0:  # full blocks, but fewer than a copy has
+        copy = new_copy(caches, w, UNKNOWN, rest)
+        if copy != NOTHING:
+            fall_asleep(caches, w, copy)
+            own -= rest
+    caches.workers[w].empty += own
+    at = caches.requests[r].at
+    for i in range(at + copies - 1, at - 1, -1):
+        copy = caches.held[i]
+        caches.copies[w, copy].users -= 1
+        if caches.copies[w, copy].users == 0:
+            fall_asleep(caches, w, copy)
+        else:
+            caches.workers[w].shared -= caches.copies[w, copy].blocks
+    caches.requests[r].copies = 0
+    caches.requests[r].own = 0
