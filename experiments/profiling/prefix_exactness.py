@@ -305,7 +305,8 @@ UNLIKE = (
 
 def main() -> int:
     asked = flags(__doc__).parse_args()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    # Read when vLLM is imported.
+    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_LOGGING_STREAM="ext://sys.stderr")
     rows = [compared(size, QUICK if asked.quick else CASES, asked.seed) for size in SIZES]
     bars = {what: bar(sum(row[what] for row in rows), 0) for what in UNLIKE}
     for what in ("preemptions", "evicted blocks", "cached tokens"):
