@@ -15,7 +15,6 @@ into the engine's 32 of 16 tokens.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -31,19 +30,18 @@ import numpy as np
 from controlplane.placement.policies import Policy
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
-from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, Lengths, sharegpt
 from experiments.lib.public_data import ROOT, SHAREGPT
 from experiments.lib.results import bar, flags, show
 from tokenfleet.profiles.library import library_folder, read_profile
+from tokenfleet.traces import read_trace
 
 sys.path.insert(0, str(ROOT / "tests" / "builders"))
 
 from reference_engine import simulate_worker
 
 MOONCAKE = "mooncake/synthetic_trace.jsonl"
-MOONCAKE_BLOCK = 512
 RPS_PER_WORKER = 100 / 120
 BAR_RPS = 20_000
 FLEETS = (30, 120, 300, 1000)
@@ -52,7 +50,6 @@ FIRST_CALL = """
 import resource
 from experiments.lib.fewest_workers import CASES
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from controlplane.workload import Workload
 import numpy as np
 def spent():
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime
@@ -90,18 +87,6 @@ def fleet_row(workers: int, policy: Policy, requests: int, lengths: Lengths, see
     }
 
 
-def mooncake(data: Path) -> Workload:
-    """Mooncake's synthetic trace, and what its prompts share; what is generated has no ids in it."""
-    rows = [json.loads(line) for line in (data / MOONCAKE).read_text().splitlines()]
-    prompt = np.array([row["input_length"] for row in rows], np.int64)
-    lists = [row["hash_ids"][: n // MOONCAKE_BLOCK] for row, n in zip(rows, prompt.tolist(), strict=True)]
-    offsets = np.cumsum([0, *map(len, lists)])
-    arrival_s = np.array([row["timestamp"] for row in rows]) / 1000.0
-    output = np.maximum([row["output_length"] for row in rows], 1)
-    prefixes = Prefixes(MOONCAKE_BLOCK, offsets, np.concatenate(lists))
-    return Workload(arrival_s, prompt, output, prefixes=prefixes)
-
-
 def cut(prefixes: Prefixes, parts: int) -> Prefixes:
     """Every block as so many smaller ones."""
     ids = np.repeat(prefixes.ids * parts, parts) + np.tile(np.arange(parts), len(prefixes.ids))
@@ -111,9 +96,11 @@ def cut(prefixes: Prefixes, parts: int) -> Prefixes:
 def cached_rows(data: Path) -> list[dict[str, Any]]:
     """Mooncake's trace with prefix caches of its own blocks, of the engine's, and without."""
     profile = read_profile(library_folder() / "h100-sxm" / "llama-3.1-8b_tp1.yaml")
-    coarse = mooncake(data).scaled(16.0)
+    coarse = read_trace(data / MOONCAKE).workload.scaled(16.0)
     assert coarse.prefixes is not None
-    fine = replace(coarse, prefixes=cut(coarse.prefixes, MOONCAKE_BLOCK // profile.kv.block_tokens))
+    fine = replace(
+        coarse, prefixes=cut(coarse.prefixes, coarse.prefixes.block_tokens // profile.kv.block_tokens)
+    )
     rows = []
     for what, workload in (
         ("mooncake, nothing cached", replace(coarse, prefixes=None)),
@@ -122,7 +109,7 @@ def cached_rows(data: Path) -> list[dict[str, Any]]:
     ):
         seen: list[Outcome] = []
 
-        def work(workload: Workload = workload, seen: list[Outcome] = seen) -> None:
+        def work(workload=workload, seen: list[Outcome] = seen) -> None:
             seen.append(simulate(workload, [WorkerSpec(profile)] * 32, Slo(2.0, 0.04), Policy.JSQ))
 
         thread_s, wall_s = min(timed(work) for _ in range(5))

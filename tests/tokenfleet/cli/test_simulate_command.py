@@ -1,20 +1,12 @@
 """`tokenfleet simulate`: one fleet, its figures, and one row a request."""
 
-import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from planning_builders import poisson, save, worker
-from rich.console import Console
 
-from controlplane.prefixes import Prefixes
-from controlplane.types import Slo
-from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
-from tokenfleet.cli.simulate import requests_csv, simulation_json, simulation_table
 from tokenfleet.profiles.library import write_profile
 
 
@@ -59,26 +51,28 @@ def test_each_request_has_its_row(folder: Path, capsys: pytest.CaptureFixture[st
     assert "attainment" in capsys.readouterr().out
 
 
-def test_what_was_cached_is_told_of_a_run_whose_requests_share() -> None:
-    load = replace(poisson(requests=50), prompt_tokens=np.full(50, 100), output_tokens=np.full(50, 20))
-    shared = replace(load, prefixes=Prefixes(16, np.arange(51) * 6, np.tile(np.arange(6), 50)))
-    seen = simulate(shared, [WorkerSpec(worker())], Slo(0.5, 0.03), "jsq")
-    header, first, *others = requests_csv(seen).splitlines()
+def test_what_was_cached_is_told_of_a_trace_whose_requests_share(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"input_length": 1100, "output_length": 20, "hash_ids": [0, 1, 2]}
+    rows = [json.dumps(row | {"timestamp": 2000 * i}) + "\n" for i in range(10)]
+    (folder / "shared.jsonl").write_text("".join(rows))
+    (folder / "trace.csv").unlink()
+    words = ("simulate", "--trace", f"{folder}/shared.jsonl", "--slo", "ttft=500ms,tpot=30ms")
+    words += ("--profile", f"{folder}/worker.yaml", "--workers", "1")
+    assert main([*words, "--per-request", f"{folder}/requests.csv", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["prefix_hit_rate"] == pytest.approx(0.9 * 1024 / 1100, abs=1e-6)
+    header, first, *others = (folder / "requests.csv").read_text().splitlines()
     assert header.endswith(",cached_tokens")
     assert first.endswith(",0")
-    assert all(row.endswith(",96") for row in others)
-    rate = 49 * 96 / (50 * 100)
-    assert simulation_json(seen, 0.0)["prefix_hit_rate"] == pytest.approx(rate)
-    console = Console(record=True, file=io.StringIO())
-    console.print(simulation_table(seen))
-    assert "prefix hits" in console.export_text()
-    without = simulate(load, [WorkerSpec(worker())], Slo(0.5, 0.03), "jsq")
-    assert simulation_json(without, 0.0)["prefix_hit_rate"] is None
-
-
-def test_prefix_caching_can_be_turned_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulated(folder, "--no-prefix-cache", "--format", "json") == 0
-    assert json.loads(capsys.readouterr().out)["prefix_hit_rate"] is None
+    assert all(line.endswith(",1024") for line in others)
+    assert main([*words]) == 0
+    assert "prefix hits" in capsys.readouterr().out
+    assert main([*words, "--no-prefix-cache", "--format", "json"]) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert without["prefix_hit_rate"] is None
+    assert without["ttft_s"]["p50"] > 1.5 * told["ttft_s"]["p50"]
 
 
 def test_split_mode_wants_to_know_how_many_prefill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
