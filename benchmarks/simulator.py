@@ -27,9 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import Policy
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
+from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from experiments.lib.fewest_workers import CASES, Lengths, sharegpt
 from experiments.lib.public_data import ROOT, SHAREGPT
@@ -98,34 +100,32 @@ def cached_rows(data: Path) -> list[dict[str, Any]]:
     profile = read_profile(library_folder() / "h100-sxm" / "llama-3.1-8b_tp1.yaml")
     coarse = read_trace(data / MOONCAKE).workload.scaled(16.0)
     assert coarse.prefixes is not None
-    fine = replace(
-        coarse, prefixes=cut(coarse.prefixes, coarse.prefixes.block_tokens // profile.kv.block_tokens)
-    )
-    rows = []
-    for what, workload in (
-        ("mooncake, nothing cached", replace(coarse, prefixes=None)),
-        ("mooncake, blocks of 512", coarse),
-        ("mooncake, blocks of 16", fine),
-    ):
-        seen: list[Outcome] = []
+    parts = coarse.prefixes.block_tokens // profile.kv.block_tokens
+    fine = replace(coarse, prefixes=cut(coarse.prefixes, parts))
+    return [
+        cached_row("mooncake, nothing cached", replace(coarse, prefixes=None), profile),
+        cached_row("mooncake, blocks of 512", coarse, profile),
+        cached_row("mooncake, blocks of 16", fine, profile),
+    ]
 
-        def work(workload=workload, seen: list[Outcome] = seen) -> None:
-            seen.append(simulate(workload, [WorkerSpec(profile)] * 32, Slo(2.0, 0.04), Policy.JSQ))
 
-        thread_s, wall_s = min(timed(work) for _ in range(5))
-        rows.append(
-            {
-                "what": what,
-                "workers": 32,
-                "rps": round(workload.rate_rps, 1),
-                "requests": len(workload),
-                "requests/s": round(len(workload) / thread_s),
-                "wall requests/s": round(len(workload) / wall_s),
-                "attainment": seen[0].attainment,
-                "prefix hits": seen[0].prefix_hit_rate,
-            }
-        )
-    return rows
+def cached_row(what: str, workload: Workload, profile: Profile) -> dict[str, Any]:
+    seen: list[Outcome] = []
+
+    def work() -> None:
+        seen.append(simulate(workload, [WorkerSpec(profile)] * 32, Slo(2.0, 0.04), Policy.JSQ))
+
+    thread_s, wall_s = min(timed(work) for _ in range(5))
+    return {
+        "what": what,
+        "workers": 32,
+        "rps": round(workload.rate_rps, 1),
+        "requests": len(workload),
+        "requests/s": round(len(workload) / thread_s),
+        "wall requests/s": round(len(workload) / wall_s),
+        "attainment": seen[0].attainment,
+        "prefix hits": seen[0].prefix_hit_rate,
+    }
 
 
 def reference_row(requests: int, lengths: Lengths, seed: int) -> dict[str, Any]:
