@@ -135,3 +135,4 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
             caches.workers[w].shared -= caches.copies[w, copy].blocks
     caches.requests[r].copies = 0
     caches.requests[r].own = 0
+    take(caches, w, 0)  # what a lone request had beyond its worker's memory is not kept

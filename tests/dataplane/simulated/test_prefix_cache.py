@@ -235,10 +235,10 @@ def test_what_running_requests_share_is_held_once():
     workload = pair(100, output=50, gap_s=1e-6, requests=3)
     state = prepare(workload, [WorkerSpec(profile)], NEVER_MET, "jsq")
     led = state.ledger
+    until_s = 0.0
     while led.workers["running_n"][0] < 3:
-        advance(
-            led, state.engines, state.cluster, state.rules, float(state.engines.workers["next_s"][0]) + 1e-3
-        )
+        until_s += 1e-3
+        advance(led, state.engines, state.cluster, state.rules, until_s)
     assert shared_tokens(led, 0) == 2 * 96
     to_the_end(state)
     assert shared_tokens(led, 0) == 0
