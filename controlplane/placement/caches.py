@@ -9,7 +9,7 @@ request frees its blocks last to first, no block stays longer than those before 
 
 A block of the prefixes (`tokens`) is one of the engine's, or a multiple of it. Where it is a multiple, a copy
 is that many engine blocks that come and go together, hits end at whole copies, and what is left at the end of
-a request sleeps as a copy that nobody can hit; memory is counted in the engine's blocks all along.
+a request sleeps as a copy that no lookup finds; memory is counted in the engine's blocks all along.
 
 Records are bounded by a worker's memory: a copy for every block that it holds, in a hash table by its id.
 """
@@ -28,7 +28,7 @@ Ints = NDArray[np.int64]
 Records = Any
 
 NOTHING = -1  # no copy
-UNKNOWN = -1  # the id of a copy that nobody can hit
+UNKNOWN = -1  # the id of a copy that no lookup finds
 SHORT = 4  # copies there is room for, by whole ones that fit: those of requests' ends are shorter
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio: multiplying spreads neighbours (Knuth)
 
