@@ -53,10 +53,9 @@ def begin_cached(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     before = led.workers[w].running_n
     prefill, squares = go_on(led, eng, w)
     preempted = led.workers[w].running_n < before
-    hits = NOTHING
     if k[MODE] == CHUNKED and not decodes_only and not preempted:
         budget = int(k[MAX_BATCHED]) - led.workers[w].decoding - prefill
-        more, more_squares, hits = begin_waiting(led, eng, w, budget)
+        more, more_squares = begin_waiting(led, eng, w, budget)
         prefill += more
         squares += more_squares
     if prefill > 0:
@@ -68,8 +67,7 @@ def begin_cached(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     steps = 1
     if not preempted:
         steps = steps_with_free_blocks(led, eng, w, steps_to_first_end(led, eng, w))
-        if hits != NOTHING:
-            steps = steps_unseen(led, w, queue_first(led, w), hits, steps)
+        steps = steps_unseen(led, w, steps)
     enter_run(led, eng, w, now_s, steps)
 
 
@@ -121,11 +119,10 @@ def hit(led: Ledger, w: int, r: int, tokens: int) -> tuple[int, int, int]:
 
 
 @compiled
-def begin_waiting(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, float, int]:
+def begin_waiting(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, float]:
     """Admit waiting requests to a chunked step while budget, seats and memory last.
 
-    Returns the prefill that this adds to the step, its squares, and how many blocks the first one that memory
-    keeps out would hit (NOTHING: none is kept out so).
+    Returns the prefill that this adds to the step, and its squares.
     """
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
@@ -140,14 +137,14 @@ def begin_waiting(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, 
         length = led.requests[r].prompt + led.requests[r].key
         copies, cached, asleep = hit(led, w, r, length)
         if seats > 0 and blocks_of(length, block) - cached // block + asleep > room(led, eng, w):
-            return prefill, squares, copies
+            break
         chunk = min(length - cached, budget)
         admit_cached(led, eng, w, r, copies, cached, chunk)
         more, square = take_chunk(led, eng, w, r, chunk)
         prefill += more
         squares += square
         budget -= chunk
-    return prefill, squares, NOTHING
+    return prefill, squares
 
 
 @compiled
@@ -251,15 +248,19 @@ def blocks_grown(led: Ledger, w: int, block: int, since: int, steps: int) -> int
 
 
 @compiled
-def steps_unseen(led: Ledger, w: int, head: int, hits: int, steps: int) -> int:
+def steps_unseen(led: Ledger, w: int, steps: int) -> int:
     """The number of `steps` decode steps before one that fills the next block the queue's head would hit."""
+    head = queue_first(led, w)
+    if head == NONE:
+        return steps
+    hits, _, _ = hit(led, w, head, led.requests[head].prompt + led.requests[head].key)
     key = block_id(led.caches, head, hits)
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
         if block_id(led.caches, r, hits) == key:
             computed = led.requests[r].prompt + generated(led, r) - 1
             fills = (hits + 1) * led.caches.tokens - computed
-            if fills > 1:  # or it is filled, or filled by the step that was planned already
+            if fills > 1:  # or it is full, or the step that is planned already fills it
                 steps = min(steps, fills - 1)
     return steps
 

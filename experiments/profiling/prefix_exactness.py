@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT / "tests" / "builders"))
 from random_cases import NEVER_MET, random_sharing, tight_profile, without_own
 
 SIZES = {"tight": 1.0, "middle": 2.0, "roomy": 6.0}
-CASES, QUICK = 100, 6  # of each size
+CASES, QUICK = 40, 6  # of each size
 BLOCK = 16
 LONGEST = 60 * BLOCK
 Steps = list[dict[int, int]]
