@@ -173,13 +173,15 @@ def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterat
         _stop(process)
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> Stream:
     """One streamed completion; what goes wrong is in its `error`."""
     got = Stream(begun_s=time.perf_counter())
     settings = {"model": MODEL, "temperature": 0, "ignore_eos": True, "stream": True} | body
     settings["stream_options"] = {"include_usage": True}
     try:
-        async with session.post(f"{url}/v1/completions", json=settings) as reply:
+        async with session.post(f"{url}/v1/completions", json=settings, headers=headers) as reply:
             if reply.status != 200:
                 got.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
                 return got

@@ -11,7 +11,7 @@ from controlplane.errors import BadInput
 from controlplane.scaler.state import ScalingSettings
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
-from tokenfleet.cli.serve_plan import autoscale_of, planned_types
+from tokenfleet.cli.serve_plan import autoscale_of, headroom_of, planned_types
 from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.export.files import ExportSettings, export_files
 from tokenfleet.export.kuberay import kuberay
@@ -33,6 +33,7 @@ def plan(tmp_path_factory) -> PlanFile:
         budget_usd_per_h=BUDGET,
         reclaims_per_h=RECLAIMS,
         cold_start_s=60.0,
+        priority_headroom=0.3,
     )
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(json.dumps(plan_json(made)))
@@ -105,3 +106,20 @@ def test_a_split_plan_is_carried_whole_by_what_serves_it_and_refused_by_what_doe
 def test_a_plan_carries_the_profiles_it_was_made_with():
     (document,) = plan_json(planned(worker_types=[worker_type(MADE)], attainment=0.5))["inputs"]["profiles"]
     assert parse_profile(json.dumps(document["profile"]), "plan") == MADE
+
+
+def test_the_headroom_of_a_plan_is_the_fleets_unless_an_operator_says_another(plan, tmp_path):
+    assert plan.priority_headroom == 0.3
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.document))
+    older = {name: value for name, value in plan.document.items() if name != "priority_headroom"}
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    flags = [
+        ("plan.json", None, 0.3),
+        ("plan.json", 0.1, 0.1),
+        ("plan.json", 0.0, 0.0),
+        ("older.json", None, 0.0),
+    ]
+    for name, asked, meant in flags:
+        assert headroom_of(asked, read_plan(tmp_path / name)) == meant
+    assert headroom_of(None, None) == 0.0

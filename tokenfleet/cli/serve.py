@@ -30,6 +30,7 @@ from tokenfleet.cli.serve_plan import (
     WORKERS,
     autoscale_of,
     check_budget,
+    headroom_of,
     most_workers,
     types_asked,
 )
@@ -189,13 +190,14 @@ class ServeFlags:
         ),
     ] = None
     priority_headroom: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0,
             max=0.9,
-            help="share of a worker's KV kept free of others where a high-priority request runs",
+            help="share of a worker's KV kept free of others where a high-priority request runs (default: the"
+            " plan's, else 0)",
         ),
-    ] = 0.0
+    ] = None
     verbose: Annotated[bool, typer.Option("--verbose", help="log what the engines say, too")] = False
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="any vLLM engine flag, after --")
@@ -216,6 +218,7 @@ class Checked:
     shutdown_s: int
     policy: Policy
     moves: bool
+    headroom: float
     autoscale: Autoscale | None
 
 
@@ -290,6 +293,7 @@ def _checked(flags: ServeFlags) -> Checked:
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
         policy=policy,
         moves=moves,
+        headroom=headroom_of(flags.priority_headroom, plan),
         autoscale=None
         if flags.autoscale is None
         else autoscale_of(flags.autoscale, flags.scale_in_after, plan, flags.as_is, flags.budget_usd_per_h),
@@ -349,7 +353,7 @@ def _settings(
         move_share=asked.move_share,
         reclaim_notice=asked.reclaim_notice,
         kept=LearnedProfiles(learned_folder()),
-        headroom=asked.priority_headroom,
+        headroom=checked.headroom,
         nodes_wait_s=checked.nodes_wait_s,
         extensions=extensions,
     )

@@ -246,6 +246,13 @@ def autoscale_of(
     return replace(plain, line=(line.workers_per_rps, line.intercept), learned_at=learned_at)
 
 
+def headroom_of(asked: float | None, plan: PlanFile | None) -> float:
+    """The share of KV kept free for high-priority requests: as asked, else the plan's."""
+    if asked is not None:
+        return asked
+    return 0.0 if plan is None else plan.priority_headroom
+
+
 def check_budget(flags: ServeFlags, types: FleetTypes) -> None:
     """Raise BadInput for a --budget-usd-per-h that cannot be kept to: without --autoscale, without prices, or
     below what the first workers cost."""

@@ -47,6 +47,7 @@ class OneWorker:
     "slo",
     "model",
     "policy",
+    "priority_headroom",
     "engine",
     "kv_gb_per_s",
     "kv_latency_s",
@@ -73,6 +74,7 @@ def simulate_command(
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
+    from controlplane.placement.policies import PlacementSettings
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, show, warn
     from tokenfleet.files import refuse_unwritable, write_files
@@ -90,6 +92,7 @@ def simulate_command(
             specs,
             request.slo,
             request.policy,
+            settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
             prefix_caching=prefix_cache,
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from controlplane.perfmodel.capacity import fluid_workers_of
+from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
@@ -136,12 +137,13 @@ class Costed:
 def baselines(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads
 ) -> tuple[Baseline, ...]:
-    """The needs of the usual policies, sized like `sizing` on the trace as it is."""
+    """The needs of the usual policies, sized like `sizing` on the trace as it is. They know no headroom."""
     assert sizing.workers is not None
+    plain = replace(replicates, settings=PlacementSettings())
     cap = _HOPELESS * sizing.workers + 2
 
     def one(policy: str) -> Baseline:
-        return Baseline(policy, _fewest(replace(replicates, policy=policy), question, sizing, cap), cap)
+        return Baseline(policy, _fewest(replace(plain, policy=policy), question, sizing, cap), cap)
 
     return tuple(pool.map(one, [p for p in BASELINES if p != question.policy]))
 

@@ -29,6 +29,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason or None,
         **(fleet_json(best.fleet) if best else fleet_json(Fleet(()))),
         "policy": question.policy,
+        "priority_headroom": question.priority_headroom,
         "engine_mode": str(engine) if engine else None,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
         "attainment": attainment_json(

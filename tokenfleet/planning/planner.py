@@ -14,6 +14,7 @@ from statistics import stdev
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import PlacementSettings
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -76,7 +77,8 @@ def make_plan(
             LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
             watch.simulated,
         )
-        replicates = replace(replicates, drifts=request.drift)
+        settings = PlacementSettings(headroom=request.priority_headroom)
+        replicates = replace(replicates, drifts=request.drift, settings=settings)
         return _serving(
             Plan(request, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
         )

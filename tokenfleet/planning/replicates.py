@@ -49,6 +49,7 @@ from numpy.typing import NDArray
 
 from controlplane.perfmodel.profile import Profile, draw_profile
 from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import Outcome, simulate
@@ -71,6 +72,7 @@ class Replicates:
     predictor: LengthTable
     told: Callable[[], None] = field(default=lambda: None)  # called after each simulation
     drifts: bool = False
+    settings: PlacementSettings = PlacementSettings()  # noqa: RUF009 - frozen
     units: Units = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ class Replicates:
             fleet.specs((lambda profile: self.profile(replicate, profile)) if unsure else None),
             self.slo,
             self.policy,
+            settings=self.settings,
             predictor=self.predictor,
             seed=self.seed + replicate,
             max_misses=max_misses,

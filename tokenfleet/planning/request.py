@@ -158,6 +158,16 @@ class PlanRequest:
         AfterValidator(known_policy),
         About("policy", "how requests are placed on workers", "choice", kind="choice"),
     ] = "spread"
+    priority_headroom: Annotated[
+        float,
+        Field(ge=0, le=0.9),
+        About(
+            "headroom for high priority",
+            "share of a worker's KV kept free of others where a high-priority request runs",
+            "choice",
+            key="headroom",
+        ),
+    ] = 0.0
     rate_scale: Annotated[Scale, About("traffic", "requests arrive this many times as fast", key="rate")] = (
         1.0
     )

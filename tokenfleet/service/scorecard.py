@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import with_times
 from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
@@ -85,10 +86,11 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
         priority=(rows["priority"] == "high").cast(pl.Int64).to_numpy(),
     )
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    settings = PlacementSettings(headroom=plan.priority_headroom)
 
     def outcome(decode: float, prefill: float) -> Outcome:
         specs = [replace(spec, profile=with_times(spec.profile, decode, prefill)) for spec in workers]
-        return simulate(workload, specs, plan.targets, plan.policy, predictor=predictor)
+        return simulate(workload, specs, plan.targets, plan.policy, settings=settings, predictor=predictor)
 
     observed_tpot_s, observed_ttft_s = rows["tpot_s"].mean(), rows["ttft_s"].median()
     assert isinstance(observed_tpot_s, float)

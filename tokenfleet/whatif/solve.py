@@ -48,7 +48,14 @@ def families(tasks: Sequence[Task]) -> list[Family]:
     for task in tasks:
         question = task.question
         modes = tuple(sorted({str(t.profile.engine.mode) for t in task.worker_types}))
-        key = (workload_digest(task.workload), question.slo, question.policy, question.seed, modes)
+        key = (
+            workload_digest(task.workload),
+            question.slo,
+            question.policy,
+            question.priority_headroom,
+            question.seed,
+            modes,
+        )
         groups.setdefault(key, []).append(task)
     # Workers, and with them events, grow with the rate.
     ranked = sorted(groups.values(), key=lambda of: (-of[0].workload.rate_rps * len(of), of[0].number))
@@ -176,7 +183,7 @@ class _Remembering(Replicates):
         )
         of = "" if workload is None else workload_digest(workload)
         drawn = (frozenset(), False) if replicate == AS_IT_IS else (doubted, self.drifts)
-        key = (self._digest, of, self.slo, self.policy, self.seed, groups, replicate, *drawn)
+        key = (self._digest, of, self.slo, self.policy, self.settings, self.seed, groups, replicate, *drawn)
 
         def simulate() -> Outcome:
             return super(_Remembering, self).replay(

@@ -307,3 +307,20 @@ def test_under_headroom_the_high_keep_together_and_normal_ones_keep_off(policy):
     # Under `spread` the others' worker has no room for the fifth by then, and headroom holds nobody back.
     looked_at = 6 if policy == "freeness" else 4
     assert list(outcome.worker)[:looked_at] == [0, 1, 1, 0, 1, 1][:looked_at]
+
+
+@pytest.mark.parametrize("policy", ["freeness", "freeness+migrate"])
+def test_high_priority_requests_are_late_beside_a_crowd_and_in_time_with_headroom(policy):
+    n = 40
+    high = np.zeros(n, np.int64)
+    high[::10] = 1
+    load = Workload(np.linspace(0, 2, n), np.full(n, 60), np.full(n, 200), high)
+    # A token takes some 46 ms beside nine others, and 30 ms beside three.
+    fleet = [WorkerSpec(profile(capacity=8192))] * 4
+
+    def late(headroom):
+        kept = PlacementSettings(headroom=headroom)
+        return ~simulate(load, fleet, Slo(9.0, 0.038), policy, settings=kept).met
+
+    assert late(0.0)[high == 1].all()
+    assert not late(0.9)[high == 1].any()

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 from planning_builders import poisson, save, worker
 
@@ -100,3 +101,21 @@ def test_bad_input_exits_2_with_one_line(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_headroom_keeps_high_priority_requests_in_time(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{0.05 * i},60,200,{'high' if i % 10 == 0 else 'normal'}" for i in range(80)]
+    head = "arrival_s,prompt_tokens,output_tokens,priority"
+    (folder / "trace.csv").write_text("\n".join([head, *rows]) + "\n")
+
+    def decode_ms(*more: str) -> float:
+        asked = ("--policy", "freeness", "--per-request", f"{folder}/requests.csv", *more)
+        assert simulated(folder, *asked) == 0
+        high = pl.read_csv(f"{folder}/requests.csv").gather_every(10)
+        return float((high["finish_s"] - high["first_token_s"]).mean()) / 199 * 1e3
+
+    assert decode_ms("--priority-headroom", "0.9") < 0.9 * decode_ms()
+    assert simulated(folder, "--priority-headroom", "1") == 2
+    assert "--priority-headroom: must be at least 0 and at most 0.9, got 1" in capsys.readouterr().err
