@@ -40,21 +40,21 @@ from controlplane.placement.queue import (
     refuse,
     turned_away,
 )
-from dataplane.simulated.engine import arrive, begin_activity, count_miss, end_activity, view
+from dataplane.simulated.engine import arrive, begin_activity, count_miss, end, end_activity, view
 from dataplane.simulated.next_step import drop_running, free_kv
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
+from dataplane.simulated.sending import next_send, release, send
 
 
 @compiled
 def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: float) -> bool:
     """Run to `until_s`, or until too many missed; True while something is left to happen."""
-    requests = len(led.requests)
     pool = PREFILL_ONLY if rules.split else ANY_PHASE
     while True:
+        if len(clu.sending.left) > 0:
+            release(led, eng, clu.sending, clu.clock[0].now_s)
         boundary_s, w = next_boundary(eng)
-        arrival_s = (
-            led.requests[clu.clock[0].arrived].arrival_s if clu.clock[0].arrived < requests else np.inf
-        )
+        arrival_s = next_send(led, clu.sending)[0]
         change = clu.clock[0].timeline_at
         change_s = clu.timeline_s[change] if change < len(clu.timeline_s) else np.inf
         transit_s, passing = next_transit(clu)
@@ -92,8 +92,7 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
 @compiled
 def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
     """Place the next request to arrive, or let it wait: requests that wait already go first."""
-    now_s, r = clu.clock[0].now_s, clu.clock[0].arrived
-    clu.clock[0].arrived += 1
+    now_s, r = clu.clock[0].now_s, send(led, clu.sending)
     view_all(led, eng, now_s)
     if rules.policy != EXACT and is_empty(clu.queue):
         w = choose(led, clu, rules, r)
@@ -113,6 +112,7 @@ def turn_away(led: Ledger, eng: Engines, clu: Cluster, r: int) -> None:
     leave(led, clu.queue, r)
     led.requests[r].phase = DONE
     eng.requests[r].finish_s = np.inf
+    end(eng, r)
     count_miss(eng, r)
 
 

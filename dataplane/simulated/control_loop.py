@@ -31,6 +31,7 @@ from dataplane.simulated.heartbeat import beat
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import OutcomeCount, deviations, held_requests, observe
 from dataplane.simulated.run import RunState
+from dataplane.simulated.sending import next_send
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,9 @@ class SimulatedPlane:
     def _with_demand(self, snapshot: Snapshot, elastic: Elastic) -> Snapshot:
         """The snapshot with the latest arrivals, their predicted lengths, and the waiting requests."""
         run = self._run
-        before, self._arrived = self._arrived, int(run.cluster.clock["arrived"][0])
-        new = slice(before, self._arrived)
+        arrived = run.arrived
+        before, self._arrived = self._arrived, len(arrived)
+        new = arrived[before:]
         classes = run.workload.slo_class[new]
         by_class = tuple(
             ClassArrivals(
@@ -159,9 +161,7 @@ class SimulatedPlane:
             cold_start_s=elastic.cold_start_s,
             drain_s=elastic.drain_s,
             wanted_kinds=elastic.wanted_kinds,
-            outcomes=self._ended.look(
-                run.ledger, run.engines.requests, run.workload.slo_class, self._arrived
-            ),
+            outcomes=self._ended.look(run.ledger, run.engines.requests, run.workload.slo_class, arrived),
         )
 
 
@@ -212,10 +212,10 @@ def _settings(run: RunState, control: ControlSettings) -> Settings:
 
 def _next_beat_s(run: RunState, now_s: float, beat_s: float, is_elastic: bool) -> float:
     """The next heartbeat; a fleet that keeps its size and has nothing to do waits for the next arrival."""
-    arrived = int(run.cluster.clock["arrived"][0])
     idle = run.cluster.queue.waiting == 0 and np.isinf(run.engines.workers["next_s"]).all()
-    if not is_elastic and idle and arrived < len(run.workload):
-        return max(float(run.workload.arrival_s[arrived]), now_s) + beat_s
+    next_s = next_send(run.ledger, run.cluster.sending)[0]
+    if not is_elastic and idle and next_s < inf:
+        return max(next_s, now_s) + beat_s
     return now_s + beat_s
 
 
@@ -223,6 +223,6 @@ def _is_over(run: RunState) -> bool:
     """Whether every request has finished, or too many have missed."""
     if run.engines.total["misses"][0] > run.rules.max_misses:
         return True
-    if int(run.cluster.clock["arrived"][0]) < len(run.workload):
+    if len(run.arrived) < len(run.workload):
         return False
     return not np.isnan(run.engines.requests["finish_s"]).any()

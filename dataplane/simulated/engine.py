@@ -109,11 +109,19 @@ def cut(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 def finish(led: Ledger, eng: Engines, r: int, now_s: float) -> None:
     """A request has all its tokens; count it if it missed a target."""
     eng.requests[r].finish_s = now_s
+    end(eng, r)
     late = led.requests[r].first_s - led.requests[r].arrival_s > led.requests[r].ttft_s
     gaps = eng.requests[r].output - 1
     slow = gaps > 0 and (now_s - led.requests[r].first_s) / gaps > eng.requests[r].tpot_s
     if late or slow:
         count_miss(eng, r)
+
+
+@compiled
+def end(eng: Engines, r: int) -> None:
+    """A request is over."""
+    eng.ended[eng.total[0].ended_n] = r
+    eng.total[0].ended_n += 1
 
 
 @compiled

@@ -37,11 +37,11 @@ class OutcomeCount:
         self._slos, self._sums = slos, np.zeros((len(slos), 4), np.int64)
         self._arrived, self._open = 0, np.zeros(0, np.int64)
 
-    def look(self, led: Ledger, jobs: Records, slo_class: Ints, arrived: int) -> tuple[ClassOutcomes, ...]:
-        """The counters, once the first `arrived` requests are there."""
-        rows = np.concatenate([self._open, np.arange(self._arrived, arrived)])
+    def look(self, led: Ledger, jobs: Records, slo_class: Ints, arrived: Ints) -> tuple[ClassOutcomes, ...]:
+        """The counters, once the requests `arrived`, in the order of their arrival, are there."""
+        rows = np.concatenate([self._open, arrived[self._arrived :]])
         ended = ~np.isnan(jobs["finish_s"][rows])
-        self._arrived, self._open, rows = arrived, rows[~ended], rows[ended]
+        self._arrived, self._open, rows = len(arrived), rows[~ended], rows[ended]
         request, job = led.requests[rows], jobs[rows]
         finish_s, gaps = job["finish_s"], job["output"] - 1
         served = np.isfinite(finish_s)  # others were turned away

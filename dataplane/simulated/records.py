@@ -15,7 +15,6 @@ READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
 CLOCK = np.dtype(
     [
         ("now_s", np.float64),
-        ("arrived", np.int64),  # requests that have arrived
         ("offer_s", np.float64),  # when held requests are offered next; inf while there are none
         ("transit_n", np.int64),
         ("timeline_at", np.int64),
@@ -24,10 +23,41 @@ CLOCK = np.dtype(
 )
 
 
+SENT = np.dtype(
+    [
+        ("sent", np.int64),  # requests that have been sent
+        ("due", np.int64),  # entries of `due`
+        ("released", np.int64),  # ended requests whose followers know of it
+        ("begun", np.int64),  # sessions begun, where agents run them
+    ],
+    align=True,
+)
+
+
+class Sending(NamedTuple):
+    """When requests are sent (see sending.py); in an open loop all but `counts` and `order` is empty."""
+
+    counts: Records  # [1] of SENT
+    order: Ints  # [requests] the rows as they are sent
+    due: Ints  # [requests] heap
+    left: Ints  # [requests] answers that each still waits for
+    think_s: Floats
+    # rows that wait for each row's answer
+    after: Ints
+    after_at: Ints
+    # Of each session, in order of first arrival: those not ended yet, and the rows that wait for nothing,
+    unended: Ints
+    session: Ints  # [requests] its place in that order, or -1
+    heads: Ints
+    heads_at: Ints
+    head_s: Floats  # [heads] after the session's beginning
+
+
 class Cluster(NamedTuple):
     """State of the run beyond ledger and engines."""
 
     clock: Records  # [1] of CLOCK
+    sending: Sending
     queue: Queue  # requests that no worker has taken
     transit: Ints  # [requests] KV on its way to a decode worker,
     transit_s: Floats  # when it gets there
@@ -37,13 +67,16 @@ class Cluster(NamedTuple):
     timeline_what: Ints
 
 
-def new_cluster(requests: int, timeline: list[tuple[float, int, int]], queue: QueueSettings) -> Cluster:
+def new_cluster(
+    requests: int, timeline: list[tuple[float, int, int]], queue: QueueSettings, sending: Sending
+) -> Cluster:
     """A cluster at time 0; `timeline` rows are (seconds, worker, READY | FAIL | DRAIN)."""
     rows = sorted(timeline)
     clock = np.zeros(1, CLOCK)
     clock["offer_s"] = np.inf
     return Cluster(
         clock=clock,
+        sending=sending,
         queue=new_queue(queue),
         transit=np.zeros(requests, np.int64),
         transit_s=np.zeros(requests),
@@ -106,6 +139,7 @@ TOTAL = np.dtype(
     [
         ("misses", np.int64),  # requests known not to meet their targets
         ("handover_n", np.int64),  # entries of `handover`
+        ("ended_n", np.int64),  # and of `ended`
     ],
     align=True,
 )
@@ -118,6 +152,7 @@ class Engines(NamedTuple):
     requests: Records  # [requests] of JOB
     total: Records  # [1] of TOTAL
     handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
+    ended: Ints  # [requests] in the order in which they ended
 
 
 def new_engines(workers: int, output: Ints, tpot_s: Floats) -> Engines:
@@ -127,4 +162,5 @@ def new_engines(workers: int, output: Ints, tpot_s: Floats) -> Engines:
     jobs = np.zeros(len(output), JOB)
     jobs["output"], jobs["tpot_s"] = output, tpot_s
     jobs["finish_s"] = np.nan
-    return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(len(output), np.int64))
+    n = len(output)
+    return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(n, np.int64), np.zeros(n, np.int64))

@@ -29,6 +29,7 @@ from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
 from dataplane.simulated.heartbeat import check_exact
 from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Rules, new_cluster, new_engines
+from dataplane.simulated.sending import first_times, new_sending
 
 OFFER_EVERY_S = 0.01
 
@@ -65,6 +66,11 @@ class RunState:
     policy: Policy
     migrates: bool
 
+    @property
+    def arrived(self) -> NDArray[np.int64]:
+        """The requests that have been sent, in that order."""
+        return self.cluster.sending.order[: int(self.cluster.sending.counts["sent"][0])]
+
     def outcome(self) -> Outcome:
         """The outcome of the requests so far."""
         led, eng = self.ledger, self.engines
@@ -72,6 +78,7 @@ class RunState:
         ended = finish_s[np.isfinite(finish_s)]
         return Outcome(
             workload=self.workload,
+            arrival_s=np.where(np.isinf(led.requests["arrival_s"]), np.nan, led.requests["arrival_s"]),
             ttft_target_s=led.requests["ttft_s"],
             tpot_target_s=eng.requests["tpot_s"],
             worker=led.requests["worker"],
@@ -94,7 +101,8 @@ class RunOptions(TypedDict, total=False):
     situation); `predicted_tokens` [requests] overrides its first guess, for experiments with misprediction.
     `patience`: a request the policy holds back is placed regardless
     after this many of its TTFT targets. `max_misses`: stop once more requests have missed, when only a yes or
-    no is wanted. `prefix_caching`: whether engines keep what a workload says its requests share.
+    no is wanted. `prefix_caching`: whether engines keep what a workload says its requests share. `agents`: so
+    many of the workload's sessions run at once (sending.py).
     """
 
     settings: PlacementSettings | None
@@ -104,6 +112,7 @@ class RunOptions(TypedDict, total=False):
     patience: float
     max_misses: int | None
     prefix_caching: bool
+    agents: int | None
 
 
 def prepare(
@@ -152,7 +161,9 @@ def prepare(
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     engines = new_engines(len(workers), workload.output_tokens, tpot_s)
-    cluster = new_cluster(requests, _timeline(workers), settings.queue)
+    sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
+    ledger.requests["arrival_s"] = first_times(sending, workload.arrival_s)
+    cluster = new_cluster(requests, _timeline(workers), settings.queue, sending)
     return RunState(
         workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates
     )
@@ -234,7 +245,6 @@ def _enter_requests(
 ) -> None:
     ledger.requests["prompt"] = workload.prompt_tokens
     ledger.requests["priority"] = workload.priority
-    ledger.requests["arrival_s"] = workload.arrival_s
     ledger.requests["ttft_s"] = np.array([c.ttft_s for c in classes])[workload.slo_class]
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     ledger.requests["tpot_s"] = kept_tpot_s(ledger.coefficients, workload.prompt_tokens, tpot_s)
@@ -266,10 +276,12 @@ def _own_lengths(workload: Workload) -> LengthTable:
 class Outcome:
     """The outcome of each request; columns of shape [requests], absolute seconds, NaN = did not happen.
 
-    `finish_s` inf: turned away by a queue that was full, or by its time limit.
+    `arrival_s`: when each was sent: in a closed loop another time than the workload's. `finish_s` inf: turned
+    away by a queue that was full, or by its time limit.
     """
 
     workload: Workload
+    arrival_s: NDArray[np.float64]
     ttft_target_s: NDArray[np.float64]
     tpot_target_s: NDArray[np.float64]
     worker: NDArray[np.int64]
@@ -286,7 +298,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
-        return self.first_token_s - self.workload.arrival_s
+        return self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> NDArray[np.float64]:
@@ -304,6 +316,19 @@ class Outcome:
     def attainment(self) -> float:
         """Share of requests within both targets; 1 for none at all."""
         return float(self.met.mean()) if len(self.workload) else 1.0
+
+    @property
+    def session_s(self) -> NDArray[np.float64]:
+        """[sessions] from its first request to the end of its last answer; inf: one was turned away."""
+        if self.workload.sessions is None:
+            return np.zeros(0)
+        rows = np.flatnonzero(self.workload.sessions.session >= 0)
+        names, session = np.unique(self.workload.sessions.session[rows], return_inverse=True)
+        first_s, last_s = np.full(len(names), np.inf), np.full(len(names), -np.inf)
+        with np.errstate(invalid="ignore"):  # NaN wins: a session that has not ended has no time
+            np.minimum.at(first_s, session, self.arrival_s[rows])
+            np.maximum.at(last_s, session, self.finish_s[rows])
+        return np.asarray(last_s - first_s, np.float64)
 
     @property
     def utilisation(self) -> float:

@@ -28,7 +28,6 @@ def check(state: RunState, now_s: float) -> None:
     """Assert that no request is lost or doubled, and that every sum and every block is accounted for."""
     led, eng, clock = state.ledger, state.engines, state.cluster.clock[0]
     view_all(led, eng, now_s)
-    arrived = int(clock["arrived"])
     place: dict[int, str] = {}
 
     def put(r: int, where: str) -> None:
@@ -59,7 +58,7 @@ def check(state: RunState, now_s: float) -> None:
     assert set(finished) == set(np.flatnonzero(led.requests["phase"] == DONE))
     for r in finished:
         put(int(r), "finished")
-    assert set(place) == set(range(arrived)), "a request that arrived is nowhere"
+    assert set(place) == set(state.arrived.tolist()), "a request that arrived is nowhere"
     late = state.outcome()
     assert int(eng.total["misses"][0]) >= int((~late.met & ~np.isnan(late.finish_s)).sum())
 

@@ -25,7 +25,7 @@ def check(run, moves):
     """Every request in one place, and every count that of the lists."""
     led, eng, clu = run.ledger, run.engines, run.cluster
     phase, worker = led.requests["phase"], led.requests["worker"]
-    arrived = int(clu.clock["arrived"][0])
+    arrived = len(run.arrived)
     promised = {w: [m.tokens for m in moves.open if m.target == w] for w in range(len(led.workers))}
     for w in range(len(led.workers)):
         row, there = led.workers[w], eng.workers[w]

@@ -261,9 +261,8 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
     counted = ()
     for now_s in np.arange(0.1, 60, 0.1):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
-        arrived = int(run.cluster.clock["arrived"][0])
-        counted = simulated.look(run.ledger, run.engines.requests, load.slo_class, arrived)
-        for r in range(arrived):
+        counted = simulated.look(run.ledger, run.engines.requests, load.slo_class, run.arrived)
+        for r in run.arrived.tolist():
             finish_s = run.engines.requests["finish_s"][r]
             if np.isnan(finish_s) or r in told:
                 continue

@@ -107,7 +107,7 @@ def as_told(plane, elastic):
             int(row["prompt"]) + key_of(row),
             r,
         )
-        for r, row in enumerate(led.requests[: int(run.cluster.clock["arrived"][0])])
+        for r, row in enumerate(led.requests[: len(run.arrived)])
         if row["phase"] != DONE
     ]
     moving = [MoveRow(str(m.request), str(m.source), str(m.target)) for m in plane.moves.open]

@@ -60,7 +60,8 @@ def test_the_published_curves_are_read_and_cover_what_is_compared(bench_data):
     curves = published(bench_data, "Fig11")
     assert curves["L-L", "Prefill P99 s", 3.0, "INFaaS++"] == 41.18
     outcome = Outcome(
-        *(workload("S-S", 32.0, 0, requests=3), *(np.ones(3),) * 2, np.zeros(3, int), np.arange(3) + 1.0),
+        *(workload("S-S", 32.0, 0, requests=3), np.arange(3.0), *(np.ones(3),) * 2, np.zeros(3, int)),
+        *(np.arange(3) + 1.0,),
         *(np.arange(3) + 5.0, np.zeros(3, int), np.zeros(3, int), np.zeros(1), 9.0, True),
     )
     assert all(("S-S", metric, 32.0, "Llumnix") in curves for metric in metrics(outcome))

@@ -72,7 +72,7 @@ def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, f
 
     Windows with less than half the usual number of requests are passed over: one miss of two is no finding.
     """
-    arrival_s = outcome.workload.arrival_s
+    arrival_s = outcome.arrival_s
     # Only windows that hold something, so that long silences cost no memory.
     windows, which, count = np.unique(arrival_s // window_s, return_inverse=True, return_counts=True)
     share = np.bincount(which, weights=outcome.met) / count
