@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -72,18 +71,20 @@ def on_two_workers(
     import ray
     import zmq.asyncio
 
+    from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.launch import Place, launch_worker
     from dataplane.live.worker.link import WorkerLink
     from experiments.lib.bare_fleet import BareFleet
 
     async def run(folder: str) -> Any:
-        token = secrets.token_hex(8)
+        key = new_key()
+        known = public_key(key)
         asked = {"model": folder, "max_num_seqs": 32, "max_num_batched_tokens": 8192} | engine
         cores = sorted(os.sched_getaffinity(0))
         places = {name: Place(cores=str(cores[i % len(cores)])) for i, name in enumerate((A, B))}
-        started = await asyncio.gather(*(launch_worker(n, asked, token, p) for n, p in places.items()))
+        started = await asyncio.gather(*(launch_worker(n, asked, known, p) for n, p in places.items()))
         context = zmq.asyncio.Context()
-        links = [await WorkerLink.connect(w.info.endpoint, token, context) for w in started]
+        links = [await WorkerLink.connect(w.info, key, context) for w in started]
         pair = Pair(BareFleet(links), {w.info.worker: w.actor for w in started})
         try:
             return await story(pair)

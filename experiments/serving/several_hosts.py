@@ -98,7 +98,7 @@ def _kv_round(hosts: Hosts) -> dict[str, Any]:
         for _ in range(KV_TURNS + 1):  # the first connects, and touches the memory
             began_s = time.perf_counter()
             views, commit = memory.write(list(range(BLOCKS)))
-            fetch = Fetch("s", 0, BLOCKS)
+            fetch = Fetch("secret", "s", 0, BLOCKS)
             transport.fetch(f"tcp://{hosts[1].ip}:7000", fetch, views, memory.block_bytes, 60.0)
             commit()
             seconds["kv"].append(time.perf_counter() - began_s)

@@ -101,8 +101,8 @@ def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
 class TwoWorkers:
     """Two real workers, `a` and `b`, on a local Ray; `play` runs a story over a fresh fleet of links."""
 
-    def __init__(self, workers: list[Any], token: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.workers, self._token, self._loop = workers, token, loop
+    def __init__(self, workers: list[Any], key: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.workers, self.key, self._loop = workers, key, loop
 
     def play(self, story: Any, **budget: float) -> None:
         self._loop.run_until_complete(asyncio.wait_for(self._play(story, budget), STORY_S))
@@ -115,7 +115,7 @@ class TwoWorkers:
         from experiments.lib.bare_fleet import BareFleet
 
         context = zmq.asyncio.Context()
-        links = [await WorkerLink.connect(w.info.endpoint, self._token, context) for w in self.workers]
+        links = [await WorkerLink.connect(w.info, self.key, context) for w in self.workers]
         fleet = BareFleet(links, MoveBudget(**budget))
         try:
             await story(fleet)
@@ -132,6 +132,7 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
     import quiet_vllm  # noqa: F401  # first
     import ray
 
+    from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.launch import Place, launch_worker
     from experiments.lib.two_workers import start_ray
 
@@ -145,19 +146,19 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
         "max_model_len": 4096,
         "kv_cache_memory_bytes": 8192 * 2048,
     }
-    loop = asyncio.new_event_loop()
+    loop, key = asyncio.new_event_loop(), new_key()
     start_ray(address="local", include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
 
     async def launch() -> list[Any]:
         return await asyncio.gather(
             *(
-                launch_worker(name, asked, "secret", Place(cores=core))
+                launch_worker(name, asked, public_key(key), Place(cores=core))
                 for name, core in (("a", "0"), ("b", "1"))
             )
         )
 
     workers = loop.run_until_complete(launch())
-    yield TwoWorkers(workers, "secret", loop)
+    yield TwoWorkers(workers, key, loop)
     for worker in workers:
         loop.run_until_complete(worker.stop())
     loop.close()

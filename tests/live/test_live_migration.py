@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -240,7 +241,8 @@ def test_a_load_from_a_request_that_is_gone_fails_alone(two_workers):
             await fleet.abort(stream)
             segment = f"{stream.id}#lost"
             fleet._listening[segment], stream.finish = stream, None
-            load = KvLoad(fleet.links[A].info.kv_addresses, "nobody", 128, inline)
+            source = fleet.links[A].info
+            load = KvLoad(source.kv_addresses, "nobody", 128, inline, secret=source.kv_secret)
             await fleet.links[B].add(segment_request(stream.request, prompt(140, 8), segment, Transfer(load)))
             assert await stream.ended() == FinishReason.ERROR
         healthy = await fleet.start(B, prompt(50, 8), {"max_tokens": 10})
@@ -277,21 +279,27 @@ def test_a_request_that_cannot_be_read_is_refused_by_name(two_workers):
     two_workers.play(story)
 
 
-def test_a_wrong_token_is_refused(two_workers):
+def test_a_worker_answers_only_the_gateways_it_was_launched_for_and_is_told_from_others(two_workers):
     import zmq.asyncio
 
     from controlplane.errors import BadInput
+    from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.link import WorkerLink
 
-    async def knock():
+    info = two_workers.workers[0].info
+    impostor = replace(info, link_key=public_key(new_key()))
+
+    async def knock(worker, key):
         context = zmq.asyncio.Context()
         try:
-            await WorkerLink.connect(two_workers.workers[0].info.endpoint, "wrong", context)
+            await WorkerLink.connect(worker, key, context, timeout_s=0.5)
         finally:
             context.destroy(linger=0)
 
-    with pytest.raises(BadInput, match="wrong token"):
-        asyncio.run(knock())
+    assert info.kv_secret == ""  # it came through Ray
+    for worker, key in ((info, new_key()), (impostor, two_workers.key)):
+        with pytest.raises(BadInput, match="no answer"):
+            asyncio.run(knock(worker, key))
 
 
 def test_steps_are_recorded_as_measurements(two_workers):

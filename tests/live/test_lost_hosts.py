@@ -8,7 +8,6 @@ import pytest
 import quiet_vllm  # noqa: F401  # first
 import zmq.asyncio
 from front import B, Front, profile
-from zmq.constants import SocketType
 
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import WorkerId
@@ -18,6 +17,7 @@ from dataplane.live.engine_api.link import Lost, Silence, Telemetry
 from dataplane.live.engine_api.processes import RayDaemon
 from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreOutputs, MsgpackEncoder
 from dataplane.live.worker.actor import Worker
+from dataplane.live.worker.door import Door, new_key, public_key
 from dataplane.live.worker.gateway_peers import GatewayPeers
 from dataplane.live.worker.link import WorkerLink
 
@@ -28,10 +28,10 @@ TELEMETRY = Telemetry(FAR, 0, 0, 0, 0, 0, 0, 0.0, 0, 4096, 0, 0.0)
 class FarWorker:
     """A worker's end of a link, which says what a test makes it say."""
 
-    def __init__(self, context, info):
-        self._socket = context.socket(SocketType.ROUTER)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.info = replace(info, worker=FAR, endpoint=f"tcp://127.0.0.1:{port}")
+    def __init__(self, gateways, info):
+        self._door = Door("127.0.0.1", gateways)
+        self._socket = self._door.socket
+        self.info = replace(info, worker=FAR, endpoint=self._door.endpoint, link_key=self._door.key)
         self.segments = []
         self.has_segment = asyncio.Event()
         self._gateway = b""
@@ -58,7 +58,7 @@ class FarWorker:
 
     def close(self):
         self._reader.cancel()
-        self._socket.close(linger=0)
+        self._door.close(linger_ms=0)
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def play(monkeypatch):
         monkeypatch.setattr(wire, "SILENCE_S", silence_s)
 
         async def scene():
-            context = zmq.asyncio.Context()
-            far = FarWorker(context, EmulatedEngine(FAR, profile(), Fabric()).info)
-            link = await WorkerLink.connect(far.info.endpoint, "secret", context)
+            context, key = zmq.asyncio.Context(), new_key()
+            far = FarWorker(public_key(key), EmulatedEngine(FAR, profile(), Fabric()).info)
+            link = await WorkerLink.connect(far.info, key, context)
             try:
                 await asyncio.wait_for(story(far, link), 60)
             finally:

@@ -180,7 +180,9 @@ def test_what_cannot_be_is_refused(play):
 def test_a_gateway_links_to_a_thousand_workers(live_extra):
     """Each link takes three of ZMQ's sockets, of which a context by itself allows 1,023."""
     import resource
+    from types import SimpleNamespace
 
+    from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.link import WorkerLink, link_context
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -188,9 +190,10 @@ def test_a_gateway_links_to_a_thousand_workers(live_extra):
         pytest.skip(f"only {hard} open files are allowed here")
 
     async def story():
-        context = link_context()
+        context, key = link_context(), new_key()
+        nobody = SimpleNamespace(endpoint="tcp://127.0.0.1:1", link_key=public_key(new_key()))
         try:
-            assert len([WorkerLink("tcp://127.0.0.1:1", context) for _ in range(1000)]) == 1000
+            assert len([WorkerLink(nobody, key, context) for _ in range(1000)]) == 1000
         finally:
             context.destroy(linger=0)
 

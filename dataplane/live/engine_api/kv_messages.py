@@ -16,7 +16,7 @@ loader is answered by STOP once its KV has arrived; it is not computed.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class KvLoad:
 
     `inline`: load inside the step that admits the request (short tails), not between steps. `pace` is for
     loads between steps. `stream`: the source is still computing them; they come piece by piece.
+    `secret`: what the servers ask of readers.
     """
 
     addresses: tuple[str, ...]
@@ -63,6 +64,7 @@ class KvLoad:
     inline: bool = False
     pace: Pace = UNBOUND
     stream: bool = False
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def params_from(message: Transfer | Control) -> dict[str, Any]:
     body: dict[str, Any] = {"hold": message.hold, "drop": list(message.drop)}
     if load is not None:
         pace = astuple(load.pace)
-        body["load"] = [list(load.addresses), load.segment, load.tokens, load.inline, pace, load.stream]
+        how = load.inline, pace, load.stream, load.secret
+        body["load"] = [list(load.addresses), load.segment, load.tokens, *how]
     return {PARAMS_KEY: body}
 
 
@@ -103,8 +106,8 @@ def message_from(params: dict[str, Any] | None) -> Transfer | Control:
         return Control(body["control"], body["segment"])
     load = None
     if "load" in body:
-        addresses, segment, tokens, inline, pace, stream = body["load"]
-        load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace), stream)
+        addresses, segment, tokens, inline, pace, stream, secret = body["load"]
+        load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace), stream, secret)
     return Transfer(load, body["hold"], tuple(body["drop"]))
 
 

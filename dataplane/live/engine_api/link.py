@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from controlplane.types import WorkerId
@@ -22,6 +22,7 @@ class WorkerInfo:
     `weights` is a digest: equal for engines that continue each other's outputs. `kv_dtype` is vLLM's name.
     `why_fixed`: why no request of it can be moved, or empty. `has_stateless_seeds`: it derives each draw from
     (seed, position), as vLLM's second model runner does. `device`: the name of its GPUs or of its processor.
+    `link_key`: its door's public key. `kv_secret`: what readers of its KV must know; told over links alone.
     """
 
     worker: WorkerId
@@ -45,6 +46,8 @@ class WorkerInfo:
     caches_prefixes: bool = True
     has_stateless_seeds: bool = False
     device: str = ""
+    link_key: str = ""
+    kv_secret: str = field(default="", repr=False)
 
 
 class Executed(NamedTuple):

@@ -3,7 +3,7 @@
 A worker binds a ROUTER, each gateway connects a DEALER. Requests and outputs travel in vLLM's own msgpack
 encoding, so nothing is lost or copied by field; everything else is msgpack of plain values.
 
-    gateway → worker   hello   [wire version, vllm version, token]
+    gateway → worker   hello   [wire version, vllm version]
                        add     segment, EngineCoreRequest (vLLM's frames)
                        abort   [segment, …]
                        adapter LoRARequest (vLLM's array): load it
@@ -29,7 +29,7 @@ import msgspec
 
 from controlplane.errors import BadInput
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
 WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
 ADAPTER, ADAPTERS = b"adapter", b"adapters"
@@ -60,6 +60,6 @@ def noun_from(frame: bytes, kind: type[Noun]) -> Noun:
         raise BadInput(f"wire: {kind.__name__}: {error}") from error
 
 
-def hello(vllm_version: str, token: str) -> Sequence[bytes]:
+def hello(vllm_version: str) -> Sequence[bytes]:
     """A gateway's first message."""
-    return (HELLO, pack([WIRE_VERSION, vllm_version, token]))
+    return (HELLO, pack([WIRE_VERSION, vllm_version]))

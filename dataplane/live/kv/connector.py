@@ -71,7 +71,7 @@ class StepStats(KVConnectorStats):  # type: ignore[misc]
 class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Live migration of running requests. Settings in `kv_connector_extra_config`:
 
-    `addresses`: where each TP rank serves its blocks; `token`: the fleet's secret; `lease_s`, `hold_s`.
+    `addresses`: where each TP rank serves its blocks; `secret`: asked of readers; `lease_s`, `hold_s`.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -200,7 +200,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
         # A kernel may split the blocks that the scheduler counts in.
         layers = [group_kernel_blocks(tensor, blocks) for tensor in kv_caches.values()]
-        transport = SocketTransport(self._settings["token"])
+        transport = SocketTransport(self._settings["secret"])
         self._loads = Loads(layers, transport, self._settings["addresses"][self._rank], self._rank)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

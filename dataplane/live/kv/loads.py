@@ -94,7 +94,7 @@ class Loads:
                 first = job.first + at
                 views, commit = self._memory.write(blocks)
                 pace = UNBOUND if load.inline else load.pace
-                fetch = Fetch(load.segment, first, first + len(blocks), wait_s, pace)
+                fetch = Fetch(load.secret, load.segment, first, first + len(blocks), wait_s, pace)
                 self._transport.fetch(
                     load.addresses[self._rank], fetch, views, self._memory.block_bytes, timeout_s
                 )

@@ -1,13 +1,14 @@
 """The KV transport: copies KV bytes from the rank that holds them to the rank that loads them.
 
 `KvTransport` is the seam: serving blocks and fetching them. `SocketTransport` is for hosts: TCP between
-machines (`tcp://host:port`), Linux abstract Unix sockets on one (`unix://name`, no file, no port). A server
-at a TCP address has such a socket as well, named after the address; abstract names are a host's own, so who
-reaches it is on the same host. A GPU transport (NIXL, NCCL) would implement the same two functions.
+machines (`tcp://host:port`), within TLS (sealed.py); Linux abstract Unix sockets on one (`unix://name`, no
+file, no port). A server at a TCP address has such a socket as well, named after the address; abstract names
+are a host's own, so who reaches it is on the same host. A GPU transport (NIXL, NCCL) would implement the same
+two functions.
 
 One exchange on a connection, all integers big-endian:
 
-    fetch   u32 length, msgpack [token, segment, first, last, block_bytes, wait_s, pace, direct]
+    fetch   u32 length, msgpack [secret, segment, first, last, block_bytes, wait_s, pace, direct]
     answer  u32 length, msgpack [ok, reason, payload bytes, places]
     then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
 
@@ -25,11 +26,12 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -39,6 +41,7 @@ from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
 from dataplane.live.kv import direct as kv_direct
 from dataplane.live.kv.direct import Pacer, Share
 from dataplane.live.kv.memory import BlockTables, KvMemory, Views
+from dataplane.live.kv.sealed import contexts
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024
@@ -46,6 +49,7 @@ MAX_HEADER = 1 << 20
 MAX_PLACES = 32_768  # runs of bytes; more are sent
 PIECE = 1 << 20  # bytes between two looks at the pace
 MAX_CONNECTIONS = 64
+HANDSHAKE_S = 5.0  # after which a connection that has not proven to be a reader's is closed
 
 
 class FetchFailed(Exception):
@@ -54,8 +58,9 @@ class FetchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Blocks [first, last) of a segment."""
+    """Blocks [first, last) of a segment, from a server that asks for this secret."""
 
+    secret: str = field(repr=False)
     segment: str
     first: int
     last: int
@@ -74,11 +79,11 @@ class KvTransport(Protocol):
 
 
 class SocketTransport:
-    """KV over stream sockets, with a pool of idle connections per address."""
+    """KV over stream sockets, with a pool of idle connections per server. Readers must know `secret`."""
 
-    def __init__(self, token: str = "") -> None:
-        self._token = token
-        self._idle: dict[str, list[socket.socket]] = {}
+    def __init__(self, secret: str = "") -> None:
+        self._secret = secret
+        self._idle: dict[tuple[str, str], list[socket.socket]] = {}
         self._lock = threading.Lock()
         self._is_direct = True  # until the kernel says no
         self._share = Share()  # of all that this process copies
@@ -113,7 +118,7 @@ class SocketTransport:
 
     def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
         try:
-            connection = self._connect(address, timeout_s)
+            connection = self._connect(address, fetch.secret, timeout_s)
             try:
                 moved = self._exchange(connection, fetch, into, block_bytes)
             except BaseException:
@@ -122,7 +127,7 @@ class SocketTransport:
         except (OSError, struct.error, msgspec.MsgspecError) as error:
             raise FetchFailed(f"{address}: {error}") from error
         with self._lock:
-            self._idle.setdefault(address, []).append(connection)
+            self._idle.setdefault((address, fetch.secret), []).append(connection)
         return moved
 
     def close(self) -> None:
@@ -133,19 +138,19 @@ class SocketTransport:
                     connection.close()
             self._idle.clear()
 
-    def _connect(self, address: str, timeout_s: float) -> socket.socket:
+    def _connect(self, address: str, secret: str, timeout_s: float) -> socket.socket:
         with self._lock:
-            idle = self._idle.get(address)
+            idle = self._idle.get((address, secret))
             connection = idle.pop() if idle else None
         if connection is None:
-            connection = _dial_nearest(address, timeout_s)
+            connection = _dial_nearest(address, secret, timeout_s)
         connection.settimeout(timeout_s)
         return connection
 
     def _exchange(self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int) -> int:
         pid = kv_direct.peer(connection) if self._is_direct else 0
         ask = [
-            self._token,
+            fetch.secret,
             fetch.segment,
             fetch.first,
             fetch.last,
@@ -207,19 +212,32 @@ class SocketTransport:
         slots: threading.BoundedSemaphore,
     ) -> None:
         try:
-            with connection:
-                _tune(connection)
+            with self._opened(connection) as reader:
                 while True:
-                    self._answer(connection, tables, memory)
+                    self._answer(reader, tables, memory)
         except (OSError, struct.error, msgspec.MsgspecError) as error:
             log.debug("a KV connection ended: %s", error)
         finally:
             slots.release()
 
+    def _opened(self, connection: socket.socket) -> socket.socket:
+        """A connection that was accepted, within TLS where it comes from another host."""
+        _tune(connection)
+        if connection.family == socket.AF_UNIX:
+            return connection
+        try:
+            connection.settimeout(HANDSHAKE_S)
+            reader = contexts(self._secret)[0].wrap_socket(connection, server_side=True)
+            reader.settimeout(None)
+        except OSError:
+            connection.close()
+            raise
+        return reader
+
     def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
-        token, segment, first, last, block_bytes, wait_s, pace, direct = _receive_header(connection)
-        if not hmac.compare_digest(str(token), self._token):
-            raise ConnectionError("wrong token")
+        secret, segment, first, last, block_bytes, wait_s, pace, direct = _receive_header(connection)
+        if not hmac.compare_digest(str(secret), self._secret):
+            raise ConnectionError("wrong secret")
         if block_bytes != memory.block_bytes:
             reason = f"blocks of {memory.block_bytes} bytes here, {block_bytes} there"
             _send_header(connection, [False, reason, 0, b""])
@@ -284,16 +302,23 @@ def _on_this_host(address: str) -> str:
     return f"unix://tokenfleet-kv-{place}" if scheme == "tcp" else ""
 
 
-def _dial_nearest(address: str, timeout_s: float) -> socket.socket:
+def _dial_nearest(address: str, secret: str, timeout_s: float) -> socket.socket:
     beside = _on_this_host(address)
     if beside:
         with suppress(OSError):  # on another host, as a rule
             connection = _dial(beside, timeout_s)
-            # Anybody may bind an abstract name; whoever is not us must not be told the token.
+            # Anybody may bind an abstract name; whoever is not us must not be told the secret.
             if kv_direct.peer_user(connection) == os.getuid():
                 return connection
             connection.close()
-    return _dial(address, timeout_s)
+    connection = _dial(address, timeout_s)
+    if connection.family == socket.AF_UNIX:
+        return connection
+    try:
+        return contexts(secret)[1].wrap_socket(connection)
+    except OSError:
+        connection.close()
+        raise
 
 
 def _dial(address: str, timeout_s: float) -> socket.socket:
@@ -355,9 +380,13 @@ def _send_views(connection: socket.socket, views: Views, pacer: Pacer) -> None:
 
 def _receive_views(connection: socket.socket, views: Views, pacer: Pacer | None = None) -> None:
     at, offset, received = 0, 0, 0
+    is_sealed = isinstance(connection, ssl.SSLSocket)  # which gives a record of 16 KiB at a time
     while at < len(views):
-        batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
-        count = connection.recvmsg_into(batch)[0]
+        if is_sealed:
+            count = connection.recv_into(views[at][offset:])
+        else:
+            batch = [views[at][offset:], *views[at + 1 : at + MAX_VIEWS]]
+            count = connection.recvmsg_into(batch)[0]
         if count == 0:
             raise ConnectionError("the other side closed the connection")
         received += count

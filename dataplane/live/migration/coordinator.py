@@ -258,7 +258,7 @@ class Migrations:
         # A short tail is loaded in the step that resumes; a long one would stop every other request of
         # the target for as long as it travels.
         inline = move.tail_tokens <= 4 * info.block_tokens
-        load = KvLoad(info.kv_addresses, running.segment, tokens, inline)
+        load = KvLoad(info.kv_addresses, running.segment, tokens, inline, secret=info.kv_secret)
         return Transfer(load, drop=() if loader is None else (loader,))
 
     async def _cut_over(self, move: Move, running: Running, transfer: Transfer) -> bool:
@@ -286,7 +286,8 @@ class Migrations:
         source = self._info(running.worker)
         size = tokens * source.kv_bytes_per_token
         pace = UNBOUND if move.hurried else self._budget.pace(size)
-        load = KvLoad(source.kv_addresses, running.segment, tokens, pace=pace, stream=is_stream)
+        where, secret = source.kv_addresses, source.kv_secret
+        load = KvLoad(where, running.segment, tokens, pace=pace, stream=is_stream, secret=secret)
         drop = () if previous is None else (previous,)
         request = loader_request(running.request, running.output_token_ids, name, load, drop)
         try:

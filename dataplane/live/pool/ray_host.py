@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -25,6 +24,7 @@ from dataplane.live.engine_api.processes import free_memory_bytes, resident_byte
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from dataplane.live.pool.member import Revision
+from dataplane.live.worker.door import new_key, public_key
 from dataplane.live.worker.launch import Place, RayWorker, launch_worker
 from dataplane.live.worker.link import WorkerLink, link_context
 
@@ -41,7 +41,7 @@ class RayHost:
     def __init__(self, types: FleetTypes, folder: Path | None) -> None:
         self._types = types
         self._folder = folder
-        self._token = secrets.token_hex(16)
+        self._key = new_key()
         self._context = link_context()
         self._workers: dict[WorkerId, RayWorker] = {}
         self._nodes: dict[WorkerId, str] = {}
@@ -70,9 +70,9 @@ class RayHost:
         worker_type = self._types[kind]
         engine_settings = self._types.engine_settings(kind, revision.settings, current_platform.is_cpu())
         place = await self._place(worker, worker_type)
-        started = await launch_worker(worker, engine_settings, self._token, place, say)
+        started = await launch_worker(worker, engine_settings, public_key(self._key), place, say)
         self._workers[worker] = started
-        return await WorkerLink.connect(started.info.endpoint, self._token, self._context)
+        return await WorkerLink.connect(started.info, self._key, self._context)
 
     def room(self, kind: str) -> str | None:
         if current_platform.is_cpu():

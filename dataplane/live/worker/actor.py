@@ -7,19 +7,17 @@ halves throughput. They travel on a ZMQ socket in vLLM's own encoding (wire.py).
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-import zmq.asyncio
-from zmq.constants import SocketOption, SocketType
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
@@ -40,6 +38,7 @@ from dataplane.live.engine_api.vllm_surface import (
 )
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
+from dataplane.live.worker.door import Door
 from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 
@@ -53,9 +52,10 @@ ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": F
 class Worker:
     """One engine. Its asynchronous methods are called by Ray; `start` first, and once."""
 
-    def __init__(self, worker: str, token: str) -> None:
+    def __init__(self, worker: str, gateways: str) -> None:
+        """`gateways`: the public key of those that may link to it."""
         self._worker = WorkerId(worker)
-        self._token = token
+        self._gateways = gateways
         self._tasks: list[asyncio.Task[None]] = []
         self._shared: set[Path] = set()
         self._adapters: frozenset[int] = frozenset()
@@ -76,7 +76,7 @@ class Worker:
         return await asyncio.to_thread(read_notice, source, self._worker)
 
     async def start(self, engine_settings: Mapping[str, Any], host: str, shares: int = 0) -> WorkerInfo:
-        """Start the engine, warm it up, open the door; return what gateways need to know.
+        """Start the engine, warm it up, open the door; return what gateways need to find it, and no secret.
 
         `engine_settings` are vLLM engine arguments; `host` and `shares` as in launch.py's `Place`. Raises
         BadInput for an argument that cannot be, and whatever vLLM raises for a model it cannot load.
@@ -84,30 +84,27 @@ class Worker:
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
         host = host or str(ray.util.get_node_ip_address())
         if shares:
-            self._cores = Cores(ranks, shares, self._token)
+            self._cores = Cores(ranks, shares, self._gateways)
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.binding  # which vLLM reads as it starts
         addresses, release = reserve_addresses(host, ranks)
-        door = KvDoor(addresses, self._token)
+        kv_door = KvDoor(addresses, secrets.token_hex(32))
         # In a thread, so that the actor answers while a large model loads.
         try:
-            self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, door))
+            self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, kv_door))
             release()
             self._shared = shared_memory(descendants())
             self._phase = "warming up"
             kv = await warm_up(self._core)
         except (RuntimeError, EngineDeadError) as error:
             raise start_failure(error, own_log()) from error
-        self._context = zmq.asyncio.Context()
-        self._socket: Any = self._context.socket(SocketType.ROUTER)
-        self._socket.setsockopt(SocketOption.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(SocketOption.SNDHWM, wire.QUEUED_BATCHES)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self._info = worker_info(self._worker, self._core, kv, f"tcp://{host}:{port}", door, os.getpid())
+        self._door = Door(host, self._gateways)
+        self._socket = self._door.socket
+        self._info = worker_info(self._worker, self._core, kv, self._door, kv_door, os.getpid())
         self._peers = GatewayPeers(self._socket, self._core.abort_requests_async)
         self._trace = StepTrace(self._worker, self._info.kv_blocks)
         self._told_s = 0.0
         self._tasks = [self._spawn(work) for work in (self._listen, self._pump, self._beat)]
-        return self._info
+        return replace(self._info, kv_secret="")
 
     async def health(self) -> bool:
         """Whether the engine is alive and this actor answers."""
@@ -132,7 +129,7 @@ class Worker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if hasattr(self, "_peers"):
             await self._peers.dismiss_all("the worker was stopped")
-            self._context.destroy(linger=LINGER_MS)
+            self._door.close(LINGER_MS)
         if hasattr(self, "_core"):
             await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
         unlink(self._shared)
@@ -179,12 +176,10 @@ class Worker:
 
     async def _greet(self, name: bytes, frames: Sequence[Any]) -> None:
         try:
-            version, theirs, token = wire.unpack(frames[0].bytes)
+            version, theirs = wire.unpack(frames[0].bytes)
         except (ValueError, TypeError, IndexError):
-            return  # not a gateway
-        if not hmac.compare_digest(str(token), self._token):
-            refusal = "wrong token"
-        elif self._lost:
+            return  # not a gateway of this version
+        if self._lost:
             refusal = self._lost
         elif (version, theirs) != (wire.WIRE_VERSION, vllm_version):
             refusal = (

@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from dataplane.live.engine_api.vllm_surface import (
     has_prompt_logprobs,
     vllm_version,
 )
+from dataplane.live.worker.door import Door
 
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
@@ -46,13 +47,13 @@ DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 @dataclass(frozen=True, slots=True)
 class KvDoor:
-    """Where this engine's ranks serve their KV, and the secret a reader must know.
+    """Where this engine's ranks serve their KV, and the secret that a reader must know.
 
     `cpu_clock`: steps also tell the processor time of the engine so far (profiling.py).
     """
 
     addresses: tuple[str, ...]
-    token: str
+    secret: str = field(repr=False)
     lease_s: float = 60.0
     hold_s: float = 30.0
     cpu_clock: bool = False
@@ -100,7 +101,7 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {
                 "addresses": list(door.addresses),
-                "token": door.token,
+                "secret": door.secret,
                 "lease_s": door.lease_s,
                 "hold_s": door.hold_s,
                 "cpu_clock": door.cpu_clock,
@@ -131,7 +132,7 @@ def start_engine(args: AsyncEngineArgs) -> Any:
 
 
 def worker_info(
-    worker: WorkerId, core: Any, kv: Mapping[str, Any], endpoint: str, door: KvDoor, pid: int
+    worker: WorkerId, core: Any, kv: Mapping[str, Any], door: Door, kv_door: KvDoor, pid: int
 ) -> WorkerInfo:
     """What gateways are told of a started engine; `kv` is what its connector says of the KV cache."""
     config = core.vllm_config
@@ -142,8 +143,10 @@ def worker_info(
         worker=worker,
         engine="vllm",
         model=model.served_model_name if isinstance(model.served_model_name, str) else model.model,
-        endpoint=endpoint,
-        kv_addresses=door.addresses,
+        endpoint=door.endpoint,
+        link_key=door.key,
+        kv_addresses=kv_door.addresses,
+        kv_secret=kv_door.secret,
         block_tokens=cache.block_size,
         kv_blocks=blocks,
         kv_bytes_per_token=kv["block_bytes"] // cache.block_size * parallel.tensor_parallel_size,

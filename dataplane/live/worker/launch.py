@@ -96,15 +96,15 @@ class RayWorker:
 async def launch_worker(
     worker: WorkerId,
     engine_settings: Mapping[str, Any],
-    token: str,
+    gateways: str,
     place: Place = Place(),
     say: Callable[[str], None] = lambda phase: None,
 ) -> RayWorker:
     """Start one worker and return when it has warmed up; Ray must be initialised.
 
-    `engine_settings` are vLLM engine arguments, `token` the fleet's secret; `say` is told each phase of the
-    start. Raises BadInput when its devices are not to be had, RuntimeError with the engine's reason when it
-    does not start.
+    `engine_settings` are vLLM engine arguments, `gateways` the public key of those that may link to it;
+    `say` is told each phase of the start. Raises BadInput when its devices are not to be had, RuntimeError
+    with the engine's reason when it does not start.
     """
     if place.gpus:
         say("waiting for its GPUs")
@@ -122,7 +122,7 @@ async def launch_worker(
         elif place.node:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
         say("starting its process")
-        actor = ray.remote(Worker).options(**options).remote(worker, token)
+        actor = ray.remote(Worker).options(**options).remote(worker, gateways)
         # A node that has just died is one that Ray waits for.
         await asyncio.wait_for(actor.phase.remote(), PROCESS_S)
         start = actor.start.remote(dict(engine_settings), place.host, place.shares)

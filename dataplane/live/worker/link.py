@@ -31,6 +31,7 @@ from dataplane.live.engine_api.vllm_surface import (
     MsgpackEncoder,
     vllm_version,
 )
+from dataplane.live.worker.door import knock
 
 OUTGOING_MESSAGES = 1024
 UNREAD_EVENTS = 1024
@@ -47,13 +48,14 @@ def link_context() -> zmq.asyncio.Context:
 class WorkerLink:
     """An `EngineLink` to a `Worker`; make one with `connect`."""
 
-    def __init__(self, endpoint: str, context: zmq.asyncio.Context) -> None:
-        self._endpoint = endpoint
+    def __init__(self, worker: WorkerInfo, key: str, context: zmq.asyncio.Context) -> None:
+        self._endpoint = worker.endpoint
         self._socket: Any = context.socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.SNDHWM, OUTGOING_MESSAGES)
         self._socket.setsockopt(SocketOption.RCVHWM, UNREAD_EVENTS)
         self._monitor: Any = self._socket.get_monitor_socket(SocketEvent.DISCONNECTED)
-        self._socket.connect(endpoint)
+        knock(self._socket, key, worker.link_key)
+        self._socket.connect(worker.endpoint)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._info: WorkerInfo | None = None
@@ -66,16 +68,19 @@ class WorkerLink:
 
     @classmethod
     async def connect(
-        cls, endpoint: str, token: str, context: zmq.asyncio.Context, timeout_s: float = 30.0
+        cls, worker: WorkerInfo, key: str, context: zmq.asyncio.Context, timeout_s: float = 30.0
     ) -> WorkerLink:
-        """Greet a worker and wait for its welcome. Raises BadInput if it refuses or does not answer."""
-        link = cls(endpoint, context)
+        """Greet a worker, as its launch has it, and wait for its welcome; `key` is the gateways'.
+
+        Raises BadInput if it refuses or does not answer, as it does where a key is wrong.
+        """
+        link = cls(worker, key, context)
         try:
-            link._info = await asyncio.wait_for(link._greet(token), timeout_s)
+            link._info = await asyncio.wait_for(link._greet(), timeout_s)
         except BaseException as error:
             await link.close()
             if isinstance(error, TimeoutError):
-                raise BadInput(f"worker at {endpoint}: no answer within {timeout_s:g} s") from None
+                raise BadInput(f"worker at {worker.endpoint}: no answer within {timeout_s:g} s") from None
             raise
         loop = asyncio.get_running_loop()
         link._tasks = [loop.create_task(t) for t in (link._read(), link._notice_end(), link._keep_alive())]
@@ -116,8 +121,8 @@ class WorkerLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=GOODBYE_MS)
 
-    async def _greet(self, token: str) -> WorkerInfo:
-        await self._socket.send_multipart(wire.hello(vllm_version, token))
+    async def _greet(self) -> WorkerInfo:
+        await self._socket.send_multipart(wire.hello(vllm_version))
         while True:
             kind, *frames = await self._socket.recv_multipart()
             if kind == wire.LOST:

@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import os
 import platform
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ class ProfiledEngine:
         addresses, release = reserve_addresses(
             "127.0.0.1", int(engine_settings.get("tensor_parallel_size") or 1)
         )
-        door = KvDoor(addresses, "profile", cpu_clock=clock == "cpu")
+        door = KvDoor(addresses, secrets.token_hex(32), cpu_clock=clock == "cpu")
         args = engine_args(engine_settings, door)
         try:
             core = await asyncio.to_thread(start_engine, args)

@@ -5,9 +5,13 @@ import errno
 import os
 import secrets
 import socket
+import ssl
+import struct
 import threading
 import warnings
+from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,6 +25,7 @@ from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct as kv_direct
 from dataplane.live.kv import transport as kv_transport
 from dataplane.live.kv.memory import BlockTables, DirectMemory, StagedMemory, kv_memory
+from dataplane.live.kv.sealed import _identity, contexts
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
 
 LAYERS, BLOCKS, SHAPE = 3, 12, (2, 4, 8)
@@ -65,10 +70,12 @@ def served(request, monkeypatch):
     transport.close()
 
 
-def fetch(transport, address, segment, first, last, memory, blocks, **options):
+def fetch(transport, address, segment, first, last, memory, blocks, secret="secret", **options):
     views, commit = memory.write(blocks)
     options = {"wait_s": 0.05} | options
-    moved = transport.fetch(address, Fetch(segment, first, last, **options), views, memory.block_bytes, 5.0)
+    moved = transport.fetch(
+        address, Fetch(secret, segment, first, last, **options), views, memory.block_bytes, 5.0
+    )
     commit()
     return moved
 
@@ -145,11 +152,72 @@ def test_other_block_sizes_are_refused(served):
         fetch(transport, address, "s", 0, 1, DirectMemory(caches(torch.float32)), [0])
 
 
-def test_a_wrong_token_gets_nothing(served):
-    _, address, tables, _ = served
+def test_a_wrong_secret_gets_nothing(served):
+    transport, address, tables, _ = served
     tables.update({"s": [1]}, ())
-    with pytest.raises(FetchFailed, match="closed"):
-        fetch(SocketTransport("guess"), address, "s", 0, 1, DirectMemory(caches()), [0])
+    target = caches(seed=1)
+    before = bits(target, range(BLOCKS))
+    with pytest.raises(FetchFailed, match=r"closed|CERTIFICATE_VERIFY_FAILED|certificate"):
+        fetch(transport, address, "s", 0, 1, DirectMemory(target), [0], secret="guess")
+    assert bits(target, range(BLOCKS)) == before
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """A transport, an address on another host as it were, and the tables of who serves there."""
+    monkeypatch.setattr(kv_transport, "_on_this_host", lambda address: "")
+    (address,), release = reserve_addresses("0.0.0.0", 1)
+    address = address.replace("0.0.0.0", "127.0.0.1")
+    tables, transport = BlockTables(), SocketTransport()
+    stop = SocketTransport("secret").serve(address, tables, kv_memory(caches()))
+    release()
+    yield transport, address, tables
+    stop()
+    transport.close()
+
+
+def test_who_listens_between_two_hosts_reads_neither_the_secret_nor_what_is_moved(far, recorded):
+    transport, address, tables = far
+    tables.update({"a-segment": [1, 2, 3]}, ())
+    port = int(address.rsplit(":", 1)[1])
+    between, heard = recorded(port)
+    target = caches(seed=1)
+    fetch(transport, f"tcp://127.0.0.1:{between}", "a-segment", 0, 3, DirectMemory(target), [0, 1, 2])
+    assert bits(target, [0, 1, 2]) == bits(caches(), [1, 2, 3])
+    wire = b"".join(heard)
+    assert len(wire) > sum(map(len, bits(target, [0, 1, 2])))
+    for said in (b"secret", b"a-segment", *(block[:16] for block in bits(target, [0, 1, 2]))):
+        assert said not in wire
+
+
+def test_who_does_not_speak_tls_or_has_another_certificate_gets_nothing(far, monkeypatch):
+    _, address, tables = far
+    monkeypatch.setattr(kv_transport, "HANDSHAKE_S", 0.05)
+    tables.update({"s": [1]}, ())
+    at = "127.0.0.1", int(address.rsplit(":", 1)[1])
+    ask = msgspec.msgpack.encode(["secret", "s", 0, 1, 0, 0.0, [0.0, 1.0, 0.0], False])
+    for said in (struct.pack("!I", len(ask)) + ask, b""):  # in the clear, and not at all
+        with socket.create_connection(at, 5.0) as plain:
+            plain.sendall(said)
+            answer = b""
+            with suppress(ConnectionResetError):
+                answer = plain.recv(1 << 16)
+            assert len(answer) < 64  # an alert
+            assert b"blocks" not in answer
+    trusting, guessing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), contexts.__wrapped__("guess")[1]
+    trusting.check_hostname = False
+    for context in (trusting, guessing):
+        context.verify_mode = ssl.CERT_NONE
+        said = b""
+        with suppress(OSError), context.wrap_socket(socket.create_connection(at, 5.0)) as stranger:
+            stranger.sendall(struct.pack("!I", len(ask)) + ask)
+            said = stranger.recv(1 << 16)
+        assert said == b""
+
+
+def test_both_ends_make_the_same_certificate_of_a_secret_and_no_other_one():
+    assert _identity("a") == _identity("a")
+    assert _identity("a") != _identity("b")
 
 
 def test_nobody_at_the_address_is_a_failed_fetch():
@@ -169,7 +237,7 @@ def test_readers_of_one_host_take_the_bytes_of_a_tcp_address_out_of_memory(serve
     assert (len(reads), bits(target, [0])) == (int(is_near), bits(source, [1]))
 
 
-def test_another_user_under_a_servers_name_is_not_told_the_token(monkeypatch):
+def test_another_user_under_a_servers_name_is_not_told_the_secret(monkeypatch):
     (address,), release = reserve_addresses("0.0.0.0", 1)
     address = address.replace("0.0.0.0", "127.0.0.1")
     told = []
