@@ -1,4 +1,8 @@
-"""API keys: the callers that are let in, with each one's SLO bounds, highest priority and rate limit."""
+"""API keys: the callers that are let in, with each one's SLO bounds, highest priority and limits.
+
+Limits are buckets that fill by the minute. What a request will take of tokens is known only as it goes on, so
+one is let in while its key's bucket of tokens is not empty, and may leave it in debt.
+"""
 
 from __future__ import annotations
 
@@ -40,55 +44,89 @@ class SloBounds:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One caller. `requests_per_minute` 0 means no limit; `secret` "" means no key is asked for."""
+    """One caller. A limit of 0 means none; `secret` "" means no key is asked for; `is_filed`: from a file."""
 
     name: str
-    secret: str
+    secret: str = field(repr=False)
     bounds: SloBounds = field(default_factory=SloBounds)
     max_priority: int = PRIORITIES["high"]
     requests_per_minute: float = 0.0
     burst: int = 0
+    tokens_per_minute: float = 0.0
+    is_filed: bool = False
 
     def __post_init__(self) -> None:
-        if self.requests_per_minute < 0 or self.burst < 0:
-            raise BadInput(f"key {self.name}: requests_per_minute and burst must not be negative")
+        if min(self.requests_per_minute, self.burst, self.tokens_per_minute) < 0:
+            raise BadInput(f"key {self.name}: its limits and burst must not be negative")
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """What its buckets are made of."""
+        return self.requests_per_minute, float(self.burst), self.tokens_per_minute
+
+    @property
+    def limits_text(self) -> str:
+        """Its limits for whoever is over one."""
+        each = ((self.requests_per_minute, "requests"), (self.tokens_per_minute, "tokens"))
+        return " and ".join(f"{limit:g} {what}" for limit, what in each if limit) + " a minute"
 
 
 ANYONE = ApiKey("anyone", "")
 
 
-class RateLimit:
-    """A token bucket per key: `burst` requests at once, `requests_per_minute` over time."""
+class Bucket:
+    """Fills at `per_minute` up to `most`; with 0 a minute it is never empty."""
+
+    def __init__(self, per_minute: float, most: float, now_s: float) -> None:
+        self._per_s, self._most = per_minute / 60.0, most
+        self._there, self._at_s = most, now_s
+
+    def wait_s(self, needed: float, now_s: float) -> float:
+        """The seconds until so much is there."""
+        if self._per_s == 0:
+            return 0.0
+        self._there = min(self._most, self._there + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return max(0.0, needed - self._there) / self._per_s
+
+    def take(self, amount: float) -> None:
+        """Take it, there or not."""
+        self._there -= amount
+
+
+class Limits:
+    """A key's buckets: of requests with a burst, of tokens with what a minute brings."""
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
-        self._rate_rps = key.requests_per_minute / 60.0
-        self._burst = float(key.burst or max(1.0, key.requests_per_minute / 6.0))
-        self._tokens = self._burst
-        self._at_s = now_s
-
-    def take(self, now_s: float) -> float:
-        """Take one request's share: 0 when there was one, else the seconds until there is."""
-        if self._rate_rps == 0:
-            return 0.0
-        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_rps)
-        self._at_s = now_s
-        if self._tokens >= 1.0:
-            self._tokens -= 1.0
-            return 0.0
-        return (1.0 - self._tokens) / self._rate_rps
+        burst = float(key.burst or max(1.0, key.requests_per_minute / 6.0))
+        self.requests = Bucket(key.requests_per_minute, burst, now_s)
+        self.tokens = Bucket(key.tokens_per_minute, key.tokens_per_minute, now_s)
 
 
 class KeyRing:
     """All keys. With none, anyone may call (serve refuses that beyond loopback)."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._limits: dict[str, Limits] = {}
+        self._take(keys)
+
+    def reload(self, file: Path) -> None:
+        """Take a file's keys in place of those that came from it before. Raises BadInput for a faulty one.
+
+        Whose limits are as before goes on with what is left of them.
+        """
+        self._take([*(key for key in self.keys if not key.is_filed), *read_keys(file)])
+
+    def _take(self, keys: Sequence[ApiKey]) -> None:
         names = [key.name for key in keys]
         if len(set(names)) != len(names):
             raise BadInput(f"keys: two keys share a name: {sorted(names)}")
         if any(not key.secret for key in keys):
             raise BadInput("keys: an empty key lets no caller in")
+        before = {key.name: key.limits for key in getattr(self, "keys", ())}
+        kept = {key.name for key in keys if before.get(key.name) == key.limits}
+        self._limits = {name: limits for name, limits in self._limits.items() if name in kept}
         self.keys = tuple(keys)
-        self._limits: dict[str, RateLimit] = {}
 
     def find(self, authorization: str) -> ApiKey | None:
         """The key of an `Authorization: Bearer …` header; None when it is not one of ours."""
@@ -105,17 +143,32 @@ class KeyRing:
 
     def seconds_until_allowed(self, key: ApiKey, now_s: float) -> float:
         """0 when the key may send a request now (and it is counted), else how long to wait."""
-        limit = self._limits.get(key.name)
-        if limit is None:
-            limit = self._limits[key.name] = RateLimit(key, now_s)
-        return limit.take(now_s)
+        limits = self._limits_of(key, now_s)
+        wait_s = max(limits.requests.wait_s(1.0, now_s), limits.tokens.wait_s(1.0, now_s))
+        if wait_s == 0:
+            limits.requests.take(1.0)
+        return wait_s
+
+    def charge(self, name: str, tokens: int, now_s: float) -> None:
+        """Count tokens of a key, which may have gone meanwhile; a negative number gives some back."""
+        key = next((key for key in self.keys if key.name == name), None)
+        if key is not None and key.tokens_per_minute:
+            limits = self._limits_of(key, now_s)
+            limits.tokens.wait_s(0.0, now_s)
+            limits.tokens.take(tokens)
+
+    def _limits_of(self, key: ApiKey, now_s: float) -> Limits:
+        limits = self._limits.get(key.name)
+        if limits is None:
+            limits = self._limits[key.name] = Limits(key, now_s)
+        return limits
 
 
 def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
     """An ApiKey from a file's entry; unknown fields and wrong types are refused with their place."""
     allowed = {
         "name", "key", "min_ttft_ms", "min_tpot_ms", "max_ttft_ms", "max_tpot_ms", "priority",
-        "requests_per_minute", "burst",
+        "requests_per_minute", "burst", "tokens_per_minute",
     }  # fmt: skip
     if unknown := sorted(set(entry) - allowed):
         raise BadInput(f"{where}: {unknown[0]}: unknown field, expected one of {', '.join(sorted(allowed))}")
@@ -146,6 +199,8 @@ def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
         max_priority=PRIORITIES[str(priority)],
         requests_per_minute=number("requests_per_minute", 0.0),
         burst=int(number("burst", 0)),
+        tokens_per_minute=number("tokens_per_minute", 0.0),
+        is_filed=True,
     )
 
 
@@ -156,8 +211,10 @@ def read_keys(path: Path) -> list[ApiKey]:
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: is not YAML: {error}") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        # YAML's own words quote the line, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        raise BadInput(f"{path}: is not YAML{f', in line {mark.line + 1}' if mark else ''}") from None
+    if not entries or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")
     return [key_from_mapping(f"{path}: {i}", entry) for i, entry in enumerate(entries)]
 

@@ -76,23 +76,29 @@ async def follow(
     say: Callable[[str], None],
     look_s: float = LOOK_S,
 ) -> None:
-    """Call `reload` whenever the files have changed and then kept still for a look; `say` what came of it.
+    """Call `reload` now, and whenever the files have changed and then kept still for a look; `say` what came
+    of a change.
 
     Two files are not replaced in one moment. Where `reload` raises BadInput, what was in force stays.
     """
     known = last = _state_of(files)
+    _try(reload, say, "")  # they may have changed since they were read
     while True:
         await asyncio.sleep(look_s)
         last, before = _state_of(files), last
-        if last == known or last != before:
-            continue
-        known = last
-        try:
-            reload()
-        except BadInput as refusal:
-            say(f"{refusal}; what was in force stays")
-        else:
-            say(f"{' and '.join(str(file) for file in files)}: read anew, in force from now on")
+        if last != known and last == before:
+            known = last
+            _try(reload, say, f"{' and '.join(map(str, files))}: read anew, in force from now on")
+
+
+def _try(reload: Callable[[], None], say: Callable[[str], None], done: str) -> None:
+    try:
+        reload()
+    except BadInput as refusal:
+        say(f"{refusal}; what was in force stays")
+    else:
+        if done:
+            say(done)
 
 
 def _state_of(files: Sequence[Path]) -> tuple[object, ...]:

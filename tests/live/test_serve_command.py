@@ -182,6 +182,41 @@ def test_keys_have_bounds_and_limits_and_a_full_fleet_says_when_to_come_back(gua
     guarded_fleet.until(lambda: not requests(guarded_fleet))
 
 
+def test_a_key_over_its_tokens_waits_and_the_file_is_read_anew_while_it_serves(guarded_fleet, post, scratch):
+    keys = scratch / "keys.yaml"
+    before = keys.read_text()
+    keys.write_text(f"{before}- {{name: meter, key: m, tokens_per_minute: 60}}\n")
+
+    def answer(key):
+        reply = post(key)
+        if reply.status_code != 200:
+            reply.read()
+        reply.close()
+        return reply
+
+    def over():
+        """The refusal, once requests have cost more than a minute's tokens."""
+        reply = answer("m")
+        return reply if reply.status_code == 429 and "meter" in reply.text else None
+
+    guarded_fleet.until(lambda: answer("m").status_code != 401)
+    refused = guarded_fleet.until(over)
+    assert "key meter is over its limit of 60 tokens a minute" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert guarded_fleet.metric("tokenfleet_key_requests_total", key="meter", outcome="rate_limited") >= 1
+    assert guarded_fleet.metric("tokenfleet_key_tokens_total", key="meter") > 60
+    keys.write_text("- {name: meter, key: m")
+    told = guarded_fleet.until(lambda: [d for d in decisions(guarded_fleet) if "not YAML" in d["reason"]])
+    assert told[-1]["reason"].endswith("what was in force stays")
+    keys.write_text(before)
+    guarded_fleet.until(lambda: answer("m").status_code == 401)
+    guarded_fleet.until(lambda: not requests(guarded_fleet))
+
+
+def decisions(fleet):
+    return fleet.ask("GET", "/v1/fleet")["decisions"]
+
+
 def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, post):
     (controller,) = guarded_fleet.until(lambda: controllers(guarded_fleet))
     # Out of reach of the terminal's Ctrl-C, but in our session: Linux may schedule by session.

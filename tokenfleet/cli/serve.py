@@ -88,7 +88,8 @@ class ServeFlags:
     control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
     api_key: Annotated[list[str] | None, typer.Option(help="a key clients must send; repeatable")] = None
     api_keys: Annotated[
-        Path | None, typer.Option(help="YAML list of keys with SLO bounds and rate limits")
+        Path | None,
+        typer.Option(help="YAML list of keys with bounds and limits, read anew when it changes"),
     ] = None
     control_key: Annotated[
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
@@ -252,7 +253,9 @@ def serve_command(flags: ServeFlags) -> None:
     with folder_of_fleet(flags.data, flags.history) as folder:
         planning = () if folder is None else (fleet_extension(folder, checked.plan),)
         settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
-        _run(replace(settings, keys=keys, certificate=certificate), run_fleet, tell)
+        files = None if certificate is None else certificate.files
+        gateway = replace(settings.gateway, certificate=files, keys_file=flags.api_keys)
+        _run(replace(settings, keys=keys, gateway=gateway), run_fleet, tell)
 
 
 def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:

@@ -27,8 +27,7 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing
-from dataplane.http.server import Extension, address, bind, follow, until_answering
-from dataplane.http.tls import ServerCertificate
+from dataplane.http.server import Extension, address, bind, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.operations import FleetFacts, Operations
@@ -42,6 +41,7 @@ from dataplane.live.gateway.history import History
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.placement import Placement
+from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -98,7 +98,6 @@ class FleetSettings:
     nodes_wait_s: float = 0.0
     extensions: tuple[Extension, ...] = ()
     keys: tuple[ApiKey, ...] = ()
-    certificate: ServerCertificate | None = None
 
 
 async def run_fleet(
@@ -176,7 +175,7 @@ async def run_fleet(
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
         gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
 
-        certificate = settings.certificate
+        certificate = gateway.certificate
         gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
         control_url = address(settings.control_host, settings.control_port, certificate)
         facts = FleetFacts(
@@ -202,14 +201,16 @@ async def run_fleet(
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 
-        door = DoorPolicy(KeyRing(settings.keys), slo, metrics, core.abandon, control_url)
+        keys = KeyRing(settings.keys)
+        core.on_arrival.append(lambda one: keys.charge(one.ticket.key, one.prompt_tokens, time.monotonic()))
+        core.on_end.append(partial(_charge, keys))
+        cluster.spawn(gateway.follow(keys, partial(_say, events)))
+        door = DoorPolicy(keys, slo, metrics, core.abandon, control_url)
         core.on_closing.append(lambda why: setattr(door, "closing", why))
-        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket, certificate))
+        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
         is_tls = certificate is not None
         await until_answering(settings.control_host, settings.control_port, answering, is_tls)
         await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
-        if certificate is not None:
-            cluster.spawn(follow(certificate.files, certificate.reload, partial(_say, events, "certificate")))
         controller_settings = ControllerSettings(
             control_url,
             settings.control_key,
@@ -228,6 +229,12 @@ async def run_fleet(
         cluster.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
         announce(f"ready {gateway_url} control {control_url}")
         await serving
+
+
+def _charge(keys: KeyRing, request: Tracked, outcome: str) -> None:
+    """Count a request's output against its key; one that was turned away has not cost its prompt."""
+    tokens = -request.prompt_tokens if outcome == "rejected" else len(request.output_token_ids)
+    keys.charge(request.ticket.key, tokens, time.monotonic())
 
 
 def _moves(settings: FleetSettings) -> MoveBudget:

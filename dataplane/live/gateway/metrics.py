@@ -43,6 +43,10 @@ class Metrics:
             "Requests by how they ended: finished, failed, aborted, rejected, rate_limited",
             ["outcome", "priority"],
         )
+        by_key = "The same by the name of the caller's key"
+        self.key_requests = counter("tokenfleet_key_requests", by_key, ["key", "outcome"])
+        spent = "Tokens of ended requests by the name of the caller's key: prompt, output"
+        self.key_tokens = counter("tokenfleet_key_tokens", spent, ["key", "kind"])
         self.slo = counter(
             "tokenfleet_slo_requests",
             "Finished requests by whether they met a target (ttft, tpot, or both)",
@@ -107,8 +111,11 @@ class Metrics:
 
     def count_end(self, request: Tracked, outcome: str) -> None:
         """Count a request that is over; a finished one also against its SLO."""
-        priority = PRIORITY_NAMES[request.ticket.priority]
+        priority, key = PRIORITY_NAMES[request.ticket.priority], request.ticket.key
         self.requests.labels(outcome, priority).inc()
+        self.key_requests.labels(key, outcome).inc()
+        self.key_tokens.labels(key, "prompt").inc(0 if outcome == "rejected" else request.prompt_tokens)
+        self.key_tokens.labels(key, "output").inc(len(request.output_token_ids))
         if outcome != "finished":
             self.timeline.add_unfinished(outcome, time.time())
             return
@@ -133,9 +140,10 @@ class Metrics:
                 count["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
         return counts
 
-    def count_limited(self) -> None:
-        """Count a request that its key's rate limit turned away."""
+    def count_limited(self, key: str) -> None:
+        """Count a request that its key's limits turned away."""
         self.requests.labels("rate_limited", "any").inc()
+        self.key_requests.labels(key, "rate_limited").inc()
         self.timeline.add_unfinished("rate_limited", time.time())
 
     def count_tokens(self, tokens: int) -> None:

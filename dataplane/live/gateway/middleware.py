@@ -121,7 +121,8 @@ class FrontDoor:
             ticket = _admit(policy, scope, headers, request_id)
         except Refusal as refusal:
             if refusal.status == 429:
-                policy.metrics.count_limited()
+                key = policy.keys.find(headers.get("authorization", ""))
+                policy.metrics.count_limited("" if key is None else key.name)
             await _answer(refusal, request_id, send)
             return
         # vLLM names its own request after this header, so that both sides of a log agree.
@@ -174,9 +175,7 @@ def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_
         raise _bad_header(PRIORITY_HEADER, "must be high or normal", priority)
     wait_s = policy.keys.seconds_until_allowed(key, time.monotonic())
     if wait_s > 0:
-        raise _too_busy(
-            "requests", f"key {key.name} is over its {key.requests_per_minute:g} a minute", wait_s
-        )
+        raise _too_busy("requests", f"key {key.name} is over its limit of {key.limits_text}", wait_s)
     return Ticket(request_id, key.name, slo, min(PRIORITIES[priority], key.max_priority))
 
 

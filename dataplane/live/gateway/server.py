@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from controlplane.errors import BadInput
-from dataplane.http.server import server_options
+from dataplane.http.keys import KeyRing
+from dataplane.http.server import follow, server_options
 from dataplane.http.tls import ServerCertificate, is_loopback
 from dataplane.live.engine_api.vllm_surface import (
     AsyncEngineArgs,
@@ -40,13 +42,18 @@ from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`model` is a folder or a Hugging Face name; `engine_flags` are vLLM's own, as after `--`."""
+    """`model` is a folder or a Hugging Face name; `engine_flags` are vLLM's own, as after `--`.
+
+    `certificate` and its key, and `keys_file`, are followed while it serves.
+    """
 
     model: str
     host: str
     port: int
     engine_flags: tuple[str, ...] = ()
     shutdown_s: int = 20
+    certificate: tuple[Path, Path] | None = None
+    keys_file: Path | None = None
 
     def server_flags(self) -> list[str]:
         """vLLM's flags for the server: ours first, so that the operator's own win."""
@@ -69,6 +76,19 @@ class Gateway:
         self.settings = settings
         self.arguments: argparse.Namespace = parse_flags(settings.server_flags())
         self.config: Any = engine_config(self.arguments)
+        self.certificate: ServerCertificate | None = None
+        if settings.certificate is not None:
+            self.certificate = ServerCertificate(*settings.certificate, (settings.host,))
+
+    async def follow(self, keys: KeyRing, say: Callable[[str, str], None]) -> None:
+        """Take certificate and keys anew when their files change; `say(kind, line)` what came of it."""
+        following = []
+        if self.certificate is not None:
+            told = partial(say, "certificate")
+            following.append(follow(self.certificate.files, self.certificate.reload, told))
+        if (file := self.settings.keys_file) is not None:
+            following.append(follow((file,), partial(keys.reload, file), partial(say, "keys")))
+        await asyncio.gather(*following)
 
     @property
     def reasons(self) -> bool:
@@ -104,19 +124,13 @@ class Gateway:
         """Take over what only a started engine knows: its KV blocks, for vLLM's metrics."""
         self.config.cache_config.num_gpu_blocks = kv_blocks
 
-    async def serve(
-        self,
-        core: FleetCore,
-        door: DoorPolicy,
-        listening: socket.socket,
-        certificate: ServerCertificate | None = None,
-    ) -> None:
+    async def serve(self, core: FleetCore, door: DoorPolicy, listening: socket.socket) -> None:
         """Answer until SIGTERM or SIGINT, then end every stream and return."""
         if self.config.lora_config is not None and is_loopback(self.settings.host):
             # vLLM's own switch: beyond this machine whoever runs the fleet must want it.
             os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         llm = FleetLLM(self.config, core, door)
-        await serve_http(llm, listening, self.arguments, server_options(certificate))
+        await serve_http(llm, listening, self.arguments, server_options(self.certificate))
 
 
 # Engine arguments that the server reads as well; of a worker's TP degree its kind decides.

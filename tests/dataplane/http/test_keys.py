@@ -4,7 +4,7 @@ from hypothesis import given
 
 from controlplane.errors import BadInput
 from controlplane.types import Slo
-from dataplane.http.keys import ANYONE, ApiKey, KeyRing, SloBounds, key_from_mapping
+from dataplane.http.keys import ANYONE, ApiKey, KeyRing, SloBounds, key_from_mapping, read_keys
 
 
 def test_without_keys_anyone_may_call():
@@ -32,6 +32,84 @@ def test_over_any_time_no_more_pass_than_burst_and_rate_allow(times, per_minute,
     times.sort()
     passed = sum(ring.seconds_until_allowed(ring.keys[0], t) == 0.0 for t in times)
     assert passed <= burst + (times[-1] - times[0]) * per_minute / 60 + 1e-6
+
+
+def test_tokens_are_charged_as_they_come_and_a_debt_is_waited_for():
+    ring = KeyRing([ApiKey("one", "k", tokens_per_minute=600), ApiKey("two", "q")])
+    one, two = ring.keys
+    assert ring.seconds_until_allowed(one, 0.0) == 0.0
+    ring.charge("one", 500, 0.0)
+    assert ring.seconds_until_allowed(one, 0.0) == 0.0  # what it will take is not known yet
+    ring.charge("one", 300, 0.0)
+    assert ring.seconds_until_allowed(one, 0.0) == pytest.approx(
+        20.1
+    )  # to 1 from 200 in debt, at 10 a second
+    ring.charge("one", -300, 0.0)
+    assert ring.seconds_until_allowed(one, 0.0) == 0.0
+    ring.charge("two", 10**9, 0.0)
+    ring.charge("gone", 10**9, 0.0)
+    assert ring.seconds_until_allowed(two, 0.0) == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 600), st.integers(1, 5000)), min_size=1, max_size=100), st.floats(60, 6e5)
+)
+def test_over_any_time_tokens_stay_within_a_minutes_and_the_last_request(requests, per_minute):
+    ring, spent = KeyRing([ApiKey("one", "k", tokens_per_minute=per_minute)]), []
+    requests.sort()
+    for at_s, tokens in requests:
+        if ring.seconds_until_allowed(ring.keys[0], at_s) == 0.0:
+            ring.charge("one", tokens, at_s)
+            spent.append(tokens)
+    span_s = requests[-1][0] - requests[0][0]
+    assert sum(spent[:-1]) <= per_minute * (1 + span_s / 60) + 1e-6
+
+
+def keys_file(tmp_path, text):
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_read_anew_lets_new_keys_in_and_old_ones_out_and_forgives_nobody(tmp_path):
+    file = keys_file(tmp_path, "- {name: a, key: s, requests_per_minute: 1, burst: 1}\n- {name: b, key: t}\n")
+    ring = KeyRing([ApiKey("given", "g"), *read_keys(file)])
+    assert ring.seconds_until_allowed(ring.find("Bearer s"), 0.0) == 0.0
+    keys_file(tmp_path, "- {name: a, key: new, requests_per_minute: 1, burst: 1}\n- {name: c, key: u}\n")
+    ring.reload(file)
+    found = {secret: ring.find(f"Bearer {secret}") for secret in ("g", "s", "t", "new", "u")}
+    assert [secret for secret, key in found.items() if key is None] == ["s", "t"]
+    assert ring.seconds_until_allowed(found["new"], 0.0) == 60.0  # the same caller, with another key
+    keys_file(tmp_path, "- {name: a, key: new, requests_per_minute: 600, burst: 1}\n")
+    ring.reload(file)
+    assert ring.seconds_until_allowed(ring.find("Bearer new"), 0.0) == 0.0  # with other limits
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "expected a list of keys"),
+        ("", "expected a list of keys"),
+        ("- {name: a, key: my-secret", "is not YAML, in line 1$"),
+        ("- {name: a, key: s}\n- {name: given, key: t}", "share a name"),
+        ("- {name: a, key: s, tokens_per_minute: lots}", "0: tokens_per_minute: must be a number"),
+    ],
+)
+def test_a_faulty_file_changes_nothing_and_no_key_is_told(tmp_path, text, says):
+    ring = KeyRing([ApiKey("given", "g")])
+    with pytest.raises(BadInput, match=says) as refusal:
+        ring.reload(keys_file(tmp_path, text))
+    assert "secret" not in str(refusal.value)
+    assert [key.name for key in ring.keys] == ["given"]
+    with pytest.raises(BadInput, match="cannot be read"):
+        ring.reload(tmp_path / "gone.yaml")
+
+
+def test_a_key_says_its_limits_but_never_itself():
+    key = ApiKey("a", "my-secret", requests_per_minute=6, tokens_per_minute=50_000)
+    assert key.limits_text == "6 requests and 50000 tokens a minute"
+    assert "secret'" not in repr(key)
+    assert "my-secret" not in repr(KeyRing([key]).keys)
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
