@@ -6,8 +6,9 @@ The hosts are Linux network namespaces on a bridge (experiments/lib/linux_hosts.
 node and a real vLLM worker (float32, 2 KB of KV a token) on each. Every stream is compared with the same
 request's undisturbed one.
 
-kv      64 MiB in blocks of 8 layers over the workers' KV transport, against one `sendfile` of as many bytes
-        over one connection, in turns. It needs no engine.
+kv      64 MiB in blocks of 8 layers over the workers' KV transport, against the same transport without TLS
+        and one `sendfile` of as many bytes over one connection, in turns; and what encryption adds to a
+        message between a gateway and a worker. It needs no engine.
 moves   requests moved once each; downtime from the cut-over to the target's first token, against two decode
         steps and 10 ms.
 faults  40 streams while the far host's cable is out for 5 s or for 60 s, or the host is killed.
@@ -21,6 +22,7 @@ import os
 import secrets
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,6 +38,7 @@ from experiments.lib.served import ENGINE_FLAGS, Server, Stream, session, stream
 
 LAYERS, BLOCKS, BLOCK_BYTES = 8, 512, 16 << 10  # 64 MiB
 KV_ROUNDS, KV_TURNS = 3, 7
+MESSAGES, MESSAGE = 5000, bytes(2048)  # about a step's outputs for 32 requests
 LENGTHS, MOVES_OF_EACH = (256, 1024, 2048, 4096, 7800), 20
 BEFORE, OUTPUT_TOKENS = 20, 80  # tokens decoded before a move, and in all
 SLACK_S = 0.010
@@ -55,8 +58,23 @@ def _caches(seed: int) -> Any:
     return [torch.from_numpy(layer) for layer in drawn]
 
 
-def _hold(host: Host, ready: Any) -> None:
-    """Serve blocks and a plain file on a host until killed."""
+class _Clear:
+    """In place of both ends' TLS contexts."""
+
+    def wrap_socket(self, connection: socket.socket, server_side: bool = False) -> socket.socket:
+        return connection
+
+
+def _speak(is_clear: bool) -> None:
+    """Let this process' KV transport use TLS, or not."""
+    from dataplane.live.kv import sealed, transport
+
+    clear = _Clear(), _Clear()
+    transport.contexts = (lambda secret: clear) if is_clear else sealed.contexts  # type: ignore[assignment]
+
+
+def _hold(host: Host, ready: Any, is_clear: bool) -> None:
+    """Serve blocks on a host until killed, in the clear or within TLS, and then a plain file as well."""
 
     def serve() -> None:
         from dataplane.live.kv.memory import BlockTables, kv_memory
@@ -65,12 +83,17 @@ def _hold(host: Host, ready: Any) -> None:
         tables, caches = BlockTables(), _caches(1)
         order = np.random.default_rng(2).permutation(BLOCKS).tolist()
         tables.update({"s": order}, ())
-        SocketTransport("secret").serve(f"tcp://{host.ip}:7000", tables, kv_memory(caches))
+        _speak(is_clear)
+        port = 7002 if is_clear else 7000
+        SocketTransport("secret").serve(f"tcp://{host.ip}:{port}", tables, kv_memory(caches))
+        if is_clear:
+            ready.release()
+            threading.Event().wait()
         plain = socket.create_server((host.ip, 7001))
         with open(f"/dev/shm/tokenfleet-{secrets.token_hex(4)}", "w+b", buffering=0) as file:
             os.unlink(file.name)
             file.write(b"".join(cache.numpy().tobytes() for cache in caches))
-            ready.set()
+            ready.release()
             connection, _ = plain.accept()
             while connection.recv(1):
                 connection.sendfile(file, 0)
@@ -79,11 +102,16 @@ def _hold(host: Host, ready: Any) -> None:
 
 
 def _kv_round(hosts: Hosts) -> dict[str, Any]:
-    """Median seconds of both ways, from the second host to the first."""
-    ready = multiprocessing.Event()
-    holder = multiprocessing.Process(target=_hold, args=(hosts[1], ready), daemon=True)
-    holder.start()
-    ready.wait()
+    """Bytes a second of each way, from the second host to the first, by the median."""
+    ready = multiprocessing.Semaphore(0)
+    holders = [
+        multiprocessing.Process(target=_hold, args=(hosts[1], ready, is_clear), daemon=True)
+        for is_clear in (False, True)
+    ]
+    for holder in holders:
+        holder.start()
+    for _ in holders:
+        ready.acquire()
 
     def take() -> dict[str, Any]:
         from dataplane.live.kv.memory import kv_memory
@@ -94,14 +122,16 @@ def _kv_round(hosts: Hosts) -> dict[str, Any]:
         order = np.random.default_rng(2).permutation(BLOCKS)
         buffer = bytearray(LAYERS * BLOCKS * BLOCK_BYTES)
         plain = socket.create_connection((hosts[1].ip, 7001))
-        seconds: dict[str, list[float]] = {"kv": [], "plain": []}
+        seconds: dict[str, list[float]] = {"kv": [], "clear": [], "plain": []}
         for _ in range(KV_TURNS + 1):  # the first connects, and touches the memory
-            began_s = time.perf_counter()
-            views, commit = memory.write(list(range(BLOCKS)))
-            fetch = Fetch("secret", "s", 0, BLOCKS)
-            transport.fetch(f"tcp://{hosts[1].ip}:7000", fetch, views, memory.block_bytes, 60.0)
-            commit()
-            seconds["kv"].append(time.perf_counter() - began_s)
+            for way, port in (("kv", 7000), ("clear", 7002)):
+                _speak(is_clear=way == "clear")
+                began_s = time.perf_counter()
+                views, commit = memory.write(list(range(BLOCKS)))
+                fetch = Fetch("secret", "s", 0, BLOCKS)
+                transport.fetch(f"tcp://{hosts[1].ip}:{port}", fetch, views, memory.block_bytes, 60.0)
+                commit()
+                seconds[way].append(time.perf_counter() - began_s)
             began_s = time.perf_counter()
             plain.sendall(b"1")
             rest = memoryview(buffer)
@@ -110,12 +140,14 @@ def _kv_round(hosts: Hosts) -> dict[str, Any]:
             seconds["plain"].append(time.perf_counter() - began_s)
         for mine, theirs in zip(caches, source, strict=True):
             assert (mine.numpy() == theirs.numpy()[order]).all(), "other bytes arrived"
-        kv_s, plain_s = (statistics.median(seconds[way][1:]) for way in ("kv", "plain"))
+        kv_s, clear_s, plain_s = (statistics.median(seconds[way][1:]) for way in seconds)
         size = len(buffer)
         return {
             "what": "64 MiB of blocks",
             "GB/s": size / kv_s / 1e9,
+            "clear GB/s": size / clear_s / 1e9,
             "plain GB/s": size / plain_s / 1e9,
+            "of clear": clear_s / kv_s,
             "of plain": plain_s / kv_s,
             "load": os.getloadavg()[0],
         }
@@ -123,8 +155,38 @@ def _kv_round(hosts: Hosts) -> dict[str, Any]:
     try:
         return hosts[0].call(take)
     finally:
-        holder.kill()
-        holder.join()
+        for holder in holders:
+            holder.kill()
+            holder.join()
+
+
+def _links() -> dict[str, Any]:
+    """Processor time of a message there and back between two sockets of one process, by whether encrypted."""
+    import zmq
+
+    from dataplane.live.worker.door import knock, new_key, public_key
+
+    def processor_s(is_clear: bool) -> float:
+        context, own, theirs = zmq.Context(), new_key(), new_key()
+        with context, context.socket(zmq.ROUTER) as door, context.socket(zmq.DEALER) as link:
+            if not is_clear:
+                door.curve_server, door.curve_secretkey = True, own.encode()
+                knock(link, theirs, public_key(own))
+            link.connect(f"tcp://127.0.0.1:{door.bind_to_random_port('tcp://127.0.0.1')}")
+            for turn in range(MESSAGES + 100):
+                if turn == 100:
+                    began_s = time.process_time()
+                link.send(MESSAGE)
+                door.send_multipart(door.recv_multipart())
+                link.recv()
+            return (time.process_time() - began_s) / MESSAGES
+
+    both = {clear: statistics.median(processor_s(clear) for _ in range(3)) for clear in (False, True)}
+    return {
+        "what": f"{len(MESSAGE)} bytes there and back",
+        "us": 1e6 * both[False],
+        "clear us": 1e6 * both[True],
+    }
 
 
 # Requests on a served fleet.
@@ -263,7 +325,8 @@ def kv(asked: Any, cleanup: ExitStack) -> tuple[list[dict[str, Any]], dict[str, 
     rounds = 1 if asked.quick else KV_ROUNDS
     hosts = cleanup.enter_context(linux_hosts(2, has_ray=False))
     rows = [asked.resume.part(f"kv {n}", lambda: _kv_round(hosts)) for n in range(rounds)]
-    return rows, {"64 MiB over a plain sendfile": bar(min(r["of plain"] for r in rows), 0.8, at_least=True)}
+    bars = {"64 MiB over a plain sendfile": bar(min(r["of plain"] for r in rows), 0.8, at_least=True)}
+    return [*rows, asked.resume.part("links", _links)], bars
 
 
 def moves(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str, Any]]:
