@@ -70,7 +70,7 @@ def _speak(is_clear: bool) -> None:
     from dataplane.live.kv import sealed, transport
 
     clear = _Clear(), _Clear()
-    transport.contexts = (lambda secret: clear) if is_clear else sealed.contexts  # type: ignore[assignment]
+    vars(transport)["contexts"] = (lambda secret: clear) if is_clear else sealed.contexts
 
 
 def _hold(host: Host, ready: Any, is_clear: bool) -> None:
@@ -162,13 +162,15 @@ def _kv_round(hosts: Hosts) -> dict[str, Any]:
 
 def _links() -> dict[str, Any]:
     """Processor time of a message there and back between two sockets of one process, by whether encrypted."""
-    import zmq
+    from zmq.constants import SocketType
+    from zmq.sugar.context import Context
 
     from dataplane.live.worker.door import knock, new_key, public_key
 
     def processor_s(is_clear: bool) -> float:
-        context, own, theirs = zmq.Context(), new_key(), new_key()
-        with context, context.socket(zmq.ROUTER) as door, context.socket(zmq.DEALER) as link:
+        context: Any = Context()
+        own, theirs = new_key(), new_key()
+        with context, context.socket(SocketType.ROUTER) as door, context.socket(SocketType.DEALER) as link:
             if not is_clear:
                 door.curve_server, door.curve_secretkey = True, own.encode()
                 knock(link, theirs, public_key(own))
