@@ -58,19 +58,11 @@ def _caches(seed: int) -> Any:
     return [torch.from_numpy(layer) for layer in drawn]
 
 
-class _Clear:
-    """In place of both ends' TLS contexts."""
-
-    def wrap_socket(self, connection: socket.socket, server_side: bool = False) -> socket.socket:
-        return connection
-
-
 def _speak(is_clear: bool) -> None:
     """Let this process' KV transport use TLS, or not."""
     from dataplane.live.kv import sealed, transport
 
-    clear = _Clear(), _Clear()
-    vars(transport)["contexts"] = (lambda secret: clear) if is_clear else sealed.contexts
+    vars(transport)["sealed"] = (lambda connection, *_: connection) if is_clear else sealed.sealed
 
 
 def _hold(host: Host, ready: Any, is_clear: bool) -> None:

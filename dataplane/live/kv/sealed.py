@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import socket
 import ssl
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -39,6 +40,26 @@ def contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     finally:
         os.close(file)
     return serving, reading
+
+
+def sealed(connection: socket.socket, secret: str, accepted_within_s: float | None = None) -> socket.socket:
+    """A connection within TLS, or as it is if it does not leave the host. Raises OSError, and closes it.
+
+    `accepted_within_s`: it was accepted, and whoever dialled has so long to prove that it knows the secret.
+    """
+    if connection.family == socket.AF_UNIX:
+        return connection
+    serving, reading = contexts(secret)
+    try:
+        if accepted_within_s is None:
+            return reading.wrap_socket(connection)
+        connection.settimeout(accepted_within_s)
+        accepted = serving.wrap_socket(connection, server_side=True)
+        accepted.settimeout(None)
+    except OSError:
+        connection.close()
+        raise
+    return accepted
 
 
 def _identity(secret: str) -> tuple[bytes, bytes]:

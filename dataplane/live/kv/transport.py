@@ -41,7 +41,7 @@ from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
 from dataplane.live.kv import direct as kv_direct
 from dataplane.live.kv.direct import Pacer, Share
 from dataplane.live.kv.memory import BlockTables, KvMemory, Views
-from dataplane.live.kv.sealed import contexts
+from dataplane.live.kv.sealed import sealed
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024
@@ -212,27 +212,14 @@ class SocketTransport:
         slots: threading.BoundedSemaphore,
     ) -> None:
         try:
-            with self._opened(connection) as reader:
+            _tune(connection)
+            with sealed(connection, self._secret, HANDSHAKE_S) as reader:
                 while True:
                     self._answer(reader, tables, memory)
         except (OSError, struct.error, msgspec.MsgspecError) as error:
             log.debug("a KV connection ended: %s", error)
         finally:
             slots.release()
-
-    def _opened(self, connection: socket.socket) -> socket.socket:
-        """A connection that was accepted, within TLS where it comes from another host."""
-        _tune(connection)
-        if connection.family == socket.AF_UNIX:
-            return connection
-        try:
-            connection.settimeout(HANDSHAKE_S)
-            reader = contexts(self._secret)[0].wrap_socket(connection, server_side=True)
-            reader.settimeout(None)
-        except OSError:
-            connection.close()
-            raise
-        return reader
 
     def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
         secret, segment, first, last, block_bytes, wait_s, pace, direct = _receive_header(connection)
@@ -311,14 +298,7 @@ def _dial_nearest(address: str, secret: str, timeout_s: float) -> socket.socket:
             if kv_direct.peer_user(connection) == os.getuid():
                 return connection
             connection.close()
-    connection = _dial(address, timeout_s)
-    if connection.family == socket.AF_UNIX:
-        return connection
-    try:
-        return contexts(secret)[1].wrap_socket(connection)
-    except OSError:
-        connection.close()
-        raise
+    return sealed(_dial(address, timeout_s), secret)
 
 
 def _dial(address: str, timeout_s: float) -> socket.socket:
