@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq.asyncio
-from zmq.constants import ContextOption, SocketOption, SocketType
+from zmq.constants import ContextOption, Flag, SocketOption, SocketType
 from zmq.constants import Event as SocketEvent
+from zmq.error import Again
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import wire
@@ -113,7 +115,8 @@ class WorkerLink:
     async def close(self) -> None:
         if self._lost is None:
             self._lost = Lost("closed")
-            await self._socket.send_multipart([wire.BYE])
+            with suppress(Again):  # where the worker was never reached, or did not let this gateway in
+                await self._socket.send_multipart([wire.BYE], flags=Flag.DONTWAIT)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
