@@ -1,8 +1,8 @@
 """TLS between hosts for KV: both ends make the same certificate out of a worker's secret and accept no other.
 
-A reader is told a worker's secret over its encrypted link, together with what to fetch, so that nobody has to
-hand certificates around or to renew them: one lives as long as its worker. Ed25519 signs the same bytes the
-same way, so whoever knows the secret has the certificate. Session keys are fresh for each connection.
+A reader is told a worker's secret over its encrypted link, together with what to fetch, so no certificate is
+handed around or renewed: one lives as long as its worker. Ed25519 signs the same bytes the same way, so the
+secret is the certificate. Session keys are fresh for each connection.
 """
 
 from __future__ import annotations
