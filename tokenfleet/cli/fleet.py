@@ -25,6 +25,7 @@ fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operat
 Format = Annotated[str, typer.Option("--format", help="table or json")]
 TIMEOUT_S = 10.0
 SHOWN_DECISIONS = 15  # lines
+SHOWN_PAIRS = 3
 
 
 @fleet_app.callback()
@@ -201,6 +202,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
     parts.append(_lately(view["lately"], view["attainment_target"]))
+    parts += _transport(view["transport"])
     parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]
     for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
         parts.append(f"no request is moved here: {why}")
@@ -224,6 +226,22 @@ def _lately(lately: dict[str, Any], target: float) -> str:
         f" ({target:.2%} is asked), {lately['failed']} failed, {lately['rejected']} rejected, "
         f"{lately['tokens_per_s']:.0f} tokens/s" + (f"; {latencies}" if latencies else "")
     )
+
+
+def _transport(shown: dict[str, Any]) -> list[str]:
+    """The ways that KV has taken, and the pace that moves have shown: of all, and of each pair of workers."""
+    if not shown["moves"]:
+        return []
+    ways = ", ".join(f"{way} ({size / 1e6:.0f} MB)" for way, size in shown["ways"].items())
+    pairs = [
+        f"{p['source']} → {p['target']} {p['bytes_per_s'] / 1e9:.2f} GB/s"
+        for p in sorted(shown["pairs"], key=lambda pair: pair["bytes_per_s"])[:SHOWN_PAIRS]
+    ]
+    slowest = f"; slowest: {', '.join(pairs)}" if len(shown["pairs"]) > 1 else ""
+    return [
+        f"KV by {ways or 'no engine (emulated)'}: {shown['bytes_per_s'] / 1e9:.2f} GB/s, pause"
+        f" {duration_text(shown['pause_s'])} in {shown['moves']} moves{slowest}"
+    ]
 
 
 def _placement_lines(view: dict[str, Any]) -> list[str]:

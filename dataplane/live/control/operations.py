@@ -135,15 +135,24 @@ class Operations:
             "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
             "transport": _pace_view(self.core.migrations.usual)
             | {
+                "ways": self._ways(),
                 "pairs": [
                     {"source": source, "target": target} | _pace_view(pace)
                     for (source, target), pace in self.core.migrations.pairs.items()
-                ]
+                ],
             },
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
         }
+
+    def _ways(self) -> dict[str, int]:
+        """Bytes of KV that the workers there are have fetched, by the way that they took."""
+        ways: Counter[str] = Counter()
+        for at in self.core.attached():
+            if at.telemetry is not None:
+                ways.update(at.telemetry.kv_fetched)
+        return dict(ways)
 
     def timeline(self, minutes: float) -> dict[str, Any]:
         """Throughput, latencies, attainment and errors of the last minutes, in buckets."""

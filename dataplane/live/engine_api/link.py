@@ -69,7 +69,8 @@ class Telemetry:
     computed of prompts, `prefill_sum_sq` its Σ (end² - start²); `since_step_s` is the telemetry's age when
     it was made. `executed` are the last steps, the newest last, all since the telemetry before the last one
     at least (up to a few hundred): messages come at their own times, and long steps are likelier to be the
-    last before one. Readers tell by `steps` which of them are new to them.
+    last before one. Readers tell by `steps` which of them are new to them. `kv_fetched`: bytes that its
+    ranks have fetched, by the way that they took.
     """
 
     worker: WorkerId
@@ -86,6 +87,7 @@ class Telemetry:
     since_step_s: float
     prefill_sum_sq: int = 0
     executed: tuple[Executed, ...] = ()
+    kv_fetched: dict[str, int] = field(default_factory=dict)
 
     def since(self, steps: int) -> tuple[Executed, ...]:
         """Those executed steps that came after the worker's first `steps`, as far as they are told."""

@@ -8,7 +8,7 @@ step after a pause has no such beginning and takes the time that the engine repo
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +53,7 @@ class StepTrace:
         self._ended_s: float | None = None  # of the last step, if it left work behind
         self._last_s = 0.0
         self._running = self._waiting = self._used_blocks = 0
+        self._fetched: Counter[str] = Counter()
 
     def add(
         self,
@@ -84,6 +85,10 @@ class StepTrace:
         self._ended_s = ended_s if computed and running else None
         return computed or changed
 
+    def fetched(self, by_way: Mapping[str, int]) -> None:
+        """Count bytes of KV that came by each way."""
+        self._fetched.update(by_way)
+
     def telemetry(self, now_s: float) -> Telemetry:
         """The load after the last step."""
         step = self._steps[-1] if self._steps else Step(0, 0, 0, 0.0, 0, 0)
@@ -104,6 +109,7 @@ class StepTrace:
             since_step_s=now_s - self._last_s if self._count else 0.0,
             prefill_sum_sq=step.prefill_sum_sq,
             executed=executed,
+            kv_fetched=dict(self._fetched),
         )
 
     def _executed(self, since: int, now_s: float) -> tuple[Executed, ...]:

@@ -17,7 +17,7 @@ they carry the exact regressors of the step model.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -59,7 +59,9 @@ class StepStats(KVConnectorStats):  # type: ignore[misc]
         self.data.clear()
 
     def aggregate(self, other: Any) -> Any:
-        return other
+        """Both, for ranks and then for the scheduler, whose only share are bytes fetched."""
+        fetched = Counter(self.data.get("fetched", {})) + Counter(other.data.get("fetched", {}))
+        return StepStats(data=self.data | other.data | {"fetched": dict(fetched)})
 
     def reduce(self) -> dict[str, int | float]:
         return dict(self.data)
@@ -237,12 +239,15 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In both
 
     def get_kv_connector_stats(self) -> StepStats | None:
-        """In the scheduler: what the step carried, when it began, and what moves asked is answered.
+        """What the step carried, when it began, and what moves asked is answered; of a rank, what it fetched.
 
         vLLM's own figure of a step's time is only the wait for its result: nothing, where the rank computes
         inside this process.
         """
-        if self._role != KVConnectorRole.SCHEDULER or not self._begun:
+        if self._role != KVConnectorRole.SCHEDULER:
+            fetched = self._loads.fetched() if self._loads is not None else {}
+            return StepStats(data={"fetched": fetched}) if fetched else None
+        if not self._begun:
             return None
         answers, self._answers = self._answers, {}
         load, began_s = self._begun.popleft()

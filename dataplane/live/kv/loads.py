@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,6 +49,7 @@ class Loads:
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._freed: set[str] = set()
+        self._fetched: Counter[str] = Counter()
         self._stop: Callable[[], None] = transport.serve(address, self._tables, self._memory)
 
     def take_orders(self, orders: StepOrders) -> None:
@@ -76,6 +78,12 @@ class Loads:
             self._freed, self._received, self._failed, self._failed_blocks = set(), set(), set(), set()
         return taken
 
+    def fetched(self) -> dict[str, int]:
+        """Bytes fetched by each way since the last call."""
+        with self._lock:
+            fetched, self._fetched = self._fetched, Counter()
+        return dict(fetched)
+
     def close(self) -> None:
         """Stop serving, without waiting for open transfers."""
         self._stop()
@@ -95,10 +103,12 @@ class Loads:
                 views, commit = self._memory.write(blocks)
                 pace = UNBOUND if load.inline else load.pace
                 fetch = Fetch(load.secret, load.segment, first, first + len(blocks), wait_s, pace)
-                self._transport.fetch(
+                size, way = self._transport.fetch(
                     load.addresses[self._rank], fetch, views, self._memory.block_bytes, timeout_s
                 )
                 commit()
+                with self._lock:
+                    self._fetched[way] += size
             ok = True
         except FetchFailed as error:
             log.warning("load of %s for %s failed: %s", load.segment, job.segment, error)

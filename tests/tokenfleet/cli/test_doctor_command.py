@@ -30,6 +30,24 @@ def test_what_stops_a_fleet_is_code_1_and_named_in_json(host, capsys):
     assert [f["check"] for f in found if f["state"] == "stops"] == ["ray"]
 
 
+def test_a_nic_that_is_not_there_is_one_line_with_those_that_are(capsys):
+    assert main(["doctor", "--nic", "ib9", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (nic,) = [f["says"] for f in found if f["state"] == "stops"]
+    assert nic.startswith("ib9: not there; there are ")
+    assert "lo (127.0.0.1)" in nic
+    assert main(["doctor", "--nic", "lo"]) == 0
+    assert "lo: 127.0.0.1" in capsys.readouterr().out
+
+
+def test_a_cluster_that_is_not_there_is_one_line(capsys):
+    pytest.importorskip("ray", reason="Ray is not installed (requirements/live-cpu.txt)")
+    assert main(["doctor", "--cluster", "no-address"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --cluster: no Ray cluster at no-address: ")
+    assert said.count("\n") == 1
+
+
 def test_serve_says_what_stops_it_before_it_loads_anything(host, tmp_path, capsys):
     pytest.importorskip("vllm", reason="vLLM is not installed (requirements/live-cpu.txt)")
     host["ray"] = "1.0"

@@ -73,7 +73,7 @@ def served(request, monkeypatch):
 def fetch(transport, address, segment, first, last, memory, blocks, secret="secret", **options):
     views, commit = memory.write(blocks)
     options = {"wait_s": 0.05} | options
-    moved = transport.fetch(
+    moved, _ = transport.fetch(
         address, Fetch(secret, segment, first, last, **options), views, memory.block_bytes, 5.0
     )
     commit()

@@ -61,8 +61,8 @@ def test_a_model_is_a_folder_with_a_configuration_and_weights(installed, tmp_pat
 @pytest.mark.parametrize(
     ("told", "state"),
     [
-        ("0, NVIDIA H100, 12, 81559\n1, NVIDIA H100, 12, 81559\n", "fine"),
-        ("0, NVIDIA H100, 60000, 81559\n1, NVIDIA H100, 12, 81559\n", "warns"),
+        ("0, NVIDIA H100, 12, 81559, 580.1\n1, NVIDIA H100, 12, 81559, 580.1\n", "fine"),
+        ("0, NVIDIA H100, 60000, 81559, 580.1\n1, NVIDIA H100, 12, 81559, 580.1\n", "warns"),
         ("No devices were found\n", "warns"),
     ],
 )
@@ -70,7 +70,7 @@ def test_gpus_whose_memory_others_use_are_named(told, state):
     answer = SimpleNamespace(returncode=0, stdout=told, stderr="")
     found = host_checks._free_gpus(2, lambda *asked, **options: answer)
     assert found.state == state
-    assert state == "warns" or found.says == "2 x NVIDIA H100"
+    assert state == "warns" or found.says == "2 x NVIDIA H100, driver 580.1"
 
 
 def test_memory_that_may_not_be_read_is_a_warning(tmp_path, monkeypatch):
@@ -90,6 +90,36 @@ def test_hosts_with_other_engines_or_clocks_are_told_apart():
     assert differences([host("a", "0.32.0", 100.0), host("b", "0.32.0", 100.3)], heard_s) == ()
     found = differences([host("a", "0.32.0", 100.0), host("b", "0.33.0", 3700.0)], heard_s)
     assert [(f.check, f.state) for f in found] == [("vllm", "stops"), ("clock", "warns")]
+
+
+def test_weights_that_differ_are_told_though_names_and_sizes_agree(tmp_path):
+    digests = set()
+    for folder, weights in (("a", b"1" * 9), ("b", b"2" * 9), ("c", b"1" * 9)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / "model.safetensors").write_bytes(weights)
+    digests = [host_checks._model(str(tmp_path / folder)).same for folder in "abc"]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_node_is_reached_by_the_nic_that_was_named_or_it_is_told():
+    (fine,) = host_checks._nics("127.0.0.1", "lo")
+    assert (fine.state, fine.says) == ("fine", "127.0.0.1 at lo")
+    (other,) = host_checks._nics("10.9.9.9", "lo")
+    assert other.state == "stops"
+    assert "Ray's address is 10.9.9.9, and lo's 127.0.0.1" in other.says
+    (unknown,) = host_checks._nics("10.9.9.9", "")
+    assert (unknown.state, unknown.says[:33]) == ("warns", "10.9.9.9 is no address of this no")
+
+
+def test_nodes_that_do_not_answer_are_named():
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        assert host_checks._reaches([there.getsockname()]).state == "fine"
+        gone = socket.create_server(("127.0.0.1", 0))
+        address = gone.getsockname()
+        gone.close()
+        found = host_checks._reaches([there.getsockname(), address])
+    assert (found.state, found.says) == ("stops", "from here 127.0.0.1 cannot be reached")
 
 
 def test_the_first_that_stops_is_told_as_bad_input():

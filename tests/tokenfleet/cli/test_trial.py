@@ -1,0 +1,54 @@
+"""What a trial of two engines says of moves and tokens, and of engines that do not start."""
+
+import pytest
+
+from controlplane.errors import BadInput
+from tokenfleet.cli import trial
+from tokenfleet.cli.trial import _findings, _Stream, _way
+
+WORKERS = [{"host": "10.0.0.1", "telemetry": {"step_s": 0.004}}, {"host": "10.0.0.2", "telemetry": None}]
+MOVE = {"outcome": "done", "downtime_s": 0.01, "bytes": 3_000_000, "reason": ""}
+
+
+def states(moved, moves):
+    return {f.check: (f.state, f.says) for f in _findings(WORKERS, _Stream([5, 6, 7]), moved, moves)}
+
+
+def test_equal_tokens_after_moves_are_fine_with_their_figures():
+    found = states(_Stream([5, 6, 7]), [MOVE, MOVE | {"downtime_s": 0.03}])
+    assert found["engines"] == ("fine", "two at 10.0.0.1 and 10.0.0.2, a step of 4 ms")
+    assert found["moves"] == ("fine", "2, downtime 30 ms, at most 30 ms; 3.0 MB each")
+    assert found["tokens"] == ("fine", "all 3 as without moves")
+
+
+@pytest.mark.parametrize(
+    ("moved", "says"),
+    [
+        (_Stream([5, 9, 7]), "token 1 of 3 is another than without moves"),
+        (_Stream([5, 6]), "token 2 of 3 is another than without moves"),
+        (_Stream([5], "the worker is lost"), "the worker is lost"),
+    ],
+)
+def test_tokens_that_differ_stop_a_fleet(moved, says):
+    assert states(moved, [MOVE])["tokens"] == ("stops", says)
+
+
+def test_moves_that_fail_stop_a_fleet_with_their_reason():
+    failed = MOVE | {"outcome": "failed", "reason": "the target has no room"}
+    found = list(_findings(WORKERS, _Stream([5]), _Stream([5]), [MOVE, failed]))
+    assert [(f.state, f.says) for f in found if f.check == "moves"] == [
+        ("stops", "1 of 2 done: the target has no room"),
+        ("fine", "1, downtime 10 ms, at most 10 ms; 3.0 MB each"),
+    ]
+    assert states(_Stream([5, 6, 7]), [])["moves"] == ("stops", "0 of 0 done: it ended too soon")
+
+
+def test_the_way_that_kv_took_is_named_with_its_pace():
+    assert _way({"ways": {"TCP": 9}, "bytes_per_s": 2.5e8}).says == "by TCP: 0.25 GB/s"
+    assert _way({"ways": {}, "bytes_per_s": 2.4e9}).says == "by nothing yet: 2.40 GB/s"
+
+
+def test_engines_that_do_not_start_are_one_line_with_serve_s_reason(tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed (requirements/live-cpu.txt)")
+    with pytest.raises(BadInput, match=r"^--engine: --model: /no/such: no such folder$"):
+        trial.try_engines("/no/such", 1, [])
