@@ -122,6 +122,9 @@ def _serving(words: Sequence[str]) -> Iterator[tuple[str, ControlClient]]:
             process.kill()
             process.wait()
         listener.join()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def _move(

@@ -54,6 +54,7 @@ class Loads:
 
     def take_orders(self, orders: StepOrders) -> None:
         """Before anything of the step is written: end the grants that must not outlive it."""
+        self._memory.step_begins()
         self._tables.update(orders.offered, orders.withdrawn)
         self._orders = orders
 

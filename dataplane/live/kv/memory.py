@@ -5,8 +5,21 @@ keys are packed for the CPU's tiles) belongs to the kernel: a block is moved as 
 must run the same model, dtype, block size and instruction set. No value is ever converted.
 
 `DirectMemory` sends from and receives into the cache itself; it needs host tensors whose blocks lie in one
-piece. `StagedMemory` gathers and scatters through host buffers and takes any device and layout; on CUDA it
-does so on a stream of its own.
+piece. `StagedMemory` gathers and scatters through host buffers, layer by layer, and takes any device and
+layout. On CUDA the buffers are pinned, and it works on a stream of its own: a layer is sent while the next is
+copied.
+
+**What may be read when, on a stream of its own.** The engine launches a step's kernels and goes on; the step
+after the next may be planned before they have run. Three rules keep the two streams apart:
+
+1. Before a step offers, withdraws or loads blocks, and before its kernels are launched, `step_begins`
+   records an event on the engine's stream. The blocks offered are those that earlier steps write. Whatever
+   this module launches from then on waits for that event, so it reads what those steps have written. Nothing
+   newer than that step's start may be read: its own kernels come after the event.
+2. A reader asks whether its grant still holds only after its copies are done on the host (`wait`). If it
+   does, no step that could reuse the blocks had been begun, so none of its kernels had been launched.
+3. Blocks that are loaded belong to no step until `commit` has returned, which waits for the stream. Kernels
+   of steps begun before, which may still write to whoever had the blocks, are before the event of rule 1.
 
 **Block tables** of running segments are shared between the engine's thread and the transfer threads.
 The engine's thread learns the tables at the start of each step, before anything is written in it. A reader
@@ -19,8 +32,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -95,8 +108,11 @@ class KvMemory(Protocol):
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
 
-    def read(self, blocks: Sequence[int]) -> Views:
-        """Views whose concatenation is the blocks' bytes."""
+    def step_begins(self) -> None:
+        """Called by the engine's thread before it launches a step, and before the step's orders are known."""
+
+    def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
+        """Views whose concatenation is the blocks' bytes, and what waits until one of them is filled."""
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
         """Writable views to fill, and what to call when they are full."""
@@ -129,51 +145,95 @@ class DirectMemory:
     def block_bytes(self) -> int:
         return sum(self._strides)
 
-    def read(self, blocks: Sequence[int]) -> Views:
+    def step_begins(self) -> None:
+        """A host's step has been computed when the next begins."""
+
+    def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
+        return self._views(blocks), lambda view: None
+
+    def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
+        return self._views(blocks), lambda: None
+
+    def _views(self, blocks: Sequence[int]) -> Views:
         views = []
         for layer, stride in zip(self._layers, self._strides, strict=True):
             views += [layer[start * stride : end * stride] for start, end in _runs(blocks)]
         return views
 
-    def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
-        return self.read(blocks), lambda: None
-
 
 class StagedMemory:
-    """Blocks of any tensors, through host buffers."""
+    """Blocks of any tensors, through host buffers; `cuda`: torch.cuda's streams and events, or another's."""
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._layers = list(layers)
+    def __init__(self, layers: Sequence[torch.Tensor], cuda: Any = None) -> None:
+        self._layers = [_wide(t) for t in layers]
         self._device = layers[0].device
-        self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._is_pinned = self._device.type == "cuda"
+        self._cuda = torch.cuda if self._is_pinned else cuda
+        self._stream: Any = self._cuda.Stream(self._device) if self._cuda else None
+        self._launched: Any = None  # an event after all that the engine had launched when its step began
 
     @property
     def block_bytes(self) -> int:
         return sum(t[0].numel() * t.element_size() for t in self._layers)
 
-    def read(self, blocks: Sequence[int]) -> Views:
-        index = torch.tensor(list(blocks), device=self._device)
+    def step_begins(self) -> None:
+        if self._cuda:
+            launched = self._cuda.Event()
+            launched.record(self._cuda.current_stream(self._device))
+            self._launched = launched
+
+    def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
+        host, copied = self._buffers(len(blocks)), []
         with self._side_stream():
-            host = [t.index_select(0, index).contiguous().cpu() for t in self._layers]
-        return [_bytes_of(t) for t in host]
+            index = torch.tensor(list(blocks), device=self._device)
+            for tensor, part in zip(self._layers, host, strict=True):
+                if self._cuda:
+                    part.copy_(tensor.index_select(0, index), non_blocking=True)
+                    copied.append(self._cuda.Event())
+                    copied[-1].record(self._stream)
+                else:
+                    torch.index_select(tensor, 0, index, out=part)
+
+        def wait(layer: int) -> None:
+            if copied:
+                copied[layer].synchronize()
+
+        return [_bytes_of(t) for t in host], wait
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
-        shape = (len(blocks),)
-        host = [torch.empty(shape + tuple(t.shape[1:]), dtype=t.dtype) for t in self._layers]
+        host = self._buffers(len(blocks))
 
         def commit() -> None:
-            index = torch.tensor(list(blocks), device=self._device)
             with self._side_stream():
+                index = torch.tensor(list(blocks), device=self._device)
                 for tensor, part in zip(self._layers, host, strict=True):
-                    tensor.index_copy_(0, index, part.to(self._device))
-            if self._stream is not None:
+                    tensor.index_copy_(0, index, part.to(self._device, non_blocking=True))
+            if self._cuda:
                 self._stream.synchronize()
 
         return [_bytes_of(t) for t in host], commit
 
-    def _side_stream(self) -> Any:
-        # The engine's own stream must not wait for a transfer, nor a transfer for a step.
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _buffers(self, blocks: int) -> list[torch.Tensor]:
+        """A host buffer for each layer, which a GPU fills and empties while the host goes on."""
+        shapes = [((blocks, *t.shape[1:]), t.dtype) for t in self._layers]
+        return [torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned) for shape, dtype in shapes]
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        """What is launched inside runs beside the engine's steps, but after what its last one waits for."""
+        if not self._cuda:
+            yield
+            return
+        with self._cuda.stream(self._stream):
+            if self._launched is not None:
+                self._stream.wait_event(self._launched)
+            yield
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as words of eight bytes where they fit, since a copy of single bytes takes longer."""
+    fits = tensor.stride(-1) == 1 and tensor.shape[-1] % 8 == 0 and tensor.storage_offset() % 8 == 0
+    return tensor.view(torch.int64) if fits and all(s % 8 == 0 for s in tensor.stride()[:-1]) else tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -227,6 +227,10 @@ class SocketTransport:
                     self._answer(reader, tables, memory)
         except (OSError, struct.error, msgspec.MsgspecError) as error:
             log.debug("a KV connection ended: %s", error)
+        except (
+            RuntimeError
+        ) as error:  # torch's: a copy off the device has failed, and the reader is told by the end
+            log.error("KV cannot be read: %s", error)
         finally:
             slots.release()
 
@@ -242,11 +246,13 @@ class SocketTransport:
         if grant is None:
             _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0, b""])
             return
-        views = memory.read(grant.blocks)
+        views, wait = memory.read(grant.blocks)
         places = kv_direct.places(views).tobytes() if direct and len(views) <= MAX_PLACES else b""
+        for view in range(len(views)) if places else ():
+            wait(view)  # the reader will not ask
         _send_header(connection, [True, "", sum(view.nbytes for view in views), places])
         if not places or _receive_exactly(connection, 1) != b"\x01":
-            _send_views(connection, views, Pacer(Pace(*pace), self._share))
+            _send_views(connection, views, wait, Pacer(Pace(*pace), self._share))
         connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
 
 
@@ -357,9 +363,10 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(buffer)
 
 
-def _send_views(connection: socket.socket, views: Views, pacer: Pacer) -> None:
+def _send_views(connection: socket.socket, views: Views, wait: Callable[[int], None], pacer: Pacer) -> None:
     sent = 0
-    for view in views:
+    for number, view in enumerate(views):
+        wait(number)
         for start in range(0, view.nbytes, PIECE):
             piece = view[start : start + PIECE]
             connection.sendall(piece)

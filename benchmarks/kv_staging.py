@@ -1,0 +1,63 @@
+"""Seconds per GB that staged KV takes off a strided cache and onto it, over one torch copy of the same bytes.
+
+The cache has keys and values first, as FlashAttention has it, so that no block lies in one piece.
+Rounds of all are taken in turns; each figure is the median of its rounds. With a GPU the cache is on it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from dataplane.live.kv.memory import StagedMemory
+
+LAYERS, BLOCKS, MOVED, ROUNDS = 4, 2048, 512, 9
+TOKENS, HEADS, HEAD_BYTES = 16, 8, 256
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = (2, BLOCKS, TOKENS, HEADS, HEAD_BYTES)
+    layers = [torch.zeros(shape, dtype=torch.uint8, device=device).transpose(0, 1) for _ in range(LAYERS)]
+    memory, order = StagedMemory(layers), random.Random(0)
+    gb = MOVED * memory.block_bytes / 1e9
+    scattered, adjacent = order.sample(range(BLOCKS), MOVED), list(range(MOVED))
+    host = [torch.empty((MOVED, *t.shape[1:]), dtype=torch.uint8) for t in layers]
+
+    def copy() -> None:
+        for tensor, part in zip(layers, host, strict=True):
+            part.copy_(tensor[:MOVED])
+
+    def read(blocks: list[int]) -> None:
+        views, wait = memory.read(blocks)
+        for view in range(len(views)):
+            wait(view)
+
+    def write(blocks: list[int]) -> None:
+        memory.write(blocks)[1]()
+
+    ways: dict[str, Callable[[], None]] = {
+        "one torch copy": copy,
+        "read, adjacent blocks": lambda: read(adjacent),
+        "read, scattered blocks": lambda: read(scattered),
+        "write, scattered blocks": lambda: write(scattered),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            began_s = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - began_s)
+    one_s = statistics.median(times["one torch copy"])
+    print(f"{gb:.2f} GB on {device}")
+    for name, taken in times.items():
+        median_s = statistics.median(taken)
+        print(f"{name:24} {median_s / gb:7.3f} s/GB  {median_s / one_s:5.2f} x")
+
+
+if __name__ == "__main__":
+    main()

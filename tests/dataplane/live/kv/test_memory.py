@@ -1,0 +1,153 @@
+"""Staged KV beside an engine that computes on a stream of its own, which a stub of CUDA carries out late."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="vLLM is not installed (requirements/live-cpu.txt)")
+
+from contextlib import contextmanager  # noqa: E402
+
+from dataplane.live.kv.holds import StepOrders  # noqa: E402
+from dataplane.live.kv.loads import Loads  # noqa: E402
+from dataplane.live.kv.memory import BlockTables, StagedMemory  # noqa: E402
+from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses  # noqa: E402
+
+
+class Cuda:
+    """CUDA as far as streams go: what the engine launches is done only when somebody waits for it.
+
+    `log` has every call; the next event that is waited for on the host raises `fails`.
+    """
+
+    def __init__(self):
+        self.log, self.launched, self.fails = [], [], None
+        self.engine = object()
+        cuda = self
+
+        class Event:
+            def record(self, stream):
+                self.after = len(cuda.launched) if stream is cuda.engine else None
+                self.place = len(cuda.log)
+                cuda.log.append(("record", "engine" if stream is cuda.engine else "side"))
+
+            def synchronize(self):
+                cuda.log.append(("synchronize", self.place))
+                if cuda.fails:
+                    raise cuda.fails
+
+        class Stream:
+            def __init__(self, device):
+                pass
+
+            def wait_event(self, event):
+                cuda.log.append(("wait", "engine" if event.after is not None else "side"))
+                for work in cuda.launched[: event.after]:
+                    work()
+                cuda.launched[: event.after] = []
+
+            def synchronize(self):
+                cuda.log.append(("synchronize", "side"))
+
+        self.Event, self.Stream = Event, Stream
+
+    def current_stream(self, device):
+        return self.engine
+
+    @contextmanager
+    def stream(self, side):
+        yield
+
+
+@pytest.fixture
+def cuda():
+    return Cuda()
+
+
+def caches(layers=3):
+    """Blocks first, of a tensor that has keys and values first: no block lies in one piece."""
+    torch.manual_seed(0)
+    return [torch.randint(0, 255, (2, 8, 16), dtype=torch.uint8).transpose(0, 1) for _ in range(layers)]
+
+
+def whole(memory, blocks):
+    views, wait = memory.read(blocks)
+    for view in range(len(views)):
+        wait(view)
+    return b"".join(views)
+
+
+def bytes_of(tensors, blocks):
+    return b"".join(bytes(t[blocks].contiguous().numpy()) for t in tensors)
+
+
+def test_a_read_has_what_was_launched_before_the_step_began_and_nothing_after(cuda):
+    tensors = caches()
+    memory = StagedMemory(tensors, cuda)
+    cuda.launched.append(lambda: tensors[0][2].fill_(7))  # the step before, not yet computed
+    memory.step_begins()
+    cuda.launched.append(lambda: tensors[0][3].fill_(9))  # this step's own
+    before = tensors[0][3].clone()
+    read = whole(memory, [2, 3])
+    assert read == bytes_of(tensors, [2, 3])
+    assert torch.equal(tensors[0][2], torch.full((2, 16), 7, dtype=torch.uint8))
+    assert torch.equal(tensors[0][3], before)
+
+
+def test_each_layer_is_waited_for_by_itself_so_that_it_is_sent_while_the_next_is_copied(cuda):
+    memory = StagedMemory(caches(), cuda)
+    _, wait = memory.read([1])
+    records = [place for place, entry in enumerate(cuda.log) if entry == ("record", "side")]
+    assert len(records) == 3
+    wait(1)
+    assert [entry for entry in cuda.log if entry[0] == "synchronize"] == [("synchronize", records[1])]
+
+
+def test_what_is_loaded_comes_after_a_late_write_of_whoever_had_the_blocks(cuda):
+    tensors = caches()
+    memory = StagedMemory(tensors, cuda)
+    cuda.launched.append(lambda: tensors[1][5].fill_(1))
+    memory.step_begins()
+    views, commit = memory.write([5])
+    for view in views:
+        view[:] = bytes(range(32))
+    commit()
+    assert bytes_of(tensors, [5]) == bytes(range(32)) * 3
+    assert cuda.launched == []
+    assert cuda.log[-1] == ("synchronize", "side")  # before anybody is told that they are there
+
+
+def test_a_step_s_orders_are_known_only_after_its_event(cuda, monkeypatch):
+    from dataplane.live.kv import loads
+
+    monkeypatch.setattr(loads, "kv_memory", lambda layers: StagedMemory(layers, cuda))
+    update = BlockTables.update
+    monkeypatch.setattr(
+        BlockTables, "update", lambda *a: (cuda.log.append(("tables", "updated")), update(*a))[1]
+    )
+    (address,), release = reserve_addresses("127.0.0.1", 1)
+    one = Loads(caches(), SocketTransport("secret"), address, 0)
+    one.take_orders(StepOrders(offered={"s": [1]}))
+    one.close()
+    release()
+    assert cuda.log == [("record", "engine"), ("tables", "updated")]
+
+
+def test_a_copy_that_fails_fails_the_fetch_and_never_fills_it(cuda):
+    (address,), release = reserve_addresses("127.0.0.1", 1)
+    source, target, tables = StagedMemory(caches(), cuda), StagedMemory(caches()), BlockTables()
+    transport = SocketTransport("secret")
+    stop = transport.serve(address, tables, source)
+    release()
+    tables.update({"s": [1, 2]}, ())
+    views, _ = target.write([0, 1])
+    cuda.fails = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(FetchFailed):
+        transport.fetch(address, Fetch("s", 0, 2), views, target.block_bytes, 5.0)
+    cuda.fails = None
+    assert transport.fetch(address, Fetch("s", 0, 2), views, target.block_bytes, 5.0)[0] == 2 * 96
+    stop()
+    transport.close()
+
+
+def test_words_and_bytes_are_read_alike_whatever_the_layout():
+    odd = [torch.randint(0, 255, (2, 8, 15), dtype=torch.uint8).transpose(0, 1), caches(1)[0]]
+    assert whole(StagedMemory(odd), [7, 0, 3]) == bytes_of(odd, [7, 0, 3])
