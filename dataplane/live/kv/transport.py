@@ -227,9 +227,7 @@ class SocketTransport:
                     self._answer(reader, tables, memory)
         except (OSError, struct.error, msgspec.MsgspecError) as error:
             log.debug("a KV connection ended: %s", error)
-        except (
-            RuntimeError
-        ) as error:  # torch's: a copy off the device has failed, and the reader is told by the end
+        except RuntimeError as error:  # torch's: a copy off the device has failed
             log.error("KV cannot be read: %s", error)
         finally:
             slots.release()

@@ -141,9 +141,9 @@ def test_a_copy_that_fails_fails_the_fetch_and_never_fills_it(cuda):
     views, _ = target.write([0, 1])
     cuda.fails = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(FetchFailed):
-        transport.fetch(address, Fetch("s", 0, 2), views, target.block_bytes, 5.0)
+        transport.fetch(address, Fetch("secret", "s", 0, 2), views, target.block_bytes, 5.0)
     cuda.fails = None
-    assert transport.fetch(address, Fetch("s", 0, 2), views, target.block_bytes, 5.0)[0] == 2 * 96
+    assert transport.fetch(address, Fetch("secret", "s", 0, 2), views, target.block_bytes, 5.0)[0] == 2 * 96
     stop()
     transport.close()
 
