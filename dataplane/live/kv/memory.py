@@ -19,7 +19,7 @@ after the next may be planned before they have run. Three rules keep the two str
 2. A reader asks whether its grant still holds only after its copies are done on the host (`wait`). If it
    does, no step that could reuse the blocks had been begun, so none of its kernels had been launched.
 3. Blocks that are loaded belong to no step until `commit` has returned, which waits for the stream. Kernels
-   of steps begun before, which may still write to whoever had the blocks, are before the event of rule 1.
+   of steps begun before, which may still write for the blocks' last owner, are before the event of rule 1.
 
 **Block tables** of running segments are shared between the engine's thread and the transfer threads.
 The engine's thread learns the tables at the start of each step, before anything is written in it. A reader

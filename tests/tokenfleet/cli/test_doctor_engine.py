@@ -1,10 +1,10 @@
-"""What a trial of two engines says of moves and tokens, and of engines that do not start."""
+"""What the doctor's trial of two engines says of moves and tokens, and of engines that do not start."""
 
 import pytest
 
 from controlplane.errors import BadInput
-from tokenfleet.cli import trial
-from tokenfleet.cli.trial import _findings, _Stream, _way
+from tokenfleet.cli import doctor
+from tokenfleet.cli.doctor import _findings, _Stream, _way
 
 WORKERS = [{"host": "10.0.0.1", "telemetry": {"step_s": 0.004}}, {"host": "10.0.0.2", "telemetry": None}]
 MOVE = {"outcome": "done", "downtime_s": 0.01, "bytes": 3_000_000, "reason": ""}
@@ -51,4 +51,4 @@ def test_the_way_that_kv_took_is_named_with_its_pace():
 def test_engines_that_do_not_start_are_one_line_with_serve_s_reason(tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed (requirements/live-cpu.txt)")
     with pytest.raises(BadInput, match=r"^--engine: --model: /no/such: no such folder$"):
-        trial.try_engines("/no/such", 1, [])
+        doctor.try_engines("/no/such", 1, [])
