@@ -194,9 +194,10 @@ def registered(config, cache, views):
 
 def moved(config, cache, source, target, blocks, into):
     """Read blocks of one rank's caches and write them into another's."""
-    read = registered(config, cache, source).read(blocks)
+    read, wait = registered(config, cache, source).read(blocks)
     views, commit = registered(config, cache, target).write(into)
-    for to, came in zip(views, read, strict=True):
+    for number, (to, came) in enumerate(zip(views, read, strict=True)):
+        wait(number)
         to[:] = came
     commit()
 
