@@ -141,6 +141,10 @@ class KeyRing:
                 match = key
         return match
 
+    def named(self, name: str) -> ApiKey:
+        """The key of that name; where there are none, anyone's."""
+        return next((key for key in self.keys if key.name == name), ANYONE)
+
     def seconds_until_allowed(self, key: ApiKey, now_s: float) -> float:
         """0 when the key may send a request now (and it is counted), else how long to wait."""
         limits = self._limits_of(key, now_s)

@@ -9,6 +9,10 @@ reaches an engine only through an `EngineLink` (engine_api/link.py), which has t
   that holds a vLLM EngineCore. Frames are in engine_api/wire.py. Several gateways may link to one worker.
 - `EmulatedEngine` (emulated/engine.py): the same semantics in process, step times from a Profile.
 
+With several gateways, `FleetCore` stands in one process and vLLM's front ends in others, each above a
+`RemoteCore` (gateways/remote_core.py) that speaks to `CoreServer` (gateways/core_server.py), which reads
+FleetCore's outputs.
+
 Segments
 --------
 A *segment* is a request's stay on one worker. Its id is the `request_id` the engine sees and is unique in

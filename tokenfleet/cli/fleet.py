@@ -201,6 +201,9 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]
+    if gateways := view.get("gateways"):
+        loads = (f"{g['gateway']} {g['requests']} requests ({g['state']})" for g in gateways)
+        parts.append(f"gateways: {', '.join(loads)}")
     parts.append(_lately(view["lately"], view["attainment_target"]))
     parts += _transport(view["transport"])
     parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]

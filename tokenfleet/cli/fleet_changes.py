@@ -18,6 +18,7 @@ from tokenfleet.durations import parse_duration_s
 __all__ = ["fleet_app"]
 LOOK_S = 0.3
 LATE = NOT_DONE = 1
+GATEWAYS = "gateways"  # in place of a worker's name
 CHECK_S = 60.0  # vLLM reads the new model's configuration before the order is taken
 
 
@@ -72,12 +73,33 @@ def restart(
 ) -> None:
     """Replace a worker by a new one of its kind; its requests move there or elsewhere, or finish.
 
-    The new one is started first where there is room for it.
+    The new one is started first where there is room for it. With `gateways` in place of a worker, all
+    gateways of a fleet that has several are replaced by new processes, one after another, as they are
+    installed by then; streams finish where they are.
 
-    Example: tokenfleet fleet restart w0
+    Examples:
+    tokenfleet fleet restart w0
+    tokenfleet fleet restart gateways
     """
     finish_s = parse_duration_s(finish_within, "--finish-within")
+    if worker == GATEWAYS:
+        _restart_gateways(context.obj, format, finish_s)
+        return
     _roll(context.obj, format, f"/v1/workers/{worker}/restart", {"finish_s": finish_s})
+
+
+def _restart_gateways(client: ControlClient, format: str, finish_s: float) -> None:
+    _check_format(format)
+    after = _last_event(client)
+    client.ask("POST", "/v1/gateways/restart", {"finish_s": finish_s})
+    for event in _events(client, after):
+        if event["kind"] == "gateway-start":
+            _tell(format, f"{event['gateway']}: {event['reason']}", event)
+        elif event["kind"] == "gateways":
+            _tell(format, event["reason"], event)
+            if not event["is_done"]:
+                raise typer.Exit(NOT_DONE)
+            return
 
 
 @fleet_app.command()

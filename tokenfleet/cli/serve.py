@@ -84,6 +84,9 @@ class ServeFlags:
     )
     host: Annotated[str, typer.Option(help="address of the OpenAI endpoint")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
+    gateways: Annotated[
+        int, typer.Option(min=1, max=32, help="processes that answer on --port, in front of one placement")
+    ] = 1
     control_host: Annotated[str, typer.Option(help="address of the control API")] = "127.0.0.1"
     control_port: Annotated[int, typer.Option(min=1, max=65535)] = 8001
     api_key: Annotated[list[str] | None, typer.Option(help="a key clients must send; repeatable")] = None
@@ -234,6 +237,8 @@ def serve_command(flags: ServeFlags) -> None:
     tokenfleet serve --model ./tiny --plan out/plan.json --engine emulated
 
     tokenfleet serve --model ./tiny --workers 2 -- --max-model-len 4096
+
+    tokenfleet serve --model ./tiny --workers 16 --gateways 4
     """
     checked = _checked(flags)
     _needs_live_extra()
@@ -359,6 +364,7 @@ def _settings(
         headroom=checked.headroom,
         nodes_wait_s=checked.nodes_wait_s,
         extensions=extensions,
+        gateways=asked.gateways,
     )
 
 

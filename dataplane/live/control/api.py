@@ -210,6 +210,11 @@ def _add_changes(app: FastAPI, operations: Operations) -> None:
         """Replace a worker by a new one, its requests moved or finished."""
         return operations.restart(worker, order.finish_s)
 
+    @app.post("/v1/gateways/restart", status_code=202)
+    async def restart_gateways(order: Annotated[RestartOrder, Body()]) -> dict[str, Any]:
+        """Replace all gateways, one after another, by new processes; streams finish where they are."""
+        return operations.restart_gateways(order.finish_s)
+
     @app.post("/v1/fleet/update", status_code=202)
     async def update(order: Annotated[UpdateOrder, Body()]) -> dict[str, Any]:
         """Replace all workers, one after another, by ones of another model or with other flags."""

@@ -1,6 +1,7 @@
 """A whole live fleet, put together and run until it is told to stop.
 
 gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or emulated engines)
+   │  with --gateways N: N processes with vLLM's servers ── Unix socket ── FleetCore
    └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
 """
 
@@ -10,8 +11,9 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from prometheus_client import REGISTRY
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
@@ -38,11 +41,15 @@ from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import CoreSettings, FleetCore
 from dataplane.live.gateway.history import History
+from dataplane.live.gateway.idempotency import Answers
 from dataplane.live.gateway.metrics import EngineFamilies, Metrics
 from dataplane.live.gateway.middleware import DoorPolicy
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_settings_of
+from dataplane.live.gateways.core_server import CoreServer
+from dataplane.live.gateways.keeper import Gateways
+from dataplane.live.gateways.process import ProcessSettings
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.learning import KeptProfiles, Learning
@@ -98,6 +105,7 @@ class FleetSettings:
     nodes_wait_s: float = 0.0
     extensions: tuple[Extension, ...] = ()
     keys: tuple[ApiKey, ...] = ()
+    gateways: int = 1
 
 
 async def run_fleet(
@@ -173,7 +181,7 @@ async def run_fleet(
         core.settings = replace(core.settings, default_slo=slo)
         if settings.policy == Policy.EXACT and not placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
-        gateway.prepare(min(at.link.info.kv_blocks for at in core.attached()))
+        kv_blocks = min(at.link.info.kv_blocks for at in core.attached())
 
         certificate = gateway.certificate
         gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
@@ -188,26 +196,44 @@ async def run_fleet(
             settings.policy,
             settings.moves,
         )
-        operations = Operations(
-            facts, core, cluster, metrics, events, arrived, step_times, gateway.revised, learning.reasons
+        keys = KeyRing(settings.keys)
+        allow = partial(_allow, keys, metrics)
+        gateways = _gateways(
+            settings, CoreServer(core, kv_blocks, allow), control_url, gateway_socket, events
         )
-        metrics.registry.register(EngineFamilies(core.workers_by_slot))
+        operations = Operations(
+            facts,
+            core,
+            cluster,
+            metrics,
+            events,
+            arrived,
+            step_times,
+            gateway.revised,
+            learning.reasons,
+            gateways,
+        )
+        _register(metrics, core, gateways, settings.extensions)
         for extension in settings.extensions:
-            for collector in extension.collectors:
-                metrics.registry.register(collector)
             await cleanup.enter_async_context(extension.running())
         app = control_app(operations, settings.control_key, settings.extensions)
         control = control_server(app, certificate)
         answering = asyncio.create_task(control.serve(sockets=[control_socket]))
         cleanup.push_async_callback(_end_server, control, answering)
 
-        keys = KeyRing(settings.keys)
         core.on_arrival.append(lambda one: keys.charge(one.ticket.key, one.prompt_tokens, time.monotonic()))
         core.on_end.append(partial(_charge, keys))
         cluster.spawn(gateway.follow(keys, partial(_say, events)))
-        door = DoorPolicy(keys, slo, metrics, core.abandon, control_url)
-        core.on_closing.append(lambda why: setattr(door, "closing", why))
-        serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
+        if gateways is None:
+            gateway.prepare(kv_blocks)
+            door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, Answers(), control_url)
+            core.on_closing.append(lambda why: setattr(door, "closing", why))
+            serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
+        else:
+            tell(f"starting {settings.gateways} gateways")
+            cleanup.push_async_callback(gateways.close)
+            await gateways.start()
+            serving = asyncio.create_task(gateways.serve(core, settings.gateway.shutdown_s))
         is_tls = certificate is not None
         await until_answering(settings.control_host, settings.control_port, answering, is_tls)
         await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
@@ -235,6 +261,40 @@ def _charge(keys: KeyRing, request: Tracked, outcome: str) -> None:
     """Count a request's output against its key; one that was turned away has not cost its prompt."""
     tokens = -request.prompt_tokens if outcome == "rejected" else len(request.output_token_ids)
     keys.charge(request.ticket.key, tokens, time.monotonic())
+
+
+def _allow(keys: KeyRing, metrics: Metrics, name: str) -> float:
+    """Count a request of a key; the seconds until it may come, 0 for now."""
+    wait_s = keys.seconds_until_allowed(keys.named(name), time.monotonic())
+    if wait_s > 0:
+        metrics.count_limited(name)
+    return wait_s
+
+
+async def _now(allow: Callable[[str], float], key: ApiKey) -> float:
+    """As `allow`, where another process need not be asked."""
+    return allow(key.name)
+
+
+def _gateways(
+    settings: FleetSettings, server: CoreServer, page: str, listening: socket.socket, events: EventLog
+) -> Gateways | None:
+    """The gateways of a fleet whose gateways have processes of their own; not started yet."""
+    if settings.gateways == 1:
+        return None
+    told = ProcessSettings(settings.gateway, settings.keys, page, listening.fileno())
+    return Gateways(settings.gateways, told, server, events)
+
+
+def _register(
+    metrics: Metrics, core: FleetCore, gateways: Gateways | None, extensions: Sequence[Extension]
+) -> None:
+    """Let vLLM's metrics, and those of extensions, be among ours."""
+    of_vllm = REGISTRY if gateways is None else gateways.registry()
+    metrics.registry.register(EngineFamilies(core.workers_by_slot, of_vllm))
+    for extension in extensions:
+        for collector in extension.collectors:
+            metrics.registry.register(collector)
 
 
 def _moves(settings: FleetSettings) -> MoveBudget:

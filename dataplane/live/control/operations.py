@@ -26,6 +26,7 @@ from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import BUCKET_S
+from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.migration.move import Move
 from dataplane.live.pool.member import Member, Revision
 from dataplane.live.pool.pool import WorkerPool
@@ -68,9 +69,11 @@ class Operations:
         step_times: StepTimes | None = None,
         revised: Callable[[str, Sequence[str]], Mapping[str, Any]] = lambda model, flags: {},
         unmeasured: Mapping[str, str] | None = None,
+        gateways: Gateways | None = None,
     ) -> None:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
         self.arrived, self.step_times, self._unmeasured = arrived, step_times, unmeasured or {}
+        self._gateways = gateways
         self.auto = facts.autoscale is not None
         self._began_s = time.time()
         self._revised = revised
@@ -127,6 +130,8 @@ class Operations:
                 "waiting": self.core.waiting,
             },
             "workers": views,
+            # Those in processes of their own.
+            "gateways": [] if self._gateways is None else self._gateways.views(),
             "arrivals": self.arrived.as_json(),
             "step_times": [] if self.step_times is None else self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
@@ -295,6 +300,15 @@ class Operations:
         if (state := self.cluster.state_of(WorkerId(worker))) != "serving":
             raise BadInput(f"worker {worker}: is {state}, so it cannot be restarted")
         return self._roll(Rollout(self.cluster, self.cluster.revision, finish_s, WorkerId(worker)))
+
+    def restart_gateways(self, finish_s: float) -> dict[str, Any]:
+        """Begin to replace every gateway by a new process; how many there are. Raises UnknownName."""
+        if self._gateways is None:
+            raise UnknownName(
+                "gateways: this fleet's only one is its own process; serve with --gateways 2 or more"
+            )
+        self._gateways.renew(finish_s)
+        return {"gateways": self._gateways.count}
 
     def cancel_update(self) -> dict[str, Any]:
         """Roll the update back that is under way."""

@@ -299,6 +299,16 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             if tracked is not None:
                 self._tell_end(tracked, FinishReason.ABORT)
 
+    async def fail(self, requests: Sequence[RequestId], why: str) -> None:
+        """End requests in an explicit error, here and in the engines."""
+        for request in requests:
+            tracked = self.requests.get(request)
+            if tracked is not None:
+                segment, link = tracked.segment, self._link_of(tracked)
+                self._fail(tracked, why)
+                if link is not None:
+                    await link.abort([segment])
+
     # Tokens.
 
     async def _read(self, at: Attached) -> None:
@@ -491,11 +501,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         deadline_s = time.monotonic() + timeout_s
         while len(self.requests) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        for tracked in self.requests:
-            segment, link = tracked.segment, self._link_of(tracked)
-            self._fail(tracked, "the gateway is shutting down")
-            if link is not None:
-                await link.abort([segment])
+        await self.fail([tracked.id for tracked in self.requests], "the gateway is shutting down")
         with suppress(TimeoutError):  # a front end that has stopped reading is not waited for
             async with asyncio.timeout(LAST_WORDS_S):
                 while len(self._unread):

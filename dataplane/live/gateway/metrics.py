@@ -176,20 +176,24 @@ class Metrics:
 
 
 class EngineFamilies(Collector):
-    """vLLM's `vllm:` families from the default registry, `engine` index replaced by `worker` name.
+    """vLLM's `vllm:` families from a registry, `engine` index replaced by `worker` name.
 
     Indices without a worker (spare slots, workers gone) are left out.
     """
 
-    def __init__(self, workers_by_slot: Callable[[], Mapping[str, WorkerId]]) -> None:
-        self._workers_by_slot = workers_by_slot
+    def __init__(
+        self,
+        workers_by_slot: Callable[[], Mapping[str, WorkerId]],
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._workers_by_slot, self._registry = workers_by_slot, registry
 
     def describe(self) -> Iterable[Metric]:
         return ()  # families are vLLM's to declare, and differ by its settings
 
     def collect(self) -> Iterable[Metric]:
         workers = self._workers_by_slot()
-        for family in REGISTRY.collect():
+        for family in self._registry.collect():
             if not family.name.startswith("vllm:"):
                 continue
             renamed = Metric(family.name, family.documentation, family.type, family.unit)

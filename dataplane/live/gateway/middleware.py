@@ -12,24 +12,28 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
-from dataplane.live.gateway.metrics import Metrics
+from dataplane.live.gateway.idempotency import (
+    LONGEST_KEY,
+    Claims,
+    Message,
+    OtherBody,
+    Receive,
+    Send,
+    answer_once,
+)
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 PRIORITY_HEADER = "x-tokenfleet-priority"
+IDEMPOTENCY_HEADER = "idempotency-key"
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 MAX_BODY_BYTES = 64 << 20
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -38,16 +42,20 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(slots=True)
 class DoorPolicy:
-    """The gateway's keys and default targets; `abandon` ends the requests of a client that has left;
-    `closing` is why no request is let in any more, or empty. `page` is where a browser on this machine that
-    opens `/` is sent."""
+    """The gateway's keys and default targets; `allow` counts a request of a key and says in how many seconds
+    it may come; `abandon` ends the requests of a client that has left; `claims` are the fleet's idempotency
+    keys. `page` is where a browser on this machine that opens `/` is sent. `closing` is why no request is let
+    in any more, or empty; while `is_leaving`, answers end their connections. `server` is uvicorn's."""
 
     keys: KeyRing
     default_slo: Slo
-    metrics: Metrics
+    allow: Callable[[ApiKey], Awaitable[float]]
     abandon: Callable[[Ticket], Awaitable[None]]
+    claims: Claims
     page: str
     closing: str = ""
+    is_leaving: bool = False
+    server: Any = None
 
 
 class Refusal(Exception):
@@ -101,10 +109,12 @@ class FrontDoor:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        state = scope["app"].state
+        policy: DoorPolicy = state.engine_client.door
         if scope["type"] == "lifespan":
+            policy.server = state.server
             await self.app(scope, receive, send)
             return
-        policy: DoorPolicy = scope["app"].state.engine_client.door
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["type"] == "websocket":
             if policy.keys.find(headers.get("authorization", "")) is None:
@@ -118,11 +128,9 @@ class FrontDoor:
         asked_id = headers.get("x-request-id", "")
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
         try:
-            ticket = _admit(policy, scope, headers, request_id)
+            ticket = await _admit(policy, scope, headers, request_id)
+            name = _claimed_name(scope, headers, ticket)
         except Refusal as refusal:
-            if refusal.status == 429:
-                key = policy.keys.find(headers.get("authorization", ""))
-                policy.metrics.count_limited("" if key is None else key.name)
             await _answer(refusal, request_id, send)
             return
         # vLLM names its own request after this header, so that both sides of a log agree.
@@ -131,8 +139,20 @@ class FrontDoor:
         token = CURRENT_TICKET.set(ticket)
         body = _Body(receive, ticket)
         watch = asyncio.ensure_future(body.until_client_leaves(policy)) if scope["method"] == "POST" else None
+
+        async def run(receive: Receive, send: Send) -> None:
+            await self.app(scope, receive, _Reply(send, ticket, policy))
+
         try:
-            await self.app(scope, body, _Reply(send, ticket))
+            if name is None:
+                await run(body, send)
+            else:
+                await answer_once(policy.claims, name, body, send, run, lambda: ticket.client_left)
+        except OtherBody:
+            said = "this key came with another body before"
+            await _answer(
+                Refusal(422, "invalid_request_error", "idempotency_key_reused", said), request_id, send
+            )
         finally:
             CURRENT_TICKET.reset(token)
             if watch is not None:
@@ -152,7 +172,17 @@ async def _redirect(address: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str) -> Ticket:
+def _claimed_name(scope: Message, headers: dict[str, str], ticket: Ticket) -> str | None:
+    """The name that a request's idempotency key stands for, or None. Raises Refusal for one too long."""
+    key = headers.get(IDEMPOTENCY_HEADER)
+    if key is None or scope["method"] != "POST":
+        return None
+    if not 0 < len(key) <= LONGEST_KEY:
+        raise _bad_header(IDEMPOTENCY_HEADER, f"must have 1 to {LONGEST_KEY} characters", key)
+    return "\n".join((ticket.key, scope["path"], key))
+
+
+async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str) -> Ticket:
     path, method = scope["path"], scope["method"]
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
     if key is None and path not in OPEN_PATHS and method != "OPTIONS":
@@ -173,7 +203,7 @@ def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_
     priority = headers.get(PRIORITY_HEADER, "normal")
     if priority not in PRIORITIES:
         raise _bad_header(PRIORITY_HEADER, "must be high or normal", priority)
-    wait_s = policy.keys.seconds_until_allowed(key, time.monotonic())
+    wait_s = await policy.allow(key)
     if wait_s > 0:
         raise _too_busy("requests", f"key {key.name} is over its limit of {key.limits_text}", wait_s)
     return Ticket(request_id, key.name, slo, min(PRIORITIES[priority], key.max_priority))
@@ -217,8 +247,8 @@ class _Body:
 class _Reply:
     """Send, holding back the response's start until there is something to say."""
 
-    def __init__(self, send: Send, ticket: Ticket) -> None:
-        self._send, self._ticket = send, ticket
+    def __init__(self, send: Send, ticket: Ticket, policy: DoorPolicy) -> None:
+        self._send, self._ticket, self._policy = send, ticket, policy
         self._start: Message | None = None
         self._begun = False
         self._replaced = False
@@ -253,6 +283,8 @@ class _Reply:
         own = [(b"x-request-id", self._ticket.id.encode())]
         if self._ticket.worker is not None:
             own.append((b"x-tokenfleet-worker", str(self._ticket.worker).encode()))
+        if self._policy.is_leaving:  # so that its client's next request comes to another gateway
+            own.append((b"connection", b"close"))
         return own
 
 

@@ -126,8 +126,9 @@ class Rejection:
 
 @dataclass(slots=True)
 class Ticket:
-    """One HTTP request. The first four come from the client, the rest is written by the fleet.
+    """One HTTP request. The first five come with it, the rest is written by the fleet.
 
+    `sent_s`: when another process sent it here, on this machine's monotonic clock; None where none did.
     `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
     begun could not be finished; `client_left` that it went away before its answer was complete (`answered`);
     `requests` the parts that have not ended.
@@ -137,6 +138,7 @@ class Ticket:
     key: str
     slo: Slo
     priority: int
+    sent_s: float | None = None
     worker: WorkerId | None = None
     rejection: Rejection | None = None
     failure: str | None = None
@@ -154,6 +156,7 @@ def tracked_from(
     """The request with its HTTP request's ticket, its priority for the engine, and its expected output."""
     ticket = CURRENT_TICKET.get() or Ticket("", "anyone", default_slo, 0)
     request.priority = -ticket.priority  # vLLM: lower goes first
+    now_s = now_s if ticket.sent_s is None else min(ticket.sent_s, now_s)
     _strip_reserved(request)
     return Tracked(request, ticket, now_s, _expected_tokens(request, predict))
 

@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any
 
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -36,7 +37,6 @@ from dataplane.live.engine_api.vllm_surface import (
     check_served,
     has_prompt_logprobs,
 )
-from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.middleware import DoorPolicy, FrontDoor
 
 
@@ -124,13 +124,26 @@ class Gateway:
         """Take over what only a started engine knows: its KV blocks, for vLLM's metrics."""
         self.config.cache_config.num_gpu_blocks = kv_blocks
 
-    async def serve(self, core: FleetCore, door: DoorPolicy, listening: socket.socket) -> None:
-        """Answer until SIGTERM or SIGINT, then end every stream and return."""
-        if self.config.lora_config is not None and is_loopback(self.settings.host):
+    async def serve(
+        self,
+        core: EngineCoreClient,
+        door: DoorPolicy,
+        listening: socket.socket,
+        loads: tuple[MutableSequence[int], int] | None = None,
+    ) -> None:
+        """Answer until SIGTERM or SIGINT, then end every stream and return.
+
+        `loads`: the connections of each gateway on this socket, and which of them this one is; the least
+        loaded accepts.
+        """
+        if self.config.lora_config is not None and is_loopback(self.settings.host) and loads is None:
             # vLLM's own switch: beyond this machine whoever runs the fleet must want it.
             os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         llm = FleetLLM(self.config, core, door)
-        await serve_http(llm, listening, self.arguments, server_options(self.certificate))
+        address = f"{self.settings.host}:{self.settings.port}"  # for its log
+        options = server_options(self.certificate)
+        closing = await build_and_serve(llm, address, listening, self.arguments, loads, **options)
+        await asyncio.wait_for(closing, timeout=10.0)
 
 
 # Engine arguments that the server reads as well; of a worker's TP degree its kind decides.
@@ -146,13 +159,19 @@ FRONT_DOOR = f"{FrontDoor.__module__}.{FrontDoor.__qualname__}"
 class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's own front end, kept whole; only the engine client beneath it is ours."""
 
-    def __init__(self, config: Any, core: FleetCore, door: DoorPolicy) -> None:
+    def __init__(self, config: Any, core: EngineCoreClient, door: DoorPolicy) -> None:
         self.door = door
         with _engine_client(lambda **_: core):
             # No executor: should vLLM ever bypass the factory, it fails here and starts no engine.
             super().__init__(config, executor_class=None, log_stats=True, log_requests=False)
         if self.engine_core is not core:
             raise RuntimeError("vLLM's front end did not take FleetCore as its engine")
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """vLLM's own, once the core has let requests finish: it ends the tokenizer's threads first."""
+        if (core := getattr(self, "engine_core", None)) is not None:
+            core.shutdown(timeout)
+        super().shutdown(timeout)
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
         """vLLM's own, but that it turns away, with a 400, what its engine would die of."""
@@ -162,7 +181,7 @@ class FleetLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is not typed here
 
 
 @contextmanager
-def _engine_client(make: Callable[..., FleetCore]) -> Iterator[None]:
+def _engine_client(make: Callable[..., EngineCoreClient]) -> Iterator[None]:
     """AsyncLLM has no argument for its engine client, only a factory that it looks up on a class."""
     original = EngineCoreClient.__dict__["make_async_mp_client"]
     EngineCoreClient.make_async_mp_client = staticmethod(make)
@@ -220,13 +239,11 @@ def engine_config(arguments: argparse.Namespace) -> Any:
     return config
 
 
-async def serve_http(
-    llm: FleetLLM, listening: socket.socket, arguments: Any, options: Mapping[str, Any]
-) -> None:
-    """vLLM's OpenAI server until SIGTERM or SIGINT; returns when its streams are over."""
-    address = f"{arguments.host}:{arguments.port}"  # for its log
-    closing = await build_and_serve(llm, address, listening, arguments, **options)
-    await asyncio.wait_for(closing, timeout=10.0)
+def stop_accepting(server: Any) -> None:
+    """Let a vLLM server that shares its socket take no more connections; those that are open stay."""
+    for task in tuple(server._accept_tasks):
+        if task.get_coro().__qualname__ == NoSignalServer._accept.__qualname__:
+            task.cancel()
 
 
 def _check_model(ours: Any, theirs: Any) -> None:

@@ -1,0 +1,297 @@
+"""The core's end of its gateways: FleetCore for front ends that run in processes of their own.
+
+It stands where vLLM's front end stands in a fleet of one gateway, and reads FleetCore's outputs for all of
+them. So the ledger, the queue, moves, replays and evacuations are the same for the requests of every gateway.
+What is open of a gateway that goes, or does not take its outputs, ends as if its clients had left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from controlplane.types import RequestId, Slo
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    LoRARequest,
+    MsgpackDecoder,
+    MsgpackEncoder,
+    vllm_version,
+)
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateway.idempotency import Answers, Kept, OtherBody
+from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
+from dataplane.live.gateways.wire import (
+    WIRE_VERSION,
+    Kind,
+    NewRequest,
+    TicketNews,
+    Welcome,
+    message,
+    next_message,
+    pack,
+)
+
+log = logging.getLogger(__name__)
+MOST_UNSENT = 64 << 20  # bytes of outputs that a gateway may leave untaken
+Told = tuple[str | None, str | None, str | None]  # worker, refusal and failure, as a gateway knows them
+
+
+@dataclass(slots=True, eq=False)
+class OpenTicket:
+    """A ticket by its gateway's number, how many requests of it are open, and what the gateway knows."""
+
+    number: int
+    ticket: Ticket
+    parts: int = 0
+    told: Told = (None, None, None)
+
+
+@dataclass(slots=True, eq=False)
+class Connected:
+    """A gateway that is connected, and what is open there."""
+
+    name: str
+    writer: asyncio.StreamWriter
+    requests: dict[RequestId, OpenTicket] = field(default_factory=dict)
+    tickets: dict[int, OpenTicket] = field(default_factory=dict)
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    served: int = 0
+
+    def say(self, kind: Kind, *frames: Any) -> None:
+        if not self.writer.is_closing():
+            self.writer.writelines(message(kind, *frames))
+
+
+class CoreServer:
+    """Serves `core` to gateways on a Unix socket.
+
+    `allow(key)` counts a request of a key, and says in how many seconds it may come, 0 for now.
+    """
+
+    def __init__(self, core: FleetCore, kv_blocks: int, allow: Callable[[str], float]) -> None:
+        self.core, self._allow = core, allow
+        self.answers = Answers()
+        self._kv_blocks = kv_blocks
+        self.on_gone: list[Callable[[str], None]] = []
+        self._gateways: dict[str, Connected] = {}
+        self._owners: dict[RequestId, Connected] = {}
+        self._closing = ""
+        self._server: asyncio.Server | None = None
+        self._encoder = MsgpackEncoder()
+        self._tasks: set[asyncio.Task[None]] = set()
+        core.on_closing.append(self._close_doors)
+
+    async def start(self, address: Path) -> None:
+        """Listen at `address`, and pass outputs on."""
+        self._server = await asyncio.start_unix_server(self._serve, address, limit=1 << 20)
+        self._spawn(self._pump())
+
+    def connected(self, name: str) -> Connected | None:
+        return self._gateways.get(name)
+
+    def retire(self, name: str, finish_s: float) -> None:
+        """Let a gateway end once what is open there has ended, within `finish_s`."""
+        gateway = self._gateways.get(name)
+        if gateway is not None:
+            gateway.say(Kind.RETIRE, pack(finish_s))
+
+    async def close(self) -> None:
+        """Part with every gateway."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _close_doors(self, why: str) -> None:
+        self._closing = why
+        for gateway in self._gateways.values():
+            gateway.say(Kind.CLOSING, pack(why))
+
+    # Connections.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        gateway: Connected | None = None
+        here = asyncio.current_task()
+        assert here is not None
+        self._tasks.add(here)
+        try:
+            kind, frames = await next_message(reader)
+            refused, name = _greeting(kind, frames)
+            slo = self.core.settings.default_slo
+            said = Welcome(
+                refused, self.core.settings.slots, self._kv_blocks, slo.ttft_s, slo.tpot_s, self._closing
+            )
+            writer.writelines(message(Kind.WELCOME, pack(said)))
+            if refused:
+                return
+            gateway = self._gateways[name] = Connected(name, writer)
+            await self._listen(gateway, reader)
+        except EOFError:
+            pass
+        except Exception:  # a gateway that talks nonsense must not take others along
+            log.exception("gateway %s", "?" if gateway is None else gateway.name)
+        finally:
+            if gateway is not None:
+                await self._part(gateway)
+            writer.close()
+            self._tasks.discard(here)
+
+    async def _listen(self, gateway: Connected, reader: asyncio.StreamReader) -> None:
+        requests = MsgpackDecoder(EngineCoreRequest)
+        while True:
+            kind, frames = await next_message(reader)
+            if kind == Kind.ADD:
+                new = msgspec.msgpack.decode(frames[0], type=NewRequest)
+                await self._add(gateway, new, requests.decode(frames[1:]))
+            elif kind == Kind.ABORT:
+                names, has_left = msgspec.msgpack.decode(frames[0])
+                await self._abort(gateway, names, has_left)
+            elif kind == Kind.ABANDON:
+                at = gateway.tickets.get(msgspec.msgpack.decode(frames[0]))
+                if at is not None:
+                    await self.core.abandon(at.ticket)
+            elif kind == Kind.GIVE_UP:
+                await self.core.fail(tuple(gateway.requests), msgspec.msgpack.decode(frames[0]))
+            elif kind == Kind.ASK:
+                number, verb, arguments = msgspec.msgpack.decode(frames[0])
+                task = asyncio.ensure_future(self._answer(gateway, number, verb, arguments))
+                gateway.asking.add(task)
+                task.add_done_callback(gateway.asking.discard)
+
+    async def _part(self, gateway: Connected) -> None:
+        """A gateway is gone: end what it had open, and let others answer what it was about to."""
+        if self._gateways.get(gateway.name) is gateway:
+            del self._gateways[gateway.name]
+        for task in gateway.asking:
+            task.cancel()
+        await self._abort(gateway, list(gateway.requests), True)
+        await self.answers.release(gateway)
+        for tell in self.on_gone:
+            tell(gateway.name)
+
+    # Requests.
+
+    async def _add(self, gateway: Connected, new: NewRequest, request: EngineCoreRequest) -> None:
+        at = gateway.tickets.get(new.ticket)
+        if at is None:
+            ticket = Ticket(new.id, new.key, Slo(new.ttft_s, new.tpot_s), new.priority)
+            at = gateway.tickets[new.ticket] = OpenTicket(new.ticket, ticket)
+        at.parts += 1
+        at.ticket.sent_s = new.sent_s
+        name = RequestId(request.request_id)
+        gateway.requests[name], self._owners[name] = at, gateway
+        gateway.served += 1
+        CURRENT_TICKET.set(at.ticket)
+        # A full link makes this request wait, not the messages after it; it is tracked before its first wait.
+        self._spawn(self._begin(request))
+        await asyncio.sleep(0)
+
+    async def _begin(self, request: EngineCoreRequest) -> None:
+        try:
+            await self.core.add_request_async(request)
+        except Exception as error:  # whatever it is, its client must hear of it
+            log.exception("request %s", request.request_id)
+            await self.core.fail([RequestId(request.request_id)], f"it could not be begun: {error!r}")
+
+    async def _abort(self, gateway: Connected, names: Sequence[str], has_left: bool) -> None:
+        for request in map(RequestId, names):
+            if request in gateway.requests:
+                gateway.requests[request].ticket.client_left |= has_left
+                self._forget(gateway, request)
+                await self.core.abort_requests_async([request])
+
+    def _forget(self, gateway: Connected, request: RequestId) -> None:
+        """A request is over; so is its ticket with the last of its requests."""
+        self._owners.pop(request, None)
+        at = gateway.requests.pop(request)
+        at.parts -= 1
+        if at.parts == 0:
+            del gateway.tickets[at.number]
+
+    async def _pump(self) -> None:
+        while True:
+            batch = await self.core.get_output_async()
+            parts: dict[Connected, list[EngineCoreOutput]] = {}
+            for output in batch.outputs:
+                gateway = self._owners.get(RequestId(output.request_id))
+                if gateway is not None:
+                    parts.setdefault(gateway, []).append(output)
+            if not parts and batch.scheduler_stats is not None and self._gateways:
+                parts[next(iter(self._gateways.values()))] = []  # statistics of a step without outputs
+            for gateway, outputs in parts.items():
+                self._pass_on(gateway, batch, outputs)
+
+    def _pass_on(self, gateway: Connected, batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> None:
+        news = [self._news(gateway, RequestId(output.request_id)) for output in outputs]
+        if any(news):
+            gateway.say(Kind.TICKETS, pack([n for n in news if n is not None]))
+        batch.outputs = outputs
+        gateway.say(Kind.OUTPUTS, *self._encoder.encode(batch))
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(gateway, RequestId(output.request_id))
+        if gateway.writer.transport.get_write_buffer_size() > MOST_UNSENT:
+            log.warning("gateway %s did not take its outputs in time", gateway.name)
+            gateway.writer.transport.abort()
+
+    def _news(self, gateway: Connected, request: RequestId) -> TicketNews | None:
+        """What the fleet has written on the request's ticket since the gateway was told."""
+        at = gateway.requests[request]
+        refusal = at.ticket.rejection
+        now: Told = (at.ticket.worker, None if refusal is None else refusal.reason, at.ticket.failure)
+        if at.told == now:
+            return None
+        at.told = now
+        return TicketNews(at.number, now[0], now[1], 0 if refusal is None else refusal.retry_after_s, now[2])
+
+    # Questions.
+
+    async def _answer(self, gateway: Connected, number: int, verb: str, arguments: Sequence[Any]) -> None:
+        value: Any = None
+        error = ""
+        try:
+            if verb == "allow":
+                value = self._allow(*arguments)
+            elif verb == "claim":
+                name, digest = arguments
+                value = await self.answers.claim(name, digest, gateway)
+            elif verb == "settle":
+                name, answer = arguments
+                await self.answers.settle(name, None if answer is None else msgspec.convert(answer, Kept))
+            elif verb == "adapter":
+                await self.core.add_lora_async(msgspec.convert(arguments[0], LoRARequest))
+        except OtherBody:
+            error = OtherBody.__name__
+        except Exception as refusal:  # an engine's own words, or a fault: whoever asks must not wait for ever
+            error = str(refusal) or repr(refusal)
+        gateway.say(Kind.ANSWER, pack([number, value, error]))
+
+
+def _greeting(kind: Kind, frames: Sequence[memoryview]) -> tuple[str, str]:
+    """Why a gateway is not welcome, or an empty text; and its name. Raises ValueError for no greeting."""
+    if kind != Kind.HELLO:
+        raise ValueError("it did not greet")
+    with suppress(ValueError, TypeError):
+        version, theirs, name = msgspec.msgpack.decode(frames[0])
+        if (version, theirs) == (WIRE_VERSION, vllm_version):
+            return "", str(name)
+        ours = f"the core runs vllm {vllm_version}, wire {WIRE_VERSION}"
+        return f"{ours}; this gateway {theirs}, {version}", str(name)
+    raise ValueError("its greeting cannot be read")

@@ -1,0 +1,279 @@
+"""The gateways' processes, kept running: started, replaced when they die, renewed on demand, ended together.
+
+All share one listening socket, which the core's process holds, so that no connection is refused while a
+gateway is there or on its way, and none that has not been accepted dies with a gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from controlplane.errors import BadInput
+from dataplane.live.gateway.events import EventLog
+from dataplane.live.gateway.fleet_core import FleetCore
+from dataplane.live.gateways.core_server import CoreServer
+from dataplane.live.gateways.process import (
+    MOST_GATEWAYS,
+    NOT_ACCEPTING,
+    PROCESS_SETTINGS,
+    Loads,
+    ProcessSettings,
+)
+
+ROOT = str(Path(__file__).resolve().parents[3])  # our packages, also in a checkout that is not installed
+LOOK_S = 0.05
+START_LIMIT_S = 300.0
+YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
+END_S = 15.0  # for a gateway with nothing open to end by itself
+
+# vLLM's warnings as it starts have been said by the core's process.
+LOGGING = {"WARNING": "ERROR"}
+State = Literal["starting", "serving", "leaving"]
+
+
+@dataclass(eq=False)
+class Kept:
+    """A gateway's process; `index` is its place in the table of loads."""
+
+    name: str
+    index: int
+    process: asyncio.subprocess.Process
+    began_s: float
+    state: State = "starting"
+
+    @property
+    def is_over(self) -> bool:
+        return self.process.returncode is not None
+
+
+class Gateways:
+    """Keeps `count` gateways in front of a core. `start`, `serve`, then `close`, once each.
+
+    A folder that only this user can enter has the core's socket and vLLM's metrics.
+    """
+
+    def __init__(self, count: int, told: ProcessSettings, server: CoreServer, events: EventLog) -> None:
+        self.count, self.events, self._server = count, events, server
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp")
+        )  # a socket's path must be short
+        self._metrics = self._folder / "metrics"
+        self._metrics.mkdir()
+        self._table = os.memfd_create("tokenfleet-gateways")
+        os.truncate(self._table, 4 * MOST_GATEWAYS)
+        self._loads = Loads(self._table)
+        for index in range(MOST_GATEWAYS):
+            self._loads[index] = NOT_ACCEPTING
+        self._told = replace(told, core=self._folder / "core", loads=self._table)
+        self._names = itertools.count()
+        self._kept: list[Kept] = []
+        self._pause_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+        server.on_gone.append(self._disconnected)
+
+    def registry(self) -> CollectorRegistry:
+        """vLLM's metrics of all gateways together, of those that are gone, too."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, str(self._metrics))  # type: ignore[no-untyped-call]
+        return registry
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter(tuple(self._kept))
+
+    def views(self) -> list[dict[str, Any]]:
+        """Each gateway, for people and programs."""
+        views = []
+        for kept in self:
+            connected = self._server.connected(kept.name)
+            load = self._loads[kept.index]
+            views.append(
+                {
+                    "gateway": kept.name,
+                    "pid": kept.process.pid,
+                    "state": kept.state,
+                    "for_s": round(time.monotonic() - kept.began_s, 3),
+                    "connections": None if load == NOT_ACCEPTING else load,
+                    "requests": 0 if connected is None else len(connected.requests),
+                    "served": 0 if connected is None else connected.served,
+                }
+            )
+        return views
+
+    async def start(self) -> None:
+        """Return once all accept connections. Raises RuntimeError where one ends before it does."""
+        await self._server.start(self._told.core)
+        for _ in range(self.count):
+            await self._launch()
+        for kept in self:
+            if not await self._accepts(kept):
+                raise RuntimeError(f"gateway {kept.name}: did not start; its log is above")
+            kept.state = "serving"
+        for kept in self:
+            self._spawn(self._keep(kept))
+
+    async def serve(self, core: FleetCore, shutdown_s: float) -> None:
+        """Answer until SIGTERM or SIGINT, then let streams finish for a while, end the rest, and return."""
+        told, loop = asyncio.Event(), asyncio.get_running_loop()
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sign, told.set)
+        await told.wait()
+        await asyncio.to_thread(core.shutdown, shutdown_s)
+
+    def renew(self, finish_s: float) -> None:
+        """Begin to replace every gateway by a new process, one after another.
+
+        An old one serves what is open there, for at most `finish_s`. Raises BadInput while they are renewed.
+        """
+        if self._renewing is not None and not self._renewing.done():
+            raise BadInput("gateways: are being restarted already")
+        old = [kept for kept in self if kept.state == "serving"]
+        self._renewing = self._spawn(self._renew(old, finish_s))
+
+    async def close(self) -> None:
+        """End every gateway; what is still open there is cut."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for kept in self:
+            _signal(kept, signal.SIGTERM)
+        waits = [asyncio.ensure_future(kept.process.wait()) for kept in self]
+        if waits:
+            await asyncio.wait(waits, timeout=END_S)
+        for kept in self:
+            _signal(kept, signal.SIGKILL)
+        await asyncio.gather(*waits)
+        await self._server.close()
+        os.close(self._table)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Lives.
+
+    async def _launch(self) -> Kept:
+        index = next(i for i in range(MOST_GATEWAYS) if all(kept.index != i for kept in self))
+        name = f"g{next(self._names)}"
+        settings = replace(self._told, name=name, index=index)
+        level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "dataplane.live.gateways.process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,  # ours is one line
+            pass_fds=(settings.listening, settings.loads),
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]),
+                "PROMETHEUS_MULTIPROC_DIR": str(self._metrics),
+                "VLLM_LOGGING_LEVEL": LOGGING.get(level, level),
+            },
+        )
+        assert process.stdin is not None
+        # The settings carry keys, and other users can read a command line but no pipe.
+        process.stdin.write(PROCESS_SETTINGS.dump_json(settings))
+        process.stdin.close()
+        kept = Kept(name, index, process, time.monotonic())
+        self._kept.append(kept)
+        return kept
+
+    async def _accepts(self, kept: Kept) -> bool:
+        """Whether a gateway accepts connections; waits until it does, ends, or has taken too long."""
+        until_s = kept.began_s + START_LIMIT_S
+        while not kept.is_over and time.monotonic() < until_s:
+            if self._loads[kept.index] != NOT_ACCEPTING:
+                return True
+            await asyncio.sleep(LOOK_S)
+        return False
+
+    async def _keep(self, kept: Kept) -> None:
+        """Wait for a gateway's end, and start another in its place unless it was to leave."""
+        code = await kept.process.wait()
+        self._forget(kept)
+        if kept.state == "leaving":
+            self._record("gateway-left", f"{kept.name}: what was open there has ended", kept)
+            return
+        lived_s = time.monotonic() - kept.began_s
+        self._pause_s = 0.0 if lived_s > YOUNG_S else min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
+        self._record("gateway-lost", f"{kept.name} ended with {code}; another is started", kept)
+        while True:
+            await asyncio.sleep(self._pause_s)
+            new = await self._launch()
+            if await self._accepts(new):
+                break
+            await self._kill(new)
+            self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
+            self._record("gateway-lost", f"{new.name} did not start", new)
+        self._begin_serving(new, f"in place of {kept.name}")
+
+    async def _renew(self, old: Sequence[Kept], finish_s: float) -> None:
+        for kept in old:
+            if kept not in self._kept:
+                continue  # it died meanwhile, and has been replaced
+            new = await self._launch()
+            if not await self._accepts(new):
+                await self._kill(new)
+                why = f"{new.name} did not start: {kept.name} and those after it stay"
+                self._record("gateways", why, new, is_done=False)
+                return
+            self._begin_serving(new, f"in place of {kept.name}")
+            kept.state = "leaving"
+            self._server.retire(kept.name, finish_s)
+        self._record("gateways", f"{len(old)} restarted; streams finish where they are", is_done=True)
+
+    def _begin_serving(self, kept: Kept, why: str) -> None:
+        kept.state = "serving"
+        self._record("gateway-start", why, kept)
+        self._spawn(self._keep(kept))
+
+    def _disconnected(self, name: str) -> None:
+        """The core has parted with a gateway; one whose process lives on hangs, or has lost its way."""
+        kept = next((kept for kept in self if kept.name == name), None)
+        if kept is not None:
+            self._spawn(self._end(kept))
+
+    async def _end(self, kept: Kept) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await kept.process.wait()
+        _signal(kept, signal.SIGKILL)
+
+    async def _kill(self, kept: Kept) -> None:
+        _signal(kept, signal.SIGKILL)
+        await kept.process.wait()
+        self._forget(kept)
+
+    def _forget(self, kept: Kept) -> None:
+        self._kept.remove(kept)
+        self._loads[kept.index] = NOT_ACCEPTING
+
+    def _record(self, kind: str, reason: str, kept: Kept | None = None, **facts: object) -> None:
+        if kept is not None:
+            facts["gateway"] = kept.name
+        self.events.record(time.time(), kind, reason, **facts)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _signal(kept: Kept, sign: signal.Signals) -> None:
+    if not kept.is_over:
+        with suppress(ProcessLookupError):
+            kept.process.send_signal(sign)

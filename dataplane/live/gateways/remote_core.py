@@ -1,0 +1,298 @@
+"""The fleet's core as a gateway in a process of its own sees it: the engine client beneath vLLM's front end.
+
+Requests go to the core as they are, outputs come back in its order; what the fleet writes on a request's
+ticket comes before them. When the core is gone, every open stream ends in an explicit error, and new requests
+get 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from controlplane.errors import BadInput
+from controlplane.types import RequestId, Slo, WorkerId
+from dataplane.http.keys import ApiKey
+from dataplane.live.engine_api.vllm_surface import (
+    EngineCoreClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    LoRARequest,
+    MsgpackDecoder,
+    MsgpackEncoder,
+    vllm_version,
+)
+from dataplane.live.gateway.connections import Unread
+from dataplane.live.gateway.idempotency import Kept, OtherBody
+from dataplane.live.gateway.request import CURRENT_TICKET, Rejection, Ticket
+from dataplane.live.gateways.wire import (
+    WIRE_VERSION,
+    Kind,
+    NewRequest,
+    TicketNews,
+    Welcome,
+    message,
+    next_message,
+    pack,
+)
+
+MOST_UNREAD = 256
+IDLE_S = 10.0  # an idle connection of a gateway that leaves is closed after so long
+LAST_WORDS_S = 2.0
+LOOK_S = 0.02
+GONE = "the fleet's core is gone"
+
+
+class CoreGone(RuntimeError):
+    """The core did not answer, and will not."""
+
+
+class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
+    """Make one with `connect`, inside the event loop it will live in.
+
+    Called in the loop: `on_closing(reason)` when no request is to be let in any more, `on_retire(finish_s)`
+    when the core asks this gateway to leave, `on_leaving()` as it begins to, `on_gone()` when the core is
+    lost. `traffic` counts the connections that are open, and the HTTP requests in progress.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+        self._reader, self._writer = reader, writer
+        self.welcome = welcome
+        self.default_slo = Slo(welcome.ttft_s, welcome.tpot_s)
+        self.on_closing: list[Callable[[str], None]] = []
+        self.on_retire: list[Callable[[float], None]] = []
+        self.on_leaving: list[Callable[[], None]] = []
+        self.on_gone: list[Callable[[], None]] = []
+        self.traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        # Read by AsyncLLM: the indices it lays its metrics out for, and whether to give up.
+        self.engine_ranks_managed = list(range(welcome.slots))
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._requests: dict[RequestId, Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}  # those with open requests; their identity is their number
+        self._questions = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._unread = Unread(MOST_UNREAD)
+        self._encoder = MsgpackEncoder()
+        self._finish_s = 0.0
+        self._closing = welcome.closing
+        self._is_gone = self._has_left = False
+        self._listener = self._loop.create_task(self._listen())
+
+    @classmethod
+    async def connect(cls, address: Path, name: str) -> RemoteCore:
+        """Greet the core. Raises BadInput where it is not there, or refuses this gateway."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(address, limit=1 << 20)
+            writer.writelines(message(Kind.HELLO, pack([WIRE_VERSION, vllm_version, name])))
+            _, frames = await next_message(reader)
+        except (EOFError, OSError) as error:
+            raise BadInput(f"gateway {name}: {GONE}") from error
+        welcome = msgspec.msgpack.decode(frames[0], type=Welcome)
+        if welcome.refused:
+            raise BadInput(f"gateway {name}: {welcome.refused}")
+        return cls(reader, writer, welcome)
+
+    # What AsyncLLM calls.
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Nothing to do: the cache is the workers', and starts empty."""
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
+        await self._ask("adapter", lora_request)
+        return True
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the next batch of outputs."""
+        return await self._unread.next()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Send a request to the core."""
+        ticket = CURRENT_TICKET.get() or Ticket("", "anyone", self.default_slo, 0)
+        name = RequestId(request.request_id)
+        self._tickets[id(ticket)] = self._requests[name] = ticket
+        ticket.requests.append(name)
+        new = NewRequest(
+            id(ticket),
+            ticket.id,
+            ticket.key,
+            ticket.slo.ttft_s,
+            ticket.slo.tpot_s,
+            ticket.priority,
+            time.monotonic(),
+        )
+        if self._is_gone:
+            self._fail(name, GONE)
+            return
+        self._say(Kind.ADD, pack(new), *self._encoder.encode(request))
+        await self._writer.drain()
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        """End requests: the client left, or the front end found a stop string."""
+        for name in map(RequestId, request_ids):
+            if name in self._requests:
+                self._say(Kind.ABORT, pack([[name], self._requests[name].client_left]))
+                self._forget(name)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called from a thread: let requests finish for `timeout` seconds, then end them in an error."""
+        in_the_loop = threading.get_ident() == self._thread  # vLLM's __del__ may come here, and cannot wait
+        if self._loop.is_running() and not in_the_loop and not self._has_left:
+            closing = self._close(max(timeout or 0.0, self._finish_s))
+            asyncio.run_coroutine_threadsafe(closing, self._loop).result()
+
+    # What the front door calls.
+
+    async def abandon(self, ticket: Ticket) -> None:
+        """The client of this ticket is gone: end all its requests."""
+        ticket.client_left = True
+        if ticket.requests:
+            self._say(Kind.ABANDON, pack(id(ticket)))
+
+    async def allow(self, key: ApiKey) -> float:
+        """Count a request of a key with the core; the seconds until it may come, 0 for now."""
+        return float(await self._ask("allow", key.name))
+
+    async def claim(self, name: str, digest: bytes) -> Kept | None:
+        """As `idempotency.Claims` has it."""
+        answer = await self._ask("claim", name, digest)
+        return None if answer is None else msgspec.convert(answer, Kept)
+
+    async def settle(self, name: str, answer: Kept | None) -> None:
+        """As `idempotency.Claims` has it."""
+        await self._ask("settle", name, answer)
+
+    # What comes from the core.
+
+    async def _listen(self) -> None:
+        outputs = MsgpackDecoder(EngineCoreOutputs)
+        try:
+            while True:
+                kind, frames = await next_message(self._reader)
+                if kind == Kind.OUTPUTS:
+                    self._deliver(outputs.decode(frames))
+                    await self._unread.until_room()
+                else:
+                    self._take(kind, msgspec.msgpack.decode(frames[0]))
+        except EOFError:
+            self._lose()
+
+    def _take(self, kind: Kind, said: Any) -> None:
+        if kind == Kind.TICKETS:
+            for news in msgspec.convert(said, list[TicketNews]):
+                self._write_on_ticket(news)
+        elif kind == Kind.ANSWER:
+            number, value, error = said
+            asked = self._answers.pop(number, None)
+            if asked is not None and not asked.done():
+                if error:
+                    asked.set_exception(OtherBody() if error == OtherBody.__name__ else RuntimeError(error))
+                else:
+                    asked.set_result(value)
+        elif kind == Kind.CLOSING:
+            self._close_doors(str(said))
+        elif kind == Kind.RETIRE:
+            self._finish_s = float(said)
+            for tell in self.on_retire:
+                tell(self._finish_s)
+
+    def _write_on_ticket(self, news: TicketNews) -> None:
+        ticket = self._tickets.get(news.ticket)
+        if ticket is not None:
+            ticket.worker = None if news.worker is None else WorkerId(news.worker)
+            ticket.failure = news.failure
+            if news.refused is not None:
+                ticket.rejection = Rejection(news.refused, news.retry_after_s)
+
+    def _deliver(self, batch: EngineCoreOutputs) -> None:
+        # One that was aborted while these were on their way is none of the front end's any more.
+        batch.outputs = [o for o in batch.outputs if RequestId(o.request_id) in self._requests]
+        for output in batch.outputs:
+            if output.finish_reason is not None:
+                self._forget(RequestId(output.request_id))
+        if batch.outputs or batch.scheduler_stats is not None:
+            self._unread.tell(batch)
+
+    def _forget(self, name: RequestId) -> None:
+        ticket = self._requests.pop(name)
+        ticket.requests.remove(name)
+        if not ticket.requests:
+            del self._tickets[id(ticket)]
+
+    # Ends.
+
+    def _lose(self) -> None:
+        self._is_gone = True
+        self._close_doors(GONE)
+        for name in tuple(self._requests):
+            self._fail(name, GONE)
+        for asked in self._answers.values():
+            if not asked.done():
+                asked.set_exception(CoreGone(GONE))
+        self._answers.clear()
+        for tell in self.on_gone:
+            tell()
+
+    def _close_doors(self, why: str) -> None:
+        self._closing = why
+        for tell in self.on_closing:
+            tell(why)
+
+    def _fail(self, name: RequestId, why: str) -> None:
+        self._requests[name].failure = why
+        self._forget(name)
+        output = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR)
+        self._unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+
+    async def _close(self, timeout_s: float) -> None:
+        """Accept no connection, serve what is open and what still comes on it, then end the rest."""
+        for tell in self.on_leaving:
+            tell()
+        began_s = time.monotonic()
+        while not self._is_gone and time.monotonic() < began_s + timeout_s:
+            connections, requests = self.traffic()
+            is_patient = not self._closing and time.monotonic() < began_s + IDLE_S
+            if not self._requests and not requests and not (connections and is_patient):
+                break
+            await asyncio.sleep(LOOK_S)
+        why = self._closing or "the gateway is shutting down"
+        self._close_doors(why)
+        if self._requests and not self._is_gone:
+            self._say(Kind.GIVE_UP, pack(why))
+        until_s = time.monotonic() + LAST_WORDS_S
+        while (self._requests or len(self._unread)) and time.monotonic() < until_s:
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(0.1)  # for the front end to write the last events
+        self._has_left = True
+
+    # Small things.
+
+    async def _ask(self, verb: str, *arguments: Any) -> Any:
+        """The core's answer. Raises CoreGone, OtherBody, or RuntimeError with its words."""
+        if self._is_gone:
+            raise CoreGone(GONE)
+        number = next(self._questions)
+        asked = self._answers[number] = self._loop.create_future()
+        self._say(Kind.ASK, pack([number, verb, arguments]))
+        try:
+            return await asked
+        finally:
+            self._answers.pop(number, None)
+
+    def _say(self, kind: Kind, *frames: Any) -> None:
+        if not self._is_gone:
+            self._writer.writelines(message(kind, *frames))

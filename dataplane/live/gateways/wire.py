@@ -1,0 +1,105 @@
+"""The wire between a fleet's core and its gateways: messages of frames on a Unix stream socket.
+
+Requests and outputs travel in vLLM's own msgpack encoding, everything else as msgpack of plain values. Both
+ends are on one machine, run as one user, and find each other in a folder that only that user can enter, so
+that nothing more is asked of who connects. A gateway that dies, or a core, is an end of the stream.
+
+    gateway → core   hello    [wire version, vllm version, name]
+                     add      NewRequest, EngineCoreRequest (vLLM's frames)
+                     abort    [[request, …], whether its client has left]
+                     abandon  ticket: its client has left
+                     give up  why: all its requests end in an error that says so
+                     ask      [number, verb, arguments]; an answer follows
+    core → gateway   welcome  Welcome
+                     tickets  [TicketNews, …]: what the fleet has written on tickets, before the outputs
+                     outputs  EngineCoreOutputs (vLLM's frames)
+                     closing  why no request is let in any more
+                     retire   seconds: accept no connection, and end once what is open has ended
+                     answer   [number, value, error]
+
+A message is a kind (one byte), a number of frames (one byte), their lengths, and the frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+WIRE_VERSION = 1
+MOST_FRAME_BYTES = 1 << 30
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO, ADD, ABORT, ABANDON, GIVE_UP, ASK = range(1, 7)
+    WELCOME, TICKETS, OUTPUTS, CLOSING, RETIRE, ANSWER = range(7, 13)
+
+
+class NewRequest(msgspec.Struct, array_like=True, frozen=True):
+    """What the core needs to know of an HTTP request beside the engine's request, and when it was sent.
+
+    `ticket` counts the gateway's tickets. `sent_s` is of the monotonic clock, which is the machine's.
+    """
+
+    ticket: int
+    id: str
+    key: str
+    ttft_s: float
+    tpot_s: float
+    priority: int
+    sent_s: float
+
+
+class TicketNews(msgspec.Struct, array_like=True, frozen=True):
+    """What the fleet has written on a ticket; as `request.Ticket` has it."""
+
+    ticket: int
+    worker: str | None
+    refused: str | None
+    retry_after_s: int
+    failure: str | None
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """What a gateway needs of the fleet before it serves; `refused` is why it is not welcome, or empty."""
+
+    refused: str
+    slots: int
+    kv_blocks: int
+    ttft_s: float
+    tpot_s: float
+    closing: str
+
+
+def pack(value: Any) -> bytes:
+    """Plain values as a frame."""
+    return msgspec.msgpack.encode(value)
+
+
+def message(kind: Kind, *frames: Any) -> list[Any]:
+    """A message as buffers to be written one after another."""
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    return [struct.pack(f"<BB{len(frames)}I", kind, len(frames), *sizes), *frames]
+
+
+async def next_message(reader: asyncio.StreamReader) -> tuple[Kind, Sequence[memoryview]]:
+    """The next message. Raises EOFError at the end of the stream, ValueError for what is no message."""
+    try:
+        kind, count = await reader.readexactly(2)
+        sizes = struct.unpack(f"<{count}I", await reader.readexactly(4 * count))
+        if sum(sizes) > MOST_FRAME_BYTES:
+            raise ValueError(f"wire: a message of {sum(sizes)} bytes")
+        body = memoryview(await reader.readexactly(sum(sizes)))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise EOFError("the other end is gone") from error
+    frames, at = [], 0
+    for size in sizes:
+        frames.append(body[at : at + size])
+        at += size
+    return Kind(kind), frames
