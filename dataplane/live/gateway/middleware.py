@@ -150,9 +150,10 @@ class FrontDoor:
                 await answer_once(policy.claims, name, body, send, run, lambda: ticket.client_left)
         except OtherBody:
             said = "this key came with another body before"
-            await _answer(
-                Refusal(422, "invalid_request_error", "idempotency_key_reused", said), request_id, send
-            )
+            reused = Refusal(422, "invalid_request_error", "idempotency_key_reused", said)
+            await _answer(reused, request_id, send)
+        except Refusal as refusal:  # of who keeps the keys
+            await _answer(refusal, request_id, send)
         finally:
             CURRENT_TICKET.reset(token)
             if watch is not None:

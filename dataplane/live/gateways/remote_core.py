@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from dataplane.live.engine_api.vllm_surface import (
 )
 from dataplane.live.gateway.connections import Unread
 from dataplane.live.gateway.idempotency import Kept, OtherBody
+from dataplane.live.gateway.middleware import Refusal
 from dataplane.live.gateway.request import CURRENT_TICKET, Rejection, Ticket
 from dataplane.live.gateways.wire import (
     WIRE_VERSION,
@@ -53,8 +55,11 @@ LOOK_S = 0.02
 GONE = "the fleet's core is gone"
 
 
-class CoreGone(RuntimeError):
-    """The core did not answer, and will not."""
+class CoreGone(Refusal):
+    """The core did not answer, and will not: 503."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "service_unavailable", "shutting_down", GONE, 5)
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
@@ -174,7 +179,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
 
     async def settle(self, name: str, answer: Kept | None) -> None:
         """As `idempotency.Claims` has it."""
-        await self._ask("settle", name, answer)
+        with suppress(CoreGone):  # and with it all keys
+            await self._ask("settle", name, answer)
 
     # What comes from the core.
 
@@ -242,7 +248,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             self._fail(name, GONE)
         for asked in self._answers.values():
             if not asked.done():
-                asked.set_exception(CoreGone(GONE))
+                asked.set_exception(CoreGone())
         self._answers.clear()
         for tell in self.on_gone:
             tell()
@@ -284,7 +290,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
     async def _ask(self, verb: str, *arguments: Any) -> Any:
         """The core's answer. Raises CoreGone, OtherBody, or RuntimeError with its words."""
         if self._is_gone:
-            raise CoreGone(GONE)
+            raise CoreGone
         number = next(self._questions)
         asked = self._answers[number] = self._loop.create_future()
         self._say(Kind.ASK, pack([number, verb, arguments]))
