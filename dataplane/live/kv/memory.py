@@ -31,15 +31,21 @@ a grant that still holds after the read means that the bytes are the segment's o
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+KEPT_BYTES = 1 << 28  # of host buffers that no copy uses
+ALIGNED = 64  # bytes to which a layer's part is rounded up, so that each begins as its dtype wants it
+SPARE = 4  # a buffer this many times as large as a copy is not taken for it
 REMEMBERED_ENDS = 1024  # segments known to be gone, so that a late reader is told at once
 Views = list[memoryview]
 
@@ -167,8 +173,11 @@ class StagedMemory:
     def __init__(self, layers: Sequence[torch.Tensor], cuda: Any = None) -> None:
         self._layers = [_wide(t) for t in layers]
         self._device = layers[0].device
-        self._is_pinned = self._device.type == "cuda"
-        self._cuda = torch.cuda if self._is_pinned else cuda
+        is_pinned = self._device.type == "cuda"
+        # A read that was given up may still be copied into its buffer: only a later read, which the stream
+        # keeps behind it, may have that one next.
+        self._read, self._written = HostBuffers(is_pinned), HostBuffers(is_pinned)
+        self._cuda = torch.cuda if is_pinned else cuda
         self._stream: Any = self._cuda.Stream(self._device) if self._cuda else None
         self._launched: Any = None  # an event after all that the engine had launched when its step began
 
@@ -183,7 +192,7 @@ class StagedMemory:
             self._launched = launched
 
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
-        host, copied = self._buffers(len(blocks)), []
+        host, copied = self._parts(self._read, len(blocks)), []
         with self._side_stream():
             index = torch.tensor(list(blocks), device=self._device)
             for tensor, part in zip(self._layers, host, strict=True):
@@ -201,7 +210,7 @@ class StagedMemory:
         return [_bytes_of(t) for t in host], wait
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
-        host = self._buffers(len(blocks))
+        host = self._parts(self._written, len(blocks))
 
         def commit() -> None:
             with self._side_stream():
@@ -213,10 +222,15 @@ class StagedMemory:
 
         return [_bytes_of(t) for t in host], commit
 
-    def _buffers(self, blocks: int) -> list[torch.Tensor]:
+    def _parts(self, buffers: HostBuffers, blocks: int) -> list[torch.Tensor]:
         """A host buffer for each layer, which a GPU fills and empties while the host goes on."""
-        shapes = [((blocks, *t.shape[1:]), t.dtype) for t in self._layers]
-        return [torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned) for shape, dtype in shapes]
+        sizes = [blocks * t[0].numel() * t.element_size() for t in self._layers]
+        begins = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
+        taken = torch.from_numpy(buffers.take(begins.pop()))
+        return [
+            taken[begin : begin + size].view(t.dtype).view(blocks, *t.shape[1:])
+            for begin, size, t in zip(begins, sizes, self._layers, strict=True)
+        ]
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
@@ -228,6 +242,37 @@ class StagedMemory:
             if self._launched is not None:
                 self._stream.wait_event(self._launched)
             yield
+
+
+class HostBuffers:
+    """Host memory for copies, kept between them: fresh memory costs a page fault every few KiB, and pinning.
+
+    A buffer is free again when nothing refers to the array that `take` has given any more.
+    """
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._free: list[torch.Tensor] = []
+        # A finalizer may run in the middle of anything, so it only appends here.
+        self._returned: deque[torch.Tensor] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """An array of `size` bytes, contents undefined."""
+        with self._lock:
+            while self._returned:
+                self._free.append(self._returned.popleft())
+            self._free.sort(key=len)
+            fits = [i for i, buffer in enumerate(self._free) if size <= len(buffer) <= SPARE * size]
+            buffer = self._free.pop(fits[0]) if fits else None
+            while sum(map(len, self._free)) > KEPT_BYTES:
+                self._free.pop(0)
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+        array: Any = buffer.numpy()
+        weakref.finalize(array, self._returned.append, buffer)
+        taken: NDArray[np.uint8] = array[:size]
+        return taken
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from contextlib import contextmanager  # noqa: E402
 
 from dataplane.live.kv.holds import StepOrders  # noqa: E402
 from dataplane.live.kv.loads import Loads  # noqa: E402
-from dataplane.live.kv.memory import BlockTables, StagedMemory  # noqa: E402
+from dataplane.live.kv.memory import KEPT_BYTES, BlockTables, HostBuffers, StagedMemory  # noqa: E402
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses  # noqa: E402
 
 
@@ -151,3 +151,32 @@ def test_a_copy_that_fails_fails_the_fetch_and_never_fills_it(cuda):
 def test_words_and_bytes_are_read_alike_whatever_the_layout():
     odd = [torch.randint(0, 255, (2, 8, 15), dtype=torch.uint8).transpose(0, 1), caches(1)[0]]
     assert whole(StagedMemory(odd), [7, 0, 3]) == bytes_of(odd, [7, 0, 3])
+
+
+def test_a_buffer_is_taken_again_only_when_nothing_refers_to_it():
+    buffers = HostBuffers(is_pinned=False)
+    first = buffers.take(1000)
+    place, view = first.ctypes.data, memoryview(first)[10:20]
+    del first
+    assert buffers.take(1000).ctypes.data != place  # the view is still read
+    del view
+    assert place in {array.ctypes.data for array in (buffers.take(900), buffers.take(900))}
+
+
+def test_buffers_much_too_large_are_left_and_those_that_pile_up_are_let_go():
+    buffers = HostBuffers(is_pinned=False)
+    large = buffers.take(1 << 20)
+    place = large.ctypes.data
+    del large
+    assert buffers.take(1000).ctypes.data != place
+    kept = [buffers.take(KEPT_BYTES // 2 + 1) for _ in range(3)]
+    del kept
+    buffers.take(1)
+    assert sum(map(len, buffers._free)) <= KEPT_BYTES
+
+
+def test_layers_of_odd_sizes_share_a_buffer_without_touching_each_other():
+    layers = [torch.arange(12 * 3, dtype=torch.uint8).view(3, 12).t(), torch.zeros(12, 16, dtype=torch.uint8)]
+    memory = StagedMemory([layers[0], layers[1]])
+    views, _ = memory.read([2, 5])
+    assert [bytes(view) for view in views] == [bytes([2, 14, 26, 5, 17, 29]), bytes(32)]
