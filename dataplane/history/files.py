@@ -4,30 +4,38 @@
 holder was left by a process that was killed, and the next process packs it. A row is a request that has
 ended, from its arrival (Unix seconds) to its outcome; texts are never written. Every file reads as a trace
 (`tokenfleet plan --trace`).
+
+Where it is asked for, a row also says what its request shared with others: `hash_ids`, one for each full
+block of BLOCK_TOKENS tokens of prompt and answer, and `session`. Both are keyed BLAKE2b digests of 8 bytes, by
+a salt of the folder (`salt`, readable by its owner alone): equal blocks and names have equal digests within
+one history and in no other, and without the salt none can be tried out. An id stands for its block and all
+before it. A request of 1,000 tokens takes 120 bytes more.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import polars as pl
 
 from controlplane.errors import BadInput
 
 log = logging.getLogger(__name__)
 
-SCHEMA: Mapping[str, type[pl.DataType]] = {
+SCHEMA: Mapping[str, type[pl.DataType] | pl.DataType] = {
     "arrival_s": pl.Float64,
     "prompt_tokens": pl.Int64,
     "output_tokens": pl.Int64,
@@ -42,7 +50,12 @@ SCHEMA: Mapping[str, type[pl.DataType]] = {
     "moves": pl.Int64,
     "replays": pl.Int64,
     "model": pl.String,
+    "session": pl.String,
+    "hash_ids": pl.List(pl.UInt64),
+    "block_tokens": pl.Int64,
 }
+BLOCK_TOKENS = 64
+DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +178,7 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
         if path.stem in ids:
             continue
         try:
-            parts.append(pl.scan_parquet(path, glob=False).select(*SCHEMA).filter(within).collect())
+            parts.append(_packed(path).filter(within).collect())
         except FileNotFoundError:
             continue  # let go of meanwhile
         except (OSError, pl.exceptions.PolarsError) as error:
@@ -215,6 +228,45 @@ def history_span(folder: Path) -> tuple[int, float | None, float | None]:
         .row(0)
     )
     return int(span[0]), span[1], span[2]
+
+
+def _packed(path: Path) -> pl.LazyFrame:
+    """The rows of a packed segment; columns that an older fleet did not write are empty."""
+    rows = pl.scan_parquet(path, glob=False)
+    lacking = set(SCHEMA) - set(rows.collect_schema().names())
+    return rows.with_columns(pl.lit(None, SCHEMA[name]).alias(name) for name in lacking).select(*SCHEMA)
+
+
+class Digests:
+    """Salted digests of what requests share; the salt is made with the folder's first history."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises BadInput for a folder that cannot be written."""
+        path = folder / "salt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (
+                suppress(FileExistsError),
+                open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file,
+            ):
+                file.write(os.urandom(32))
+            self._salt = path.read_bytes()
+        except OSError as error:
+            raise BadInput(f"--data: {path}: cannot be written: {error.strerror}") from None
+
+    def name(self, name: str) -> str:
+        """Of a session's name."""
+        return hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES, key=self._salt).hexdigest()
+
+    def blocks(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the full blocks of a sequence."""
+        tokens = np.asarray(token_ids, np.uint32).tobytes()
+        size, before, ids = BLOCK_TOKENS * 4, b"", []
+        for start in range(0, len(tokens) - size + 1, size):
+            text = before + tokens[start : start + size]
+            before = hashlib.blake2b(text, digest_size=DIGEST_BYTES, key=self._salt).digest()
+            ids.append(int.from_bytes(before))
+        return ids
 
 
 def _rows_of(text: bytes) -> pl.DataFrame:

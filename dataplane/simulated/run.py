@@ -320,15 +320,26 @@ class Outcome:
     @property
     def session_s(self) -> NDArray[np.float64]:
         """[sessions] from its first request to the end of its last answer; inf: one was turned away."""
+        first_s, last_s = self._session_spans()
+        with np.errstate(invalid="ignore"):
+            return np.asarray(last_s - first_s, np.float64)
+
+    def session_ends(self, agents: int) -> tuple[NDArray[np.float64], float]:
+        """[sessions] when each ended, and until when all agents were at work."""
+        first_s, last_s = self._session_spans()
+        return last_s, float(first_s.max() if agents < len(first_s) else self.end_s)
+
+    def _session_spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[sessions] when the first request was sent, and the last answer complete."""
         if self.workload.sessions is None:
-            return np.zeros(0)
+            return np.zeros(0), np.zeros(0)
         rows = np.flatnonzero(self.workload.sessions.session >= 0)
         names, session = np.unique(self.workload.sessions.session[rows], return_inverse=True)
         first_s, last_s = np.full(len(names), np.inf), np.full(len(names), -np.inf)
         with np.errstate(invalid="ignore"):  # NaN wins: a session that has not ended has no time
             np.minimum.at(first_s, session, self.arrival_s[rows])
             np.maximum.at(last_s, session, self.finish_s[rows])
-        return np.asarray(last_s - first_s, np.float64)
+        return first_s, last_s
 
     @property
     def utilisation(self) -> float:

@@ -21,6 +21,9 @@ def row(i, **changes):
         "moves": 0,
         "replays": 0,
         "model": "m",
+        "session": None,
+        "hash_ids": None,
+        "block_tokens": None,
     } | changes
 
 

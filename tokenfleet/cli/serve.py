@@ -160,6 +160,12 @@ class ServeFlags:
             " (default: for as long as it runs; to stay where a folder is named)",
         ),
     ] = None
+    history_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--history-prefixes", help="with salted digests of what requests share, and X-Session-Id"
+        ),
+    ] = False
     history_days: Annotated[float, typer.Option(min=0.01, help="how long requests are kept there")] = 30.0
     history_mb: Annotated[int, typer.Option(min=1, help="and how much of them at most")] = 1024
     policy: Annotated[
@@ -357,6 +363,7 @@ def _settings(
         moves=checked.moves,
         data=None if asked.history is False else folder,
         history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
+        history_prefixes=asked.history_prefixes,
         move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
         move_share=asked.move_share,
         reclaim_notice=asked.reclaim_notice,

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode
 from tokenfleet.cli.flags import takes_request
 from tokenfleet.cli.plan import OutputFormat
-from tokenfleet.durations import duration_text
+from tokenfleet.durations import duration_text, parse_duration_s
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
@@ -43,6 +44,23 @@ class OneWorker:
     max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's most sequences")] = None
 
 
+@dataclass(frozen=True, slots=True)
+class SessionFlags:
+    """Sessions as load: turns that wait for answers, agents that take one session after the other."""
+
+    open_loop: Annotated[
+        bool, typer.Option("--open-loop", help="turns of sessions at their recorded times, answered or not")
+    ] = False
+    agents: Annotated[
+        int | None,
+        typer.Option(min=1, help="so many sessions run at once, each followed by the next of the trace"),
+    ] = None
+    session_time: Annotated[
+        str | None,
+        typer.Option(help="target of a whole session: 10m from its first request to its last answer"),
+    ] = None
+
+
 @takes_request(
     "slo",
     "model",
@@ -54,6 +72,8 @@ class OneWorker:
     "rate_scale",
     "window",
     "drop_too_long",
+    "prices",
+    "spot",
     "seed",
 )
 def simulate_command(
@@ -61,6 +81,7 @@ def simulate_command(
     workers: Annotated[int, typer.Option(min=1, max=MOST_WORKERS, help="how many workers")],
     worker: OneWorker,
     request: PlanRequest,
+    as_sessions: SessionFlags,
     prefix_cache: Annotated[
         bool,
         typer.Option("--prefix-cache/--no-prefix-cache", help="engines keep what requests share"),
@@ -68,10 +89,13 @@ def simulate_command(
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
-    """Replay a trace on a fleet.
+    """Replay a trace on a fleet. Turns of sessions are sent a time to think after the answers they wait for.
 
     tokenfleet simulate --trace day.csv --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
+
+    tokenfleet simulate --trace sessions.parquet --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
+    --slo ttft=2s,tpot=40ms --agents 24 --session-time 30m
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from controlplane.placement.policies import PlacementSettings
@@ -80,10 +104,17 @@ def simulate_command(
     from tokenfleet.files import refuse_unwritable, write_files
 
     profile = _profile(worker, request)
+    target_s = (
+        None
+        if as_sessions.session_time is None
+        else parse_duration_s(as_sessions.session_time, "--session-time")
+    )
+    usd_per_h = None if as_sessions.agents is None else _usd_per_h(profile, workers, request)
     specs = _specs(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
         workload, warnings = _workload(trace, request, profile)
+    workload = _as_asked(workload, as_sessions)
     warn(warnings)
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
@@ -95,15 +126,44 @@ def simulate_command(
             settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
             prefix_caching=prefix_cache,
+            agents=as_sessions.agents,
         )
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
     if output_format == OutputFormat.JSON:
-        print(json.dumps(simulation_json(outcome, wall_s), indent=1))
+        told = simulation_json(outcome, wall_s)
+        told["sessions"] = sessions_json(outcome, target_s, as_sessions.agents, usd_per_h)
+        print(json.dumps(told, indent=1))
     else:
-        show([simulation_table(outcome)])
+        table = simulation_table(outcome)
+        for name, words in sessions_rows(sessions_json(outcome, target_s, as_sessions.agents, usd_per_h)):
+            table.add_row(name, words)
+        show([table])
     return 0
+
+
+def _as_asked(workload: Workload, flags: SessionFlags) -> Workload:
+    """The workload with its sessions as the flags have them. Raises BadInput where it has none."""
+    sessions = workload.sessions
+    asked = [f"--{name.replace('_', '-')}" for name in ("agents", "session_time") if getattr(flags, name)]
+    if asked and (sessions is None or (sessions.session < 0).all()):
+        raise BadInput(f"{asked[0]}: the trace has no sessions; a column `session` names them")
+    if not flags.open_loop or sessions is None:
+        return workload
+    if flags.agents is not None:
+        raise BadInput("--open-loop: contradicts --agents, who wait for answers")
+    nothing = np.zeros(0, np.int64)
+    at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
+    return replace(workload, sessions=at_once)
+
+
+def _usd_per_h(profile: Profile, workers: int, request: PlanRequest) -> float | None:
+    """The price of the fleet; None where it is not known."""
+    from tokenfleet.planning.inputs import priced
+
+    (worker,), _ = priced([profile], request, None)
+    return None if worker.usd_per_h is None else worker.usd_per_h * workers
 
 
 def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
@@ -159,6 +219,56 @@ def _specs(
     prefill = WorkerSpec(worker, "prefill", link=kv_link(worker.gpu, request))
     decode = WorkerSpec(worker, "decode")
     return [prefill] * prefill_workers + [decode] * (workers - prefill_workers)
+
+
+def sessions_json(
+    outcome: Outcome, target_s: float | None, agents: int | None, usd_per_h: float | None
+) -> dict[str, Any] | None:
+    """What became of the sessions; None for a workload without any.
+
+    With agents, sessions an hour are counted while all agents work: until the last session begins, or, where
+    there are no more sessions than agents, until the end.
+    """
+    sessions = outcome.workload.sessions
+    if sessions is None or (sessions.session < 0).all():
+        return None
+    took_s = outcome.session_s
+    ended_s = took_s[np.isfinite(took_s)]
+    of_sessions = sessions.session >= 0
+    told: dict[str, Any] = {
+        "sessions": len(took_s),
+        "completed": len(ended_s),
+        "session_s": {f"p{q}": float(np.percentile(ended_s, q)) if len(ended_s) else None for q in (50, 90)},
+        "turns_attainment": round(float(outcome.met[of_sessions].mean()), 6),
+    }
+    if target_s is not None:
+        told |= {"session_target_s": target_s, "within_target": round(float((took_s <= target_s).mean()), 6)}
+    if agents is not None:
+        ends_s, until_s = outcome.session_ends(agents)
+        an_hour = float((ends_s <= until_s).sum()) / until_s * 3600.0 if until_s > 0 else 0.0
+        usd = usd_per_h / an_hour if usd_per_h is not None and an_hour > 0 else None
+        told |= {"agents": agents, "sessions_per_h": an_hour, "usd_per_session": usd}
+    return told
+
+
+def sessions_rows(told: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The same for a terminal."""
+    from tokenfleet.report.tables import share_text
+
+    if told is None:
+        return []
+    rows = [("sessions", f"{told['completed']:,} of {told['sessions']:,} completed")]
+    if told["completed"]:
+        p50, p90 = (duration_text(told["session_s"][q]) for q in ("p50", "p90"))
+        rows.append(("time to finish", f"p50 {p50}, p90 {p90}"))
+    rows.append(("turns' attainment", share_text(told["turns_attainment"])))
+    if "within_target" in told:
+        rows.append((f"within {duration_text(told['session_target_s'])}", share_text(told["within_target"])))
+    if "agents" in told:
+        usd = told["usd_per_session"]
+        priced = "" if usd is None else f", ${usd:.3g} a session"
+        rows.append((f"{told['agents']} agents", f"{told['sessions_per_h']:.1f} sessions/h{priced}"))
+    return rows
 
 
 def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
@@ -217,7 +327,7 @@ def requests_csv(outcome: Outcome) -> str:
         pl.DataFrame(
             {
                 "request": range(len(workload)),
-                "arrival_s": workload.arrival_s,
+                "arrival_s": outcome.arrival_s,
                 "prompt_tokens": workload.prompt_tokens,
                 "output_tokens": workload.output_tokens,
                 "worker": outcome.worker,
@@ -228,7 +338,7 @@ def requests_csv(outcome: Outcome) -> str:
             }
         )
         .with_columns(
-            pl.col("first_token_s", "finish_s").fill_nan(None),
+            pl.col("arrival_s", "first_token_s", "finish_s").fill_nan(None),
             never if cached is None else pl.Series("cached_tokens", cached).replace(-1, None),
         )
         .write_csv()

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +17,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from controlplane.errors import BadInput
+from tokenfleet.cli.flags import takes
 from tokenfleet.files import refuse_to_replace
 from tokenfleet.traces.check import as_json, as_tables, check
 from tokenfleet.traces.distributions import PUBLISHED_SEED
 from tokenfleet.traces.readers import read_trace
-from tokenfleet.traces.synth import synthesise
+from tokenfleet.traces.synth import SESSION_THINK, SessionLaws, synthesise, synthesise_sessions
 from tokenfleet.traces.trace import Trace
 from tokenfleet.traces.writers import kind_for, write_trace
 
@@ -50,38 +52,42 @@ class Output(StrEnum):
 
 @trace_app.command(
     "check",
-    epilog="Example: tokenfleet trace check examples/sample_trace.csv --format json",
+    epilog="Example: tokenfleet trace check examples/sample_trace.csv --model llama-3.1-8b --format json",
 )
 def check_command(
     file: Annotated[Path, typer.Argument(help="a trace in any known format", show_default=False)],
     output: Annotated[Output, typer.Option("--format", help="table or json on stdout")] = Output.TABLE,
+    model: Annotated[
+        str | None,
+        typer.Option(help="hold the reuse of prefixes against the KV of its workers", show_default=False),
+    ] = None,
 ) -> None:
-    """Say what in a trace could make a plan from it wrong.
+    """Say what in a trace could make a plan from it wrong, and what of it a prefix cache could serve.
 
     Order, duplicates, units, lengths, gaps, bursts, drift, and whether it is long enough to judge a p99.
     Exit code 0, with or without warnings; 2 if the file cannot be used.
     """
+    kv_tokens = {} if model is None else _kv_tokens(model)
     checkup = check(_read(file))
     if output is Output.JSON:
-        print(json.dumps(as_json(checkup), ensure_ascii=False, indent=1))
+        print(json.dumps(as_json(checkup, kv_tokens), ensure_ascii=False, indent=1))
         return
     console = Console(no_color=_plain(), highlight=False)
-    for part in as_tables(checkup):
+    for part in as_tables(checkup, kv_tokens):
         console.print(part)
 
 
-@trace_app.command(
-    "synth",
-    epilog="Example: tokenfleet trace synth --arrivals gamma:5:2 --lengths S-L --requests 10000 --out t.csv",
-)
-def synth_command(
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """The flags of a trace that is made up."""
+
     arrivals: Annotated[
         str,
         typer.Option(
             help="poisson:RATE, gamma:RATE:CV or diurnal:LOW:HIGH:PERIOD_S[:CV]; rates per second",
             show_default=False,
         ),
-    ],
+    ]
     lengths: Annotated[
         str,
         typer.Option(
@@ -89,27 +95,55 @@ def synth_command(
             " fixed:PROMPT:OUTPUT, fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV",
             show_default=False,
         ),
-    ],
-    requests: Annotated[int, typer.Option(help="how many", show_default=False)],
-    out: Annotated[Path, typer.Option(help="FILE.csv, .jsonl or .parquet", show_default=False)],
+    ]
+    requests: Annotated[int, typer.Option(help="how many", show_default=False)]
+    out: Annotated[Path, typer.Option(help="FILE.csv, .jsonl or .parquet", show_default=False)]
+    turns: Annotated[
+        str | None, typer.Option(help="sessions of fixed:N, uniform:LOW:HIGH or lognormal:MEAN:CV turns")
+    ] = None
+    think: Annotated[str, typer.Option(help="seconds before each further turn, by the same laws")] = (
+        SESSION_THINK
+    )
+    system_tokens: Annotated[int, typer.Option(help="a system prompt that all sessions share", min=0)] = 0
+    context_tokens: Annotated[int, typer.Option(help="sessions end before they are longer", min=2)] = 131_072
     seed: Annotated[
         int, typer.Option(help="same seed, same trace; the default is the published workloads'")
-    ] = PUBLISHED_SEED,
+    ] = PUBLISHED_SEED
     decimals: Annotated[
         int, typer.Option(help="arrival times are rounded to this many; -1 keeps all", min=-1, max=15)
-    ] = 6,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace FILE if it exists")] = False,
-) -> None:
+    ] = 6
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace FILE if it exists")] = False
+
+
+@trace_app.command(
+    "synth",
+    epilog="Example: tokenfleet trace synth --arrivals gamma:5:2 --lengths S-L --requests 10000 --out t.csv",
+)
+@takes(MadeUp)
+def synth_command(asked: MadeUp) -> None:
     """Make up a trace: arrivals from one law, lengths from another.
 
-    `--lengths S-S --requests 10000` (likewise M-M, L-L, S-L ...) are the workloads of the Llumnix paper.
+    `--lengths S-S --requests 10000` (likewise M-M, L-L, S-L ...) are the workloads of the Llumnix paper. With
+    `--turns`, arrivals are those of sessions and lengths those of a turn's message and answer. Chats:
+    `--turns lognormal:5:1 --lengths lognormal:200:1-lognormal:300:1 --system-tokens 1000`. Agents: `--turns
+    lognormal:50:1 --think lognormal:5:1.5 --lengths lognormal:1500:2-lognormal:300:1 --system-tokens 20000`.
     """
-    kind_for(out, "plain")
-    refuse_to_replace(out, overwrite)
-    workload = synthesise(arrivals, lengths, requests, seed)
-    if decimals >= 0:
-        workload = replace(workload, arrival_s=np.round(workload.arrival_s, decimals))
-    _write(Trace(name=out.name, format="plain", workload=workload), out, "plain", overwrite)
+    kind_for(asked.out, "plain")
+    refuse_to_replace(asked.out, asked.overwrite)
+    systems = None
+    if asked.turns is None:
+        if asked.think != SESSION_THINK or asked.system_tokens:
+            raise BadInput("--think, --system-tokens: of sessions; give --turns too")
+        workload = synthesise(asked.arrivals, asked.lengths, asked.requests, asked.seed)
+    else:
+        laws = SessionLaws(asked.turns, asked.think, asked.system_tokens, asked.context_tokens)
+        workload, systems = synthesise_sessions(
+            asked.arrivals, asked.lengths, asked.requests, laws, asked.seed
+        )
+    if asked.decimals >= 0:
+        workload = replace(workload, arrival_s=np.round(workload.arrival_s, asked.decimals))
+    made = Trace(asked.out.name, "plain", workload, systems=systems, from_lengths=asked.turns is not None)
+    _write(made, asked.out, "plain", asked.overwrite)
 
 
 @trace_app.command(
@@ -124,8 +158,8 @@ def convert_command(
 ) -> None:
     """Rewrite a trace in another format.
 
-    plain keeps all that is known; mooncake (.jsonl) keeps whole milliseconds, and its hash_ids share no
-    prefixes; azure (.csv) keeps arrival dates and lengths.
+    plain keeps all that is known; mooncake (.jsonl) keeps whole milliseconds and the prefixes that prompts
+    share, in blocks of 512 tokens; azure (.csv) keeps arrival dates and lengths.
     """
     kind_for(target, to.value)
     refuse_to_replace(target, overwrite)
@@ -133,6 +167,13 @@ def convert_command(
     for warning in trace.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _write(trace, target, to.value, overwrite)
+
+
+def _kv_tokens(model: str) -> dict[str, int]:
+    """The KV memory of the model's types of worker. Raises ProfileMissing."""
+    from tokenfleet.profiles.library import find_profiles
+
+    return {p.type_name: p.kv.capacity_tokens for p in find_profiles(model)}
 
 
 @contextmanager

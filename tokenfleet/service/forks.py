@@ -23,6 +23,7 @@ FEWEST_REQUESTS = 100
 SHORTEST_S = 60.0
 KEPT_FORKS = 50
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant")
+SHARED = ("session", "hash_ids", "block_tokens", "ttft_s", "tpot_s")  # where a history keeps prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def fork(data: Path, since: str, now_s: float, into: Path) -> Fork:
     until = datetime.fromtimestamp(now_s, UTC)
     into.mkdir(parents=True, exist_ok=True)
     path = into / f"last-{since.strip().replace(' ', '')}-until-{until:%Y%m%dT%H%M%S}Z.parquet"
-    served.select(COLUMNS).write_parquet(path)
+    shared = SHARED if served["hash_ids"].is_not_null().any() else ()
+    served.select(*COLUMNS, *shared).write_parquet(path)
     return Fork(path, f"the last {since} until {until:%Y-%m-%d %H:%M} UTC", tuple(warnings))
 
 

@@ -7,6 +7,7 @@ trace; none stops it from being used.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tokenfleet.traces.reuse import KEEPS, Reuse, reuse_of
 from tokenfleet.traces.shape import ASKED_HALF_WIDTH, JUDGED_SHARE, Shape, Tail, half_width, shape_of
 from tokenfleet.traces.trace import Trace
 
@@ -47,6 +49,7 @@ class Checkup:
     trace: Trace
     shape: Shape
     findings: tuple[Finding, ...]
+    reuse: Reuse | None
 
     @property
     def warnings(self) -> int:
@@ -57,8 +60,12 @@ class Checkup:
 def check(trace: Trace) -> Checkup:
     """Look at everything that could make a plan from this trace wrong."""
     shape = shape_of(trace.workload)
+    return Checkup(trace, shape, _findings(trace, shape), reuse_of(trace.workload))
+
+
+def _findings(trace: Trace, shape: Shape) -> tuple[Finding, ...]:
     look = (_order, _duplicates, _units, _resolution, _lengths, _empty, _gaps, _bursts, _drift, _enough)
-    return Checkup(trace, shape, tuple(each(trace, shape) for each in look))
+    return tuple(each(trace, shape) for each in look)
 
 
 # The others a plan takes into account: it replays the bursts, schedules the drift, and bounds what a short
@@ -70,7 +77,7 @@ def doctor_warnings(trace: Trace) -> list[str]:
     """The findings that would mislead a plan made from the trace, a line each."""
     if len(trace) == 0:
         return []
-    warning = (f for f in check(trace).findings if f.warns and f.name in MISLEAD_A_PLAN)
+    warning = (f for f in _findings(trace, shape_of(trace.workload)) if f.warns and f.name in MISLEAD_A_PLAN)
     return [f"{trace.name}: {finding.name}: {finding.words}" for finding in warning]
 
 
@@ -207,8 +214,11 @@ def sparkline(values: NDArray[np.float64]) -> str:
     return "".join(BARS[level] if value > 0 else " " for level, value in zip(levels, values, strict=True))
 
 
-def as_tables(checkup: Checkup) -> list[RenderableType]:
-    """The checkup for a terminal: the trace, its lengths, each finding, and a verdict."""
+def as_tables(checkup: Checkup, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
+    """The checkup for a terminal: the trace, its lengths, each finding, what is reused, and a verdict.
+
+    `kv_tokens`: the KV memory of types of worker, by their names.
+    """
     trace, shape = checkup.trace, checkup.shape
     head = f"{trace.name} ({trace.format}): {shape.requests} requests in {shape.duration_s:.1f} s"
     parts: list[RenderableType] = [Text(f"{head}, {shape.rate_rps:.3g}/s", style="bold")]
@@ -229,10 +239,49 @@ def as_tables(checkup: Checkup) -> list[RenderableType]:
         table.add_row(finding.name, mark, Text(finding.words))
     ignored = [Text(warning, style="yellow") for warning in trace.warnings]
     verdict = f"warnings: {checkup.warnings or 'none'}"
-    return [*parts, lengths, table, *ignored, Text(verdict)]
+    reused = [] if checkup.reuse is None else _reuse_tables(checkup.reuse, kv_tokens)
+    return [*parts, lengths, table, *reused, *ignored, Text(verdict)]
 
 
-def as_json(checkup: Checkup) -> dict[str, Any]:
+def _reuse_tables(reuse: Reuse, kv_tokens: Mapping[str, int]) -> list[RenderableType]:
+    """What of the prompts a prefix cache could serve."""
+    words = f"prefixes: {reuse.ideal:.1%} of the prompt tokens could be hits, every block ever seen kept"
+    if reuse.within_tokens is not None:
+        within = reuse.within_tokens / reuse.prompt_tokens
+        words += f" ({within:.1%} within sessions, {reuse.ideal - within:.1%} only across)"
+    parts: list[RenderableType] = [Text(words)]
+    if not len(reuse.hits):
+        return parts
+    median, working_set = reuse.distance(0.5), reuse.distance(KEEPS)
+    told = f"reused after {median:,.0f} unique tokens in the median, p90 {working_set:,.0f} (the working set)"
+    parts.append(Text(f"{told}; {reuse.unique_tokens:,} unique tokens in all"))
+    if kv_tokens:
+        table = Table()
+        for column in ("worker", "KV tokens", "hit rate of one", "workers that hold the working set"):
+            table.add_column(column, justify="left" if column == "worker" else "right")
+        for name, tokens in kv_tokens.items():
+            row = (f"{tokens:,}", f"{reuse.kept(tokens):.1%}", f"{max(math.ceil(working_set / tokens), 1)}")
+            table.add_row(name, *row)
+        parts.append(table)
+    return parts
+
+
+def _reuse_json(reuse: Reuse, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
+    within, hits = reuse.within_tokens, len(reuse.hits) > 0
+    return {
+        "ideal_hit_rate": reuse.ideal,
+        "within_sessions": None if within is None else within / reuse.prompt_tokens,
+        "across_sessions": None if within is None else reuse.ideal - within / reuse.prompt_tokens,
+        "distance_tokens": {"p50": reuse.distance(0.5), "p90": reuse.distance(KEEPS)} if hits else None,
+        "unique_tokens": reuse.unique_tokens,
+        "workers": [
+            {"worker": name, "kv_tokens": tokens, "hit_rate": reuse.kept(tokens)}
+            for name, tokens in kv_tokens.items()
+        ],
+    }
+
+
+def as_json(checkup: Checkup, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
     """The same for programs; figures that are not defined are null."""
     trace, shape = checkup.trace, checkup.shape
     return {
@@ -266,6 +315,7 @@ def as_json(checkup: Checkup) -> dict[str, Any]:
             {"name": finding.name, "level": "warning" if finding.warns else "ok", "found": finding.words}
             for finding in checkup.findings
         ],
+        "prefixes": None if checkup.reuse is None else _reuse_json(checkup.reuse, kv_tokens),
         "reading": trace.warnings,
         "warnings": checkup.warnings,
     }

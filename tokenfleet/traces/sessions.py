@@ -36,8 +36,9 @@ class Rows:
     arrival_s: Floats
 
     def has(self, *names: str) -> bool:
-        """Whether the file has all these columns."""
-        return all(name in self.form.shared for name in names)
+        """Whether the file has all these columns, with something in each."""
+        told = self.form.shared
+        return all(name in told and self.table[name].is_not_null().any() for name in names)
 
     def whole(self, name: str) -> Ints:
         """A column of whole numbers; -1 where there is none."""

@@ -4,6 +4,12 @@
     lengths    a name (S, M, L, azure-conv, sharegpt), or one for prompts and one for outputs: S-L
                fixed:PROMPT:OUTPUT · or a side each of fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV
 
+    turns, think times (seconds)   a side as above: fixed:N, uniform:LOW:HIGH, lognormal:MEAN:CV
+
+With turns, arrivals are those of sessions, and the two lengths those of a turn's message and answer: its
+prompt is all that came before in its session and the message. Recorded times take 20 ms for each token of an
+answer.
+
 Prompts, outputs and gaps are drawn in this order from one legacy RandomState: its stream never changes
 between numpy versions, and with the published seed `S-S`, `M-M`, `L-L` are Llumnix's workloads.
 """
@@ -11,16 +17,21 @@ between numpy versions, and with the published seed `S-S`, `M-M`, `L-L` are Llum
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
+from controlplane.prefixes import Sessions
 from controlplane.workload import Workload
 from tokenfleet.traces import distributions as arrivals
 from tokenfleet.traces.distributions import NAMED, PUBLISHED_SEED, LengthMix, Lognormal, Side, Uniform
+from tokenfleet.traces.identity import SystemPrompts, follow_lengths
 
 MOST_REQUESTS = 50_000_000
+SYNTH_TOKEN_S = 0.02
+SESSION_THINK = "lognormal:30:1.5"
 
 Arrive = Callable[[int, arrivals.Randomness], NDArray[np.float64]]
 ARRIVALS = {
@@ -44,6 +55,74 @@ def synthesise(arrival_law: str, lengths: str, requests: int, seed: int = PUBLIS
     rng = np.random.RandomState(seed)  # legacy: the published workloads' stream
     prompt_tokens, output_tokens = mix.draw(requests, rng)
     return Workload(arrive(requests, rng), prompt_tokens, output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLaws:
+    """Laws of sessions: their turns, the seconds to think before each but the first, the tokens of a system
+    prompt that all share, and the context beyond which a session has no further turn.
+    """
+
+    turns: str
+    think: str = SESSION_THINK
+    system_tokens: int = 0
+    context_tokens: int = 131_072
+
+
+def synthesise_sessions(
+    arrival_law: str, lengths: str, requests: int, laws: SessionLaws, seed: int = PUBLISHED_SEED
+) -> tuple[Workload, SystemPrompts | None]:
+    """At most so many requests of sessions, and their system prompt; raises BadInput as `synthesise` does."""
+    load = synthesise(arrival_law, lengths, requests, seed)
+    rng = np.random.RandomState((seed + 1) % 2**32)
+    turns = _side("--turns", laws.turns, 1.0).draw(requests, rng)
+    think_s = _side("--think", laws.think, 1000.0).draw(requests, rng) / 1000.0
+    sessions = int(np.searchsorted(np.cumsum(turns), requests)) + 1
+    session = np.repeat(np.arange(sessions), turns[:sessions])[:requests]
+    first = np.searchsorted(session, session)
+    message, answer = load.prompt_tokens, load.output_tokens
+    end = np.cumsum(message + answer)
+    context = laws.system_tokens + end - (end - message - answer)[first]
+    kept = context <= laws.context_tokens
+    if not kept.any():
+        raise BadInput(f"--context-tokens: {laws.context_tokens}, expected room for a turn of --lengths")
+    follows = first < np.arange(requests)
+    passed_s = np.cumsum(np.where(follows, think_s + SYNTH_TOKEN_S * np.append(0, answer[:-1]), 0.0))
+    arrival_s = load.arrival_s[session] + passed_s - passed_s[first]
+    order = np.lexsort((np.arange(requests), arrival_s))
+    order = order[kept[order]]
+    place = np.full(requests, -1)
+    place[order] = np.arange(len(order))
+    before = np.where(follows, place[np.arange(requests) - 1], -1)[order]
+    prompt, output = (context - answer)[order], answer[order]
+    systems = None
+    if laws.system_tokens:
+        systems = SystemPrompts(("shared",), np.array([laws.system_tokens]), np.zeros(len(order), np.int64))
+    waits = before >= 0
+    return Workload(
+        arrival_s[order],
+        prompt,
+        output,
+        prefixes=follow_lengths(prompt, output, before, systems),
+        sessions=Sessions(
+            np.unique(session[order], return_inverse=True)[1],
+            np.concatenate([[0], np.cumsum(waits)]),
+            before[waits],
+            np.where(waits, think_s[order], 0.0),
+        ),
+    ), systems
+
+
+def _side(flag: str, text: str, unit: float) -> Side:
+    """A law of whole numbers, its figures given in units of so many."""
+    kind, *words = text.split(":")
+    if kind not in SIDES:
+        raise BadInput(f"{flag}: {text!r}, expected one of {_forms(SIDES)}")
+    first, *rest = _figures(flag, text, words, SIDES[kind])
+    if kind == "lognormal":
+        return Lognormal(first * unit, rest[0])
+    low, high = round(first * unit), round((rest[0] if rest else first) * unit)
+    return Uniform(low, high)
 
 
 def arrival_law_of(text: str) -> Arrive:

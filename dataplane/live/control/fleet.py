@@ -97,6 +97,7 @@ class FleetSettings:
     moves: bool = True
     data: Path | None = None
     history_limits: HistoryLimits | None = None
+    history_prefixes: bool = False
     move_bytes_per_s: float | None = None
     move_share: float | None = None
     reclaim_notice: str | None = None
@@ -129,7 +130,13 @@ async def run_fleet(
         cleanup.callback(control_socket.close)
 
         events, metrics = EventLog(), Metrics()
-        history = History(PRIOR_OUTPUT_TOKENS, settings.data, settings.gateway.model, settings.history_limits)
+        history = History(
+            PRIOR_OUTPUT_TOKENS,
+            settings.data,
+            settings.gateway.model,
+            settings.history_limits,
+            settings.history_prefixes,
+        )
         cleanup.callback(history.close)
         profiles = {t.name: t.known_profile for t in settings.types if t.known_profile is not None}
         step_times = StepTimes(profiles, events)

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
-from dataplane.history.files import HistoryLimits, HistoryWriter, last_lengths
+from dataplane.history.files import BLOCK_TOKENS, Digests, HistoryLimits, HistoryWriter, last_lengths
 from dataplane.live.engine_api.link import Telemetry
 from dataplane.live.gateway.metrics import PRIORITY_NAMES
 from dataplane.live.gateway.request import Tracked
@@ -37,7 +37,8 @@ class History:
 
     The last requests of the same model that the folder knows are remembered from the start, so that a fleet
     that begins anew predicts as it did. `prior_tokens` is expected of every output until enough has been
-    seen. Raises BadInput for a folder that cannot be written.
+    seen. With `prefixes` rows say, in salted digests, what requests share. Raises BadInput for a folder that
+    cannot be written.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class History:
         folder: Path | None = None,
         model: str = "",
         limits: HistoryLimits | None = None,
+        prefixes: bool = False,
     ) -> None:
         self.lengths = LengthTable.constant(prior_tokens)
         self._model = model
@@ -56,6 +58,7 @@ class History:
         self._last_step: dict[str, int] = {}
         self._folder = folder
         self._requests = None
+        self._digests = Digests(folder / "history") if folder is not None and prefixes else None
         if folder is not None:
             self._remember(folder / "history")
             self._requests = HistoryWriter(folder / "history", limits or HistoryLimits())
@@ -111,6 +114,19 @@ class History:
             "moves": tracked.moves,
             "replays": tracked.replays,
             "model": self._model,
+            **self._shared(tracked),
+        }
+
+    def _shared(self, tracked: Tracked) -> dict[str, object]:
+        """Digests of a request's blocks and session; 1.5 µs a block."""
+        if self._digests is None:
+            return {"session": None, "hash_ids": None, "block_tokens": None}
+        session = tracked.ticket.session
+        tokens = [*(tracked.request.prompt_token_ids or ()), *tracked.output_token_ids]
+        return {
+            "session": self._digests.name(session) if session else None,
+            "hash_ids": self._digests.blocks(tokens),
+            "block_tokens": BLOCK_TOKENS,
         }
 
     def add_step(self, load: Telemetry) -> None:

@@ -34,6 +34,8 @@ TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 PRIORITY_HEADER = "x-tokenfleet-priority"
 IDEMPOTENCY_HEADER = "idempotency-key"
+SESSION_HEADER = "x-session-id"
+LONGEST_SESSION = 256  # characters
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 MAX_BODY_BYTES = 64 << 20
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -207,7 +209,8 @@ async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], re
     wait_s = await policy.allow(key)
     if wait_s > 0:
         raise _too_busy("requests", f"key {key.name} is over its limit of {key.limits_text}", wait_s)
-    return Ticket(request_id, key.name, slo, min(PRIORITIES[priority], key.max_priority))
+    session = headers.get(SESSION_HEADER, "")[:LONGEST_SESSION]
+    return Ticket(request_id, key.name, slo, min(PRIORITIES[priority], key.max_priority), session=session)
 
 
 class _Body:

@@ -126,7 +126,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class Ticket:
-    """One HTTP request. The first five come with it, the rest is written by the fleet.
+    """One HTTP request. The first five and `session` come with it, the rest is written by the fleet.
 
     `sent_s`: when another process sent it here, on this machine's monotonic clock; None where none did.
     `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
@@ -144,6 +144,7 @@ class Ticket:
     failure: str | None = None
     client_left: bool = False
     answered: bool = False
+    session: str = ""
     requests: list[RequestId] = field(default_factory=list)
 
 

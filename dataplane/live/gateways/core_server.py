@@ -191,7 +191,8 @@ class CoreServer:
     async def _add(self, gateway: Connected, new: NewRequest, request: EngineCoreRequest) -> None:
         at = gateway.tickets.get(new.ticket)
         if at is None:
-            ticket = Ticket(new.id, new.key, Slo(new.ttft_s, new.tpot_s), new.priority)
+            slo = Slo(new.ttft_s, new.tpot_s)
+            ticket = Ticket(new.id, new.key, slo, new.priority, session=new.session)
             at = gateway.tickets[new.ticket] = OpenTicket(new.ticket, ticket)
         at.parts += 1
         at.ticket.sent_s = new.sent_s

@@ -139,6 +139,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             ticket.slo.tpot_s,
             ticket.priority,
             time.monotonic(),
+            ticket.session,
         )
         if self._is_gone:
             self._fail(name, GONE)

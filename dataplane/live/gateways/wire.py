@@ -54,6 +54,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     tpot_s: float
     priority: int
     sent_s: float
+    session: str
 
 
 class TicketNews(msgspec.Struct, array_like=True, frozen=True):

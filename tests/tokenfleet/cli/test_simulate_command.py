@@ -11,6 +11,12 @@ from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import write_profile
 
 
+PRICES = """schema: tokenfleet.prices/1
+prices:
+- {gpu: made-gpu, on_demand: 2.0, date: 2026-11-01, source: made up}
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A trace and a profile."""
@@ -119,3 +125,64 @@ def test_headroom_keeps_high_priority_requests_in_time(
     assert decode_ms("--priority-headroom", "0.9") < 0.9 * decode_ms()
     assert simulated(folder, "--priority-headroom", "1") == 2
     assert "--priority-headroom: must be at least 0 and at most 0.9, got 1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def talks(folder: Path) -> Path:
+    """Chats of four turns in place of the trace."""
+    words = "--arrivals poisson:1 --lengths fixed:100:20 --turns fixed:4 --think fixed:3 --requests 40"
+    (folder / "trace.csv").unlink()
+    assert main(["trace", "synth", *words.split(), "--out", f"{folder}/trace.csv"]) == 0
+    return folder
+
+
+def test_sessions_are_replayed_in_a_closed_loop_and_told(
+    talks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = f"{talks}/requests.csv"
+    assert simulated(talks, "--per-request", rows, "--session-time", "1m", "--format", "json") == 0
+    told = json.loads(capsys.readouterr().out)["sessions"]
+    assert (told["sessions"], told["completed"], told["within_target"]) == (10, 10, 1.0)
+    assert 9.0 < told["session_s"]["p50"] <= told["session_s"]["p90"] < 30.0
+    sent = pl.read_csv(rows)
+    recorded = pl.read_csv(talks / "trace.csv")
+    last = recorded.with_columns(sent["arrival_s"].alias("sent_s"), sent["finish_s"]).sort("session", "turn")
+    gaps = last.with_columns(pl.col("finish_s").shift(1).over("session").alias("before_s"))
+    waited = gaps.filter(pl.col("turn") > 0).select(pl.col("sent_s") - pl.col("before_s")).to_series()
+    assert waited.to_list() == pytest.approx([3.0] * 30, abs=1e-6)
+    assert simulated(talks, "--per-request", rows, "--open-loop", "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["sessions"]["completed"] == 10
+    assert pl.read_csv(rows)["arrival_s"].to_list() == pytest.approx(recorded["arrival_s"].to_list())
+
+
+def test_agents_finish_so_many_sessions_an_hour_at_a_price(
+    talks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (talks / "prices.yaml").write_text(PRICES)
+    assert simulated(talks, "--agents", "2", "--prices", f"{talks}/prices.yaml", "--format", "json") == 0
+    told = json.loads(capsys.readouterr().out)["sessions"]
+    one_s = told["session_s"]["p50"]
+    assert told["sessions_per_h"] == pytest.approx(2 * 3600 / one_s, rel=0.05)
+    assert told["usd_per_session"] == pytest.approx(3 * 2.0 / told["sessions_per_h"])
+    assert simulated(talks, "--agents", "2", "--prices", f"{talks}/prices.yaml") == 0
+    assert "sessions/h, $" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--agents", "2"), "--agents: the trace has no sessions"),
+        (("--session-time", "2m"), "--session-time: the trace has no sessions"),
+        (("--session-time", "2"), "--session-time"),
+    ],
+)
+def test_what_needs_sessions_is_refused_without_any(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert simulated(folder, *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_agents_are_never_in_an_open_loop(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(talks, "--agents", "2", "--open-loop") == 2
+    assert "contradicts --agents" in capsys.readouterr().err

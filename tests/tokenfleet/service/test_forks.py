@@ -3,6 +3,7 @@
 import json
 import time
 
+import polars as pl
 import pytest
 from made_history import row, written
 
@@ -101,3 +102,28 @@ def test_the_verbs_plan_from_history(tmp_path, capsys):
     assert grid["scenarios"][0]["plan"]["inputs"]["requests"] == 300
     assert main(["plan", *asked[:1], "10s", *asked[2:]]) == 2
     assert "a plan needs at least" in capsys.readouterr().err
+
+
+def test_a_fork_carries_the_sessions_and_prefixes_that_a_history_keeps(tmp_path):
+    ids = [2**63 + k for k in range(4)]
+    rows = [
+        row(i, arrival_s=NOW_S - 3000 + 5 * i, prompt_tokens=256, output_tokens=2, ttft_s=1.0, tpot_s=0.5)
+        | {"session": str(i % 3), "hash_ids": [*ids[: 1 + i % 3], 7 + i], "block_tokens": 64}
+        for i in range(400)
+    ]
+    written(tmp_path / "history", rows)
+    load = read_trace(fork(tmp_path, "1h", NOW_S, tmp_path / "forks").path).workload
+    assert load.prefixes.block_tokens == 64
+    assert [len(load.prefixes.of(r)) for r in range(3)] == [1, 2, 3]
+    assert set(load.prefixes.of(2)[:2]) == set(load.prefixes.of(1))
+    assert load.sessions.session[:4].tolist() == [0, 1, 2, 0]
+    assert load.sessions.before.tolist() == list(range(397))
+    assert set(load.sessions.think_s[3:].tolist()) == {13.5}
+
+
+def test_rows_of_an_older_fleet_are_read_beside_new_ones(tmp_path):
+    served(tmp_path, 200)
+    for path in (tmp_path / "history").glob("*.parquet"):
+        pl.read_parquet(path).drop("session", "hash_ids", "block_tokens").write_parquet(path)
+    served(tmp_path, 10, first_s=NOW_S - 100)
+    assert len(read_trace(fork(tmp_path, "1h", NOW_S, tmp_path / "forks").path)) == 210

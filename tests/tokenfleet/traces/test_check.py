@@ -96,7 +96,7 @@ def test_requests_at_one_instant_have_no_rate() -> None:
 def test_what_is_not_defined_is_said_in_words_and_is_null_in_json(arrival_s: NDArray[np.float64]) -> None:
     checkup = check(with_arrivals(arrival_s))
     assert not [f.words for f in checkup.findings if "nan" in f.words]
-    json.dumps(as_json(checkup), allow_nan=False)
+    json.dumps(as_json(checkup, {}), allow_nan=False)
 
 
 def test_milliseconds_since_1970_read_as_seconds_are_suspected_at_any_rate(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_milliseconds_since_1970_read_as_seconds_are_suspected_at_any_rate(tmp_p
 def test_the_shortest_traces_can_be_looked_at(requests: int) -> None:
     checkup = check(healthy(requests))
     assert "enough for p99" in warned(healthy(requests))
-    assert as_json(checkup)["requests"] == requests
+    assert as_json(checkup, {})["requests"] == requests
 
 
 def test_fifteen_hundred_requests_judge_ninety_nine_percent_to_half_a_point() -> None:

@@ -66,8 +66,8 @@ def reads_or_refuses(file: Path, content: bytes) -> None:
         return
     assert len(trace) > 0
     checkup = check(trace)
-    assert as_json(checkup)["requests"] == len(trace)
-    assert as_tables(checkup)
+    assert as_json(checkup, {})["requests"] == len(trace)
+    assert as_tables(checkup, {})
 
 
 @given(st.binary(max_size=300))

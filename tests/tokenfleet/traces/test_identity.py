@@ -217,7 +217,7 @@ def test_a_parent_waits_for_its_sub_agents_and_recorded_times_agree(tmp_path: Pa
         (f"{TALK}\n0,9,1,a,0\n5,9,1,a,0\n", "row 2: turn: 0, which session 'a' has already"),
         (f"{TALK}\n0,9,1,a,1\n5,9,1,a,0\n", "row 1: turn: 1 of session 'a' was sent 5 s before turn 0"),
         (f"{TALK}\n0,9,1,a,-1\n", "row 1: turn: '-1', expected a whole number, at least 0"),
-        (f"{TALK}\n0,9,1,a,\n", "row 1: turn: no value"),
+        (f"{TALK}\n0,9,1,a,\n1,9,1,b,0\n", "row 1: turn: no value"),
         (f"{TALK},think_s\n0,9,1,a,0,-1\n", "row 1: think_s: '-1', expected seconds, not negative"),
         (f"{TALK},after\n0,9,1,a,0,1\n1,9,1,a,1,\n", "row 1: after: 1, expected an earlier turn"),
         (f"{TALK},after\n0,9,1,a,0,\n1,9,1,b,1,0\n", "row 2: after: 0, expected an earlier turn"),

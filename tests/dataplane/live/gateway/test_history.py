@@ -4,13 +4,16 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 from checkout import ROOT
 from made_history import row, written
 
-from dataplane.history.files import HistoryLimits, last_lengths
+from controlplane.types import Slo
+from dataplane.history.files import Digests, HistoryLimits, last_lengths, read_history
 from dataplane.live.gateway.history import History
+from dataplane.live.gateway.request import Ticket, Tracked
 
 KILLED = """
 import json, os, signal, sys
@@ -59,3 +62,42 @@ def test_a_start_reads_the_latest_requests_and_no_more_than_it_is_allowed(tmp_pa
         path.write_bytes(b"torn")
     assert last_lengths(tmp_path, "m", 1000)["prompt_tokens"].to_list() == whole[18:]
     assert len(last_lengths(tmp_path / "none", "m", 10)) == 0
+
+
+def ended(tokens, output=(), session=""):
+    request = SimpleNamespace(request_id="r", prompt_token_ids=list(tokens), sampling_params=None)
+    ticket = Ticket("", "", Slo(1.0, 0.1), 0, session=session)
+    return Tracked(request, ticket, 0.0, 1, output_token_ids=list(output))
+
+
+def test_rows_say_in_digests_what_requests_share_where_it_is_asked_for(tmp_path):
+    history = History(256.0, tmp_path, "m", prefixes=True)
+    prompt = list(range(200))
+    history.add(ended(prompt, range(200, 260), "amy"), "finished")
+    history.add(ended([*prompt, *range(200, 260), *range(900, 1000)], [1], "amy"), "finished")
+    history.add(ended([*range(64), *range(70, 140)], [1], "bob"), "finished")
+    history.add(ended([5, *range(1, 64)], [1]), "finished")
+    history.close()
+    rows = read_history(tmp_path / "history", 0, float("inf"))
+    one, two, three, four = rows["hash_ids"].to_list()
+    assert [len(one), len(two), len(three), len(four)] == [4, 5, 2, 1]
+    assert two[:4] == one
+    assert (three[0] == one[0], three[1] == one[1], four[0] == one[0]) == (True, False, False)
+    sessions = rows["session"].to_list()
+    assert (sessions[0] == sessions[1] != sessions[2], sessions[3]) == (True, None)
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "history").iterdir())
+    assert b"amy" not in everything
+    assert (tmp_path / "history" / "salt").stat().st_mode & 0o777 == 0o600
+    # The same requests elsewhere have other digests; a fleet that begins anew here has the same.
+    elsewhere, again = Digests(tmp_path / "other"), Digests(tmp_path / "history")
+    assert not set(elsewhere.blocks(prompt)) & set(one)
+    assert again.blocks(prompt) == one[:3]
+
+
+def test_a_history_says_nothing_of_prefixes_unasked(tmp_path):
+    history = History(256.0, tmp_path, "m")
+    history.add(ended(range(200), [1], "amy"), "finished")
+    history.close()
+    (kept,) = read_history(tmp_path / "history", 0, float("inf")).to_dicts()
+    assert (kept["session"], kept["hash_ids"], kept["block_tokens"]) == (None, None, None)
+    assert not (tmp_path / "history" / "salt").exists()
