@@ -6,10 +6,10 @@ ended, from its arrival (Unix seconds) to its outcome; texts are never written. 
 (`tokenfleet plan --trace`).
 
 Where it is asked for, a row also says what its request shared with others: `hash_ids`, one for each full
-block of BLOCK_TOKENS tokens of prompt and answer, and `session`. Both are keyed BLAKE2b digests of 8 bytes, by
-a salt of the folder (`salt`, readable by its owner alone): equal blocks and names have equal digests within
-one history and in no other, and without the salt none can be tried out. An id stands for its block and all
-before it. A request of 1,000 tokens takes 120 bytes more.
+block of BLOCK_TOKENS tokens of prompt and answer, and `session`. Both are BLAKE2b digests of 8 bytes, keyed
+with a salt of the folder (`salt`, readable by its owner alone): equal blocks and names have equal digests
+within one history and in no other, and without the salt none can be tried out. An id stands for its block and
+all before it. A request of 1,000 tokens takes 120 bytes more.
 """
 
 from __future__ import annotations

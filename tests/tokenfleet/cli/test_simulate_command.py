@@ -10,7 +10,6 @@ from planning_builders import poisson, save, worker
 from tokenfleet.cli.main import main
 from tokenfleet.profiles.library import write_profile
 
-
 PRICES = """schema: tokenfleet.prices/1
 prices:
 - {gpu: made-gpu, on_demand: 2.0, date: 2026-11-01, source: made up}
