@@ -118,7 +118,7 @@ class History:
         }
 
     def _shared(self, tracked: Tracked) -> dict[str, object]:
-        """Digests of a request's blocks and session; 1.5 µs a block."""
+        """Digests of a request's blocks and session; 40 µs for 1,000 tokens."""
         if self._digests is None:
             return {"session": None, "hash_ids": None, "block_tokens": None}
         session = tracked.ticket.session
