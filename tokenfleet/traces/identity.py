@@ -65,7 +65,7 @@ def identify(rows: Rows) -> Identity:
     if links is not None:
         sessions, parent = _sessions(links, order)
     prefixes, from_lengths = None, False
-    if rows.has("hash_ids"):
+    if rows.has("hash_ids") or ("hash_ids" in rows.form.shared and rows.has("block_tokens")):
         hashed = _hashed(rows, links).pick(order)
         prompts_only = rows.form.format.block_tokens > 0
         prefixes = _shared(_with_answers(hashed, prompt, output) if prompts_only else hashed)

@@ -278,7 +278,7 @@ def identical(one: Workload, other: Workload) -> bool:
 @st.composite
 def conversations(draw: st.DrawFn) -> Trace:
     """Sessions of a few turns, some side by side, some requests of none; prefixes from lengths."""
-    turns = draw(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
+    turns = [0, *draw(st.lists(st.integers(-1, 3), max_size=12))]
     n = len(turns)
     gaps_s = draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
     arrival_s = np.cumsum(gaps_s).astype(float) - gaps_s[0]
