@@ -154,7 +154,7 @@ def next_transit(clu: Cluster) -> tuple[float, int]:
 def view_all(led: Ledger, eng: Engines, now_s: float) -> None:
     """Bring the ledger up to `now_s` on every worker."""
     for w in range(len(led.workers)):
-        view(led, eng, w, now_s)
+        view(led.workers, eng.workers, w, now_s)
 
 
 @compiled
@@ -233,7 +233,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
         led.workers[w].status = DRAINING
         take_queued(led, clu, w)
     else:
-        view(led, eng, w, clu.clock[0].now_s)
+        view(led.workers, eng.workers, w, clu.clock[0].now_s)
         led.workers[w].status = OFF
         while led.workers[w].running_n > 0:
             r = drop_running(led, w, led.workers[w].running_n - 1)

@@ -24,6 +24,7 @@ from controlplane.placement.ledger import (
     PREFILL_ONLY,
     PREFILLING,
     Ledger,
+    Records,
     begin_decoding,
     enqueue,
     generated,
@@ -48,27 +49,28 @@ from dataplane.simulated.records import (
 
 
 @compiled
-def view(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """Bring the ledger's columns of a worker in a decode run up to the steps that ended by `now_s`."""
-    if now_s >= led.workers[w].report_s:
-        report(led, w)
-    if eng.workers[w].activity != DECODE_RUN or now_s < led.workers[w].boundary_s:
+def view(workers: Records, engines: Records, w: int, now_s: float) -> None:
+    """Bring the ledger's columns of a worker in a decode run up to the steps that ended by `now_s`.
+
+    Called for each worker at each arrival: it is handed only the records that it needs.
+    """
+    if now_s >= workers[w].report_s:
+        report(workers, w)
+    if engines[w].activity != DECODE_RUN or now_s < workers[w].boundary_s:
         return  # no step ended since
-    done = steps_within(eng.workers[w].first_step_s, eng.workers[w].growth_s, now_s - eng.workers[w].start_s)
-    done = min(done, eng.workers[w].run_steps)
-    led.workers[w].step = eng.workers[w].start_step + done
-    led.workers[w].context = eng.workers[w].start_context + done * led.workers[w].decoding
-    led.workers[w].boundary_s = eng.workers[w].start_s + run_s(
-        eng.workers[w].first_step_s, eng.workers[w].growth_s, done + 1
-    )
+    done = steps_within(engines[w].first_step_s, engines[w].growth_s, now_s - engines[w].start_s)
+    done = min(done, engines[w].run_steps)
+    workers[w].step = engines[w].start_step + done
+    workers[w].context = engines[w].start_context + done * workers[w].decoding
+    workers[w].boundary_s = engines[w].start_s + run_s(engines[w].first_step_s, engines[w].growth_s, done + 1)
 
 
 @compiled
-def report(led: Ledger, w: int) -> None:
+def report(workers: Records, w: int) -> None:
     """Tell dispatchers of the load that was noted as the step that ends now began."""
-    led.workers[w].unreported = led.workers[w].unnoted
-    led.workers[w].unreported_context = led.workers[w].unnoted_context
-    led.workers[w].report_s = np.inf
+    workers[w].unreported = workers[w].unnoted
+    workers[w].unreported_context = workers[w].unnoted_context
+    workers[w].report_s = np.inf
 
 
 @compiled
@@ -202,7 +204,7 @@ def end_activity(led: Ledger, eng: Engines, w: int) -> None:
 def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     """Decide at the boundary `now_s` what the worker does next, as its mode has it."""
     k = led.coefficients[led.workers[w].variant]
-    report(led, w)
+    report(led.workers, w)
     led.workers[w].unnoted = 0
     led.workers[w].unnoted_context = 0
     eng.workers[w].start_s = now_s

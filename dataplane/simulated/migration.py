@@ -250,7 +250,7 @@ class Moves:
 @compiled
 def tokens_of(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
     """KV tokens that a request decoding at a worker holds now; 0 when it does not decode there."""
-    view(led, eng, w, now_s)
+    view(led.workers, eng.workers, w, now_s)
     if led.requests[r].worker != w or led.requests[r].phase != DECODING:
         return 0
     return int(led.requests[r].prompt) + generated(led, r)
@@ -264,7 +264,7 @@ def reserve(led: Ledger, eng: Engines, w: int, tokens: int, now_s: float) -> boo
     """
     if led.workers[w].status != SERVING:
         return False
-    view(led, eng, w, now_s)
+    view(led.workers, eng.workers, w, now_s)
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     count = led.workers[w].running_n

@@ -33,6 +33,7 @@ from controlplane.placement.ledger import DECODING
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.records import DECODE_RUN, MIXED_STEP
+from dataplane.simulated.sending import next_send
 from dataplane.simulated.simulate import RunState, WorkerSpec, prepare
 from experiments.lib.public_data import ROOT
 from experiments.lib.results import bar, flags, show
@@ -61,15 +62,12 @@ class Seen:
 def compiled_run(profile: Profile, workload: Workload) -> Seen:
     """The compiled engine's steps: each activity is written down as it begins."""
     state, seen = prepare(workload, [WorkerSpec(profile)], NEVER_MET, "jsq"), Seen()
-    led, eng, clock = state.ledger, state.engines, state.cluster.clock
+    led, eng = state.ledger, state.engines
     began_s, run, run_began = -1.0, {}, 0
     more = True
     while more:
-        arrived = int(clock["arrived"][0])
-        next_s = min(
-            eng.workers["next_s"][0], workload.arrival_s[arrived] if arrived < len(workload) else np.inf
-        )
-        more = advance(led, eng, state.cluster, state.rules, float(next_s))
+        next_s = min(float(eng.workers["next_s"][0]), next_send(led, state.cluster.sending)[0])
+        more = advance(led, eng, state.cluster, state.rules, next_s)
         if eng.workers["start_s"][0] == began_s:
             continue
         began_s = float(eng.workers["start_s"][0])
