@@ -281,6 +281,17 @@ def busier_draw(units: Units, draw: Draw, scale: float) -> Draw:
     return Draw(draw.unit[which[order]], start_s[order])
 
 
+def in_sessions(workload: Workload) -> Workload:
+    """The workload with its requests in sessions, where it says only what they share."""
+    if workload.prefixes is None or workload.sessions is not None:
+        return workload
+    n = len(workload)
+    nobody = np.zeros(0, np.int64)
+    return replace(
+        workload, sessions=Sessions(families(workload), np.zeros(n + 1, np.int64), nobody, np.zeros(n))
+    )
+
+
 def busier(workload: Workload, scale: float) -> Workload:
     """`scale` times the traffic: more sessions, or requests that come faster where they share nothing."""
     return units_of(workload).busier(scale)

@@ -40,6 +40,7 @@ class Estimate:
     high: float
     confidence: float
     replicates: int
+    hit_rates: tuple[float, ...] = ()  # of prefix caches, by replicate; none where nothing is cached
 
 
 def estimate(misses: Sequence[int], requests: Sequence[int], confidence: float) -> Estimate:

@@ -13,7 +13,7 @@ from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s
-from tokenfleet.planning.draws import busier, time_scale
+from tokenfleet.planning.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
 from tokenfleet.profiles.library import (
@@ -76,7 +76,10 @@ def gather(
     worker_types, price_warnings = priced(profiles, request, today)
     trimmed_trace = replace(trace, workload=trimmed(trace, request))
     doctored = doctor_warnings(trimmed_trace)
-    workload = trimmed_trace.workload.longer(request.prompt_scale, request.output_scale)
+    workload = in_sessions(trimmed_trace.workload)  # found by lengths that fit what is shared
+    workload = workload.longer(request.prompt_scale, request.output_scale)
+    if request.no_prefix_cache:
+        workload = replace(workload, prefixes=None)
     workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []

@@ -25,16 +25,17 @@ from tokenfleet.planning.comparisons import (
     demand_line,
     nearest_feasible,
 )
-from tokenfleet.planning.estimate import Estimate, estimate, most_showable, requests_needed
+from tokenfleet.planning.estimate import Estimate, most_showable, requests_needed
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
 from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
+from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import make_schedule, paid
 from tokenfleet.planning.search import smallest
-from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all
+from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all, verdict_on
 from tokenfleet.planning.threads import Threads, Watch
 
 CONFIRMED_KINDS = (
@@ -185,7 +186,10 @@ def _explained(
     schedule = make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
     watch.stage("comparing policies", 0.85)
     others = baselines(replicates, question, winner, pool)
-    watch.stage("pricing other targets", 0.92)
+    watch.stage("looking for the cliff of prefix caches", 0.9)
+    hit_rates = best.estimate.hit_rates if best.estimate else ()
+    reuse = reuse_of(replicates, best.fleet, hit_rates, question.attainment, pool)
+    watch.stage("pricing other targets", 0.95)
     costed = cost_by_slo(replicates, question, winner, pool)
     counts = [n for n in counts_around(winner) if n not in winner.on_trace]
     outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n)), counts)
@@ -205,6 +209,7 @@ def _explained(
         line=line,
         schedule=schedule,
         baselines=others,
+        reuse=reuse,
         costed=costed,
         on_trace=dict(sorted(on_trace.items())),
         sure=dict(sorted(winner.sure.items())),
@@ -297,8 +302,7 @@ def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, n
 
 
 def _verdict(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Estimate:
-    pairs = look(replicates, fleet, range(1, DOUBT_REPLICATES + 1), pool)
-    return estimate([m for m, _ in pairs], [n for _, n in pairs], question.confidence)
+    return verdict_on(look(replicates, fleet, range(1, DOUBT_REPLICATES + 1), pool), question)
 
 
 def _infeasible(

@@ -204,6 +204,9 @@ class PlanRequest:
     drift: Annotated[
         bool, About("drift", "let rate and lengths drift, as the trace shows and as is usual")
     ] = False
+    no_prefix_cache: Annotated[
+        bool, About("prefix caching off", "engines compute every prompt whole, whatever it shares", "choice")
+    ] = False
     seed: Annotated[
         int,
         Field(ge=0, lt=2**31),

@@ -14,6 +14,7 @@ from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, Spares
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.reuse import Reuse
 from tokenfleet.planning.schedule import Paid, Schedule
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -133,6 +134,7 @@ class Plan:
     paid: Paid | None = None  # the schedule with its cold starts
     spares: Spares | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
+    reuse: Reuse | None = None  # where prefixes are known and cached
     costed: tuple[Costed, ...] = ()
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)

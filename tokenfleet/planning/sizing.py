@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,37 +231,48 @@ def holds(
     replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
 ) -> tuple[bool, Estimate]:
     """Whether a fleet's lower bound meets the target, over all replicates, or over so many that it cannot."""
-    misses: list[int] = []
-    requests: list[int] = []
+    seen: list[Seen] = []
     last = replicates_for(question.confidence)
-    while len(misses) < last and open_still(misses, requests, question):
-        upto = min(len(misses) + ROUND, last)
-        outcomes = look(replicates, fleet, range(len(misses) + 1, upto + 1), pool)
-        misses += [m for m, _ in outcomes]
-        requests += [n for _, n in outcomes]
-    verdict = estimate(misses, requests, question.confidence)
-    return len(misses) == last and verdict.low >= question.attainment, verdict
+    while len(seen) < last and open_still(seen, question):
+        upto = min(len(seen) + ROUND, last)
+        seen += look(replicates, fleet, range(len(seen) + 1, upto + 1), pool)
+    verdict = verdict_on(seen, question)
+    return len(seen) == last and verdict.low >= question.attainment, verdict
 
 
-def open_still(misses: Sequence[int], requests: Sequence[int], question: PlanRequest) -> bool:
+class Seen(NamedTuple):
+    """A fleet in one replicate; `hit_rate` is None where nothing is cached."""
+
+    missed: int
+    requests: int
+    hit_rate: float | None
+
+
+def verdict_on(seen: Sequence[Seen], question: PlanRequest) -> Estimate:
+    """The estimate from what was seen."""
+    bounds = estimate([s.missed for s in seen], [s.requests for s in seen], question.confidence)
+    return replace(bounds, hit_rates=tuple(s.hit_rate for s in seen if s.hit_rate is not None))
+
+
+def open_still(seen: Sequence[Seen], question: PlanRequest) -> bool:
     """Whether as many replicates as must hold still may."""
     last = replicates_for(question.confidence)
-    failed = sum(m > (1.0 - question.attainment) * n for m, n in zip(misses, requests, strict=True))
+    failed = sum(s.missed > (1.0 - question.attainment) * s.requests for s in seen)
     return failed <= max(last - rank(last, question.confidence), 0)
 
 
 def look(
     replicates: Replicates, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads
-) -> list[tuple[int, int]]:
-    """(missed, requests) of a fleet in each of the replicates.
+) -> list[Seen]:
+    """A fleet in each of the replicates.
 
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
     """
     hopeless = max(len(replicates.workload) // 5, 1)
 
-    def one(replicate: int) -> tuple[int, int]:
+    def one(replicate: int) -> Seen:
         outcome = replicates.replay(fleet, replicate, max_misses=hopeless)
-        return missed(outcome), len(outcome.workload)
+        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate)
 
     return pool.map(one, numbers)
 

@@ -1,0 +1,162 @@
+"""The reuse of prefixes on a plan's fleet: hit rate, what bounds it, and how many more sessions it bears.
+
+The **hit rate** is tokens of prompts that were found cached, by tokens of prompts, as vLLM counts them. The
+*ideal* one is that of caches which are one and forget nothing. It lies in the trace; the real one is an
+outcome of workers, memory, placement and traffic. The **working set** is what requests sent within ten
+minutes bring to memory, what they share counted once. Where it outgrows the fleet's KV memory, a session's
+blocks are evicted before its next turn, which then computes them anew, evicts more, and takes longer.
+
+The **cliff** is found by replaying the fleet under more sessions, of the trace's own (draws.busier): the
+growth at which hits fall below half of what they were, and that at which attainment falls below the target,
+each to 5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.simulated.simulate import Outcome
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.threads import Threads
+
+WINDOW_S = 600.0
+LOST = 0.5  # of the hit rate on the trace
+GROWTHS = (1.0, 1.25, 1.6, 2.2, 3.0)  # tried first; past the last nothing is looked for
+WITHIN = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A fleet under `scale` times the sessions."""
+
+    scale: float
+    hit_rate: float
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cliff:
+    """What was tried, in rising order, and the growths at which hits and target are lost; None: at none."""
+
+    tried: tuple[Grown, ...]
+    hits_lost: float | None
+    target_lost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCost:
+    """Sessions of the trace on the fleet: how many, the most at once, their mean time, and one's price."""
+
+    sessions: int
+    at_once: int
+    mean_s: float
+    usd: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """The reuse of prefixes on a fleet; `low` and `high` bound the hit rate over replicates."""
+
+    hit_rate: float
+    low: float
+    high: float
+    ideal: float
+    working_set_tokens: int
+    kv_tokens: int
+    cliff: Cliff
+    sessions: SessionCost | None
+
+
+def reuse_of(
+    replicates: Replicates, fleet: Fleet, hit_rates: Sequence[float], target: float, pool: Threads
+) -> Reuse | None:
+    """The reuse of `fleet`; None where nothing is cached. `hit_rates` are those of its replicates."""
+    workload = replicates.workload
+    if workload.prefixes is None:
+        return None
+    outcome = replicates.replay(fleet)
+    hit_rate = outcome.prefix_hit_rate or 0.0
+    seen = sorted([*hit_rates, hit_rate])
+    return Reuse(
+        hit_rate,
+        seen[0],
+        seen[-1],
+        float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
+        working_set_tokens(outcome),
+        sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
+        cliff_of(replicates, fleet, target, pool),
+        session_cost(outcome, fleet),
+    )
+
+
+def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads) -> Cliff:
+    """The growth that `fleet` bears."""
+    tried: dict[float, Grown] = {}
+
+    def one(scale: float) -> Grown:
+        outcome = replicates.replay(fleet, workload=replicates.units.busier(scale))
+        return Grown(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
+
+    def try_all(scales: Sequence[float]) -> None:
+        new = [scale for scale in scales if scale not in tried]
+        tried.update(zip(new, pool.map(one, new), strict=True))
+
+    try_all(GROWTHS)
+    kept = LOST * tried[1.0].hit_rate
+    hits_lost = _first(lambda scale: tried[scale].hit_rate < kept, tried, try_all)
+    target_lost = _first(lambda scale: tried[scale].attainment < target, tried, try_all)
+    return Cliff(tuple(tried[scale] for scale in sorted(tried)), hits_lost, target_lost)
+
+
+def _first(
+    lost: Callable[[float], bool], tried: dict[float, Grown], try_all: Callable[[Sequence[float]], None]
+) -> float | None:
+    """The smallest growth at which something is lost, to `WITHIN`; None where nowhere."""
+    while True:
+        scales = sorted(tried)
+        at = next((i for i, scale in enumerate(scales) if lost(scale)), None)
+        if at is None:
+            return None
+        if at == 0 or scales[at] <= WITHIN * scales[at - 1]:
+            return scales[at]
+        low, ratio = scales[at - 1], scales[at] / scales[at - 1]
+        try_all([low * ratio ** (1 / 3), low * ratio ** (2 / 3)])
+
+
+def working_set_tokens(outcome: Outcome) -> int:
+    """The most that requests sent within ten minutes bring to memory."""
+    workload, sent_s = outcome.workload, outcome.arrival_s
+    assert workload.prefixes is not None
+    prefixes, lengths = workload.prefixes, np.diff(workload.prefixes.offsets)
+    window = np.nan_to_num((sent_s - np.nanmin(sent_s)) // WINDOW_S).astype(np.int64)
+    tokens = workload.prompt_tokens + workload.output_tokens
+    own = np.bincount(window, np.maximum(tokens - lengths * prefixes.block_tokens, 0))
+    named = int(prefixes.ids.max(initial=0)) + 1
+    held = np.unique(np.repeat(window, lengths) * named + prefixes.ids) // named
+    shared = np.bincount(held, minlength=len(own)) * prefixes.block_tokens
+    return int((own + shared).max())
+
+
+def session_cost(outcome: Outcome, fleet: Fleet) -> SessionCost | None:
+    """The price of a session; None where none waits for its answers."""
+    sessions = outcome.workload.sessions
+    if sessions is None or len(sessions.before) == 0:
+        return None
+    rows = np.flatnonzero((sessions.session >= 0) & np.isfinite(outcome.finish_s))
+    names, which = np.unique(sessions.session[rows], return_inverse=True)
+    if len(names) == 0:
+        return None
+    begin_s, end_s = np.full(len(names), np.inf), np.zeros(len(names))
+    np.minimum.at(begin_s, which, outcome.arrival_s[rows])
+    np.maximum.at(end_s, which, outcome.finish_s[rows])
+    times = np.concatenate([begin_s, end_s])
+    step = np.repeat([1, -1], len(names))
+    at_once = int(np.cumsum(step[np.lexsort((step, times))]).max())
+    hours = float(end_s.max() - begin_s.min()) / 3600.0
+    usd = fleet.usd_per_hour
+    mean_s = float((end_s - begin_s).mean())
+    return SessionCost(len(names), at_once, mean_s, None if usd is None else usd * hours / len(names))
