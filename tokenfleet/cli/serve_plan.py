@@ -105,7 +105,8 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
             )
             for t, of in alike.items()
         }
-    return FleetTypes(_with_profiles(groups, profiles, is_emulated=False), limits, as_is)
+    known = _with_profiles(groups, profiles, is_emulated=False)
+    return FleetTypes(known, limits, as_is, plan.prefix_cache)
 
 
 def check_model(plan: PlanFile, model: str, engine_flags: Sequence[str]) -> None:

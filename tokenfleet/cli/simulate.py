@@ -74,6 +74,7 @@ class SessionFlags:
     "drop_too_long",
     "prices",
     "spot",
+    "no_prefix_cache",
     "seed",
 )
 def simulate_command(
@@ -82,10 +83,6 @@ def simulate_command(
     worker: OneWorker,
     request: PlanRequest,
     as_sessions: SessionFlags,
-    prefix_cache: Annotated[
-        bool,
-        typer.Option("--prefix-cache/--no-prefix-cache", help="engines keep what requests share"),
-    ] = True,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
@@ -125,7 +122,7 @@ def simulate_command(
             request.policy,
             settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
-            prefix_caching=prefix_cache,
+            prefix_caching=not request.no_prefix_cache,
             agents=as_sessions.agents,
         )
     wall_s = time.perf_counter() - began

@@ -118,11 +118,15 @@ def crossing(
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The fleet another policy needs on the trace; None when `tried` workers are not enough."""
+    """The fleet another policy needs on the trace; None when `tried` workers are not enough.
+
+    `hit_rate` of its prefix caches; None where nothing is cached.
+    """
 
     policy: str
     fleet: Fleet | None
     tried: int
+    hit_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,11 @@ def baselines(
     cap = _HOPELESS * sizing.workers + 2
 
     def one(policy: str) -> Baseline:
-        return Baseline(policy, _fewest(replace(plain, policy=policy), question, sizing, cap), cap)
+        others = replace(plain, policy=policy)
+        fleet = _fewest(others, question, sizing, cap)
+        if fleet is None or replicates.workload.prefixes is None:
+            return Baseline(policy, fleet, cap)
+        return Baseline(policy, fleet, cap, others.replay(fleet).prefix_hit_rate)
 
     return tuple(pool.map(one, [p for p in BASELINES if p != question.policy]))
 

@@ -37,6 +37,8 @@ class Binding:
     window_attainment: float
     fleet: Fleet
     attainment: float
+    hit_rate: float | None  # of prefix caches, None where nothing is cached
+    hit_rate_more_kv: float | None  # and with a quarter more KV
     rate_scale: float  # 1, or how much more traffic there had to be before this fleet failed
 
 
@@ -63,6 +65,8 @@ def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: flo
         attained,
         fleet,
         failing.attainment,
+        failing.prefix_hit_rate,
+        outcomes[1 + CONSTRAINTS.index("kv")].prefix_hit_rate,
         rate_scale,
     )
 

@@ -228,4 +228,15 @@ def described(name: str, workload: Workload, warnings: Sequence[str]) -> Inputs:
     counts, _ = np.histogram(workload.arrival_s, edges)
     width_s = float(edges[1] - edges[0])
     curve = tuple((float(t), float(n) / width_s) for t, n in zip(edges, counts, strict=False))
-    return Inputs(name, len(workload), workload.rate_rps, workload.duration_s, tuple(warnings), curve)
+    ideal = None
+    if workload.prefixes is not None and len(workload):
+        ideal = float(workload.ideal_hits.sum() / workload.prompt_tokens.sum())
+    return Inputs(
+        name,
+        len(workload),
+        workload.rate_rps,
+        workload.duration_s,
+        tuple(warnings),
+        curve,
+        ideal_hit_rate=ideal,
+    )

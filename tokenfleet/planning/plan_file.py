@@ -195,6 +195,7 @@ class PlanFile(PlanBrief):
     form: Literal["tokenfleet.plan/1"] = Field(alias="schema")
     policy: str
     priority_headroom: Annotated[float, Field(ge=0, le=0.9)] = 0.0
+    prefix_cache: bool | None = None
     engine_mode: Mode | None
     slo: Targets
     attainment: Attainment

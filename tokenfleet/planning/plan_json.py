@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for p in plan.passed_over
         ],
         "baselines": _baselines(plan),
+        "prefix_cache": plan.prefix_cache,
+        "reuse": _rounded(asdict(plan.reuse)) if plan.reuse else None,
         "curves": _curves(plan),
         "inputs": _inputs(plan),
     }
@@ -89,6 +92,7 @@ def candidate_json(candidate: Candidate, target: float) -> dict[str, Any]:
         "ttft_s": latency_json(candidate.ttft),
         "tpot_s": latency_json(candidate.tpot),
         "utilisation": _figures(candidate.utilisation),
+        "prefix_hit_rate": _share(candidate.hit_rate),
         "note": candidate.note or None,
     }
 
@@ -136,6 +140,8 @@ def _binding(plan: Plan) -> dict[str, Any] | None:
         "attainment": _share(bind.attainment),
         "window_attainment": _share(bind.window_attainment),
         "relief": {name: _share(gain) for name, gain in bind.relief.items()},
+        "prefix_hit_rate": _share(bind.hit_rate),
+        "prefix_hit_rate_more_kv": _share(bind.hit_rate_more_kv),
     }
 
 
@@ -267,9 +273,19 @@ def _baselines(plan: Plan) -> list[dict[str, Any]]:
             "gpus": b.fleet.gpus if b.fleet else None,
             "usd_per_hour": _usd(b.fleet) if b.fleet else None,
             "tried_up_to": b.tried,
+            "prefix_hit_rate": _share(b.hit_rate),
         }
         for b in plan.baselines
     ]
+
+
+def _rounded(value: Any) -> Any:
+    """A record's fields as JSON has them."""
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return [_rounded(part) for part in value]
+    return _figures(value) if isinstance(value, float) else value
 
 
 def _curves(plan: Plan) -> dict[str, Any]:
@@ -322,6 +338,7 @@ def _inputs(plan: Plan) -> dict[str, Any]:
         "duration_s": round(inputs.duration_s, 3),
         "clock_start_unix_s": inputs.clock_start_s,
         "rate_scale": inputs.rate_scale,
+        "ideal_hit_rate": _share(inputs.ideal_hit_rate),
         "profiles": [_type_json(t) for t in plan.worker_types],
         "warnings": list(inputs.warnings),
         "max_gpus": plan.question.max_gpus,

@@ -298,6 +298,7 @@ def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, n
         latency(outcome.tpot_s),
         outcome.utilisation,
         note,
+        outcome.prefix_hit_rate,
     )
 
 

@@ -53,6 +53,7 @@ class Candidate:
     tpot: Latency
     utilisation: float
     note: str = ""
+    hit_rate: float | None = None  # of prefix caches on the trace; None where nothing is cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Inputs:
     rate_curve: tuple[tuple[float, float], ...]  # (start_s, rps)
     clock_start_s: float | None = None  # Unix time of the workload's zero, where the trace tells
     rate_scale: float = 1.0  # so many seconds of the trace pass in one of the workload's
+    ideal_hit_rate: float | None = None  # of caches that forget nothing; None where nothing is cached
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,10 @@ class Plan:
     @property
     def slo(self) -> Slo:
         return self.question.slo
+
+    @property
+    def prefix_cache(self) -> bool | None:
+        """Whether engines keep prefixes; None where the trace does not say what is shared."""
+        if self.question.no_prefix_cache:
+            return False
+        return None if self.inputs.ideal_hit_rate is None else True

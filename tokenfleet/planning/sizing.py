@@ -261,9 +261,7 @@ def open_still(seen: Sequence[Seen], question: PlanRequest) -> bool:
     return failed <= max(last - rank(last, question.confidence), 0)
 
 
-def look(
-    replicates: Replicates, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads
-) -> list[Seen]:
+def look(replicates: Replicates, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads) -> list[Seen]:
     """A fleet in each of the replicates.
 
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.

@@ -15,7 +15,8 @@ import numpy as np
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.comparisons import Costed
 from tokenfleet.planning.result import Latency, Plan
-from tokenfleet.report.tables import share_text, usd_text, workers_text
+from tokenfleet.planning.reuse import Reuse
+from tokenfleet.report.tables import cliff_text, share_text, usd_text, workers_text
 
 TAIL = 1e-4  # the smallest share of requests that is drawn
 TAIL_POINTS = 80
@@ -46,6 +47,8 @@ def figures(plan: Plan) -> Iterator[Figure]:
     yield tail_figure("tpot", "Time per output token", plan.best.tpot, slo.tpot_s, target)
     if plan.on_trace or plan.sure:
         yield attainment_figure(plan)
+    if plan.reuse is not None:
+        yield cliff_figure(plan.reuse)
     if plan.costed:
         yield cost_figure(plan)
 
@@ -201,6 +204,28 @@ def _attainment_row(plan: Plan, workers: int) -> tuple[str, ...]:
         return (str(workers), on_trace, "-", "-")
     bounds = f"{share_text(sure.low)} to {share_text(sure.high)}"
     return (str(workers), on_trace, share_text(sure.expected), bounds)
+
+
+def cliff_figure(reuse: Reuse) -> Figure:
+    """Hits and attainment of the fleet as sessions grow."""
+    tried = reuse.cliff.tried
+    scales = [round(g.scale, 3) for g in tried]
+    data = [
+        _line(scales, [g.attainment for g in tried], "within both targets", color="--blue", width=3.0),
+        _line(scales, [g.hit_rate for g in tried], "prefix hits", color="--orange", width=3.0),
+    ]
+    layout: Spec = {
+        "xaxis": {"title": {"text": "times the trace's sessions"}},
+        "yaxis": {"title": {"text": "%"}, "range": [0, 101]},
+    }
+    return Figure(
+        "cliff",
+        "More sessions on this fleet",
+        f"{cliff_text(reuse)[:1].upper()}{cliff_text(reuse)[1:]}.",
+        _spec(data, layout),
+        ("sessions", "prefix hits", "within both targets"),
+        [(f"x {g.scale:.3g}", share_text(g.hit_rate), share_text(g.attainment)) for g in tried],
+    )
 
 
 def cost_figure(plan: Plan) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich.console import RenderableType
@@ -13,6 +14,7 @@ from tokenfleet.planning.comparisons import Nearest
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
 from tokenfleet.planning.result import Candidate, Plan
+from tokenfleet.planning.reuse import LOST, Reuse
 
 _BINDS = {
     "ttft": "the TTFT target",
@@ -60,6 +62,13 @@ def share_text(share: float) -> str:
     if share in (0.0, 1.0):
         return f"{share:.0%}".replace("%", " %")
     return f"{share * 100:.2f} %" if share < 0.9995 else f"{share * 100:.3f} %"
+
+
+def count_text(count: int) -> str:
+    """A large count in thousands or millions."""
+    return (
+        f"{count / 1e6:.3g} M" if count >= 1e6 else f"{count / 1e3:.3g} k" if count >= 1e4 else f"{count:,}"
+    )
 
 
 def _headline(plan: Plan) -> Text:
@@ -121,6 +130,70 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     if plan.baselines:
         counts = [f"{name} {count}" for name, count in baseline_counts(plan)]
         yield "other policies", ", ".join(counts) + " workers on the trace"
+    if plan.reuse is not None:
+        yield from _reuse_facts(plan, plan.reuse)
+
+
+def _reuse_facts(plan: Plan, reuse: Reuse) -> Iterator[tuple[str, str]]:
+    """What prefix caches do on the fleet, how many more sessions it bears, and what a session costs."""
+    yield (
+        "prefix hits",
+        f"{share_text(reuse.hit_rate)} of the prompts' tokens ({share_text(reuse.low)} to"
+        f" {share_text(reuse.high)} over worlds), {share_text(reuse.ideal)} at best; ten minutes bring"
+        f" {count_text(reuse.working_set_tokens)} tokens, the fleet's KV holds {count_text(reuse.kv_tokens)}",
+    )
+    yield "more sessions", cliff_text(reuse)
+    if (cost := reuse.sessions) is not None:
+        price = "" if cost.usd is None else f", ${cost.usd:,.2f} each"
+        yield (
+            "sessions",
+            f"{cost.sessions:,}, at most {cost.at_once:,} at once, {duration_text(cost.mean_s)} on average"
+            f"{price}",
+        )
+    if (text := affinity_text(plan)) is not None:
+        yield "affinity", text
+
+
+def cliff_text(reuse: Reuse) -> str:
+    """How many more sessions the fleet bears, and what goes first."""
+    cliff, most = reuse.cliff, max(g.scale for g in reuse.cliff.tried)
+    hits = f"hits fall below {LOST * reuse.hit_rate:.2g}"
+    if cliff.hits_lost is None and cliff.target_lost is None:
+        return f"no cliff up to {most:g} times as many"
+    if cliff.hits_lost == cliff.target_lost and cliff.hits_lost is not None:
+        return f"at {_growth(cliff.hits_lost)} {hits}, and attainment below the target"
+    found = [(cliff.hits_lost, hits), (cliff.target_lost, "attainment falls below the target")]
+    first, *then = sorted((at, what) for at, what in found if at is not None)
+    rest = f", at {_growth(then[0][0])} {then[0][1]}" if then else ""
+    kept = (
+        ""
+        if then
+        else f"; {'hits stay' if cliff.hits_lost is None else 'the target holds'} up to {most:g} times"
+    )
+    return f"at {_growth(first[0])} {first[1]}{rest}{kept}"
+
+
+def _growth(scale: float) -> str:
+    return f"{(scale - 1) * 100:+.0f} %"
+
+
+def affinity_text(plan: Plan) -> str | None:
+    """What the policy saves beside the best that does not look at caches; None where none is known."""
+    others = [b for b in plan.baselines if b.fleet is not None]
+    own = [n for n, share in plan.on_trace.items() if share >= plan.question.attainment]
+    if not others or not own or plan.best is None or plan.question.policy.startswith(others[0].policy):
+        return None
+    best = min(others, key=lambda b: b.fleet.cost if b.fleet else (math.inf, 0, 0))
+    assert best.fleet is not None
+    mine = apportioned(plan.best.fleet, min(own))
+    saved, usd = best.fleet.workers - mine.workers, None
+    if best.fleet.usd_per_hour is not None and mine.usd_per_hour is not None:
+        usd = best.fleet.usd_per_hour - mine.usd_per_hour
+    hits = f" ({share_text(best.hit_rate)} hits)" if best.hit_rate is not None else ""
+    if saved <= 0:
+        return f"does not pay here: {best.policy} needs {workers_text(best.fleet.workers)}{hits}, too"
+    price = "" if usd is None else f", {usd_text(usd)}"
+    return f"saves {workers_text(saved)}{price} beside {best.policy}{hits}, which looks at no caches"
 
 
 def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
@@ -144,10 +217,13 @@ def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
 def _binding_text(bind: Binding) -> str:
     start_s, end_s = bind.window_s
     helps = ", ".join(f"{name} {gain * 100:+.2f} points" for name, gain in bind.relief.items())
-    faster = "" if bind.rate_scale == 1.0 else f" at {bind.rate_scale:.3g} times the rate"
+    faster = "" if bind.rate_scale == 1.0 else f" at {bind.rate_scale:.3g} times the traffic"
+    hits = ""
+    if bind.hit_rate is not None and bind.hit_rate_more_kv is not None:
+        hits = f"; prefix hits {share_text(bind.hit_rate)}, with more KV {share_text(bind.hit_rate_more_kv)}"
     return (
         f"{_BINDS[bind.constraint]}, worst at {start_s:.0f}-{end_s:.0f} s with"
-        f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps})"
+        f" {workers_text(bind.fleet.workers)}{faster} (a quarter's relief: {helps}{hits})"
     )
 
 

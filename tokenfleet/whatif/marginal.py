@@ -109,7 +109,7 @@ def _sentence(
     if key in ("tp", "reclaims"):
         return f"{what} {x0:g} to {x1:g} {_costs(usd, gpus)}"
     sentence = f"{(x1 / x0 - 1) * 100:+.3g} % on {what} ({x0:g} to {x1:g}) {_costs(usd, gpus)}"
-    when = _when(first, x0, second, x1, clock) if key == "rate" else ""
+    when = _when(first, second, clock) if key == "rate" else ""
     return f"{sentence}; {when}" if when else sentence
 
 
@@ -128,7 +128,7 @@ def _costs(usd: float | None, gpus: int) -> str:
     return f"{'costs' if usd > 0 else 'saves'} ${abs(usd):,.2f}/h"
 
 
-def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock) -> str:
+def _when(first: Scenario, second: Scenario, clock: Clock) -> str:
     """The times at which busier traffic needs more workers, in the trace's own time: `one worker at 17:20`.
 
     Empty where the schedules are of different kinds of workers, or do not differ.
@@ -137,9 +137,8 @@ def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock)
     assert second.plan is not None
     if _kinds(first.plan) != _kinds(second.plan):
         return ""
-    # Traffic x times as fast passes in 1/x of the time.
-    before = [(s.start_s * x0, s.end_s * x0, s.workers) for s in first.plan.schedule]
-    after = [(s.start_s * x1, s.end_s * x1, s.workers) for s in second.plan.schedule]
+    # In the trace's own time: requests that come x times as fast pass in 1/x of it, more sessions do not.
+    before, after = (_spans(plan) for plan in (first.plan, second.plan))
     more = _more(before, after)
     if not more:
         return ""
@@ -147,6 +146,12 @@ def _when(first: Scenario, x0: float, second: Scenario, x1: float, clock: Clock)
     rest = f" and at {len(more) - 1} other times" if len(more) > 1 else ""
     many = "one worker" if extra == 1 else f"{extra} workers"
     return f"{many} more from {clock.at(start_s)} to {clock.at(stop_s)}{rest}"
+
+
+def _spans(plan: PlanFile) -> list[Span]:
+    """The schedule in the trace's time."""
+    scale = plan.inputs.rate_scale
+    return [(s.start_s * scale, s.end_s * scale, s.workers) for s in plan.schedule]
 
 
 def _more(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:

@@ -97,6 +97,10 @@ def workload_digest(workload: Workload) -> str:
     digest = hashlib.sha256(repr(workload.slo_classes).encode())
     for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class"):
         digest.update(getattr(workload, name).tobytes())
+    for shared in (workload.prefixes, workload.sessions):
+        digest.update(b"none" if shared is None else b"known")
+        for column in vars(shared).values() if shared is not None else ():
+            digest.update(column.tobytes() if isinstance(column, np.ndarray) else repr(column).encode())
     return digest.hexdigest()
 
 
@@ -154,7 +158,9 @@ class Memory:
 
 def size_of(outcome: Outcome) -> int:
     """Bytes of its columns, its workload's included."""
-    columns = [v for of in (vars(outcome), vars(outcome.workload)) for v in of.values()]
+    workload = outcome.workload
+    parts = (outcome, workload, workload.prefixes, workload.sessions)
+    columns = [v for part in parts if part is not None for v in vars(part).values()]
     return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
 

@@ -24,6 +24,7 @@ class FleetTypes:
     """A fleet's types by name, in the order given; in messages a type is a kind, as `--kind` has it.
 
     `planned`: by kind, the engine limits that a plan fixed; its workers must then be as they were planned.
+    `prefix_cache`: whether a plan's engines cache prefixes; None where it does not say.
     `as_is`: an operator's flags go before those limits. Raises BadInput where two types have one name, or
     more workers are to start than can be had.
     """
@@ -33,8 +34,9 @@ class FleetTypes:
         groups: Sequence[WorkerGroup],
         planned: Mapping[str, EngineLimits] | None = None,
         as_is: bool = False,
+        prefix_cache: bool | None = None,
     ) -> None:
-        self.planned, self.as_is = dict(planned or {}), as_is
+        self.planned, self.as_is, self.prefix_cache = dict(planned or {}), as_is, prefix_cache
         self._groups = {group.worker_type.name: group for group in groups}
         if not groups or len(self._groups) < len(groups):
             names = ", ".join(group.worker_type.name for group in groups) or "none"
@@ -148,6 +150,8 @@ class FleetTypes:
                 "tensor_parallel_size": self[kind].tp_degree,
                 "enable_chunked_prefill": True,
             }
+            if self.prefix_cache is not None:
+                fixed["enable_prefix_caching"] = self.prefix_cache
             for name, planned in fixed.items():
                 asked = getattr(arguments, name)
                 if asked not in (None, planned) and (name, asked) != ("tensor_parallel_size", 1):
@@ -160,6 +164,8 @@ class FleetTypes:
         fixed: dict[str, object] = {}
         if limits is not None:
             fixed = {"max_num_seqs": limits.max_seqs, "max_num_batched_tokens": limits.max_batched_tokens}
+            if self.prefix_cache is not None:
+                fixed["enable_prefix_caching"] = self.prefix_cache
             if on_cpus and profile is not None and profile.kv.bytes_per_token and not self.as_is:
                 # Elsewhere an engine takes what memory there is, and is held against the plan once it has.
                 kv_bytes = profile.kv.capacity_tokens * profile.kv.bytes_per_token

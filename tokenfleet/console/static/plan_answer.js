@@ -31,7 +31,7 @@ export function answer(plan, tryTargets) {
     make("p", { class: "soft" }, asked(plan)),
     plan.feasible ? tiles(plan) : nearest(plan, tryTargets),
     warnings(plan.inputs.warnings),
-    plan.feasible ? make("section", { class: "why" }, sure(plan), why(plan), fewer(plan)) : null,
+    plan.feasible ? make("section", { class: "why" }, sure(plan), why(plan), fewer(plan), reused(plan)) : null,
     planCharts(plan),
     alternatives(plan),
     passedOver(plan),
@@ -97,7 +97,7 @@ function why({ binding, binding_window_s: window, binding_detail: detail, attain
   if (binding === null) return null;
   const reliefs = Object.entries(detail.relief).sort((a, b) => b[1] - a[1]);
   const most = Math.max(...reliefs.map(([, gain]) => gain), 1e-9);
-  const faster = detail.rate_scale === 1 ? "" : ` at ${number(detail.rate_scale)} times the rate`;
+  const faster = detail.rate_scale === 1 ? "" : ` at ${number(detail.rate_scale)} times the traffic`;
   return make(
     "div",
     {},
@@ -140,6 +140,38 @@ function fewer({ one_fewer: one }) {
         (one.low === null || one.low === undefined ? "" : `, at least ${share(one.low)}`) +
         `: ${one.fails ?? "below the target"}.`,
     ),
+  );
+}
+
+function reused({ reuse }) {
+  if (!reuse) return null;
+  const { cliff, sessions: cost } = reuse;
+  const most = Math.max(...cliff.tried.map((one) => one.scale));
+  const growth = (scale) => `+${((scale - 1) * 100).toFixed(0)} %`;
+  const lost = [
+    cliff.hits_lost === null ? null : `at ${growth(cliff.hits_lost)} sessions hits fall to less than half`,
+    cliff.target_lost === null ? null : `at ${growth(cliff.target_lost)} attainment falls below the target`,
+  ].filter(Boolean);
+  return make(
+    "div",
+    {},
+    make("h3", {}, "Prefix caches"),
+    make(
+      "p",
+      {},
+      `${share(reuse.hit_rate)} of the prompts' tokens are found cached (${share(reuse.low)} to ${share(reuse.high)} ` +
+        `over replicates), ${share(reuse.ideal)} at best. Ten minutes bring ${count(reuse.working_set_tokens)} tokens; ` +
+        `the fleet's KV holds ${count(reuse.kv_tokens)}. ` +
+        (lost.length ? `${lost.join(", ")}.` : `No cliff up to ${number(most)} times the sessions.`),
+    ),
+    cost
+      ? make(
+          "p",
+          {},
+          `${count(cost.sessions)} sessions, at most ${count(cost.at_once)} at once, ${duration(cost.mean_s)} on average` +
+            (cost.usd === null ? "." : `, $${number(cost.usd)} each.`),
+        )
+      : null,
   );
 }
 
