@@ -9,6 +9,7 @@ import numpy as np
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.prefixes import Prefixes, Sessions
 from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
@@ -20,6 +21,8 @@ from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.03)
+BLOCK = 16
+SYSTEM = 4  # blocks that all talks begin with
 
 
 def poisson(rate_rps: float = 8.0, requests: int = 600, prompt: int = 400, output: int = 60) -> Workload:
@@ -30,6 +33,49 @@ def poisson(rate_rps: float = 8.0, requests: int = 600, prompt: int = 400, outpu
         rng.integers(prompt // 2, prompt * 3 // 2, requests),
         rng.integers(2, output * 2, requests),
     )
+
+
+def talks(
+    seed: int, sessions: int = 40, *, told: bool = True, waits: bool = False, together: bool = False
+) -> Workload:
+    """Conversations behind one system prompt; each turn begins with all that was said before."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    named = SYSTEM
+    for session in range(sessions):
+        at_s = 0.0 if together else float(rng.uniform(0, 3600))
+        blocks = list(range(SYSTEM))
+        for turn in range(int(rng.integers(1, 9))):
+            more = int(rng.integers(2, 6))
+            blocks = [*blocks, *range(named, named + more)]
+            named += more
+            answer = int(rng.integers(1, 3))
+            rows.append((at_s, session, turn, len(blocks), answer, [*blocks, *range(named, named + answer)]))
+            blocks = rows[-1][-1]
+            named += answer
+            at_s += float(rng.uniform(5, 60))
+    rows.sort(key=lambda row: row[0])
+    lists = [row[5] for row in rows]
+    place = {(row[1], row[2]): i for i, row in enumerate(rows)}
+    before = [[place[row[1], row[2] - 1]] if waits and row[2] else [] for row in rows]
+    return Workload(
+        np.array([row[0] for row in rows]),
+        np.array([BLOCK * row[3] + 3 for row in rows]),
+        np.array([BLOCK * row[4] for row in rows]),
+        prefixes=Prefixes(BLOCK, offsets(lists), np.concatenate(lists)),
+        sessions=Sessions(
+            np.array([row[1] for row in rows]),
+            offsets(before),
+            np.array([b for of in before for b in of], np.int64),
+            np.full(len(rows), 2.0),
+        )
+        if told
+        else None,
+    )
+
+
+def offsets(lists: list[list[int]]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum([len(one) for one in lists])])
 
 
 def worker(

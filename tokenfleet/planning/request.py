@@ -168,7 +168,7 @@ class PlanRequest:
             key="headroom",
         ),
     ] = 0.0
-    rate_scale: Annotated[Scale, About("traffic", "requests arrive this many times as fast", key="rate")] = (
+    rate_scale: Annotated[Scale, About("traffic", "so many times the traffic", key="rate")] = (
         1.0
     )
     prompt_scale: Annotated[

@@ -75,6 +75,18 @@ def flags(**given):
     return SimpleNamespace(**plain | {"tensor_parallel_size": 1, "enable_chunked_prefill": None} | given)
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_engines_cache_prefixes_as_the_plan_says(tmp_path, caches):
+    plan = plan_of(tmp_path, MIX[:1]).model_copy(update={"prefix_cache": caches})
+    types = planned_types(plan, (), as_is=False)
+    assert types.engine_settings("h100-sxm TP2", {}, on_cpus=False)["enable_prefix_caching"] is caches
+    types.check_flags(flags(enable_prefix_caching=None))
+    types.check_flags(flags(enable_prefix_caching=caches))
+    says = f"^--enable-prefix-caching: h100-sxm TP2 was planned with {caches}, not {not caches}"
+    with pytest.raises(BadInput, match=says):
+        types.check_flags(flags(enable_prefix_caching=not caches))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

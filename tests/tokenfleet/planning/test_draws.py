@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_builders import poisson
+from planning_builders import BLOCK, SYSTEM, offsets, poisson, talks
 
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
@@ -19,51 +19,6 @@ workloads = st.builds(
     st.lists(st.floats(0.0, 50.0), min_size=1, max_size=60),
     st.integers(0, 2**32 - 1),
 )
-BLOCK = 16
-SYSTEM = 4  # blocks that all talks begin with
-
-
-def talks(
-    seed: int, sessions: int = 40, *, told: bool = True, waits: bool = False, together: bool = False
-) -> Workload:
-    """Conversations behind one system prompt; each turn begins with all that was said before."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    named = SYSTEM
-    for session in range(sessions):
-        at_s = 0.0 if together else float(rng.uniform(0, 3600))
-        blocks = list(range(SYSTEM))
-        for turn in range(int(rng.integers(1, 9))):
-            more = int(rng.integers(2, 6))
-            blocks = [*blocks, *range(named, named + more)]
-            named += more
-            answer = int(rng.integers(1, 3))
-            rows.append((at_s, session, turn, len(blocks), answer, [*blocks, *range(named, named + answer)]))
-            blocks = rows[-1][-1]
-            named += answer
-            at_s += float(rng.uniform(5, 60))
-    rows.sort(key=lambda row: row[0])
-    lists = [row[5] for row in rows]
-    place = {(row[1], row[2]): i for i, row in enumerate(rows)}
-    before = [[place[row[1], row[2] - 1]] if waits and row[2] else [] for row in rows]
-    return Workload(
-        np.array([row[0] for row in rows]),
-        np.array([BLOCK * row[3] + 3 for row in rows]),
-        np.array([BLOCK * row[4] for row in rows]),
-        prefixes=Prefixes(BLOCK, offsets(lists), np.concatenate(lists)),
-        sessions=Sessions(
-            np.array([row[1] for row in rows]),
-            offsets(before),
-            np.array([b for of in before for b in of], np.int64),
-            np.full(len(rows), 2.0),
-        )
-        if told
-        else None,
-    )
-
-
-def offsets(lists: list[list[int]]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum([len(one) for one in lists])])
 
 
 def hit_rate(workload: Workload) -> float:

@@ -1,0 +1,167 @@
+"""Plans in sessions: 120 recorded coding sessions on four types of GPU, their cliff, and their confidence.
+
+    python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence] [--cases N] [--seed 0]
+
+`plan`: `tokenfleet plan` as a user would run it, in a closed loop with prefix caches, on A100, H100, H200 and
+RTX PRO 6000 (Llama-3.1-8B, TP 1), with everything that the report explains, and its wall time. Requests
+beyond the model's context are left out, and nobody thinks for more than a minute.
+
+`cliff`: the growth at which the planned fleet loses half of its hits, and its target, against a sweep in
+steps of 5 % that knows no search.
+
+`confidence`: sessions are halved at random. One half is planned for (one type, confidence 0.9), the other is
+held out and replayed on the planned fleet with coefficients drawn as they may be wrong. `covered`: the share
+of cases whose own lower bound was reached.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from controlplane.perfmodel.profile import draw_profile
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import simulate
+from experiments.lib.results import bar, flags, show
+from tokenfleet.planning.inputs import Gathered, gather
+from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.result import Plan
+from tokenfleet.planning.reuse import GROWTHS, LOST
+from tokenfleet.planning.threads import Threads, threads
+from tokenfleet.traces import Trace, read_trace
+
+WEKA = "weka/requests.parquet"
+GPUS = ("a100", "h100", "h200", "rtx-pro-6000")
+ASKED = PlanRequest(
+    Slo(5.0, 0.05), model="llama-3.1-8b", tp=(1,), attainment=0.95, confidence=0.9, drop_too_long=True
+)
+MOST_S, OFF, POINTS = 60.0, 0.10, 0.04
+PARTS = ("plan", "cliff", "confidence")
+STEP = 0.05
+MOST_THINK_S = 60.0
+
+
+def of_sessions(trace: Trace, kept: np.ndarray) -> Trace:
+    """The trace with some of its sessions."""
+    sessions = trace.workload.sessions
+    assert sessions is not None
+    rows = np.isin(sessions.session, kept)
+    return replace(trace, workload=trace.workload.take(rows), tenant=trace.tenant[rows])
+
+
+def capped(trace: Trace) -> Trace:
+    """The trace with think times of a minute at most, as its source's own replayer has them."""
+    sessions = trace.workload.sessions
+    assert sessions is not None
+    sessions = replace(sessions, think_s=np.minimum(sessions.think_s, MOST_THINK_S))
+    return replace(trace, workload=replace(trace.workload, sessions=sessions))
+
+
+def answer(gathered: Gathered, request: PlanRequest, pool: Threads, explained: bool = True) -> Plan:
+    return make_plan(
+        gathered.workload, gathered.worker_types, request, gathered.inputs, pool, explained=explained
+    )
+
+
+def swept(plan: Plan, workload: Workload, pool: Threads) -> tuple[float | None, float | None]:
+    """Where a sweep loses hits and target."""
+    assert plan.best is not None
+    asked = plan.question
+    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    replicates = Replicates(workload, asked.slo, asked.policy, asked.seed, lengths)
+    fleet = plan.best.fleet
+    scales = np.arange(1.0, GROWTHS[-1] + STEP / 2, STEP)
+    outcomes = pool.map(lambda s: replicates.replay(fleet, workload=replicates.units.busier(s)), scales)
+    rates = [outcome.prefix_hit_rate or 0.0 for outcome in outcomes]
+    cold = [s for s, rate in zip(scales, rates, strict=True) if rate < LOST * rates[0]]
+    late = [s for s, o in zip(scales, outcomes, strict=True) if o.attainment < asked.attainment]
+    return (float(cold[0]) if cold else None, float(late[0]) if late else None)
+
+
+def off(found: float | None, known: float | None) -> float:
+    """How far off a growth is; a cliff that only one of them sees is off altogether."""
+    if found is None or known is None:
+        return 0.0 if found is known else 1.0
+    return abs(found / known - 1.0)
+
+
+def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
+    """One half planned for, and what its fleet makes of the other."""
+    assert trace.workload.sessions is not None
+    names = np.random.default_rng([seed, 1]).permutation(np.unique(trace.workload.sessions.session))
+    halves = [of_sessions(trace, names[i::2]) for i in (0, 1)]
+    request = replace(ASKED, gpu=("h100",), seed=seed)
+    known, later = (gather(half, request) for half in halves)
+    plan = answer(known, request, pool, explained=False)
+    if plan.best is None or plan.best.estimate is None:
+        return {"case": seed, "workers": None}
+    specs = plan.best.fleet.specs(lambda p: draw_profile(p, np.random.default_rng([seed, 77])))
+    lengths = LengthTable.from_history(known.workload.prompt_tokens, known.workload.output_tokens)
+    outcome = simulate(later.workload, specs, request.slo, request.policy, predictor=lengths)
+    low = plan.best.estimate.low
+    return {
+        "case": seed,
+        "workers": plan.best.fleet.workers,
+        "low": low,
+        "attained": outcome.attainment,
+        "hits": outcome.prefix_hit_rate,
+        "covered": outcome.attainment >= low,
+    }
+
+
+def main() -> int:
+    parser = flags(__doc__, WEKA)
+    parser.add_argument("--part", choices=PARTS, help="only one of them")
+    parser.add_argument("--cases", type=int, default=40, help="held-out halves")
+    asked = parser.parse_args()
+    trace = capped(read_trace(asked.data / WEKA))
+    if asked.quick:
+        trace = of_sessions(trace, np.arange(20))
+    parts = PARTS if asked.part is None else (asked.part,)
+    rows: list[dict[str, Any]] = []
+    bars: dict[str, Any] = {}
+    with threads(2) as pool:
+        if "plan" in parts or "cliff" in parts:
+            request = replace(ASKED, gpu=GPUS, seed=asked.seed)
+            began = time.perf_counter()
+            gathered = gather(trace, request)
+            plan = answer(gathered, request, pool)
+            wall_s = time.perf_counter() - began
+            assert plan.best is not None, plan.reason
+            assert plan.reuse is not None
+            cliff = plan.reuse.cliff
+            row = {
+                "requests": len(gathered.workload),
+                "fleet": plan.best.fleet.label,
+                "wall_s": wall_s,
+                "hits": plan.reuse.hit_rate,
+                "ideal": plan.reuse.ideal,
+                "hits lost at": cliff.hits_lost,
+                "target lost at": cliff.target_lost,
+            }
+            bars["wall_s"] = bar(wall_s, MOST_S)
+            if "cliff" in parts:
+                hits, target = swept(plan, gathered.workload, pool)
+                row |= {"sweep: hits": hits, "sweep: target": target}
+                bars["hits off"] = bar(off(cliff.hits_lost, hits), OFF)
+                bars["target off"] = bar(off(cliff.target_lost, target), OFF)
+            rows.append(row)
+        if "confidence" in parts:
+            cases = [held_out(trace, asked.seed + i, pool) for i in range(2 if asked.quick else asked.cases)]
+            planned = [case for case in cases if case["workers"] is not None]
+            rows += cases
+            covered = float(np.mean([case["covered"] for case in planned])) if planned else 0.0
+            bars[f"covered of {len(planned)}"] = bar(abs(covered - ASKED.confidence), POINTS)
+    return show("plans in sessions", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Plans for traffic that shares prefixes: what caches save, how much traffic more they bear, what is said."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planning_builders import SLO, planned, talks, worker, worker_type
+
+from controlplane.prefixes import Prefixes
+from controlplane.workload import Workload
+from tokenfleet.planning.draws import in_sessions, units_of
+from tokenfleet.planning.fleet import of_one_kind
+from tokenfleet.planning.inputs import gather
+from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.result import Plan
+from tokenfleet.planning.reuse import GROWTHS, LOST, WITHIN, cliff_of, session_cost, working_set_tokens
+from tokenfleet.planning.threads import threads
+from tokenfleet.report.figures import figures
+from tokenfleet.report.tables import facts
+from tokenfleet.traces import Trace
+from tokenfleet.whatif.solve import workload_digest
+
+KV = 24_000  # tokens: some talks at once, not all
+
+
+def busy_talks(sessions: int = 300, *, told: bool = True, waits: bool = False) -> Workload:
+    """Talks that keep a few workers busy, with prompts twice as long."""
+    workload = talks(1, sessions, told=told, waits=waits)
+    return replace(workload, arrival_s=workload.arrival_s / 12.0).longer(2.0, 2.0)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Plan:
+    return planned(busy_talks(), [worker_type(worker(kv=KV))], explained=True)
+
+
+def test_a_plan_with_caches_needs_fewer_workers_than_one_without(shared: Plan) -> None:
+    alone = planned(replace(busy_talks(), prefixes=None), [worker_type(worker(kv=KV))])
+    assert shared.best is not None
+    assert alone.best is not None
+    assert shared.best.fleet.workers < alone.best.fleet.workers
+    assert alone.best.hit_rate is None
+
+
+def test_a_plan_says_what_is_hit_what_could_be_and_where_the_cliff_is(shared: Plan) -> None:
+    reuse = shared.reuse
+    assert reuse is not None
+    assert 0.0 < reuse.low <= reuse.hit_rate <= reuse.high <= reuse.ideal + 0.02
+    assert reuse.working_set_tokens > 0
+    assert shared.best is not None
+    assert reuse.kv_tokens == KV * shared.best.fleet.workers
+    written = json.loads(json.dumps(plan_json(shared)))
+    assert written["prefix_cache"] is True
+    assert written["reuse"]["cliff"]["tried"][0]["scale"] == 1.0
+    assert written["inputs"]["ideal_hit_rate"] == pytest.approx(reuse.ideal, abs=1e-5)
+    assert {b["policy"] for b in written["baselines"] if b["prefix_hit_rate"]} >= {"round-robin"}
+    said = dict(facts(shared))
+    assert "at best" in said["prefix hits"]
+    assert said["more sessions"].startswith(("at +", "no cliff"))
+    assert said["affinity"].startswith(("saves", "does not pay"))
+    assert "cliff" in {figure.id for figure in figures(shared)}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
+    workload = busy_talks(150, waits=waits)
+    fleet = of_one_kind(worker_type(worker(kv=KV)), 2)
+    replicates = replicates_of(workload)
+    target = 0.9 * replicates.replay(fleet).attainment
+    with threads(2) as pool:
+        cliff = cliff_of(replicates, fleet, target, pool)
+    sweep = np.arange(1.0, GROWTHS[-1] + 0.01, 0.1)
+    outcomes = [replicates.replay(fleet, workload=replicates.units.busier(s)) for s in sweep]
+    late = [s for s, o in zip(sweep, outcomes, strict=True) if o.attainment < target]
+    rate = outcomes[0].prefix_hit_rate
+    assert rate is not None
+    cold = [s for s, o in zip(sweep, outcomes, strict=True) if (o.prefix_hit_rate or 0) < LOST * rate]
+    for found, swept in ((cliff.target_lost, late), (cliff.hits_lost, cold)):
+        assert (found is None) == (not swept)
+        if found is not None:
+            assert found == pytest.approx(swept[0], abs=0.1 + (WITHIN - 1.0) * found)
+    assert late, "a load on which nothing is lost shows nothing"
+
+
+def replicates_of(workload: Workload) -> Replicates:
+    from controlplane.placement.lengths import LengthTable
+
+    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    return Replicates(workload, SLO, "round-robin", 0, lengths)
+
+
+def test_the_working_set_counts_what_is_shared_once() -> None:
+    lists = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2]]
+    prefixes = Prefixes(16, np.array([0, 3, 7, 10]), np.concatenate(lists))
+    workload = Workload(
+        np.array([0.0, 1.0, 5000.0]), np.full(3, 70), np.array([10, 10, 10]), prefixes=prefixes
+    )
+    outcome = replicates_of(workload).replay(of_one_kind(worker_type(), 1))
+    # Three blocks, one more, and what lies past the lists: 80 - 48 and 80 - 64 tokens.
+    assert working_set_tokens(outcome) == 4 * 16 + 32 + 16
+
+
+def test_a_session_costs_its_share_of_the_fleet() -> None:
+    fleet = of_one_kind(worker_type(usd=2.0), 3)
+    outcome = replicates_of(talks(3, 20, waits=True)).replay(fleet)
+    cost = session_cost(outcome, fleet)
+    assert cost is not None
+    assert cost.sessions == 20
+    assert 1 <= cost.at_once <= 20
+    hours = (np.nanmax(outcome.finish_s) - outcome.arrival_s.min()) / 3600
+    assert cost.usd == pytest.approx(3 * 2.0 * hours / 20)
+    assert session_cost(replicates_of(talks(3, 20)).replay(fleet), fleet) is None
+
+
+def test_without_caches_the_same_sessions_are_drawn() -> None:
+    workload = talks(2, 30, told=False)
+    assert np.array_equal(units_of(in_sessions(workload)).rows, units_of(workload).rows)
+    trace = Trace("made", "plain", workload)
+    request = PlanRequest(SLO, model="llama-3.1-8b", gpu=("h100",), tp=(1,))
+    kept, left = (gather(trace, replace(request, no_prefix_cache=off)) for off in (False, True))
+    assert kept.workload.prefixes is not None
+    assert left.workload.prefixes is None
+    assert left.inputs.ideal_hit_rate is None
+    assert np.array_equal(units_of(kept.workload).rows, units_of(left.workload).rows)
+
+
+def test_twice_the_traffic_of_a_trace_with_sessions_is_no_faster_clock() -> None:
+    trace = Trace("made", "plain", talks(2, 30))
+    request = PlanRequest(SLO, model="llama-3.1-8b", gpu=("h100",), tp=(1,), rate_scale=2.0)
+    twice = gather(trace, request)
+    assert len(twice.workload) == pytest.approx(2 * len(trace.workload), rel=0.05)
+    assert twice.inputs.rate_scale == 1.0
+
+
+def test_workloads_that_share_differently_are_told_apart() -> None:
+    workload = talks(2, 10)
+    assert workload.prefixes is not None
+    others = [
+        replace(workload, prefixes=None),
+        replace(workload, sessions=None),
+        replace(workload, prefixes=replace(workload.prefixes, block_tokens=32)),
+    ]
+    assert len({workload_digest(one) for one in [workload, *others]}) == 4
