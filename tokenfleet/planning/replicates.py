@@ -73,10 +73,17 @@ class Replicates:
     told: Callable[[], None] = field(default=lambda: None)  # called after each simulation
     drifts: bool = False
     settings: PlacementSettings = PlacementSettings()  # noqa: RUF009 - frozen
-    units: Units = field(init=False)
+    known: Units | None = None  # of the workload; found where they are not given
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", units_of(self.workload))
+        if self.known is None or self.known.workload is not self.workload:
+            object.__setattr__(self, "known", units_of(self.workload))
+
+    @property
+    def units(self) -> Units:
+        """What a draw keeps whole."""
+        assert self.known is not None
+        return self.known
 
     def replay(
         self,
