@@ -168,9 +168,7 @@ class PlanRequest:
             key="headroom",
         ),
     ] = 0.0
-    rate_scale: Annotated[Scale, About("traffic", "so many times the traffic", key="rate")] = (
-        1.0
-    )
+    rate_scale: Annotated[Scale, About("traffic", "so many times the traffic", key="rate")] = 1.0
     prompt_scale: Annotated[
         Scale, About("prompt lengths", "prompts are this many times as long", key="lengths.prompt")
     ] = 1.0
