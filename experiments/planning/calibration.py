@@ -48,7 +48,7 @@ from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.search import smallest
+from tokenfleet.planning.sizing import smallest
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.whatif.solve import Memory

@@ -22,7 +22,6 @@ from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.search import smallest
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
     Sizing,
@@ -31,6 +30,7 @@ from tokenfleet.planning.sizing import (
     nearest_possible,
     passes_on_trace,
     size_on_trace,
+    smallest,
 )
 from tokenfleet.planning.threads import Threads
 

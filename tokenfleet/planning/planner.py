@@ -34,8 +34,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import make_schedule, paid
-from tokenfleet.planning.search import smallest
-from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all, verdict_on
+from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all, smallest, verdict_on
 from tokenfleet.planning.threads import Threads, Watch
 
 CONFIRMED_KINDS = (

@@ -24,8 +24,7 @@ from controlplane.workload import INSTANT_S, Workload
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.search import smallest
-from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.threads import Threads
 
 WINDOW_S = 600.0

@@ -7,7 +7,7 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from tokenfleet.planning.estimate import Estimate, estimate, rank, replicates_fo
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.search import smallest
 from tokenfleet.planning.threads import Threads
 
 ROUND = 8  # replicates looked at before asking whether the verdict is open still
@@ -75,6 +74,42 @@ class Sizing:
         """The confirmed fleet, else the one sized on the trace alone."""
         count = self.confirmed or self.workers
         return None if count is None else self.fleet(count)
+
+
+def smallest(passes: Callable[[int], bool], low: int, guess: int, cap: int) -> int | None:
+    """The smallest n in [low, cap] with `passes(n)`, taking `passes` as monotone; None if even cap fails.
+
+    `low` is a bound from below, so that nothing under it is tried. Near the guess it takes two trials;
+    a guess wrong by d costs about 2·log2(d).
+    """
+    if cap < low:
+        return None
+    n = min(max(guess, low), cap)
+    failed, passed = low - 1, cap + 1  # the bracket; both ends exclusive
+    step = 1
+    if passes(n):
+        passed = n
+        while passed - 1 > failed:
+            n = max(passed - step, low)
+            if not passes(n):
+                failed = n
+                break
+            passed, step = n, step * 2
+    else:
+        failed = n
+        while failed < cap:
+            n = min(failed + step, cap)
+            if passes(n):
+                passed = n
+                break
+            failed, step = n, step * 2
+    while passed - failed > 1:
+        n = (passed + failed) // 2
+        if passes(n):
+            passed = n
+        else:
+            failed = n
+    return passed if passed <= cap else None
 
 
 def size_on_trace(

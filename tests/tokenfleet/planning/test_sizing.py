@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfleet.planning.search import smallest
+from tokenfleet.planning.sizing import smallest
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(-5, 400), st.integers(0, 400))
