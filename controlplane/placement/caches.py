@@ -30,6 +30,8 @@ Records = Any
 NOTHING = -1  # no copy
 UNKNOWN = -1  # the id of a copy that no lookup finds
 SHORT = 4  # copies there is room for, by whole ones that fit: those of requests' ends are shorter
+MIX = np.uint64(0xBF58476D1CE4E5B9)  # of splitmix64, by Steele, Lea and Flood
+POSITIVE = np.uint64(0x7FFFFFFFFFFFFFFF)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio: multiplying spreads neighbours (Knuth)
 
 COPY = np.dtype(
@@ -54,6 +56,7 @@ CACHE = np.dtype(
             np.int64,
         ),  # free blocks that hold nothing; below 0 where a lone request outgrows its worker
         ("asleep", np.int64),  # free blocks that hold copies
+        ("keeps", np.int64),  # 0: nothing is cached here, ever
         ("first", np.int64),  # of the copies asleep: the next to be evicted,
         ("last", np.int64),  # and the last
         ("unused", np.int64),  # records given back, in a list,
@@ -65,7 +68,9 @@ CACHE = np.dtype(
 )
 HOLDING = np.dtype(
     [
-        ("at", np.int64),  # where its list begins in `held`
+        ("begins", np.int64),  # where the list of its ids begins in `ids`,
+        ("listed", np.int64),  # how long that is,
+        ("at", np.int64),  # and where the list of its copies begins in `held`
         ("copies", np.int64),  # of its blocks from the first on
         ("own", np.int64),  # engine blocks beyond them
         ("cached", np.int64),  # tokens it found cached when it was first admitted; NOTHING before
@@ -80,7 +85,6 @@ class Caches(NamedTuple):
     tokens: int  # of a block of the prefixes
     shift: int  # of a hash, to a place in the table
     ids: Ints
-    offsets: Ints
     workers: Records  # [workers] of CACHE
     copies: Records  # [workers, copies] of COPY
     table: NDArray[np.int32]  # [workers, places] 1 + the oldest copy of an id, 0: none
@@ -90,12 +94,10 @@ class Caches(NamedTuple):
 
 def no_caches() -> Caches:
     """For engines that cache nothing."""
-    none = np.zeros(0, np.int64)
     return Caches(
         0,
         0,
-        none,
-        none,
+        np.zeros(0, np.int64),
         np.zeros(0, CACHE),
         np.zeros((0, 0), COPY),
         np.zeros((0, 0), np.int32),
@@ -113,12 +115,12 @@ def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: 
     lists = tokens // prefixes.block_tokens
     requests = np.zeros(len(tokens), HOLDING)
     requests["at"] = np.cumsum(lists) - lists
+    requests["begins"], requests["listed"] = prefixes.offsets[:-1], np.diff(prefixes.offsets)
     requests["cached"] = NOTHING
     caches = Caches(
         prefixes.block_tokens,
         64 - bits,
         prefixes.ids,
-        prefixes.offsets,
         np.zeros(len(kv_blocks), CACHE),
         np.zeros((len(kv_blocks), copies), COPY),
         np.zeros((len(kv_blocks), 1 << bits), np.int32),
@@ -131,11 +133,39 @@ def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: 
 
 
 @compiled
+def chain(tokens: Ints, block: int, before: int, ids: Ints) -> int:
+    """Fill `ids` with those of the full blocks of `tokens`, which follow the id `before`; how many."""
+    blocks = min(len(tokens) // block, len(ids))
+    state = np.uint64(before)
+    for b in range(blocks):
+        for i in range(b * block, (b + 1) * block):
+            state = (state ^ np.uint64(tokens[i])) * MIX
+            state ^= state >> np.uint64(29)
+        state = (state * SPREAD) & POSITIVE
+        ids[b] = np.int64(state)
+    return blocks
+
+
+def new_mirrors(
+    workers: int, kv_blocks: int, engine_block: int, requests: int, tokens: int, block: int
+) -> Caches:
+    """Mirrors of nothing, for workers of up to `kv_blocks` and requests of up to `tokens`."""
+    none = Prefixes(block, np.zeros(requests + 1, np.int64), np.zeros(0, np.int64))
+    rooms = np.full(workers, kv_blocks), np.full(workers, engine_block)
+    caches = new_caches(none, *rooms, np.full(requests, tokens))
+    caches.requests["begins"] = caches.requests["at"]
+    for w in range(workers):
+        forget(caches, w, 0)
+    return caches._replace(ids=np.zeros(len(caches.held), np.int64))
+
+
+@compiled
 def forget(caches: Caches, w: int, blocks: int) -> None:
-    """Worker `w` starts with `blocks` empty blocks. Nothing may run there."""
+    """Worker `w` starts with `blocks` empty blocks, 0 for one that caches nothing. Nothing may run there."""
     caches.table[w] = 0
     worker = caches.workers[w]
     worker.empty = blocks
+    worker.keeps = int(blocks > 0)
     worker.asleep = worker.shared = worker.fresh = 0
     worker.first = worker.last = worker.unused = NOTHING
 
@@ -143,9 +173,8 @@ def forget(caches: Caches, w: int, blocks: int) -> None:
 @compiled
 def block_id(caches: Caches, r: int, block: int) -> int:
     """The id of a request's block; past its list one that no other request has."""
-    at = caches.offsets[r] + block
-    if at < caches.offsets[r + 1]:
-        return caches.ids[at]
+    if block < caches.requests[r].listed:
+        return caches.ids[caches.requests[r].begins + block]
     return UNKNOWN - 1 - ((r << 24) | block)
 
 
@@ -168,20 +197,53 @@ def find(caches: Caches, w: int, key: int) -> int:
 
 
 @compiled
-def cached_blocks(caches: Caches, w: int, r: int, most: int) -> int:
+def cached_blocks(caches: Caches, w: int, r: int, most: int, guess: int, in_use: bool) -> int:
     """How many of a request's first `most` blocks are cached at a worker now; touches nothing.
 
-    A cached block's predecessors are cached too, so it is searched for by doubling and halving: one look
-    into the table where nothing is cached, 2·log2(n) for n blocks.
+    `in_use`: cached and in use. A cached block's predecessors are cached too, so the count is searched for by
+    doubling and halving: 2·log2(n) looks into the table for n blocks, two where it is 0 or `guess`.
     """
-    there, step = 0, 1
-    while there < most and find(caches, w, block_id(caches, r, min(there + step, most) - 1)) != NOTHING:
-        there = min(there + step, most)
+    there, missing = 0, most + 1  # of the counts from `missing` on, none is all cached
+    if 0 < guess <= most:
+        if is_cached(caches, w, r, guess - 1, in_use):
+            there = guess
+        else:
+            missing = guess
+    step = 1
+    while there + step < missing:
+        if not is_cached(caches, w, r, there + step - 1, in_use):
+            missing = there + step
+            break
+        there += step
         step *= 2
-    missing = min(there + step, most + 1)  # of the counts from here on, none is all cached
     while missing - there > 1:
         middle = (there + missing) // 2
-        if find(caches, w, block_id(caches, r, middle - 1)) != NOTHING:
+        if is_cached(caches, w, r, middle - 1, in_use):
+            there = middle
+        else:
+            missing = middle
+    return there
+
+
+@compiled
+def is_cached(caches: Caches, w: int, r: int, block: int, in_use: bool) -> bool:
+    """Whether a request's block is cached at a worker, and, if asked, in use there."""
+    copy = find(caches, w, block_id(caches, r, block))
+    return copy != NOTHING and (not in_use or caches.copies[w, copy].users > 0)
+
+
+@compiled
+def common_blocks(caches: Caches, r: int, other: int, there: int, most: int) -> int:
+    """How many of its first `most` blocks a request has in common with another, if more than `there`."""
+    at, others = caches.requests[r].begins, caches.requests[other].begins
+    most = min(most, min(caches.requests[r].listed, caches.requests[other].listed))
+    if there >= most or caches.ids[at + there] != caches.ids[others + there]:
+        return there
+    missing = most + 1
+    there += 1
+    while missing - there > 1:
+        middle = (there + missing) // 2
+        if caches.ids[at + middle - 1] == caches.ids[others + middle - 1]:
             there = middle
         else:
             missing = middle

@@ -43,9 +43,11 @@ from controlplane.placement.ledger import (
     DECODING,
     NONE,
     PREFILL_ONLY,
+    SERVING,
     Floats,
     Ints,
     Ledger,
+    cached_tokens,
     expect_end,
     generated,
     shared_tokens,
@@ -75,13 +77,18 @@ def kept_tpot_s(types: Floats, prompt_tokens: Ints, tpot_s: Floats) -> Floats:
 
 
 @compiled
-def fits(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool) -> bool:
-    """Whether worker `w` may take request `r` now; `late` drops (c) for one past its TTFT already."""
-    return harm(led, knobs, w, r, now_s, late, 0.0) <= 0.0
+def fits(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float, late: bool) -> bool:
+    """Whether worker `w` may take request `r` now; `late` drops (c) for one past its TTFT already.
+
+    `cached`: the request's tokens that the worker has or will have cached (`ledger.cached_tokens`).
+    """
+    return harm(led, knobs, w, r, cached, now_s, late, 0.0) <= 0.0
 
 
 @compiled
-def harm(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, most: float) -> float:
+def harm(
+    led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float, late: bool, most: float
+) -> float:
     """The harm of (d) that taking `r` does at worker `w`; infinite past `most` or where (b), (c), (e) forbid.
 
     In the order of cost: most workers that may not are told so by (c) or by the newest request in (d).
@@ -91,9 +98,9 @@ def harm(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, mo
     harmed = 0.0
     if worker.role != DECODE_ONLY:
         tokens = led.requests[r].prompt + led.requests[r].key
-        work = worker.queued_tokens + tokens
+        work = worker.queued_tokens + tokens - cached
         start_s = max(worker.boundary_s, now_s)
-        lasts_s = prefill_lasts_s(k, work, tokens, worker.decoding, worker.context)
+        lasts_s = prefill_lasts_s(k, work, tokens, cached, worker.decoding, worker.context)
         if knobs[USE_C] > 0 and not late:
             wait_s = start_s + lasts_s - led.requests[r].arrival_s
             if wait_s > led.requests[r].ttft_s:
@@ -112,12 +119,23 @@ def harm(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, mo
         context_s = k[PER_CONTEXT] * (held + knobs[THETA] * growth)
         if decode_base_s(k, sequences) + context_s > tpot_s:
             return np.inf
-    if knobs[USE_E] > 0:
+    if knobs[USE_E] > 0 and sequences > 1:
         limit = knobs[GAMMA] * k[KV_BLOCKS] * k[BLOCK_TOKENS]
         # As if all ended at once, which no peak exceeds; only past that does it matter who ends when.
-        if held + growth - shared_tokens(led, w) > limit and sequences > 1 and kv_peak(led, w, r) > limit:
+        at_most = held + growth - shared_tokens(led, w)
+        if at_most > limit and overflows(led, w, r, cached, at_most, limit):
             return np.inf
     return harmed
+
+
+@compiled
+def overflows(led: Ledger, w: int, r: int, cached: int, most: int, limit: float) -> bool:
+    """Whether `r` would drive worker `w`, which should hold `most` tokens then at most, over its limit.
+
+    What others use of the request's prefix takes no memory; what sleeps of it is memory as any other.
+    """
+    limit += cached_tokens(led, w, r, cached, True)
+    return most > limit and kv_peak(led, w, r) > limit
 
 
 @compiled
@@ -129,12 +147,18 @@ def prefill_steps(k: NDArray[np.float64], work: float, decoding: int) -> float:
 
 
 @compiled
-def prefill_lasts_s(k: NDArray[np.float64], work: float, last: float, decoding: int, context: float) -> float:
-    """Seconds to prefill `work` tokens, the last prompt among them `last` tokens long."""
+def prefill_lasts_s(
+    k: NDArray[np.float64], work: float, last: float, cached: float, decoding: int, context: float
+) -> float:
+    """Seconds to compute `work` tokens, the last prompt among them `last` tokens long, its first `cached`.
+
+    Those are not computed, but those after them attend to them.
+    """
     if k[MODE] != CHUNKED:
-        return prefill_s(k, work, last * last)
+        return prefill_s(k, work, last * last - cached * cached)
     step_s = decode_base_s(k, decoding) + k[PREFILL_STEP] + k[PER_CONTEXT] * context
-    return prefill_steps(k, work, decoding) * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * last * last
+    lasts_s = prefill_steps(k, work, decoding) * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * last * last
+    return lasts_s - k[PER_SUM_SQ] * cached * cached
 
 
 @compiled
@@ -202,7 +226,7 @@ def saved_s(led: Ledger, w: int, r: int, at_s: float) -> float:
 
 
 @compiled
-def spare_s(led: Ledger, w: int, r: int, now_s: float) -> float:
+def spare_s(led: Ledger, w: int, r: int, cached: int, now_s: float) -> float:
     """The least saving of a decoding request at `w` that is left once `r` is prefilled there.
 
     Those behind their line already do not count; a worker without any to count has ALL_TIME to spare.
@@ -210,7 +234,7 @@ def spare_s(led: Ledger, w: int, r: int, now_s: float) -> float:
     worker = led.workers[w]
     k = led.coefficients[worker.variant]
     tokens = led.requests[r].prompt + led.requests[r].key
-    work = worker.queued_tokens + tokens
+    work = worker.queued_tokens + tokens - cached
     start_s = max(worker.boundary_s, now_s)
     earned_steps = prefill_steps(k, work, worker.decoding) if k[MODE] == CHUNKED else 0.0
     least_s = ALL_TIME
@@ -219,7 +243,7 @@ def spare_s(led: Ledger, w: int, r: int, now_s: float) -> float:
         slack_s = saved_s(led, w, other, start_s)
         if slack_s >= 0.0:
             least_s = min(least_s, slack_s + led.requests[other].tpot_s * earned_steps)
-    return least_s - prefill_lasts_s(k, work, tokens, worker.decoding, worker.context)
+    return least_s - prefill_lasts_s(k, work, tokens, cached, worker.decoding, worker.context)
 
 
 @compiled
@@ -236,32 +260,48 @@ def failing(deficit_s: float, saves_s: float) -> float:
 def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
     """Whether not even an idle worker of the fastest type could still meet a request's TTFT.
 
-    `busy`: one as full as (b) lets it be instead, a step in progress. Who waits until only an idle worker
-    would do finds the few whose step happens to end just then, and no choice of where to do least harm.
+    It has cached as much of the request as any worker has. `busy`: one as full as (b) lets it be instead, a
+    step in progress. Who waits until only an idle worker would do finds the few whose step happens to end
+    just then, and no choice of where to do least harm.
     """
-    tokens = led.requests[r].prompt + led.requests[r].key
     due_s = led.requests[r].arrival_s + led.requests[r].ttft_s
+    if now_s + least_prefill_s(led, r, 0, busy) <= due_s:
+        return False
+    return led.caches.tokens == 0 or now_s + least_prefill_s(led, r, most_cached(led, r), busy) > due_s
+
+
+@compiled
+def least_prefill_s(led: Ledger, r: int, cached: int, busy: bool) -> float:
+    """Seconds until an idle worker of the fastest type, or a busy one, has prefilled a request."""
+    tokens = led.requests[r].prompt + led.requests[r].key
+    least_s = np.inf
     for v in range(led.coefficients.shape[0]):
         k = led.coefficients[v]
-        lasts_s = prefill_lasts_s(k, tokens, tokens, 0, 0)
+        lasts_s = prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0)
         if busy:
             tpot_s = led.requests[r].tpot_s
             lasts_s += tpot_s
             if k[MODE] == CHUNKED:  # the step in progress has chunks of others, its own steps decode too
                 lasts_s += k[PREFILL_STEP] + k[PER_PREFILL] * k[MAX_BATCHED]
-                lasts_s += prefill_steps(k, tokens, 0) * max(tpot_s - decode_base_s(k, 0.0), 0.0)
-        if now_s + lasts_s <= due_s:
-            return False
-    return True
+                lasts_s += prefill_steps(k, tokens - cached, 0) * max(tpot_s - decode_base_s(k, 0.0), 0.0)
+        least_s = min(least_s, lasts_s)
+    return least_s
+
+
+@compiled
+def most_cached(led: Ledger, r: int) -> int:
+    """The most tokens of a request that any serving worker has cached."""
+    most = 0
+    for w in range(len(led.workers)):
+        if led.workers[w].status == SERVING and led.workers[w].role != DECODE_ONLY:
+            most = max(most, cached_tokens(led, w, r, most, False))
+    return most
 
 
 @compiled
 def time_left_s(led: Ledger, r: int, now_s: float) -> float:
     """Seconds in which an idle worker of the fastest type must begin a request's prefill to meet its TTFT."""
-    tokens = led.requests[r].prompt + led.requests[r].key
-    least_s = np.inf
-    for v in range(led.coefficients.shape[0]):
-        least_s = min(least_s, prefill_lasts_s(led.coefficients[v], tokens, tokens, 0, 0))
+    least_s = least_prefill_s(led, r, 0 if led.caches.tokens == 0 else most_cached(led, r), False)
     return led.requests[r].arrival_s + led.requests[r].ttft_s - now_s - least_s
 
 

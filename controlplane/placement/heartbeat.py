@@ -191,7 +191,9 @@ def worker_state(led: Ledger, w: int, now_s: float) -> WorkerState:
             r = int(request["next"])
     if worker["queued_tokens"] > 0:
         work = float(worker["queued_tokens"])
-        queued_s = float(prefill_lasts_s(k, work, work, int(worker["decoding"]), float(worker["context"])))
+        queued_s = float(
+            prefill_lasts_s(k, work, work, 0.0, int(worker["decoding"]), float(worker["context"]))
+        )
     return WorkerState(tuple(held), tuple(still), slack_s - queued_s, start_s - now_s + queued_s)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS
-from controlplane.placement.caches import Caches, cached_blocks, most_hits, no_caches
+from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
 from controlplane.types import Role
 
@@ -49,8 +49,9 @@ WORKER = np.dtype(
         ("decoding", np.int64),
         ("context", np.int64),  # tokens held by decoding requests
         ("queued", np.int64),  # requests whose prefill is not done
-        ("queued_tokens", np.int64),  # tokens those have still to prefill, beyond the step in progress
+        ("queued_tokens", np.int64),  # tokens those have still to compute, beyond the step in progress
         ("queued_context", np.int64),  # tokens those will hold once prefilled
+        ("queued_shared", np.int64),  # tokens of those that wait which others will hold for them
         ("running_n", np.int64),  # admitted requests, prefilling or decoding
         # A worker notes its load as it begins a step and reports it as the step ends. What the last report
         # did not tell of (requests, the tokens they will hold once prefilled), what of that the step in
@@ -71,6 +72,8 @@ REQUEST = np.dtype(
         ("prompt", np.int64),
         ("key", np.int64),
         ("next", np.int64),  # the one behind it in its queue
+        ("cached", np.int64),  # at a worker: tokens that it has cached, or should have when it comes to them,
+        ("shared", np.int64),  # and while it waits, those of them that others use
         ("predicted", np.int64),  # expected output tokens in all
         ("ends", np.int64),  # the worker's step count at which it is expected to finish
         ("arrival_s", np.float64),
@@ -144,32 +147,59 @@ def generated(led: Ledger, r: int) -> int:
 
 
 @compiled
-def cached_tokens(led: Ledger, w: int, r: int) -> int:
-    """Tokens of a request that worker `w` would not compute if it were admitted there now.
+def cached_tokens(led: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
+    """Tokens of a request that worker `w` would not compute if the request were put there now.
 
-    As the worker's last planned step left its cache; blocks that a decode run has filled since it began are
-    not seen yet. Changes nothing. See `caches.cached_blocks` for what it costs.
+    What is cached as the worker's last planned step left it, and what those will store that are there already
+    and not prefilled: so a burst of one prefix finds the worker that the first of it went to. `in_use`: only
+    what others use or will use, which takes no memory. `guess`: the likely answer, which costs least.
     """
-    if led.caches.tokens == 0:
+    if led.caches.tokens == 0 or led.caches.workers[w].keeps == 0:
         return 0
+    unit = led.caches.tokens
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
     most, tokens = most_hits(led.caches, led.requests[r].prompt + led.requests[r].key, block)
-    return min(cached_blocks(led.caches, w, r, most) * led.caches.tokens, tokens)
+    blocks = cached_blocks(led.caches, w, r, most, (guess + unit - 1) // unit, in_use)
+    i = led.workers[w].running_n - 1
+    while i >= 0 and led.requests[led.running[w, i]].phase == PREFILLING:
+        blocks = soon_cached(led, r, led.running[w, i], blocks, most)
+        i -= 1
+    for p in range(2):
+        other = led.queue_head[p, w]
+        while other != NONE:
+            blocks = soon_cached(led, r, other, blocks, most)
+            other = led.requests[other].next
+    return min(blocks * unit, tokens)
+
+
+@compiled
+def soon_cached(led: Ledger, r: int, other: int, there: int, most: int) -> int:
+    """Of a request's first `most` blocks, how many another's prefill stores, if more than `there`."""
+    stores = (led.requests[other].prompt + led.requests[other].key) // led.caches.tokens
+    return common_blocks(led.caches, r, other, there, min(most, stores))
 
 
 @compiled
 def shared_tokens(led: Ledger, w: int) -> int:
-    """Tokens that several requests at a worker hold and that lie in its memory once."""
+    """Tokens that several requests at a worker hold, or will, and that lie in its memory once."""
     if led.caches.tokens == 0:
         return 0
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-    return int(led.caches.workers[w].shared) * block
+    return int(led.caches.workers[w].shared) * block + led.workers[w].queued_shared
+
+
+@compiled
+def empty_blocks(led: Ledger, w: int) -> int:
+    """Blocks of a worker's memory that hold nothing, neither in use nor cached."""
+    return int(led.caches.workers[w].empty) if led.caches.tokens > 0 else 0
 
 
 @compiled
 def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     """Put a request into a worker's queue of its priority; `at_head` is for one that was preempted."""
     p = led.requests[r].priority
+    led.requests[r].cached = cached_tokens(led, w, r, 0, False)
+    led.requests[r].shared = cached_tokens(led, w, r, led.requests[r].cached, True)
     tail = led.queue_tail[p, w]
     if tail == NONE:
         led.queue_head[p, w] = r
@@ -185,8 +215,15 @@ def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     led.requests[r].worker = w
     led.requests[r].phase = QUEUED
     led.workers[w].queued += 1
-    led.workers[w].queued_tokens += led.requests[r].prompt + led.requests[r].key
+    led.workers[w].queued_tokens += to_compute(led, r)
     led.workers[w].queued_context += led.requests[r].prompt + led.requests[r].key
+    led.workers[w].queued_shared += led.requests[r].shared
+
+
+@compiled
+def to_compute(led: Ledger, r: int) -> int:
+    """Tokens that the prefill of a request at its worker computes."""
+    return led.requests[r].prompt + led.requests[r].key - led.requests[r].cached
 
 
 @compiled
@@ -212,6 +249,8 @@ def dequeue(led: Ledger, w: int, r: int) -> None:
     if led.queue_tail[p, w] == r:
         led.queue_tail[p, w] = before
     led.requests[r].next = NONE
+    led.workers[w].queued_shared -= led.requests[r].shared
+    led.requests[r].shared = 0
 
 
 @compiled
@@ -219,7 +258,7 @@ def leave_queue(led: Ledger, w: int, r: int) -> None:
     """Take a request that waits at a worker away from it altogether: it is HELD again."""
     dequeue(led, w, r)
     led.workers[w].queued -= 1
-    led.workers[w].queued_tokens -= led.requests[r].prompt + led.requests[r].key
+    led.workers[w].queued_tokens -= to_compute(led, r)
     led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
     led.requests[r].worker = NONE
     led.requests[r].phase = HELD

@@ -3,8 +3,21 @@
 `spread`, `best-fit` and `slack-fit` consider only workers that satisfy the constraints and differ in the
 order: least or most loaded by capacity_norm (Algorithm 1), or least to spare in (d), so that workers with
 much to spare are kept for long prompts. Where no worker satisfies them the request is held in the cluster's
-queue. The baselines never hold and know no constraint. A policy's name with the suffix `+migrate` says that
-running requests may also be moved.
+queue. The baselines (placement.baselines) never hold and know no constraint. A policy's name with the suffix
+`+migrate` says that running requests may also be moved.
+
+Both planes call `decide` when a request arrives and again for each that is held, every `retry_s`; where
+prefill and decode have workers of their own, `decode_worker` once the prefill is done.
+
+Where workers cache prefixes, `spread` takes the one with the least added work, in seconds of prefill:
+
+    what the worker still has to compute of others + what it would have to compute of the request
+
+A worker that has the request's prefix cached has less of the second. Once its queue outweighs that, the
+request goes elsewhere and the prefix is cached there too: so a hot prefix is replicated, and a first block
+that all share draws no request anywhere. At a tie it is the worker whose memory holds least. What requests
+do to each other beyond this, the constraints say. Where step times are not known, capacity_norm with the
+cached tokens taken off stands for the work.
 """
 
 from __future__ import annotations
@@ -18,11 +31,21 @@ from numpy.typing import NDArray
 from controlplane.compiled import compiled
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import (
+    BASE,
     BLOCK_TOKENS,
     KV_BLOCKS,
     MAX_SEQS,
     PER_CONTEXT,
     decode_base_s,
+)
+from controlplane.placement.baselines import (
+    highest_score,
+    in_turn,
+    least_prefill,
+    longest_prefix,
+    prefix_unless_unbalanced,
+    serves,
+    two_choices,
 )
 from controlplane.placement.constraints import (
     AS_REPORTED,
@@ -39,10 +62,21 @@ from controlplane.placement.constraints import (
     Knobs,
     fits,
     harm,
+    hopeless,
+    prefill_lasts_s,
     spare_s,
 )
-from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, SERVING, Ledger
+from controlplane.placement.ledger import (
+    ANY_PHASE,
+    DECODE_ONLY,
+    NONE,
+    Ledger,
+    cached_tokens,
+    empty_blocks,
+)
 from controlplane.placement.queue import QueueSettings
+
+PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
 
 
 class Policy(StrEnum):
@@ -57,10 +91,16 @@ class Policy(StrEnum):
     LEAST_KV = "least-kv"
     FREENESS = "freeness"
     SLACK_FIT = "slack-fit"
+    LONGEST_PREFIX = "longest-prefix"
+    LLM_D = "llm-d"
+    SGLANG = "sglang"
+    LEAST_PREFILL = "least-prefill"
 
 
 SPREAD, BEST_FIT, JSQ, P2C, ROUND_ROBIN, LEAST_KV, FREENESS, EXACT, SLACK_FIT = range(9)
+LONGEST_PREFIX, LLM_D, SGLANG, LEAST_PREFILL = range(9, 13)
 CONSTRAINED = (SPREAD, BEST_FIT, SLACK_FIT)
+WITHOUT_RANK = (P2C, ROUND_ROBIN, LEAST_PREFILL, LONGEST_PREFIX, LLM_D, SGLANG)
 BY_TARGETS = frozenset((Policy.SPREAD, Policy.BEST_FIT, Policy.SLACK_FIT, Policy.EXACT))
 POLICY_CODE = {
     Policy.SPREAD: SPREAD,
@@ -72,7 +112,13 @@ POLICY_CODE = {
     Policy.FREENESS: FREENESS,
     Policy.EXACT: EXACT,
     Policy.SLACK_FIT: SLACK_FIT,
+    Policy.LONGEST_PREFIX: LONGEST_PREFIX,
+    Policy.LLM_D: LLM_D,
+    Policy.SGLANG: SGLANG,
+    Policy.LEAST_PREFILL: LEAST_PREFILL,
 }
+# Routers of the field, to be compared with; no fleet runs them.
+ONLY_SIMULATED = frozenset((Policy.LEAST_PREFILL, Policy.LONGEST_PREFIX, Policy.LLM_D, Policy.SGLANG))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,52 +180,77 @@ def assign(
     DECODE_ONLY restricts the choice to that pool in split mode, ANY_PHASE does not. `draw` [2] uniform in
     [0, 1), used by p2c and to start round-robin's turn.
     """
+    if policy in WITHOUT_RANK:
+        return pick(led, policy, r, now_s, phase_role, draw)
+    constrained = policy in CONSTRAINED
+    by_work = policy == SPREAD and led.caches.tokens > 0
+    best, best_score, emptiest, cached = NONE, np.inf, 0, 0
+    for w in range(len(led.workers)):
+        if not serves(led, w, phase_role):
+            continue
+        if constrained and phase_role != DECODE_ONLY:
+            cached = cached_tokens(led, w, r, cached, False)  # often as at the worker before
+        score = load(led, policy, knobs, w, r, cached, now_s)
+        empty = empty_blocks(led, w) if by_work else 0
+        better = score < best_score or (score == best_score and empty > emptiest)
+        if better and (not constrained or fits(led, knobs, w, r, cached, now_s, late)):
+            best, best_score, emptiest = w, score, empty
+    return best
+
+
+@compiled
+def pick(led: Ledger, policy: int, r: int, now_s: float, phase_role: int, draw: NDArray[np.float64]) -> int:
+    """The choice of the baselines that are no order of workers by one number."""
     if policy == P2C:
         return two_choices(led, phase_role, draw)
-    if policy == ROUND_ROBIN:
-        return in_turn(led, r, phase_role)
-    constrained = policy in CONSTRAINED
-    best, best_score = NONE, np.inf
-    for w in range(len(led.workers)):
-        if led.workers[w].status != SERVING or not serves(led, w, phase_role):
-            continue
-        if policy == SLACK_FIT and led.workers[w].role == ANY_PHASE:
-            score = spare_s(led, w, r, now_s)
-        else:
-            score = load(led, policy, knobs, w, r)
-        if score < best_score and (not constrained or fits(led, knobs, w, r, now_s, late)):
-            best, best_score = w, score
-    return best
+    if policy == LEAST_PREFILL:
+        return least_prefill(led, now_s, phase_role)
+    if policy == LONGEST_PREFIX:
+        return longest_prefix(led, r, phase_role)
+    if policy == LLM_D:
+        return highest_score(led, r, phase_role, draw)
+    if policy == SGLANG:
+        return prefix_unless_unbalanced(led, r, phase_role)
+    return in_turn(led, r, phase_role)
+
+
+@compiled
+def added_work_s(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float) -> float:
+    """Seconds of prefill that a worker has to do, once it has a request of which so much is cached."""
+    worker = led.workers[w]
+    k = led.coefficients[worker.variant]
+    tokens = led.requests[r].prompt + led.requests[r].key
+    work = worker.queued_tokens + tokens - cached + kept_free(led, k, knobs, w, r)
+    lasts_s = prefill_lasts_s(k, work, tokens, cached, worker.decoding, worker.context)
+    if worker.queued > 0:  # the step in progress prefills too
+        lasts_s += max(worker.boundary_s - now_s, 0.0)
+    return lasts_s
 
 
 @compiled
 def last_chance(led: Ledger, knobs: Knobs, r: int, now_s: float, phase_role: int) -> int:
     """Return the worker where `r`, about to lose its TTFT, does least harm; NONE past the tolerance."""
-    best, least = NONE, knobs[TOLERANCE]
+    best, least, cached = NONE, knobs[TOLERANCE], 0
     for w in range(len(led.workers)):
-        if led.workers[w].status == SERVING and serves(led, w, phase_role):
-            harmed = harm(led, knobs, w, r, now_s, False, least)
+        if serves(led, w, phase_role):
+            cached = cached_tokens(led, w, r, cached, False)
+            harmed = harm(led, knobs, w, r, cached, now_s, False, least)
             if harmed < least:
                 best, least = w, harmed
     return best
 
 
 @compiled
-def serves(led: Ledger, w: int, phase_role: int) -> bool:
-    """Whether a worker belongs to the pool that is asked for."""
-    role = led.workers[w].role
-    if phase_role == DECODE_ONLY:
-        return role == DECODE_ONLY
-    return role != DECODE_ONLY
-
-
-@compiled
-def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int) -> float:
-    """The policy's rank of a worker; the least is taken."""
+def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int, cached: int, now_s: float) -> float:
+    """The policy's rank of a worker that has so much of the request cached; the least is taken."""
+    if policy == SLACK_FIT and led.workers[w].role == ANY_PHASE:
+        return spare_s(led, w, r, cached, now_s)
     requests = float(led.workers[w].decoding + led.workers[w].queued)
     if policy == JSQ:
         return requests
     k = led.coefficients[led.workers[w].variant]
+    if policy == SPREAD and led.caches.tokens > 0 and k[BASE] > 0 and led.workers[w].role != DECODE_ONLY:
+        return added_work_s(led, knobs, w, r, cached, now_s)
     tokens = float(led.workers[w].context + led.workers[w].queued_context)
     if policy == LEAST_KV:
         return tokens / (k[KV_BLOCKS] * k[BLOCK_TOKENS])
@@ -191,6 +262,8 @@ def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int) -> float:
         return -(free - kept_free(led, k, knobs, w, r)) / requests if requests > 0 else -np.inf
     if policy == SPREAD:
         tokens += kept_free(led, k, knobs, w, r)
+        if led.caches.tokens > 0:
+            tokens += led.requests[r].prompt + led.requests[r].key - cached
     norm = capacity_norm(k, knobs, requests, tokens, led.requests[r].tpot_s)
     return -norm if policy == BEST_FIT else norm
 
@@ -228,57 +301,50 @@ def capacity_norm(
 
 
 @compiled
-def two_choices(led: Ledger, phase_role: int, draw: NDArray[np.float64]) -> int:
-    """The less loaded of two workers drawn at random: by requests, then tokens held, then the first drawn."""
-    count = 0
-    for w in range(len(led.workers)):
-        if led.workers[w].status == SERVING and serves(led, w, phase_role):
-            count += 1
-    if count == 0:
-        return NONE
-    first = int(draw[0] * count)
-    second = int(draw[1] * max(count - 1, 1))
-    if count > 1 and second >= first:
-        second += 1
-    one, other, at = NONE, NONE, 0
-    for w in range(len(led.workers)):
-        if led.workers[w].status == SERVING and serves(led, w, phase_role):
-            if at == first:
-                one = w
-            elif at == second:
-                other = w
-            at += 1
-    return one if other == NONE or not is_less_loaded(led, other, one) else other
+def decide(
+    led: Ledger,
+    policy: int,
+    knobs: Knobs,
+    r: int,
+    now_s: float,
+    retry_s: float,
+    patience: float,
+    phase_role: int,
+    draw: NDArray[np.float64],
+) -> int:
+    """Return the worker for request `r`, or NONE to hold it until the next try.
+
+    The policy's choice; without one, for a request whose TTFT a busy worker could not meet any more by the
+    next try, the worker where it does least harm; and after `patience` of its TTFT targets the least loaded
+    worker with a seat, whatever it breaks.
+    """
+    late = not np.isnan(led.requests[r].first_s) or hopeless(led, r, now_s, False)
+    w = assign(led, policy, knobs, r, now_s, late, phase_role, draw)
+    if w == NONE and not late and policy in CONSTRAINED and hopeless(led, r, now_s + retry_s, True):
+        w = last_chance(led, knobs, r, now_s, phase_role)
+    if w == NONE and now_s - led.requests[r].arrival_s >= patience * led.requests[r].ttft_s:
+        w = assign(led, JSQ, knobs, r, now_s, late, phase_role, draw)
+        # Past its seats a worker only queues, where none may overtake; here another worker may take it.
+        if w != NONE and not has_seat(led, w):
+            w = NONE
+    return w
 
 
 @compiled
-def is_less_loaded(led: Ledger, a: int, b: int) -> bool:
-    """Whether worker `a` has fewer requests than `b`, or as many that hold fewer tokens."""
-    more = led.workers[b].decoding + led.workers[b].queued - led.workers[a].decoding - led.workers[a].queued
-    if more != 0:
-        return more > 0
+def decode_worker(
+    led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, draw: NDArray[np.float64]
+) -> int:
+    """The decode worker for a request whose prefill is done: the policy's choice, else the least loaded."""
+    w = assign(led, policy, knobs, r, now_s, True, DECODE_ONLY, draw)
+    return w if w != NONE else assign(led, JSQ, knobs, r, now_s, True, DECODE_ONLY, draw)
+
+
+@compiled
+def has_seat(led: Ledger, w: int) -> bool:
+    """Whether a worker's batch has room for one more than it has been given."""
     return (
-        led.workers[a].context + led.workers[a].queued_context
-        < led.workers[b].context + led.workers[b].queued_context
+        led.workers[w].decoding + led.workers[w].queued < led.coefficients[led.workers[w].variant][MAX_SEQS]
     )
-
-
-@compiled
-def in_turn(led: Ledger, r: int, phase_role: int) -> int:
-    """Round-robin by the request's number."""
-    count = 0
-    for w in range(len(led.workers)):
-        if led.workers[w].status == SERVING and serves(led, w, phase_role):
-            count += 1
-    if count == 0:
-        return NONE
-    turn = r % count
-    for w in range(len(led.workers)):
-        if led.workers[w].status == SERVING and serves(led, w, phase_role):
-            if turn == 0:
-                return w
-            turn -= 1
-    return NONE
 
 
 MIGRATE = "+migrate"
@@ -295,6 +361,7 @@ def read_policy(name: str) -> tuple[Policy, bool]:
         ) from None
 
 
-def policy_names() -> list[str]:
-    """Every name `read_policy` knows."""
-    return [name + suffix for name in Policy for suffix in ("", MIGRATE)]
+def policy_names(served: bool = False) -> list[str]:
+    """Every name `read_policy` knows; `served`: of policies that a fleet may run."""
+    names = [name for name in Policy if not served or name not in ONLY_SIMULATED]
+    return [name + suffix for name in names for suffix in ("", MIGRATE)]

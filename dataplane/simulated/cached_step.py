@@ -25,8 +25,9 @@ from controlplane.placement.ledger import (
     dequeue,
     generated,
     queue_first,
+    to_compute,
 )
-from dataplane.simulated.memory import extend, free_blocks, look_up, store, take, touch
+from controlplane.placement.memory import extend, free_blocks, look_up, store, take, touch
 from dataplane.simulated.next_step import (
     admit,
     blocks_of,
@@ -153,7 +154,8 @@ def admit_cached(led: Ledger, eng: Engines, w: int, r: int, copies: int, cached:
     admit(led, eng, w, r)
     if led.caches.requests[r].cached == NOTHING:
         led.caches.requests[r].cached = cached
-    led.workers[w].queued_tokens -= cached
+    led.workers[w].queued_tokens += led.requests[r].cached - cached  # as it is, for as it was expected
+    led.requests[r].cached = cached
     eng.requests[r].computed = cached
     touch(led.caches, w, r, copies)
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
@@ -203,7 +205,7 @@ def receive_waiting(led: Ledger, eng: Engines, w: int) -> None:
         if running > 0 and (running >= k[MAX_SEQS] or need + running + 1 > room(led, eng, w)):
             return
         dequeue(led, w, r)
-        led.workers[w].queued_tokens -= tokens
+        led.workers[w].queued_tokens -= to_compute(led, r)
         receive(led, w, r, tokens - 1)
         led.running[w, running] = r
         led.workers[w].running_n += 1

@@ -11,8 +11,8 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import KV_BLOCKS
+from controlplane.placement.baselines import in_turn
 from controlplane.placement.caches import forget
-from controlplane.placement.decide import decide, decode_worker
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODING,
@@ -28,7 +28,7 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from controlplane.placement.policies import EXACT, in_turn
+from controlplane.placement.policies import EXACT, decide, decode_worker
 from controlplane.placement.queue import (
     begin_round,
     hold,

@@ -18,18 +18,20 @@ from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.move import Price
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.exact import HEARTBEAT_S
-from controlplane.placement.policies import EXACT
-from controlplane.placement.queue import held_tokens
+from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line
+from controlplane.placement.ledger import NONE, SERVING, Ledger
+from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
+from controlplane.placement.queue import begin_round, held_tokens, leave, offer_late
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
 from controlplane.snapshot import Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import ClassArrivals
-from dataplane.simulated.cluster import advance, view_all
+from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.elastic import Elastic
-from dataplane.simulated.heartbeat import beat
+from dataplane.simulated.engine import arrive, count_miss
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.observe import OutcomeCount, deviations, held_requests, observe
+from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
 from dataplane.simulated.sending import next_send
 
@@ -195,7 +197,7 @@ def drive(
         clock["now_s"] = now_s
         if now_s == place_s:
             if run.cluster.queue.waiting:
-                beat(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
+                _place_together(led, eng, run.cluster, run.rules, run.profiles[0], run.settings)
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)
@@ -226,3 +228,22 @@ def _is_over(run: RunState) -> bool:
     if len(run.arrived) < len(run.workload):
         return False
     return not np.isnan(run.engines.requests["finish_s"]).any()
+
+
+def _place_together(
+    led: Ledger, eng: Engines, clu: Cluster, rules: Rules, profile: Profile, settings: PlacementSettings
+) -> None:
+    """Place the requests held now; those that find no place stay held."""
+    now_s = float(clu.clock["now_s"][0])
+    view_all(led, eng, now_s)
+    line, lost = waiting_line(led, clu.queue, now_s)
+    for r in lost.tolist():
+        count_miss(eng, r)
+    serving = np.flatnonzero(led.workers["status"] == SERVING)
+    placed, _ = place_together(led, line, serving, profile, settings, now_s)
+    for r, w in placed:
+        leave(led, clu.queue, r)
+        arrive(led, eng, w, r, now_s, False)
+    begin_round(clu.queue)
+    while (r := offer_late(led, clu.queue)) != NONE:
+        place_held(led, eng, clu, rules._replace(policy=BEST_FIT), r)

@@ -39,12 +39,12 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
+from controlplane.placement.memory import free_blocks
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
 from dataplane.simulated.cached_step import grow, receive
 from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
-from dataplane.simulated.memory import free_blocks
 from dataplane.simulated.next_step import blocks_after, blocks_of, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState

@@ -38,7 +38,7 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from dataplane.simulated.memory import release
+from controlplane.placement.memory import release
 from dataplane.simulated.records import (
     DECODE_RUN,
     IDLE,

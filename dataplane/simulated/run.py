@@ -14,7 +14,6 @@ from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import Caches, new_caches
 from controlplane.placement.constraints import kept_tpot_s
-from controlplane.placement.decide import PATIENCE
 from controlplane.placement.ledger import (
     OFF,
     ROLES,
@@ -23,11 +22,17 @@ from controlplane.placement.ledger import (
     new_ledger,
 )
 from controlplane.placement.lengths import LengthTable
-from controlplane.placement.policies import EXACT, POLICY_CODE, PlacementSettings, Policy, read_policy
+from controlplane.placement.policies import (
+    EXACT,
+    PATIENCE,
+    POLICY_CODE,
+    PlacementSettings,
+    Policy,
+    read_policy,
+)
 from controlplane.types import EngineMode, Role, Slo
 from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
-from dataplane.simulated.heartbeat import check_exact
 from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Rules, new_cluster, new_engines
 from dataplane.simulated.sending import first_times, new_sending
 
@@ -131,7 +136,7 @@ def prepare(
     classes = _classes(slo, workload)
     profiles, variant = _variants(workers, split)
     if code == EXACT:
-        check_exact(profiles, classes)
+        _check_exact(profiles, classes)
     requests = len(workload)
     settings = options.get("settings") or PlacementSettings()
     lengths = options.get("predictor") or _own_lengths(workload)
@@ -175,6 +180,12 @@ def _classes(slo: Slo | Sequence[Slo], workload: Workload) -> tuple[Slo, ...]:
     if len(workload) and int(workload.slo_class.max()) >= len(classes):
         raise BadInput(f"simulate: slo: the workload has {int(workload.slo_class.max()) + 1} classes")
     return classes
+
+
+def _check_exact(profiles: Sequence[Profile], slos: Sequence[Slo]) -> None:
+    """Raise BadInput where the heartbeat's program does not cover what is asked."""
+    if len(profiles) > 1 or len(slos) > 1:
+        raise BadInput("policy: exact: covers one worker type and one SLO class; else use spread or best-fit")
 
 
 def _is_split(workers: Sequence[WorkerSpec]) -> bool:

@@ -19,6 +19,7 @@ from controlplane.placement.ledger import (
     QUEUED,
     generated,
 )
+from controlplane.placement.memory import free_blocks
 from dataplane.simulated.cluster import view_all
 from dataplane.simulated.records import PREFILL_STEP
 from dataplane.simulated.simulate import RunState
@@ -81,7 +82,9 @@ def _check_worker(state: RunState, w: int) -> None:
     assert worker["context"] == sum(map(tokens, decoding))
     assert worker["queued"] == len(prefilling) + len(waiting)
     assert worker["queued_context"] == sum(map(tokens, prefilling + waiting))
-    to_prefill = sum(map(tokens, waiting))
+    to_prefill = sum(tokens(r) - int(requests["cached"][r]) for r in waiting)
+    assert worker["queued_shared"] == sum(int(requests["shared"][r]) for r in waiting)
+    assert all(0 <= requests["shared"][r] <= requests["cached"][r] < tokens(r) for r in waiting)
     for r in prefilling:
         to_prefill += tokens(r) - int(eng.requests["computed"][r]) - int(eng.requests["chunk"][r])
     assert worker["queued_tokens"] == to_prefill
@@ -101,6 +104,8 @@ def _check_worker(state: RunState, w: int) -> None:
         return -(-done // block)
 
     used = sum(map(blocks, running)) + int(eng.workers["reserved_blocks"][w])
+    if led.caches.tokens:  # what several use is there once
+        used = capacity - int(free_blocks(led.caches, w))
     assert used <= capacity or len(running) == 1
     if worker["role"] == DECODE_ONLY:
         assert not prefilling

@@ -110,6 +110,27 @@ def test_a_drain_under_load_loses_and_repeats_nothing(vllm_fleet):
     assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > 3
 
 
+def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
+    def prefix_tokens():
+        told = [w["prefix_tokens"] for w in workers(vllm_fleet)]
+        return {name: sum(tokens[name] for tokens in told) for name in told[0]}
+
+    async def conversation(n):
+        shared, turns = list(range(100, 500)), []
+        async with session() as http:
+            for turn in range(4):
+                turns += [(31 * n + 7 * turn + k) % 2000 + 5 for k in range(150)]
+                await stream(http, vllm_fleet.gateway, prompt=shared + turns, max_tokens=3)
+
+    before = prefix_tokens()
+    for n in range(3):
+        asyncio.run(conversation(n))
+    told = {name: tokens - before[name] for name, tokens in prefix_tokens().items()}
+    assert told["queried"] == 3 * (550 + 700 + 850 + 1000)
+    assert told["expected"] == told["hit"] > 0.6 * told["queried"]
+    assert told["off"] == 0
+
+
 def wanted(fleet):
     return fleet.ask("GET", "/v1/fleet")["wanted_workers"]
 

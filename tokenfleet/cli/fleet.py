@@ -167,6 +167,14 @@ def _show(reply: Any, format: str, tables: Any) -> None:
         console.print(part, highlight=False)
 
 
+def _cached_text(tokens: dict[str, int] | None) -> str:
+    """The share of prompt tokens that a worker had cached; beside it the expected one, if that differs."""
+    if not tokens or not tokens["queried"]:
+        return "–"
+    hit, expected = (f"{tokens[name] / tokens['queried']:.0%}" for name in ("hit", "expected"))
+    return hit if hit == expected else f"{hit} ({expected})"
+
+
 def _status_tables(view: dict[str, Any]) -> list[Any]:
     # Without a box: with kinds it would not fit into 80 columns.
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
@@ -176,7 +184,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     told = [name for name, differs in named if differs]
     for name in ("worker", *told, "state"):
         workers.add_column(name, no_wrap=True)
-    for name in ("for", "requests", "tokens", "KV used", "step", "preempted"):
+    for name in ("for", "requests", "tokens", "KV used", "cached", "step", "preempted"):
         workers.add_column(name, justify="right", no_wrap=True)
     for w in view["workers"]:
         load = w.get("telemetry") or {}
@@ -189,6 +197,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
             str(w["requests"]),
             str(w["tokens"]),
             kv,
+            _cached_text(w.get("prefix_tokens")),
             duration_text(load["step_s"]) if load else "–",
             str(load.get("preemptions", "–")),
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from controlplane.placement.policies import Policy, read_policy
+from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
 from controlplane.types import Slo
 from dataplane.http.keys import keys_of
 from dataplane.http.tls import certificate_of, is_loopback
@@ -457,6 +457,9 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _policy(name: str) -> tuple[Policy, bool]:
     """A placement policy by name, and whether running requests move. Raises BadInput listing the names."""
     try:
-        return read_policy(name)
+        policy, moves = read_policy(name)
     except BadInput as refusal:
         raise BadInput(f"--{refusal}") from None
+    if policy in ONLY_SIMULATED:
+        raise BadInput(f"--policy: {policy} is a baseline of simulations, no fleet runs it; use spread")
+    return policy, moves

@@ -234,8 +234,9 @@ class PlanFile(PlanBrief):
         """What of this plan no fleet runs, and the way round it; None where a fleet can run it whole."""
         from controlplane.placement.policies import policy_names
 
-        if self.policy not in policy_names():
-            return f"policy: no fleet runs {self.policy!r}; plan anew with one of {', '.join(policy_names())}"
+        if self.policy not in policy_names(served=True):
+            names = ", ".join(policy_names(served=True))
+            return f"policy: no fleet runs {self.policy!r}; plan anew with one of {names}"
         roles = {part.role for part in self.fleet}
         if roles not in ({"any"}, {"prefill", "decode"}):
             return f"fleet: prefill and decode workers need each other, got {', '.join(sorted(roles))}"

@@ -91,13 +91,18 @@ class Operations:
 
     # Views.
 
+    def _kept_by(self, worker: WorkerId) -> dict[str, Any]:
+        """A worker's LoRA adapters, and what it had cached of prompts."""
+        hits = self.core.placement.prefix_hits(worker)
+        return {"adapters": sorted(self.core.adapters.of(worker)), "prefix_tokens": asdict(hits)}
+
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
         book, scale = self.core.requests, self.facts.autoscale
         views = [
             _worker_view(m, self.cluster.types[m.kind].role, attached.get(m.worker), book.on_worker(m.worker))
-            | {"adapters": sorted(self.core.adapters.of(m.worker))}
+            | self._kept_by(m.worker)
             for m in self.cluster.members()
         ]
         return {
@@ -228,6 +233,8 @@ class Operations:
         m.handovers_open.set(len(self.core.handovers))
         for at in self.core.attached():
             m.running.labels(at.worker).set(len(self.core.requests.on_worker(at.worker)))
+            for what, tokens in asdict(self.core.placement.prefix_hits(at.worker)).items():
+                m.prefix_tokens.labels(at.worker, what).set(tokens)
             if at.telemetry is not None:
                 load = at.telemetry
                 m.context.labels(at.worker).set(load.context_tokens)

@@ -364,7 +364,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             else:
                 listened.append((tracked, output))
         token_counts = [(tracked, len(output.new_token_ids)) for tracked, output in listened]
-        self.placement.advance(at.worker, token_counts, now_s)
+        self.placement.advance(at.worker, token_counts, now_s, _found(listened))
         self.metrics.count_tokens(sum(tokens for _, tokens in token_counts))
         for tracked, output in listened:
             self._accept(tracked, output, now_s, shift_s)
@@ -522,3 +522,9 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     def _record(self, kind: str, why: str, tracked: Tracked, **facts: object) -> None:
         self.events.record(time.time(), kind, why, request_id=tracked.id, worker=tracked.worker, **facts)
+
+
+def _found(listened: Sequence[tuple[Tracked, EngineCoreOutput]]) -> dict[RequestId, int]:
+    """The tokens that an engine had cached of those requests whose prefill is done with these outputs."""
+    told = ((tracked.id, output.prefill_stats) for tracked, output in listened)
+    return {request: stats.num_local_cached_tokens for request, stats in told if stats is not None}

@@ -24,6 +24,7 @@ LATENCY_BUCKETS_S = (
 )  # fmt: skip
 TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 5)
 DOWNTIME_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
+PREFIX_TOKENS = ("queried", "hit", "expected", "off")
 SLO_TARGETS = ("ttft", "tpot", "both")
 PRIORITY_NAMES = ("normal", "high")
 
@@ -80,6 +81,12 @@ class Metrics:
         self.step_s = gauge("tokenfleet_worker_step_seconds", "Duration of its last step", by_worker)
         started = "Preemptions since it started"
         self.preemptions = gauge("tokenfleet_worker_preemptions", started, by_worker)
+        self.prefix_tokens = gauge(
+            "tokenfleet_worker_prefix_tokens",
+            "Prompt tokens since it started: queried, hit (its engine had them cached), expected (placement"
+            " thought it had them), off (by how much the two differ, request by request)",
+            ["worker", "what"],
+        )
         self.migrations = counter("tokenfleet_migrations", "Moves of a request by outcome", ["outcome"])
         downtime = "Cut-over to the first token from the target"
         self.downtime_s = histogram(
@@ -169,6 +176,9 @@ class Metrics:
         for gauge in (self.running, self.context, self.kv_used, self.step_s, self.preemptions):
             if (worker,) in gauge._metrics:
                 gauge.remove(worker)
+        for what in PREFIX_TOKENS:
+            if (worker, what) in self.prefix_tokens._metrics:
+                self.prefix_tokens.remove(worker, what)
 
     def exposition(self) -> bytes:
         """Everything registered, in Prometheus' text format."""

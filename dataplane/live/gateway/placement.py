@@ -35,7 +35,6 @@ from controlplane.perfmodel.coefficients import (
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.constraints import kept_tpot_s
-from controlplane.placement.decide import PATIENCE, decide, decode_worker, has_seat
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -59,20 +58,37 @@ from controlplane.placement.ledger import (
     leave_queue,
     new_ledger,
     stop_decoding,
+    to_compute,
 )
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import (
     BY_TARGETS,
+    PATIENCE,
     POLICY_CODE,
     PlacementSettings,
     Policy,
+    decide,
+    decode_worker,
+    has_seat,
 )
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.mirrors import Hits, Mirrors
 from dataplane.live.gateway.request import Tracked
 
 LEAN = 4  # requests more that a worker may have for holding a request's LoRA adapter
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
+# What a worker's record counts; 0 for one that is gone.
+LOADS = (
+    "step",
+    "decoding",
+    "context",
+    "queued",
+    "queued_tokens",
+    "queued_context",
+    "queued_shared",
+    "running_n",
+)
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
@@ -110,6 +126,7 @@ class Placement:
         self._rows: dict[RequestId, int] = {}
         self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
         self._free = list(range(ROWS))
+        self._mirrors = Mirrors(workers)
         self.holders: Callable[[int], Collection[WorkerId]] = lambda adapter: ()  # who holds a LoRA adapter
         self._lay_out()
         # Compiled now rather than under the first client's request.
@@ -121,6 +138,10 @@ class Placement:
     def ledger(self) -> Ledger:
         """The ledger now; it is another one after `row` had to make room."""
         return self._led
+
+    def prefix_hits(self, worker: WorkerId) -> Hits:
+        """What a worker had cached of what it was given, and what was expected."""
+        return self._mirrors.hits.get(self._worker_rows.get(worker, NONE), Hits())
 
     def learn(self, lengths: LengthTable) -> None:
         """Use another table for requests that outlive their prediction."""
@@ -170,6 +191,8 @@ class Placement:
         w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
         self._worker_rows[info.worker], self._workers[w] = w, info.worker
         self._weights[w] = info.weights
+        caches = self._mirrors.attach(self._led.caches, w, info, len(self._led.requests))
+        self._led = self._led._replace(caches=caches)
         self.become(info, kind, role)
         self._led.workers[w]["status"] = SERVING
 
@@ -190,12 +213,13 @@ class Placement:
             return
         for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
             self._leave(self._rows[request])
+        self._mirrors.detach(self._led.caches, w)
         self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
         del self._workers[w], self._kinds[w], self._weights[w]
         self._lay_out()
         self._silent.discard(w)
         blank = self._led.workers[w]
-        for name in ("step", "decoding", "context", "queued", "queued_tokens", "queued_context", "running_n"):
+        for name in LOADS:
             blank[name] = 0
         blank["status"], blank["boundary_s"] = OFF, -1.0
 
@@ -376,13 +400,22 @@ class Placement:
         if has_kv and row["key"] > 0:
             self._begin_decoding(w, r, int(row["key"]))
 
-    def advance(self, worker: WorkerId, got: Sequence[tuple[Tracked, int]], now_s: float) -> None:
-        """A worker's step made tokens: (request, how many), before they join the requests' own lists."""
+    def advance(
+        self,
+        worker: WorkerId,
+        got: Sequence[tuple[Tracked, int]],
+        now_s: float,
+        found: Mapping[RequestId, int] | None = None,
+    ) -> None:
+        """A worker's step made tokens: (request, how many), before they join the requests' own lists.
+
+        `found`: the tokens that the engine had cached of those whose first it was.
+        """
         w = self._worker_rows.get(worker)
         if w is None:
             return
         led, counts = self._led, {}
-        fresh: list[tuple[int, int]] = []
+        fresh: list[tuple[int, int, int | None]] = []
         for request, tokens in got:
             r = self._rows.get(request.id)
             if r is None or tokens == 0:
@@ -390,13 +423,14 @@ class Placement:
             if led.requests[r]["phase"] == DECODING:
                 counts[r] = tokens
             elif led.requests[r]["phase"] == QUEUED:
-                fresh.append((r, len(request.output_token_ids) + tokens))
+                had = None if found is None else found.get(request.id)
+                fresh.append((r, len(request.output_token_ids) + tokens, had))
                 if math.isnan(led.requests[r]["first_s"]):
                     led.requests[r]["first_s"] = now_s
         if counts:
             self._step(w, counts)
-        for r, tokens in fresh:
-            self._begin_decoding(w, r, tokens)
+        for r, tokens, had in fresh:
+            self._begin_decoding(w, r, tokens, had)
         at = led.workers[w]
         step_s = decode_base_s(led.coefficients[w], float(at["decoding"]))
         step_s += led.coefficients[w, PER_CONTEXT] * at["context"]
@@ -427,6 +461,7 @@ class Placement:
         r = self._rows.pop(request.id, None)
         if r is not None:
             self._leave(r)
+            self._mirrors.leave(r)
             self._led.requests[r]["phase"] = DONE
             self._free.append(r)
 
@@ -454,6 +489,7 @@ class Placement:
             row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
             row["ttft_s"] = request.slo.ttft_s
             row["tpot_s"] = request.kept_tpot_s = self._kept_tpot_s(request)
+            self._mirrors.enter(self._led.caches, r, request)
         return r
 
     def _kept_tpot_s(self, request: Tracked) -> float:
@@ -466,13 +502,18 @@ class Placement:
     def _grow(self) -> None:
         """Make room for twice as many requests."""
         n = len(self._led.requests)
-        self._led = self._led._replace(requests=np.concatenate((self._led.requests, self._led.requests)))
+        self._led = self._led._replace(
+            requests=np.concatenate((self._led.requests, self._led.requests)),
+            caches=self._mirrors.widen(self._led.caches),
+        )
         self._free = list(range(n, 2 * n))
 
-    def _begin_decoding(self, w: int, r: int, tokens: int) -> None:
+    def _begin_decoding(self, w: int, r: int, tokens: int, found: int | None = None) -> None:
         led, at = self._led, self._led.workers[w]
         dequeue(led, w, r)
-        at["queued_tokens"] -= led.requests[r]["prompt"] + led.requests[r]["key"]
+        at["queued_tokens"] -= to_compute(led, r)
+        row = led.requests[r]
+        self._mirrors.begin(led, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
         if at["running_n"] == led.running.shape[1]:
             wider = np.concatenate((led.running, np.zeros_like(led.running)), axis=1)
             led = self._led = led._replace(running=wider)
@@ -486,6 +527,7 @@ class Placement:
         if row["phase"] == QUEUED:
             leave_queue(self._led, w, r)
         elif row["phase"] == DECODING:
+            self._mirrors.end(self._led, w, r)
             stop_decoding(self._led, w, r, HELD)
             at, running = self._led.workers[w], self._led.running[w]
             n = int(at["running_n"])

@@ -84,7 +84,7 @@ def knobs_of(only: str, theta: float = 0.5, gamma: float = 1.0):
 
 def asked_harm(at: At, asked: Held, knobs, ttft_s: float = GENEROUS_S, late: bool = False) -> float:
     led, r = ledger_of([at], asked, NOW_S - 0.01, ttft_s)
-    return float(harm(led, knobs, 0, r, NOW_S, late, inf))
+    return float(harm(led, knobs, 0, r, 0, NOW_S, late, inf))
 
 
 @given(workers(), requests(decoding=False), st.floats(0, 1))
@@ -120,7 +120,7 @@ def test_d_counts_the_failures_to_expect_among_those_decoding(at, asked):
 @given(workers(), requests(decoding=False), st.floats(0, 2))
 def test_d_stops_counting_past_what_is_tolerated(at, asked, most):
     led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
-    counted = harm(led, knobs_of("d"), 0, r, NOW_S, False, most)
+    counted = harm(led, knobs_of("d"), 0, r, 0, NOW_S, False, most)
     full = asked_harm(at, asked, knobs_of("d"))
     assert counted == (full if full <= most else inf)
 
@@ -135,7 +135,7 @@ def test_what_is_left_to_spare_is_the_least_saved_less_the_prefill(at, asked):
     left_s = [s + earned * h.tpot_s - lasts_s for s, h in zip(saved_s, at.decoding, strict=True) if s >= 0]
     if any(abs(s) < 1e-9 for s in saved_s):
         return
-    assert isclose(spare_s(led, 0, r, NOW_S), min(left_s, default=ALL_TIME), rel_tol=1e-6, abs_tol=1e-9)
+    assert isclose(spare_s(led, 0, r, 0, NOW_S), min(left_s, default=ALL_TIME), rel_tol=1e-6, abs_tol=1e-9)
 
 
 @given(workers(), requests(decoding=False))
@@ -172,7 +172,7 @@ def test_a_prefill_worker_is_asked_about_prefill_only(at, asked):
 def test_a_worker_fits_when_it_does_no_harm(at, asked, late):
     led, r = ledger_of([at], asked, NOW_S, 0.3)
     knobs = PlacementSettings().knobs()
-    assert fits(led, knobs, 0, r, NOW_S, late) == (harm(led, knobs, 0, r, NOW_S, late, inf) <= 0.0)
+    assert fits(led, knobs, 0, r, 0, NOW_S, late) == (harm(led, knobs, 0, r, 0, NOW_S, late, inf) <= 0.0)
 
 
 def test_the_chance_to_fail_grows_with_the_deficit_from_0_to_1():

@@ -13,9 +13,8 @@ from made_profiles import made_profile
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import harm, hopeless
-from controlplane.placement.decide import PATIENCE, decide
 from controlplane.placement.ledger import ANY_PHASE, NONE
-from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
+from controlplane.placement.policies import PATIENCE, POLICY_CODE, PlacementSettings, Policy, decide
 from controlplane.types import EngineMode
 
 KNOBS = PlacementSettings().knobs()
@@ -86,7 +85,7 @@ def test_what_only_busy_workers_are_too_late_for_is_placed_where_it_harms_least(
     code, draw = POLICY_CODE[Policy.SPREAD], np.zeros(2)
     w = int(decide(led, code, KNOBS, r, NOW_S, RETRY_S, 1e9, ANY_PHASE, draw))
     urgent = hopeless(led, r, NOW_S + RETRY_S, True) and not hopeless(led, r, NOW_S, False)
-    harms = [harm(led, KNOBS, v, r, NOW_S, False, 1e9) for v in range(len(fleet))]
+    harms = [harm(led, KNOBS, v, r, 0, NOW_S, False, 1e9) for v in range(len(fleet))]
     if urgent:
         assert (w == NONE) == (min(harms) >= 0.5)  # PlacementSettings.tolerance
         assert w == NONE or harms[w] == min(harms)

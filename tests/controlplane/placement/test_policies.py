@@ -70,7 +70,7 @@ def test_no_policy_chooses_a_worker_that_is_not_serving_in_the_pool(fleet, asked
 @given(fleets, requests(decoding=False), pools, st.booleans())
 def test_best_fit_takes_the_fullest_worker_that_may(fleet, asked, pool, late):
     led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
-    may = [w for w in in_pool(fleet, pool) if fits(led, KNOBS, w, r, NOW_S, late)]
+    may = [w for w in in_pool(fleet, pool) if fits(led, KNOBS, w, r, 0, NOW_S, late)]
     w = choice(led, Policy.BEST_FIT, r, pool, late=late)
     if not may:
         assert w == NONE
@@ -83,13 +83,13 @@ def test_best_fit_takes_the_fullest_worker_that_may(fleet, asked, pool, late):
 @given(whole_fleets, requests(decoding=False), st.booleans())
 def test_slack_fit_takes_the_worker_that_may_and_has_least_to_spare(fleet, asked, late):
     led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
-    may = [w for w in in_pool(fleet, ANY_PHASE) if fits(led, KNOBS, w, r, NOW_S, late)]
+    may = [w for w in in_pool(fleet, ANY_PHASE) if fits(led, KNOBS, w, r, 0, NOW_S, late)]
     w = choice(led, Policy.SLACK_FIT, r, late=late)
     if not may:
         assert w == NONE
     else:
         assert w in may
-        assert spare_s(led, w, r, NOW_S) == min(spare_s(led, v, r, NOW_S) for v in may)
+        assert spare_s(led, w, r, 0, NOW_S) == min(spare_s(led, v, r, 0, NOW_S) for v in may)
 
 
 @given(fleets, requests(decoding=False))
@@ -120,7 +120,7 @@ def test_the_baselines_take_the_least_of_what_they_count(fleet, asked):
 def test_a_last_chance_is_taken_where_it_harms_least_and_within_the_tolerance(fleet, asked, tolerance):
     led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)
     knobs = PlacementSettings(tolerance=tolerance).knobs()
-    harms = {w: harm(led, knobs, w, r, NOW_S, False, inf) for w in in_pool(fleet, ANY_PHASE)}
+    harms = {w: harm(led, knobs, w, r, 0, NOW_S, False, inf) for w in in_pool(fleet, ANY_PHASE)}
     w = last_chance(led, knobs, r, NOW_S, ANY_PHASE)
     if w == NONE:
         assert all(h >= tolerance for h in harms.values())

@@ -21,12 +21,13 @@ from reference_cache import CachedWorker
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.ledger import cached_tokens, shared_tokens
+from controlplane.placement.caches import cached_blocks
+from controlplane.placement.ledger import shared_tokens
+from controlplane.placement.memory import free_blocks
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
-from dataplane.simulated.memory import free_blocks
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 
 STEP = StepModel(0.005, 2e-5, 1e-4, 1e-7, 1e-8)
@@ -125,7 +126,8 @@ def test_a_router_is_told_what_a_request_would_hit_and_changes_nothing_by_asking
                     if (ids[hits] if hits < len(ids) else own) not in there:
                         break
                     hits += 1
-                assert cached_tokens(led, 0, r) == hits * block
+                for guess in (0, 1, hits, hits + 1, hits + 7):
+                    assert cached_blocks(caches, 0, r, (tokens - 1) // block, guess, False) == hits
                 told += hits
             assert (caches.workers == before[0]).all()
             assert (caches.copies == before[1]).all()

@@ -8,7 +8,17 @@ request's last copy before its first. A hit takes a copy out of the line again.
 from __future__ import annotations
 
 from controlplane.compiled import compiled
-from controlplane.placement.caches import NOTHING, UNKNOWN, Caches, block_id, drop, enter, find, new_copy
+from controlplane.placement.caches import (
+    NOTHING,
+    UNKNOWN,
+    Caches,
+    block_id,
+    drop,
+    enter,
+    find,
+    most_hits,
+    new_copy,
+)
 
 
 @compiled
@@ -136,3 +146,30 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
     caches.requests[r].copies = 0
     caches.requests[r].own = 0
     take(caches, w, 0)  # what a lone request had beyond its worker's memory is not kept
+
+
+@compiled
+def begin(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
+    """A request's first `tokens` are computed at a worker: what it has of them is used, the rest stored."""
+    most, _ = most_hits(caches, tokens, block)
+    copies, _ = look_up(caches, w, r, most)
+    touch(caches, w, r, copies)
+    grow(caches, w, r, block, tokens)
+
+
+@compiled
+def end(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
+    """A request leaves a worker that has computed so many of its tokens."""
+    grow(caches, w, r, block, tokens)
+    release(caches, w, r, block, tokens)
+
+
+@compiled
+def grow(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
+    """Give a request memory for so many tokens in all, and store what they fill."""
+    has = caches.requests[r].copies * (caches.tokens // block) + caches.requests[r].own
+    blocks = (tokens + block - 1) // block - has
+    if blocks > 0:
+        take(caches, w, blocks)
+        caches.requests[r].own += blocks
+    store(caches, w, r, block, tokens)

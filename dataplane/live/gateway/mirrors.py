@@ -1,0 +1,152 @@
+"""The gateway's account of what each worker has cached, by the tokens that pass through it.
+
+A request's blocks are named by hashes of its tokens; a cache salt or a LoRA adapter makes another tree. A
+request with more than text in its prompt, or whose prompt's log probabilities are asked for, is a tree of its
+own.
+Workers whose engine caches no prefixes, or in blocks that the first one's do not divide into, have no mirror.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from controlplane.placement.caches import Caches, chain, forget, new_mirrors
+from controlplane.placement.ledger import Ledger
+from controlplane.placement.memory import begin, end
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.request import Tracked
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+
+ROOT = 1  # the id before a first block
+LEAST_BLOCK = 16  # tokens
+ROOM = 2
+
+
+@dataclass(slots=True)
+class Hits:
+    """Tokens of the prompts that a worker was given, since it came.
+
+    `hit`: those that its engine found cached; `expected`: those that were expected to be as the requests
+    were placed; `off`: by how much the two differ, request by request.
+    """
+
+    queried: int = 0
+    hit: int = 0
+    expected: int = 0
+    off: int = 0
+
+
+class Mirrors:
+    """The mirrors of a ledger's workers, by the rows of its workers and requests.
+
+    They are laid out for the first worker that caches, with room for others twice as large.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._requests: dict[int, Tracked] = {}  # those whose blocks are listed, or that hold memory
+        self._engine_block = self._most_tokens = 0
+        self.hits: dict[int, Hits] = {}
+
+    def attach(self, caches: Caches, w: int, info: WorkerInfo, requests: int) -> Caches:
+        """A worker is in row `w` and has cached nothing yet; return the caches, laid out if they were not."""
+        self.hits[w] = Hits()
+        block = max(info.block_tokens, LEAST_BLOCK)
+        if not info.caches_prefixes or info.engine == "emulated" or block % info.block_tokens:
+            return caches
+        if caches.tokens == 0:
+            self._engine_block, self._most_tokens = info.block_tokens, info.max_model_len
+            room = ROOM * info.kv_blocks
+            caches = new_mirrors(self._workers, room, info.block_tokens, requests, info.max_model_len, block)
+            chain(np.zeros(1, np.int64), block, ROOT, caches.ids[:0])  # compiled now
+        if info.block_tokens == self._engine_block:
+            forget(caches, w, min(info.kv_blocks, caches.copies.shape[1]))
+        return caches
+
+    def detach(self, caches: Caches, w: int) -> None:
+        """A worker is gone; nothing is on it any more."""
+        self.hits.pop(w, None)
+        if caches.tokens:
+            forget(caches, w, 0)
+
+    def widen(self, caches: Caches) -> Caches:
+        """Room for twice as many requests."""
+        if caches.tokens == 0:
+            return caches
+        before = len(caches.requests)
+        rows, slot = np.zeros(2 * before, caches.requests.dtype), len(caches.held) // before
+        rows[:before] = caches.requests
+        rows["begins"] = rows["at"] = np.arange(len(rows)) * slot
+        ids, held = np.zeros(len(rows) * slot, np.int64), np.zeros(len(rows) * slot, np.int32)
+        ids[: len(caches.ids)], held[: len(caches.held)] = caches.ids, caches.held
+        return caches._replace(requests=rows, ids=ids, held=held)
+
+    def enter(self, caches: Caches, r: int, request: Tracked) -> None:
+        """A request has row `r` from now on."""
+        if caches.tokens == 0:
+            return
+        caches.requests[r]["listed"] = caches.requests[r]["copies"] = caches.requests[r]["own"] = 0
+        self._requests[r] = request
+        self._list(caches, r)
+
+    def leave(self, r: int) -> None:
+        """A row's request is over."""
+        self._requests.pop(r, None)
+
+    def _list(self, caches: Caches, r: int) -> None:
+        """List the ids of all blocks that a request fills by now."""
+        request, row = self._requests[r], caches.requests[r]
+        listed = int(row["listed"])
+        full = min(request.context_tokens, self._most_tokens) // caches.tokens
+        if full <= listed:
+            return
+        prompt: list[int] = request.request.prompt_token_ids or []
+        first = listed * caches.tokens
+        tokens = prompt[first:] + request.output_token_ids[max(first - len(prompt), 0) :]
+        at = int(row["begins"])
+        before = int(caches.ids[at + listed - 1]) if listed else root_of(request.request)
+        chain(np.array(tokens, np.int64), caches.tokens, before, caches.ids[at + listed : at + full])
+        row["listed"] = full
+
+    def begin(self, led: Ledger, w: int, r: int, tokens: int, found: int | None) -> None:
+        """A request's first `tokens` are on a worker, whose engine had `found` of them, where it says so."""
+        if led.caches.tokens == 0 or r not in self._requests or not led.caches.workers[w]["keeps"]:
+            return
+        if found is not None:
+            counted, expected = self.hits[w], int(led.requests[r]["cached"])
+            counted.queried += tokens
+            counted.hit += found
+            counted.expected += expected
+            counted.off += abs(found - expected)
+        begin(led.caches, w, r, self._engine_block, min(tokens, self._most_tokens))
+
+    def end(self, led: Ledger, w: int, r: int) -> None:
+        """A request leaves a worker on which it decoded."""
+        if led.caches.tokens == 0 or r not in self._requests or not led.caches.workers[w]["keeps"]:
+            return
+        self._list(led.caches, r)
+        tokens = min(self._requests[r].context_tokens - 1, self._most_tokens)
+        end(led.caches, w, r, self._engine_block, tokens)
+
+
+def root_of(request: EngineCoreRequest) -> int:
+    """The id before a request's first block: its tree's, or its own where nothing is known of its blocks."""
+    params = request.sampling_params
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        return _number_of(request.request_id)
+    if params is None or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+        return _number_of(request.request_id)
+    if request.cache_salt is None and request.lora_request is None:
+        return ROOT
+    adapter = None if request.lora_request is None else request.lora_request.lora_name
+    return _number_of(repr((request.cache_salt, adapter)))
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")

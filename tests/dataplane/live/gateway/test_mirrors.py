@@ -1,0 +1,156 @@
+"""What the gateway believes to be cached, by the tokens that pass through it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from controlplane.placement.caches import chain
+from controlplane.placement.ledger import cached_tokens
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo, WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.mirrors import ROOT
+from dataplane.live.gateway.placement import ROWS, Placement
+from dataplane.live.gateway.request import Ticket, Tracked
+
+A, B = WorkerId("a"), WorkerId("b")
+TEXT = np.random.default_rng(0).integers(0, 32_000, 4000).tolist()
+INFO = WorkerInfo(
+    A, "vllm", "any", "", (), block_tokens=16, kv_blocks=200, kv_bytes_per_token=1, max_model_len=2048,
+    max_seqs=64, max_batched_tokens=2048, tp_degree=1, vllm_version="", dtype="none", pid=0,
+)  # fmt: skip
+
+
+def fleet(*infos: WorkerInfo) -> Placement:
+    placement = Placement({}, 4, LengthTable.constant(20), np.random.default_rng(0))
+    for info in infos or (INFO, replace(INFO, worker=B)):
+        placement.attach(info, "")
+    return placement
+
+
+def request(i: int, tokens: list[int], **facts) -> Tracked:
+    plain = {"cache_salt": None, "lora_request": None, "mm_features": None, "prompt_embeds": None}
+    params = SimpleNamespace(prompt_logprobs=None, skip_reading_prefix_cache=False)
+    what = {"request_id": f"r{i}", "prompt_token_ids": tokens, "sampling_params": params} | plain | facts
+    return Tracked(SimpleNamespace(**what), Ticket("", "", Slo(10.0, 1.0), 0), 0.0, 20)
+
+
+def serve(placement: Placement, tracked: Tracked, worker: WorkerId, answer: list[int], found=None) -> None:
+    placement.put(tracked, worker, has_kv=False)
+    for token in answer:
+        told = {} if found is None else {tracked.id: found}
+        placement.advance(worker, [(tracked, 1)], 0.0, told)
+        tracked.output_token_ids.append(token)
+        found = None
+    placement.forget(tracked)
+
+
+def expected(placement: Placement, tracked: Tracked, worker: WorkerId) -> int:
+    tokens = cached_tokens(placement.ledger, placement._worker_rows[worker], placement.row(tracked), 0, False)
+    placement.forget(tracked)
+    return tokens
+
+
+def test_the_next_turn_is_expected_to_hit_prompt_and_answer_where_they_were_computed():
+    placement = fleet()
+    serve(placement, request(0, TEXT[:100]), A, TEXT[100:161])
+    after = request(1, TEXT[:161] + [7] * 50)
+    assert expected(placement, after, A) == 160  # the last token's KV was never computed
+    assert expected(placement, after, B) == 0
+    assert placement.choose(after, 0.0) == A
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cache_salt": "mine"},
+        {"lora_request": SimpleNamespace(lora_name="poet", lora_int_id=1)},
+        {"mm_features": ["an image"]},
+        {"sampling_params": SimpleNamespace(prompt_logprobs=1, skip_reading_prefix_cache=True)},
+    ],
+)
+def test_requests_of_another_tree_or_none_find_nothing_there(other):
+    placement = fleet()
+    serve(placement, request(0, TEXT[:320]), A, [1, 2])
+    assert expected(placement, request(1, TEXT[:320], **other), A) == 0
+    serve(placement, request(2, TEXT[:320], **other), A, [1, 2])
+    again = expected(placement, request(3, TEXT[:320], **other), A)
+    assert again == (304 if {"cache_salt", "lora_request"} & set(other) else 0)
+
+
+def test_what_is_on_its_way_to_a_worker_is_expected_there():
+    placement = fleet()
+    first = request(0, TEXT[:400])
+    placement.put(first, A, has_kv=False)
+    assert expected(placement, request(1, TEXT[:320] + [9] * 80), A) == 320
+    placement.forget(first)  # its client left before it began
+    assert expected(placement, request(2, TEXT[:320] + [9] * 80), A) == 0
+
+
+def test_a_move_copies_a_prefix():
+    placement = fleet()
+    moved = request(0, TEXT[:100])
+    placement.put(moved, A, has_kv=False)
+    placement.advance(A, [(moved, 1)], 0.0)
+    moved.output_token_ids.extend(TEXT[100:160])
+    placement.put(moved, B, has_kv=True)
+    after = TEXT[:160] + [7] * 50
+    assert expected(placement, request(1, after), A) == expected(placement, request(2, after), B) == 144
+
+
+def test_old_text_is_forgotten_as_memory_runs_out_the_oldest_first():
+    placement = fleet(replace(INFO, kv_blocks=30))
+    for i in range(3):
+        serve(placement, request(i, TEXT[320 * i : 320 * i + 160]), A, [1, 2])
+    assert [expected(placement, request(9, TEXT[320 * i : 320 * i + 161]), A) for i in range(3)] == [
+        144,
+        160,
+        160,
+    ]
+
+
+def test_what_engines_found_is_counted_beside_what_was_expected():
+    placement = fleet()
+    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=0)
+    serve(placement, request(1, TEXT[:100]), A, [1, 2], found=32)
+    serve(placement, request(2, TEXT[:100]), A, [1, 2], found=96)
+    hits = placement.prefix_hits(A)
+    assert (hits.queried, hits.hit, hits.expected, hits.off) == (520, 128, 192, 64)
+
+
+def test_a_worker_that_caches_nothing_or_came_anew_has_nothing():
+    placement = fleet(replace(INFO, caches_prefixes=False), replace(INFO, worker=B))
+    for worker in (A, B):
+        serve(placement, request(0, TEXT[:320]), worker, [1, 2])
+    assert expected(placement, request(1, TEXT[:320]), A) == 0
+    assert expected(placement, request(1, TEXT[:320]), B) == 304
+    placement.detach(B)
+    placement.attach(replace(INFO, worker=B), "")
+    assert expected(placement, request(1, TEXT[:320]), B) == 0
+
+
+def test_mirrors_hold_more_requests_than_there_were_rows_for():
+    placement = fleet()
+    serve(placement, request(0, TEXT[:320]), A, [1, 2])
+    many = [request(i + 1, TEXT[:64] + [i] * 20) for i in range(ROWS + 5)]
+    for tracked in many:
+        placement.row(tracked)
+    assert expected(placement, request(0, TEXT[:320]), A) == 304
+    assert {cached_tokens(placement.ledger, 0, placement.row(t), 0, False) for t in many} == {64}
+
+
+def test_ids_are_those_of_whole_prefixes():
+    tokens, ids = np.array(TEXT[:160], np.int64), np.zeros(10, np.int64)
+    assert chain(tokens, 16, ROOT, ids) == 10
+    rest = np.zeros(4, np.int64)
+    assert chain(tokens[96:], 16, ids[5], rest) == 4
+    assert (rest == ids[6:]).all()
+    for at in (0, 95, 159):
+        other, others = tokens.copy(), np.zeros(10, np.int64)
+        other[at] += 1
+        chain(other, 16, ROOT, others)
+        assert ((ids == others) == (np.arange(10) < at // 16)).all()
+    assert len(set(ids.tolist())) == 10
+    assert ids.min() >= 0
