@@ -135,7 +135,8 @@ def _corrected(
     def line_if(factor: float) -> Line:
         if not types or types[0].known_profile is None:
             return Line(line.workers_per_rps * factor, line.intercept)
-        return _bounded(_line(settings, state, tuple(_slowed(t, factor) for t in types)), given) or line
+        slowed = _bounded(_line(settings, state, tuple(_slowed(t, factor) for t in types)), given) or line
+        return replace(slowed, intercept=line.intercept)  # the correction takes it as known
 
     of = {} if state.weights is None else state.weights.of
     workers = sum(of.get(w.kind, 1.0) for w in snapshot.workers if w.state == SERVING)
@@ -159,7 +160,8 @@ def _bounded(line: Line | None, given: Line | None) -> Line | None:
     target, a hair in step times is worth any number of workers."""
     if line is None or given is None:
         return line
-    return replace(line, workers_per_rps=min(line.workers_per_rps, MOST * given.workers_per_rps))
+    most = MOST * given.workers_per_rps
+    return line.times(most / line.workers_per_rps) if line.workers_per_rps > most else line
 
 
 def _slowed(worker_type: WorkerType, factor: float) -> WorkerType:

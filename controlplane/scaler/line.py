@@ -11,8 +11,8 @@ is HEADROOM · Σ share / x over the SLO classes, its intercept SPARE. Where one
 its target, b = 1: more workers cannot mend that, so no more are asked for.
 
 A line that was drawn by simulation holds for the lengths and the step times it was drawn at. Where those that
-arrive, or those that a refit found, differ, its slope is multiplied by x there over x here: its allowance for
-noise stays, a request's weight follows.
+arrive, or those that a refit found, differ, slope and intercept are multiplied by x there over x here: the
+allowance for noise, N = slope · (rate + intercept / slope), is a rate as well, and stays the same.
 
 Of a prefill worker, which takes s seconds a prompt and may let it wait W = TTFT - s, the load is that of a
 queue with fixed service times whose waits exceed W once in a hundred (P(wait > W) ≈ exp(-2(1-ρ)W / (ρs))); of
@@ -49,6 +49,10 @@ class Line:
     workers_per_rps: float
     intercept: float
 
+    def times(self, factor: float) -> Line:
+        """The line if a worker carried 1 / factor of the requests."""
+        return Line(self.workers_per_rps * factor, self.intercept * factor)
+
 
 def line_of(profile: Profile, traffic: Traffic, role: Role = "any") -> Line | None:
     """The line for this traffic; None before enough of it has been seen."""
@@ -72,7 +76,7 @@ def carried_over(
         / capacity_rps(now, c)
         for c in traffic.classes
     )
-    return Line(line.workers_per_rps * heavier / traffic.requests, line.intercept)
+    return line.times(heavier / traffic.requests)
 
 
 def capacity_rps(profile: Profile, arrivals: ClassArrivals) -> float:
@@ -85,7 +89,7 @@ def capacity_rps(profile: Profile, arrivals: ClassArrivals) -> float:
     batch = seats
     if _step_s(profile, seats, prompt, output) > tpot_s:
         fits, breaks = 1.0, seats
-        for _ in range(30):  # a thousandth of a request is close enough
+        for _ in range(18):  # a thousandth of a request is close enough
             batch = (fits + breaks) / 2.0
             if _step_s(profile, batch, prompt, output) <= tpot_s:
                 fits = batch

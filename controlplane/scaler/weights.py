@@ -47,7 +47,7 @@ class Weights:
     def scaled(self, line: Line, name: str) -> Line:
         """A line in workers of one type, in reference workers."""
         weight = self.of[name]
-        return Line(line.workers_per_rps * weight, line.intercept * weight)
+        return line.times(weight)
 
 
 def weigh(
