@@ -1,13 +1,15 @@
 """Autoscaling with a profile that is wrong by 1.3 either way: the closed loop, the open one, a clairvoyant.
 
-    python experiments/scaling/closed_loop.py [--quick] [--live] [--days 14,12,10] [--resume FOLDER]
-        [--format table|json]
+    python experiments/scaling/closed_loop.py [--quick] [--live] [--days 14,12,10]
+        [--only-closed] [--resume FOLDER] [--format table|json]
 
 Simulated. Two hours of ServeGen's m-mid from 06:00 on of several days, as in autoscaling.py (12 requests a
 second in the mean, ShareGPT lengths, Llama-2 70B on 2 A100s, 1.6 s / 75 ms, cold starts of 60 s). The scaler
 goes by a profile whose steps are 1 / 1.3, 1, or 1.3 times as long as the engines' are, and by the line that a
-plan would have drawn with it; placement knows the truth, as a refit tells it. The scaler is not told of the
-refit here: what mends its line is attainment alone. The open loop is told neither.
+plan would have drawn with it; placement knows the truth. The product's loop (`closed`) is told of steps: a
+refit takes in one decode step of each worker and heartbeat, with noise of 5 %, and is believed after as many
+as live; from then on those of one worker are enough. `attainment` is told what became of the requests alone,
+and the open loop neither.
 
 Live (`--live`). `serve --autoscale` before emulated engines, Poisson arrivals for `--minutes`, the fleet
 started at what its wrong profile asks for. The engines' steps are 1.3 times as long as the profile says, or
@@ -34,10 +36,12 @@ from numpy.typing import NDArray
 
 from controlplane.control import State, tick
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.refit import Refit
 from controlplane.snapshot import Action, Snapshot
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
+from dataplane.live.control.snapshot_builder import REFIT_STEPS
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.autoscaling import (
     CASE,
@@ -60,6 +64,7 @@ from tokenfleet.profiles.library import library_folder
 
 WRONG = (1 / 1.3, 1.0, 1.3)
 SETTLED_S = 600.0
+NOISE = 0.05  # of a step's time
 LIVE_RPS = 3.0
 
 
@@ -86,10 +91,14 @@ def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str,
         fewest = asked.resume.part(f"{day} {hours} fewest", lambda: bench.fewest(starts)[0])  # noqa: B023
         least_s = clairvoyant_s(list(zip(starts, fewest, strict=True)), end_s)
         for wrong in WRONG:
-            for loop in ("open", "closed"):
+            line = asked.resume.part(
+                f"line {wrong:.3f}",
+                lambda: believed_line(lengths, wrong, asked.seed),  # noqa: B023
+            )
+            for loop in ("closed",) if asked.only_closed else ("open", "attainment", "closed"):
                 told = asked.resume.part(
                     f"{day} {hours} {wrong:.3f} {loop}",
-                    lambda: one_run(bench, lengths, wrong, loop == "closed", asked.seed),  # noqa: B023
+                    lambda: one_run(bench, lengths, line, wrong, loop, asked.seed),  # noqa: B023
                 )
                 late = told["late"]
                 yield {
@@ -103,15 +112,27 @@ def simulated(asked: argparse.Namespace, lengths: Lengths) -> Iterator[dict[str,
                 }
 
 
-def one_run(bench: Bench, lengths: Lengths, wrong: float, closed: bool, seed: int) -> dict[str, Any]:
+def believed_line(lengths: Lengths, wrong: float, seed: int) -> tuple[float, float]:
+    """The line that a plan draws which believes in `wrong` step times."""
+    return line_at(lengths, (4.0, 8.0, 16.0), 200.0, seed, times(CASE.profile, wrong))
+
+
+def one_run(
+    bench: Bench, lengths: Lengths, line: tuple[float, float], wrong: float, loop: str, seed: int
+) -> dict[str, Any]:
     """Two hours with a scaler that believes in `wrong` step times."""
     believed = times(CASE.profile, wrong)
-    line = line_at(lengths, (4.0, 8.0, 16.0), 200.0, seed, believed)
     control = ours(line, lengths, True, believed)
+    refit, rng = Refit(believed), np.random.default_rng([seed, 21])
 
     def decide(state: State, seen: Snapshot) -> tuple[State, list[Action]]:
-        seen = replace(seen, workers=tuple(replace(w, step=believed.step) for w in seen.workers))
-        return tick(control.tick, state, seen if closed else replace(seen, outcomes=()))
+        busy = [load for w in seen.workers if (load := w.counted()).running and loop == "closed"]
+        for load in busy if refit.steps < REFIT_STEPS else busy[:1]:
+            step_s = float(CASE.profile.step.step_s(0, load.running, load.held_tokens))
+            refit.take(0, load.running, load.held_tokens, step_s * math.exp(NOISE * rng.normal()))
+        step = refit.model if refit.steps >= REFIT_STEPS else believed.step
+        seen = replace(seen, workers=tuple(replace(w, step=step) for w in seen.workers))
+        return tick(control.tick, state, seen if loop != "open" else replace(seen, outcomes=()))
 
     arrival_s = bench.traffic.workload.arrival_s
     first = math.ceil(line[0] * float((arrival_s < WINDOW_S).sum()) / WINDOW_S + line[1])
@@ -238,6 +259,7 @@ def run(asked: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = flags(__doc__, SHAREGPT, SERVEGEN["m-mid"], resumes=True)
     parser.add_argument("--live", action="store_true", help="a live fleet of emulated engines instead")
+    parser.add_argument("--only-closed", action="store_true", help="the product's loop alone")
     parser.add_argument("--minutes", type=float, default=20.0, help="of the live part")
     parser.add_argument("--days", default="14,12,10", help="of ServeGen's 14")
     sys.exit(run(parser.parse_args()))
