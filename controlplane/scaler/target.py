@@ -197,7 +197,8 @@ def enough_for_those_here(
         found = Target(max(settings.low, 1), f"{waiting} requests wait and no worker serves", compared)
     if found.workers is None or found.workers >= wanted:
         return found
-    if waiting:
+    parts = 1 if weights is None else PARTS
+    if waiting * parts > found.workers:  # fewer wait a moment for their place on any busy fleet
         return Target(wanted, f"{found.reason}; kept, {waiting} requests wait", compared)
     return _enough_seats(found, found.workers, snapshot, wanted, weights)
 

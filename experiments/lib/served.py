@@ -67,6 +67,8 @@ class Stream:
     error: str = ""
     begun_s: float = 0.0
     chunks_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # where they were asked for,
+    cached: int = 0  # and prompt tokens that the engine had cached
 
     @property
     def content(self) -> tuple[str, str, int]:
@@ -204,9 +206,11 @@ def _take(got: Stream, line: bytes) -> None:
     elif chunk["choices"]:
         got.chunks_s.append(time.perf_counter())
         got.text += chunk["choices"][0]["text"]
+        got.token_ids += chunk["choices"][0].get("token_ids") or []
         got.finish = chunk["choices"][0]["finish_reason"] or got.finish
     if chunk.get("usage"):
         got.tokens = chunk["usage"]["completion_tokens"]
+        got.cached = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def session() -> aiohttp.ClientSession:

@@ -1,6 +1,10 @@
 """A fleet over two hosts: two Linux network namespaces, each with a Ray node and a real vLLM worker."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -86,6 +90,21 @@ async def hosts_of(fleet):
     """Each serving worker's host."""
     workers = (await ask(fleet, "GET", "/v1/fleet"))["workers"]
     return {w["worker"]: w["host"] for w in workers if w["state"] == "serving"}
+
+
+def test_the_doctor_looks_at_every_host(hosts, model_folder):
+    words = [sys.executable, "-m", "tokenfleet", "doctor", "--model", str(model_folder), "--nic", "eth0"]
+    environment = os.environ | hosts.environment
+    done = subprocess.run(
+        hosts[0].command(*words, "--format", "json"), env=environment, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, [f for f in found if f["state"] == "stops"]
+    by_check = {check: [f for f in found if f["check"] == check] for check in ("NIC", "reach", "model")}
+    assert {f["host"] for f in by_check["NIC"]} == {host.name for host in hosts}
+    assert {f["says"].split(",")[0] for f in by_check["NIC"]} == {f"{host.ip} at eth0" for host in hosts}
+    assert [f["says"] for f in by_check["reach"]] == ["1 other nodes answer"] * 2
+    assert len({f["same"] for f in by_check["model"]}) == 1
 
 
 def test_each_host_has_a_worker_and_serves(play, fleet, hosts):
