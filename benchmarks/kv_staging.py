@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 
 from dataplane.live.kv.memory import StagedMemory
+from experiments.lib.results import bar, flags, show
 
-LAYERS, BLOCKS, MOVED, ROUNDS = 4, 2048, 512, 9
+LAYERS, BLOCKS, MOVED, ROUNDS, QUICK_ROUNDS = 4, 2048, 512, 9, 3
+MOST = 1.5
 TOKENS, HEADS, HEAD_BYTES = 16, 8, 256
 
 
-def main() -> None:
+def main() -> int:
+    asked = flags(__doc__).parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (2, BLOCKS, TOKENS, HEADS, HEAD_BYTES)
     layers = [torch.zeros(shape, dtype=torch.uint8, device=device).transpose(0, 1) for _ in range(LAYERS)]
@@ -47,17 +51,20 @@ def main() -> None:
         "write, scattered blocks": lambda: write(scattered),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    for _ in range(QUICK_ROUNDS if asked.quick else ROUNDS):
         for name, way in ways.items():
             began_s = time.perf_counter()
             way()
             times[name].append(time.perf_counter() - began_s)
     one_s = statistics.median(times["one torch copy"])
-    print(f"{gb:.2f} GB on {device}")
-    for name, taken in times.items():
-        median_s = statistics.median(taken)
-        print(f"{name:24} {median_s / gb:7.3f} s/GB  {median_s / one_s:5.2f} x")
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    rows = [
+        {"name": name, "seconds per GB": taken / gb, "over one copy": taken / one_s}
+        for name, taken in medians.items()
+    ]
+    bars = {f"{row['name']}, over one copy": bar(row["over one copy"], MOST) for row in rows[1:]}
+    return show("kv_staging", rows, bars, asked)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

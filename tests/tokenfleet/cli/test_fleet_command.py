@@ -25,6 +25,7 @@ SCALED = {
     "cost": {"workers": 2, "ready_after_s": 60},
 }  # fmt: skip
 FLEET = {
+    "transport": {"moves": 0, "bytes_per_s": 2e9, "pause_s": 0.01, "ways": {}, "pairs": []},
     "model": "m", "engine": "vllm", "workers": [], "auto": False, "advisory": False, "wanted_workers": 2,
     "wanted_kinds": {"TP1": 2}, "max_workers": 8, "requests": {"running": 0, "waiting": 0}, "moving": [],
     "fixed": {}, "update": None,
@@ -111,3 +112,17 @@ def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
     monkeypatch.setitem(FLEET, "placement", placement | {"by": "load", "unmeasured": unmeasured})
     assert main(["fleet", "--control", control, "status"]) == 0
     assert "TP1 could not be measured: no step was measured in time" in capsys.readouterr().out
+
+
+def test_status_says_by_which_way_kv_moves_and_how_fast(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [
+        {"source": s, "target": t, "bytes_per_s": 1e9 * n} for s, t, n in (("w0", "w1", 3), ("w1", "w0", 1))
+    ]
+    moved = {"moves": 12, "bytes_per_s": 2e9, "pause_s": 0.01, "ways": {"memory": 40_000_000}, "pairs": pairs}
+    monkeypatch.setitem(FLEET, "transport", moved)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["fleet", "--control", control, "status"]) == 0
+    told = "KV by memory (40 MB): 2.00 GB/s, pause 10 ms in 12 moves; slowest: w1 → w0 1.00 GB/s, w0 → w1 3.00 GB/s"
+    assert told in capsys.readouterr().out
