@@ -124,5 +124,6 @@ def test_status_says_by_which_way_kv_moves_and_how_fast(
     monkeypatch.setitem(FLEET, "transport", moved)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["fleet", "--control", control, "status"]) == 0
-    told = "KV by memory (40 MB): 2.00 GB/s, pause 10 ms in 12 moves; slowest: w1 → w0 1.00 GB/s, w0 → w1 3.00 GB/s"
-    assert told in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "KV by memory (40 MB): 2.00 GB/s, pause 10 ms in 12 moves" in said
+    assert "slowest: w1 → w0 1.00 GB/s, w0 → w1 3.00 GB/s" in said
