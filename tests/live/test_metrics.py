@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from checkout import ROOT
@@ -47,7 +48,7 @@ def test_a_request_is_a_hit_by_its_own_figures_and_one_token_is_judged_by_ttft_a
     from dataplane.live.gateway.request import Ticket, Tracked
 
     def end(ttft_s, tokens, last_s):
-        tracked = Tracked(None, Ticket("", "k", Slo(1.0, 0.1), 0), 0.0, 1)
+        tracked = Tracked(SimpleNamespace(prompt_token_ids=[1]), Ticket("", "k", Slo(1.0, 0.1), 0), 0.0, 1)
         tracked.output_token_ids = [1] * tokens
         tracked.first_token_s, tracked.last_token_s = ttft_s, last_s
         metrics.count_end(tracked, "finished")

@@ -66,8 +66,8 @@ def test_a_plan_says_what_is_hit_what_could_be_and_where_the_cliff_is(shared: Pl
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
-    workload = busy_talks(150, waits=waits)
-    fleet = of_one_kind(worker_type(worker(kv=KV)), 2)
+    workload = replace(busy_talks(150, waits=waits), arrival_s=busy_talks(150).arrival_s / 4.0)
+    fleet = of_one_kind(worker_type(worker(kv=KV)), 1)
     replicates = replicates_of(workload)
     target = 0.9 * replicates.replay(fleet).attainment
     with threads(2) as pool:
