@@ -82,14 +82,16 @@ def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder
             alone = await stream(http, fleet.gateway, **asked)
             both = [asyncio.ensure_future(stream(http, fleet.gateway, **asked)) for _ in range(2)]
             await begun(fleet, 2, both)
-            await asyncio.to_thread(fleet.ask, "POST", "/v1/fleet/scale", {"workers": 0, "kind": "TP2"})
-            return alone, await asyncio.gather(*both)
+            # Placement may send both to the worker that has the prompt cached: either kind can be the one drained.
+            left = next(w["kind"] for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["requests"])
+            await asyncio.to_thread(fleet.ask, "POST", "/v1/fleet/scale", {"workers": 0, "kind": left})
+            return left, alone, await asyncio.gather(*both)
 
     try:
-        alone, moved = asyncio.run(story())
+        left, alone, moved = asyncio.run(story())
         # KV does not fit from one to the other: computed anew, and in fp32 the text is the same.
         assert [(s.text, s.tokens, s.is_done) for s in moved] == [(alone.text, 300, True)] * 2
-        fleet.until(lambda: kinds_of(fleet) == ["TP1"])
+        fleet.until(lambda: kinds_of(fleet) == [kind for kind in ("TP1", "TP2") if kind != left])
         said = [d["reason"] for d in fleet.ask("GET", "/v1/fleet")["decisions"] if d["kind"] == "migrate"]
         assert any("done" in why and "computed anew" in why for why in said)
     finally:
