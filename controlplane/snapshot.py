@@ -7,7 +7,7 @@ that only lists requests (the live one) the load is added up from the list.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,11 +19,27 @@ SERVING, DRAINING, STARTING = "serving", "draining", "starting"
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """How many of a request's first tokens a worker has cached, and how many of these others use there."""
+
+    tokens: int = 0
+    in_use: int = 0
+
+
+NOT_CACHED = Cached()
+
+
+def cached_nowhere(worker: WorkerId) -> Cached:
+    """Of a request of which nothing is known to be cached anywhere."""
+    return NOT_CACHED
+
+
+@dataclass(frozen=True, slots=True)
 class RunningRequest:
     """A request on a worker, and the KV tokens it holds (or, while it waits there, will take).
 
     `generated`: output tokens so far, -1 = not known. `remaining_tokens`: output tokens still expected,
-    0 = not known. `tpot_s`: its target.
+    0 = not known. `tpot_s`: its target. `cached`: what another worker has of it.
     """
 
     request: RequestId
@@ -32,6 +48,15 @@ class RunningRequest:
     generated: int = -1
     remaining_tokens: int = 0
     tpot_s: float = math.inf
+    cached: Callable[[WorkerId], Cached] = field(default=cached_nowhere, compare=False, repr=False)
+
+    def to_send(self, target: WorkerId) -> int:
+        """Tokens whose KV a move there copies: those that the target has not cached."""
+        return max(self.tokens - self.cached(target).tokens, 0)
+
+    def new_at(self, target: WorkerId) -> int:
+        """Tokens of the target's memory that the request takes: what others use there lies there once."""
+        return max(self.tokens - self.cached(target).in_use, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +66,8 @@ class Load:
     `head_tokens` is what the head of its queue needs and cannot have yet, `waiting_tokens` what the whole
     queue needs. `high` counts running requests of high priority, `growth_tokens` the output that all on it
     are still expected to make, `tpot_s` is the tightest target among them, `peak_tokens` the most KV they
-    should ever hold together (-1 = not counted).
+    should ever hold together (-1 = not counted). `shared_tokens`: of those held, the ones that lie in its
+    memory once for several requests.
     """
 
     running: int = 0
@@ -53,6 +79,7 @@ class Load:
     growth_tokens: int = 0
     tpot_s: float = math.inf
     peak_tokens: int = -1
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

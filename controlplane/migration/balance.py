@@ -9,7 +9,8 @@ kinds, for requests that have not started. Draining workers take no part: migrat
 A worker is never both, so no pair has its source for target, nor is there ever A→B with B→A; across
 heartbeats a pair is not turned round within `rest_s`. A move must leave the target freer than the source was,
 so that no move is undone by the next and a burst causes no storm of moves. Of a source's requests those of
-low priority and the short ones go first: they are copied soonest, and no important request waits for them.
+low priority go first, and those that are copied soonest, what the target has cached left out: no important
+request waits for them.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class MoveSettings:
         if self.most < 0 or not self.rest_s >= 0:
             raise BadInput("moves: most and rest_s must not be negative")
 
-    def in_order(self, requests: Sequence[RunningRequest]) -> Iterable[RunningRequest]:
-        """A source's decoding requests, the one that should go first: low priority, then short."""
-        return sorted(decoding(requests), key=lambda r: (r.priority, r.tokens, r.request))
+    def in_order(self, requests: Sequence[RunningRequest], target: WorkerId) -> Iterable[RunningRequest]:
+        """A source's decoding requests, the one that should go first: low priority, then soonest copied."""
+        return sorted(decoding(requests), key=lambda r: (r.priority, r.to_send(target), r.request))
 
     def requeues(self, target: WorkerView, request: RunningRequest) -> bool:
         """Whether a head of line goes to the target, which admits it now: no queue, memory and a seat free.
@@ -80,7 +81,7 @@ class MoveSettings:
         self, source: WorkerView, target: WorkerView, request: RunningRequest, price: Price | None
     ) -> bool:
         """Whether the target stays freer than the source was, and the move gains more than it costs."""
-        after = with_request(target.load, request)
+        after = with_request(target.load, request, target.id)
         capacity = target.worker.capacity_tokens
         if freeness(after, capacity, False, self.reading) <= source.freeness:
             return False
@@ -164,7 +165,7 @@ def _choose(
     low_only = _full_for_headroom_alone(settings, source)
     free_ones = (
         r
-        for r in settings.in_order(source.worker.requests)
+        for r in settings.in_order(source.worker.requests, target.id)
         if r.request not in resting and not (low_only and r.priority)
     )
     same_kind = source.worker.kind == target.worker.kind
@@ -197,7 +198,7 @@ def _may_go(
     if target.load.running + target.load.waiting >= target.worker.max_seqs:
         return False
     room = target.free_tokens - target.load.waiting_tokens
-    if r.tokens + target.load.running + 1 > room:
+    if r.new_at(target.id) + target.load.running + 1 > room:
         return False
     return settings.helps(source, target, r, price)
 
@@ -215,7 +216,7 @@ def _pays(price: Price, source: WorkerView, target: WorkerView, r: RunningReques
         source.free_tokens,
         max(ends, 1),
     )
-    return gain > cost_s(price, r.tokens, source.load, target.load)
+    return gain > cost_s(price, r.to_send(target.id), source.load, target.load)
 
 
 def _reason(source: WorkerView, target: WorkerView) -> str:

@@ -1,11 +1,12 @@
 """The deadline planner: what of a worker that must soon be gone is moved, and what is computed anew.
 
 A gateway holds every token, so no request that can be replayed is lost with its worker: what runs out with
-the time is the chance to move. A request that is not moved is computed anew, `tokens` of prefill on another
-worker. The plan makes the tokens computed anew as few as it can:
+the time is the chance to move. A request that is not moved is computed anew on another worker, but for what
+that has cached of it. The plan makes the tokens computed anew as few as it can, with lacks_ij = tokens_i less
+what haven j has cached of i:
 
-    maximise  Σ tokens_i        over the requests i that are moved
-    such that Σ (fixed_s + tokens_i / tokens_per_s) <= seconds
+    maximise  Σ min_j lacks_ij  over the requests i that are moved
+    such that Σ (fixed_s + lacks_ij / tokens_per_s) <= seconds
               Σ over those moved to j of tokens_i <= free_j,  and their number <= seats_j
 
 A knapsack of several sacks and a time limit: requests in falling size, each tried on the haven that it
@@ -20,8 +21,8 @@ deadline, and ends in an error if it has not finished by then.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from controlplane.errors import BadInput
@@ -40,7 +41,8 @@ class Leaving:
     """A request of the worker that must go.
 
     `tokens`: the KV it needs where it goes. `remaining_s`: when it is expected to end by itself, inf where
-    nothing is known. `has_kv`: it has begun, so that a replay computes `tokens` again.
+    nothing is known. `has_kv`: it has begun, so that a replay computes `tokens` again. `cached`: how many of
+    them a worker has cached, which are neither sent there nor computed again.
     """
 
     request: RequestId
@@ -49,6 +51,11 @@ class Leaving:
     has_kv: bool = True
     may_move: bool = True
     may_replay: bool = True
+    cached: Callable[[WorkerId], int] = field(default=lambda worker: 0, compare=False, repr=False)
+
+    def lacks(self, haven: WorkerId) -> int:
+        """Tokens that a haven has not cached: a move sends them, a replay computes them."""
+        return max(self.tokens - self.cached(haven), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +119,10 @@ def _stays(r: Leaving, seconds: float) -> bool:
 
 
 def _spread(replays: Sequence[Leaving], free: dict[WorkerId, int]) -> list[Order]:
-    """Each where most is free, in its turn."""
+    """Each in its turn where it fits and least is computed anew, to a tenth; then where most is free."""
     orders = []
     for r in replays:
-        worker = max(free, key=lambda w: (free[w], w))
+        worker = min(free, key=lambda w: (r.tokens > free[w], _tenths(r, w), -free[w], w))
         free[worker] -= r.tokens
         orders.append(Order(r.request, REPLAY, worker))
     return orders
@@ -128,13 +135,13 @@ def _moves(
     rooms = [_Room(h.worker, h.free_tokens, h.seats) for h in havens if h.reads_kv]
     must = [r for r in movable if r.remaining_s > seconds]
     moves = _best_moves(must, rooms, max(seconds, 0.0), way)
-    left_s = seconds - sum(way.move_s(r.tokens) for r, _ in moves)
+    left_s = seconds - sum(way.move_s(r.lacks(worker)) for r, worker in moves)
     for r in movable:  # with what the others leave: those that may end by themselves
-        room = _best_fit(r, rooms) if r.remaining_s <= seconds and way.move_s(r.tokens) <= left_s else None
-        if room is not None:
+        room = _best_fit(r, rooms) if r.remaining_s <= seconds else None
+        if room is not None and (cost_s := way.move_s(r.lacks(room.worker))) <= left_s:
             room.take(r.tokens)
             moves.append((r, room.worker))
-            left_s -= way.move_s(r.tokens)
+            left_s -= cost_s
     return moves
 
 
@@ -155,7 +162,12 @@ class _Room:
 
 def _best_fit(r: Leaving, rooms: Iterable[_Room]) -> _Room | None:
     fitting = (room for room in rooms if room.fits(r.tokens))
-    return min(fitting, key=lambda room: (room.free, room.worker), default=None)
+    return min(fitting, key=lambda room: (_tenths(r, room.worker), room.free, room.worker), default=None)
+
+
+def _tenths(r: Leaving, haven: WorkerId) -> int:
+    """Tenths of a request that a haven lacks: what sets apart havens that are equal otherwise."""
+    return -(-10 * r.lacks(haven) // max(r.tokens, 1))
 
 
 def _best_moves(
@@ -176,9 +188,11 @@ class _Search:
 
     def __init__(self, requests: Sequence[Leaving], rooms: Sequence[_Room], way: Way) -> None:
         self._requests, self._rooms, self._way = requests, rooms, way
-        self._after = [0]  # tokens of all requests from each on
-        for r in reversed(requests):
-            self._after.append(self._after[-1] + r.tokens)
+        # What a replay computes where least is lacking, and the same of all requests from each on.
+        self._spares = [min((r.lacks(room.worker) for room in rooms), default=r.tokens) for r in requests]
+        self._after = [0]
+        for spares in reversed(self._spares):
+            self._after.append(self._after[-1] + spares)
         self._after.reverse()
         self._nodes = 0
         self._most = 0
@@ -186,12 +200,12 @@ class _Search:
 
     def first(self, left_s: float) -> None:
         """Each in turn to the haven that it fills best."""
-        for r in self._requests:
+        for r, spares in zip(self._requests, self._spares, strict=True):
             room = _best_fit(r, self._rooms)
-            if room is not None and self._way.move_s(r.tokens) <= left_s:
+            if room is not None and (cost_s := self._way.move_s(r.lacks(room.worker))) <= left_s:
                 room.take(r.tokens)
-                left_s -= self._way.move_s(r.tokens)
-                self._most += r.tokens
+                left_s -= cost_s
+                self._most += spares
                 self.best.append((r, room))
         for r, room in self.best:
             room.take(r.tokens, back=-1)
@@ -206,13 +220,13 @@ class _Search:
         if value + bound <= self._most or self._nodes > MOST_NODES:
             return
         r = self._requests[at]
-        cost_s = self._way.move_s(r.tokens)
         tried = set()
-        for room in sorted(self._rooms, key=lambda m: (m.free, m.worker)) if cost_s <= left_s else ():
-            if not room.fits(r.tokens) or (room.free, room.seats) in tried:
+        for room in sorted(self._rooms, key=lambda m: (m.free, m.worker)):
+            cost_s = self._way.move_s(r.lacks(room.worker))
+            if cost_s > left_s or not room.fits(r.tokens) or (room.free, room.seats, cost_s) in tried:
                 continue
-            tried.add((room.free, room.seats))
+            tried.add((room.free, room.seats, cost_s))
             room.take(r.tokens)
-            self.dive(at + 1, value + r.tokens, left_s - cost_s, [*chosen, (r, room)])
+            self.dive(at + 1, value + self._spares[at], left_s - cost_s, [*chosen, (r, room)])
             room.take(r.tokens, back=-1)
         self.dive(at + 1, value, left_s, chosen)

@@ -6,7 +6,8 @@ workers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import overload
 
 import numpy as np
@@ -16,19 +17,21 @@ from controlplane.compiled import compiled
 from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
 from controlplane.perfmodel.step import StepModel
+from controlplane.placement.caches import cached_blocks, most_hits
 from controlplane.placement.constraints import kv_peak, remaining
-from controlplane.placement.ledger import DECODING, NONE, Ledger, generated, queue_first
-from controlplane.snapshot import SERVING, Load, RunningRequest, WorkerLoad
+from controlplane.placement.ledger import DECODING, NONE, Ledger, generated, queue_first, shared_tokens
+from controlplane.snapshot import NOT_CACHED, SERVING, Cached, Load, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 Table = NDArray[np.float64]
-RUNNING, HELD, WAITING, HEAD, WAITING_TOKENS, HIGH, GROWTH, TPOT, PEAK = range(9)
+RUNNING, HELD, WAITING, HEAD, WAITING_TOKENS, HIGH, GROWTH, TPOT, PEAK, SHARED = range(10)
+RowOf = Callable[[WorkerId], int]  # a worker's row in the ledger
 
 
 @compiled
 def loads(led: Ledger) -> Table:
     """One row a worker: the fields of a Load. Those in prefill run, and hold all they will."""
-    out = np.zeros((len(led.workers), 9))
+    out = np.zeros((len(led.workers), 10))
     for w in range(len(led.workers)):
         out[w, TPOT] = np.inf
         for i in range(led.workers[w].running_n):
@@ -50,7 +53,39 @@ def loads(led: Ledger) -> Table:
                 out[w, TPOT] = min(out[w, TPOT], led.requests[r].tpot_s)
                 r = led.requests[r].next
         out[w, PEAK] = kv_peak(led, w, NONE)
+        out[w, SHARED] = shared_tokens(led, w)
     return out
+
+
+@compiled
+def kept_at(led: Ledger, w: int, r: int) -> tuple[int, int]:
+    """Tokens of a request, wherever it is, that worker `w` has cached now, and those of them in use there.
+
+    As many as a move there would find: all but the last token, in whole blocks.
+    """
+    if led.caches.tokens == 0 or led.caches.workers[w].keeps == 0:
+        return 0, 0
+    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    most, tokens = most_hits(led.caches, led.requests[r].prompt + generated(led, r), block)
+    cached = cached_blocks(led.caches, w, r, most, 0, False)
+    in_use = cached_blocks(led.caches, w, r, cached, cached, True)
+    return min(cached * led.caches.tokens, tokens), min(in_use * led.caches.tokens, tokens)
+
+
+@compiled
+def kept_everywhere(led: Ledger, r: int) -> NDArray[np.int64]:
+    """By worker, the tokens of a request that it has cached now."""
+    kept = np.zeros(len(led.workers), np.int64)
+    for w in range(len(led.workers)):
+        kept[w] = kept_at(led, w, r)[0]
+    return kept
+
+
+def cached_at(led: Ledger, r: int, row_of: RowOf, worker: WorkerId) -> Cached:
+    """What a worker has cached of a request now."""
+    if led.caches.tokens == 0:
+        return NOT_CACHED
+    return Cached(*(int(tokens) for tokens in kept_at(led, row_of(worker), r)))
 
 
 @compiled
@@ -91,7 +126,7 @@ def queue_at(led: Ledger, w: int) -> Table:
 
 def load_of(row: Sequence[float]) -> Load:
     """A row of `loads` as the rules read it."""
-    running, held, waiting, head, waiting_tokens, high, growth, tpot_s, peak = row
+    running, held, waiting, head, waiting_tokens, high, growth, tpot_s, peak, shared = row
     return Load(
         int(running),
         int(held),
@@ -102,14 +137,19 @@ def load_of(row: Sequence[float]) -> Load:
         int(growth),
         tpot_s,
         int(peak),
+        int(shared),
     )
 
 
 class Listed(Sequence[RunningRequest]):
-    """A worker's requests, listed on first use: tick needs those of few workers only."""
+    """A worker's requests, listed on first use: tick needs those of few workers only.
 
-    def __init__(self, led: Ledger, w: int, waiting: bool, count: int) -> None:
+    `row_of`: how workers are named; by their rows, unless told otherwise.
+    """
+
+    def __init__(self, led: Ledger, w: int, waiting: bool, count: int, row_of: RowOf = int) -> None:
         self._led, self._w, self._waiting, self._count = led, w, waiting, count
+        self._row_of = row_of
         self._rows: list[RunningRequest] | None = None
 
     def __len__(self) -> int:
@@ -137,18 +177,20 @@ class Listed(Sequence[RunningRequest]):
                     int(done),
                     int(still),
                     float(rows["tpot_s"][int(r)]),
+                    partial(cached_at, self._led, int(r), self._row_of),
                 )
                 for r, tokens, done, still in table.tolist()
             ]
         return self._rows
 
 
-def request_at(led: Ledger, r: int) -> RunningRequest:
+def request_at(led: Ledger, r: int, row_of: RowOf = int) -> RunningRequest:
     """A request that is on a worker."""
     row = led.requests[r]
     made, still = int(generated(led, r)), int(remaining(led, row["worker"], r))
     tokens, tpot_s = int(row["prompt"]) + made, float(row["tpot_s"])
-    return RunningRequest(RequestId(str(r)), tokens, int(row["priority"]), made, still, tpot_s)
+    cached = partial(cached_at, led, r, row_of)
+    return RunningRequest(RequestId(str(r)), tokens, int(row["priority"]), made, still, tpot_s, cached)
 
 
 def views_of(
@@ -158,13 +200,15 @@ def views_of(
 ) -> list[WorkerView]:
     """These serving workers of the ledger, with the requests (row, worker) that are on their way to them."""
     table, views = loads(led), []
+    rows = {name: w for w, (name, _) in workers.items()}
     for w, (name, step) in workers.items():
         load, k = load_of(table[w].tolist()), led.coefficients[led.workers[w]["variant"]]
-        running: Sequence[RunningRequest] = Listed(led, w, False, load.running)
+        running: Sequence[RunningRequest] = Listed(led, w, False, load.running, rows.__getitem__)
         for r in (r for r, to in coming if to == w):
-            request = request_at(led, r)
-            load, running = with_request(load, request), (*running, request)
-        queue, tokens = Listed(led, w, True, load.waiting), int(k[KV_BLOCKS] * k[BLOCK_TOKENS])
+            request = request_at(led, r, rows.__getitem__)
+            load, running = with_request(load, request, name), (*running, request)
+        queue = Listed(led, w, True, load.waiting, rows.__getitem__)
+        tokens = int(k[KV_BLOCKS] * k[BLOCK_TOKENS])
         worker = WorkerLoad(name, SERVING, tokens, running, queue, step, int(k[MAX_SEQS]), load)
         views.append(WorkerView(worker, load, 0.0))
     return views

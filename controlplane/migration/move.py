@@ -6,6 +6,8 @@ bytes / bandwidth lasts, every step of both workers is `slowdown` longer; the mo
 
     cost = fixed_s + slowdown · copy_s · (b_source + b_target + 1)
 
+Of a request whose first tokens the target has cached only the others are sent, so only their bytes count.
+
 Gain, over the n steps that the moved request is still expected to take. It adds m = c2 + k2·tokens to every
 step that it is part of; its neighbours at the source are spared that and those at the target bear it, and its
 own step times change.
@@ -41,6 +43,7 @@ from enum import Enum, auto
 from controlplane.errors import BadInput, IllegalStep
 from controlplane.perfmodel.step import StepModel
 from controlplane.snapshot import Load, Pace, RunningRequest, Transport, WorkerLoad
+from controlplane.types import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,16 @@ def price_of(transport: Transport, source: WorkerLoad, target: WorkerLoad) -> Pr
     return Price(source.kv_bytes_per_token, pace.bytes_per_s, pace.pause_s, transport.slowdown)
 
 
+def tenths_to_send(r: RunningRequest, target: WorkerId) -> int:
+    """Tenths of a request that a move to a worker sends: the order of targets that are equal otherwise.
+
+    A smaller difference than a tenth is no reason to choose one.
+    """
+    return -(-10 * r.to_send(target) // max(r.tokens, 1))
+
+
 def cost_s(price: Price, tokens: int, source: Load, target: Load) -> float:
-    """Request-seconds that a move takes from all it touches; a waiting request has nothing to copy."""
+    """Request-seconds that sending so many tokens takes from all that the move touches."""
     busy = source.running + target.running + 1
     return price.fixed_s + price.slowdown * price.copy_s(tokens) * busy
 

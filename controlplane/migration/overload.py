@@ -8,8 +8,8 @@ So both are forecast anew from what is there now, with the predictions renewed:
 (b = all at the worker, waiting ones included.)
 
 Shed. A worker that breaks either gives the request with the most still to come for the least to copy, low
-priority first, to the worker of its kind with the most slack that keeps both with it. One request a worker
-and heartbeat: the next heartbeat looks again.
+priority first, to the worker of its kind with the most slack that keeps both with it, or to one of the next
+in line that has clearly more of it cached. One request a worker and heartbeat: the next one looks again.
 
 Reassign. Requests that have not started follow Algorithm 2 (placement.rebalance). An error alone is no harm:
 what waits stays where placement put it for as long as (b) and (e) hold there, and goes only where they go on
@@ -26,7 +26,7 @@ from itertools import islice
 
 from controlplane.errors import BadInput
 from controlplane.migration.balance import Pairs, decoding
-from controlplane.migration.move import Price, price_of
+from controlplane.migration.move import Price, price_of, tenths_to_send
 from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import NewRequest
@@ -91,9 +91,11 @@ def forecast(
         step_share = _step_s(step, load.running + load.waiting, context) / load.tpot_s
     limit = settings.gamma * capacity_tokens
     kept = settings.headroom * capacity_tokens if load.high else 0.0
-    kv = (held + load.growth_tokens + kept) / limit  # as if all ended at once, which no peak exceeds
+    # As if all ended at once, which no peak exceeds.
+    kv = (held + load.growth_tokens - load.shared_tokens + kept) / limit
     if kv > 1.0:
-        kv = ((load.peak_tokens if load.peak_tokens >= 0 else peak_tokens(requests)) + kept) / limit
+        peak = load.peak_tokens if load.peak_tokens >= 0 else peak_tokens(requests) - load.shared_tokens
+        kv = (peak + kept) / limit
     return Forecast(step_share, kv)
 
 
@@ -111,7 +113,7 @@ def forecast_of(s: WorkerView, settings: ShedSettings, also: RunningRequest | No
     worker, load = s.worker, s.load
     everyone = _everyone(worker.requests, worker.waiting)
     if also is not None:
-        load, everyone = with_request(load, also), [*everyone, also]
+        load, everyone = with_request(load, also, s.id), [*everyone, also]
     return forecast(load, everyone, worker.capacity_tokens, worker.step, settings)
 
 
@@ -139,13 +141,13 @@ def shed(
         if len(moves) >= settings.most:
             break
         same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
-        for target in list(islice(same_kind, _LOOKED_AT)):
-            chosen = _choose(settings, resting, recent, source, target, transport)
-            if chosen is not None:
-                reason = _reason(source, target, ahead[source.id], ahead[target.id])
-                moves.append(Migrate(chosen.request, source.id, target.id, reason))
-                slack.remove(target)
-                break
+        likely = [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in recent]
+        chosen = _chosen_of(settings, resting, source, likely, transport)
+        if chosen is not None:
+            request, target = chosen
+            reason = _reason(source, target, ahead[source.id], ahead[target.id])
+            moves.append(Migrate(request.request, source.id, target.id, reason))
+            slack.remove(target)
     return moves
 
 
@@ -173,21 +175,33 @@ def _everyone(
     return [*running, *waiting] if waiting else running
 
 
+def _chosen_of(
+    settings: ShedSettings,
+    resting: Set[RequestId],
+    source: WorkerView,
+    targets: Sequence[WorkerView],
+    transport: Transport,
+) -> tuple[RunningRequest, WorkerView] | None:
+    """The request that goes, and where: the first of `targets` that takes one, or a cheaper one that does."""
+    for n, target in enumerate(targets):
+        r = _choose(settings, resting, source, target, transport)
+        if r is not None:
+            fit = [target, *(t for t in targets[n + 1 :] if _takes(settings, t, r))]
+            return r, min(fit, key=lambda t: tenths_to_send(r, t.id))
+    return None
+
+
 def _choose(
     settings: ShedSettings,
     resting: Set[RequestId],
-    recent: Pairs,
     source: WorkerView,
     target: WorkerView,
     transport: Transport,
 ) -> RunningRequest | None:
-    if (target.id, source.id) in recent:
-        return None
     candidates = sorted(
         (r for r in decoding(source.worker.requests) if r.request not in resting and r.remaining_tokens),
-        key=lambda r: (r.priority, r.tokens - r.remaining_tokens, r.request),
+        key=lambda r: (r.priority, r.to_send(target.id) - r.remaining_tokens, r.request),
     )
-    room = target.free_tokens - target.load.waiting_tokens - target.load.running - 1
     price = price_of(transport, source.worker, target.worker)
     if (
         source.load.high
@@ -195,20 +209,28 @@ def _choose(
     ):
         candidates = [r for r in candidates if not r.priority]  # headroom alone: they are whom it is for
     for r in candidates[:_TRIED]:
-        if r.tokens > room or target.load.running + target.load.waiting >= target.worker.max_seqs:
-            continue
-        if forecast_of(target, settings, r).worst <= 1.0 and _pays(settings, price, source, r):
+        if _takes(settings, target, r) and _pays(settings, price, source, target, r):
             return r
     return None
 
 
-def _pays(settings: ShedSettings, price: Price | None, source: WorkerView, r: RunningRequest) -> bool:
+def _takes(settings: ShedSettings, target: WorkerView, r: RunningRequest) -> bool:
+    """Whether a worker has room for a request now, and keeps its promises with it."""
+    room = target.free_tokens - target.load.waiting_tokens - target.load.running - 1
+    if r.new_at(target.id) > room or target.load.running + target.load.waiting >= target.worker.max_seqs:
+        return False
+    return forecast_of(target, settings, r).worst <= 1.0
+
+
+def _pays(
+    settings: ShedSettings, price: Price | None, source: WorkerView, target: WorkerView, r: RunningRequest
+) -> bool:
     """Whether what the source is spared over the request's life exceeds the pause and the interference."""
     step = source.worker.step
     if price is None or step is None:
         return True
     spared = step.per_sequence_s + step.per_context_token_s * (r.tokens + settings.theta * r.remaining_tokens)
-    cost = price.fixed_s + price.slowdown * price.copy_s(r.tokens) * (source.load.running + 1)
+    cost = price.fixed_s + price.slowdown * price.copy_s(r.to_send(target.id)) * (source.load.running + 1)
     return spared * r.remaining_tokens * (source.load.running - 1) > cost
 
 

@@ -10,8 +10,9 @@ The copy must end before h is late. **Consolidation.** What is on a draining wor
 first; what fits nowhere runs on. (The live plane drains by itself, several requests at a time, and asks
 `best_fit` of each.)
 
-Both choose t by best fit: the fullest worker of w's kind that keeps its promises with r. So no move breaks a
-promise to another request, large gaps stay large, and the next worker to be drained is emptier.
+Both choose t by best fit: of the workers of w's kind that keep their promises with r, those that have most
+of it cached, in tenths, and of these the fullest. So no move breaks a promise to another request, large gaps
+stay large, and the next worker to be drained is emptier.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from controlplane.migration.balance import Pairs, decoding
-from controlplane.migration.move import Price, price_of
+from controlplane.migration.move import Price, price_of, tenths_to_send
 from controlplane.migration.overload import ShedSettings, forecast, forecast_of
 from controlplane.migration.usage import WorkerView
 from controlplane.snapshot import (
@@ -102,16 +103,16 @@ def _off(
 
 
 def best_fit(settings: ShedSettings, targets: Sequence[WorkerView], r: RunningRequest) -> WorkerView | None:
-    """The fullest of `targets` that keeps its promises with `r`; None where none does."""
-    best, fullest = None, -1.0
+    """Of `targets` that keep their promises with `r`: the one to which least is sent, then the fullest."""
+    best, rank = None, (0, 0.0)
     for t in targets:
         room = t.free_tokens - t.load.waiting_tokens - t.load.running - 1
         seats = t.worker.max_seqs - t.load.running - t.load.waiting
-        if seats <= 0 or r.tokens > room:
+        if seats <= 0 or r.new_at(t.id) > room:
             continue
         worst = forecast_of(t, settings, r).worst
-        if fullest < worst <= 1.0:
-            best, fullest = t, worst
+        if worst <= 1.0 and (best is None or (tenths_to_send(r, t.id), -worst) < rank):
+            best, rank = t, (tenths_to_send(r, t.id), -worst)
     return best
 
 
@@ -134,14 +135,14 @@ def _room_at(
     for r in (r for r in soonest if r.request not in resting):
         if _exchanged(replace(settings, headroom=0.0), source, r, h.request) <= 1.0:
             taker = best_fit(settings, targets, r)
-            if taker is not None and _in_time(price_of(transport, source.worker, taker.worker), r, h):
+            if taker is not None and _in_time(price_of(transport, source.worker, taker.worker), r, taker, h):
                 reason = f"{h.request.request} waits at the gateway and fits {source.id} without it"
                 return Migrate(r.request, source.id, taker.id, reason)
     return None
 
 
-def _in_time(price: Price | None, r: RunningRequest, h: HeldRequest) -> bool:
-    pause_s, copy_s = (0.0, 0.0) if price is None else (price.fixed_s, price.copy_s(r.tokens))
+def _in_time(price: Price | None, r: RunningRequest, taker: WorkerView, h: HeldRequest) -> bool:
+    pause_s, copy_s = (0.0, 0.0) if price is None else (price.fixed_s, price.copy_s(r.to_send(taker.id)))
     return copy_s + pause_s <= h.left_s
 
 

@@ -84,7 +84,7 @@ class WorkerView:
     @property
     def free_tokens(self) -> int:
         """Memory that nothing holds."""
-        return self.worker.capacity_tokens - self.load.held_tokens
+        return self.worker.capacity_tokens - self.load.held_tokens + self.load.shared_tokens
 
 
 def worker_views(workers: Iterable[WorkerLoad], reading: Reading = PAPER) -> list[WorkerView]:
@@ -97,8 +97,8 @@ def worker_views(workers: Iterable[WorkerLoad], reading: Reading = PAPER) -> lis
     return views
 
 
-def with_request(load: Load, request: RunningRequest) -> Load:
-    """The load once that request runs there too."""
+def with_request(load: Load, request: RunningRequest, worker: WorkerId) -> Load:
+    """A worker's load once that request runs there too."""
     return replace(
         load,
         running=load.running + 1,
@@ -107,4 +107,5 @@ def with_request(load: Load, request: RunningRequest) -> Load:
         growth_tokens=load.growth_tokens + request.remaining_tokens,
         tpot_s=min(load.tpot_s, request.tpot_s),
         peak_tokens=-1,
+        shared_tokens=load.shared_tokens + request.tokens - request.new_at(worker),
     )

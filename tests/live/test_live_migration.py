@@ -90,6 +90,36 @@ def test_what_is_copied_is_not_computed_on_the_target(two_workers):
     two_workers.play(story)
 
 
+def test_a_move_sends_what_the_target_has_not_cached_and_all_of_it_once_that_is_evicted(two_workers):
+    async def story(fleet):
+        expected = await unmoved(fleet, prompt(1500, 31), max_tokens=80)
+        size, block = fleet.links[A].info.kv_bytes_per_token, fleet.links[A].info.block_tokens
+        full = 1500 // block * block
+
+        async def took(evicted):
+            there = await fleet.start(B, prompt(1500, 31), {"max_tokens": 1})
+            await there.ended()
+            await clean(fleet, B)
+            before = sum(fleet.telemetry[B].kv_fetched.values())
+            for seed in range(evicted):
+                other = await fleet.start(B, prompt(3000, 90 + seed), {"max_tokens": 1})
+                await other.ended()
+            stream, move = await moved(fleet, prompt(1500, 31), max_tokens=80)
+            assert (move.outcome, move.reason) == ("done", "")
+            assert stream.tokens == expected.tokens
+            assert move.copied_bytes == (sum(move.stages) - move.cached_tokens) * size
+            await clean(fleet, A, B)
+            while sum(fleet.telemetry[B].kv_fetched.values()) - before < move.bytes:
+                await asyncio.sleep(0.05)
+            assert sum(fleet.telemetry[B].kv_fetched.values()) - before == move.bytes
+            return move
+
+        assert (await took(evicted=3)).cached_tokens == 0  # 9,000 tokens since, in memory for 8,192
+        assert (await took(evicted=0)).cached_tokens >= full  # and what the first move has left there
+
+    two_workers.play(story)
+
+
 def test_a_move_given_up_between_two_copies_leaves_no_block_behind(two_workers):
     async def story(fleet):
         stream = await fleet.start(A, prompt(1000, 22), {"max_tokens": 3000})

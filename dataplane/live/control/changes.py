@@ -10,11 +10,13 @@ its `book`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from controlplane.snapshot import Pace
+from controlplane.types import WorkerId
 
 if TYPE_CHECKING:  # the controller's process, which reads rows, loads nothing of the gateway's
     from dataplane.live.engine_api.link import Telemetry
@@ -26,7 +28,8 @@ if TYPE_CHECKING:  # the controller's process, which reads rows, loads nothing o
 class RequestRow(msgspec.Struct, frozen=True):
     """A request and its place; `worker` None while it waits. `number` counts arrivals.
 
-    `fixed`: it cannot be moved from there.
+    `fixed`: it cannot be moved from there. `cached`: tokens of it that other workers had cached as it came to
+    its place, of those that had most.
     """
 
     number: int
@@ -36,11 +39,13 @@ class RequestRow(msgspec.Struct, frozen=True):
     priority: int
     tpot_s: float
     fixed: bool = False
+    cached: dict[str, int] = {}
 
     @classmethod
-    def of(cls, t: Tracked, fixed: bool) -> RequestRow:
+    def of(cls, t: Tracked, fixed: bool, cached: Mapping[WorkerId, int]) -> RequestRow:
         tpot_s = t.slo.tpot_s if t.kept_tpot_s is None else t.kept_tpot_s
-        return cls(t.number, t.id, t.worker, t.prompt_tokens, t.ticket.priority, tpot_s, fixed)
+        priority = t.ticket.priority
+        return cls(t.number, t.id, t.worker, t.prompt_tokens, priority, tpot_s, fixed, dict(cached.items()))
 
 
 class StepRow(msgspec.Struct, frozen=True):

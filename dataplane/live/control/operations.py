@@ -174,7 +174,7 @@ class Operations:
         requests, pool = self.core.requests, self.cluster
         since = since if book == requests.life else 0
         now = list(requests)
-        changed = requests.changed(since)
+        changed, elsewhere = requests.changed(since), self.core.placement.cached_elsewhere
         attached = {at.worker: at for at in self.core.attached()}
         return Changes(
             requests.life,
@@ -183,7 +183,7 @@ class Operations:
             [t.number for t in now],
             [len(t.output_token_ids) for t in now],
             [t.predicted_tokens for t in now],
-            [RequestRow.of(t, self.core.why_fixed(t) is not None) for t in changed],
+            [RequestRow.of(t, self.core.why_fixed(t) is not None, elsewhere(t)) for t in changed],
             [WorkerRow.of(member, attached.get(member.worker)) for member in pool.members()],
             [MoveRow(m.request, m.source, m.target) for m in self.core.migrations.open.values()],
             self.arrived.as_json(),
@@ -476,6 +476,7 @@ def _move_view(move: Move) -> dict[str, Any]:
         "why": move.why,
         "reason": move.reason,
         "stages_tokens": list(move.stages),
+        "cached_tokens": move.cached_tokens,
         "tail_tokens": move.tail_tokens,
         "bytes": move.bytes,
         "downtime_s": move.downtime_s,

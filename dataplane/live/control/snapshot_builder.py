@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import profile_seen
-from controlplane.snapshot import HeldRequest, RunningRequest, Snapshot, Transport, WorkerLoad
+from controlplane.snapshot import Cached, HeldRequest, RunningRequest, Snapshot, Transport, WorkerLoad
 from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
 from dataplane.live.control.changes import Changes, Mirror, RefitRow, RequestRow, WorkerRow
 from dataplane.live.gateway.demand_count import OUTCOMES, since
@@ -112,7 +113,13 @@ def _running(row: RequestRow, generated: int, expected: int) -> RunningRequest:
         generated=generated,
         remaining_tokens=max(expected - generated, 1),
         tpot_s=row.tpot_s,
+        cached=partial(_cached, row),
     )
+
+
+def _cached(row: RequestRow, worker: WorkerId) -> Cached:
+    """Whether others use it is not told: memory is reckoned as if nobody did."""
+    return Cached(row.cached.get(worker, 0))
 
 
 def _step_model(row: Mapping[str, Any]) -> StepModel:

@@ -11,7 +11,8 @@ Begin and release travel on a request that is aborted on arrival (`EngineCoreReq
 only message from vLLM's front end to its scheduler's connector. A begin is answered by an output for its own
 segment id, finished by ABORT if the lease is taken and by ERROR if there is no such segment. The source's
 segment must not be ended before that answer, since an engine takes aborts ahead of other messages. A held
-loader is answered by STOP once its KV has arrived; it is not computed.
+loader is answered by STOP once its KV has arrived, with the tokens that were taken; it is not computed. What
+its engine had cached is not taken: where that is all, a token of the loader is computed, and LENGTH answers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+    from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest
 
 VLLM_KEY = "kv_transfer_params"  # in SamplingParams.extra_args, where vLLM looks for it
 PARAMS_KEY = "tokenfleet"
@@ -109,6 +110,17 @@ def message_from(params: dict[str, Any] | None) -> Transfer | Control:
         addresses, segment, tokens, inline, pace, stream, secret = body["load"]
         load = KvLoad(tuple(addresses), segment, tokens, inline, Pace(*pace), stream, secret)
     return Transfer(load, body["hold"], tuple(body["drop"]))
+
+
+def told_of_load(tokens: int) -> dict[str, Any]:
+    """What the answer to a loader carries: the tokens that were taken from the source."""
+    return {PARAMS_KEY: {"loaded": tokens}}
+
+
+def loaded_tokens(answer: EngineCoreOutput) -> int | None:
+    """The tokens that a loader took from the source; None where its engine does not say."""
+    told: int | None = (answer.kv_transfer_params or {}).get(PARAMS_KEY, {}).get("loaded")
+    return told
 
 
 def message_of(request: EngineCoreRequest) -> Transfer | Control:

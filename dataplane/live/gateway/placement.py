@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from controlplane.migration.loads import loads, request_at, views_of
+from controlplane.migration.loads import cached_at, kept_everywhere, loads, request_at, views_of
 from controlplane.migration.overload import ShedSettings
 from controlplane.migration.room import best_fit
 from controlplane.perfmodel.coefficients import (
@@ -89,6 +89,7 @@ LOADS = (
     "queued_shared",
     "running_n",
 )
+MOST_TOLD = 8  # workers that a controller is told to have a request cached
 RETRY_S = 0.05  # a held request is asked for again as tokens pass, on a busy worker within a step
 
 
@@ -133,6 +134,7 @@ class Placement:
         self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
         loads(self._led)
+        kept_everywhere(self._led, 0)
 
     @property
     def ledger(self) -> Ledger:
@@ -282,9 +284,26 @@ class Placement:
         steps = {k: p.step for k, p in self._profiles.items()} if self.knows_step_times else {}
         names = {w: (self._workers[w], steps.get(self._kinds[w])) for w in rows}
         coming = [(self._rows[name], w) for name, (w, _) in self._expected.items() if name in self._rows]
-        views, goes = views_of(self._led, names, coming), request_at(self._led, self.row(request))
+        goes = request_at(self._led, self.row(request), self._worker_rows.__getitem__)
+        views = views_of(self._led, names, coming)
         taker = best_fit(self._forecasts, views, goes)
         return None if taker is None else taker.id
+
+    def cached_at(self, request: Tracked, worker: WorkerId) -> int:
+        """Tokens of a request that a worker should have cached, which a move there need not send."""
+        if worker not in self._worker_rows or request.id not in self._rows:
+            return 0
+        return cached_at(self._led, self._rows[request.id], self._worker_rows.__getitem__, worker).tokens
+
+    def cached_elsewhere(self, request: Tracked) -> dict[WorkerId, int]:
+        """The other workers that should have most of a request cached, and how many tokens."""
+        r = self._rows.get(request.id)
+        if r is None or self._led.caches.tokens == 0:
+            return {}
+        kept = kept_everywhere(self._led, r)
+        here = self._led.requests[r]["worker"]
+        there = [(int(kept[w]), name) for w, name in self._workers.items() if kept[w] and w != here]
+        return {name: tokens for tokens, name in sorted(there, reverse=True)[:MOST_TOLD]}
 
     def _holders(self, request: Tracked) -> set[int]:
         """The rows of workers that hold a request's LoRA adapter; none for a request without one."""

@@ -94,8 +94,8 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._ranks: list[int] | None = None
             # Under asynchronous scheduling a step is planned before the last one's outputs are read.
             self._begun: deque[tuple[dict[str, int], float]] = deque()
-            self._answers: dict[str, str] = {}
-            self._loaders: dict[str, Any] = {}  # requests that hold what they load
+            self._answers: dict[str, tuple[str, int]] = {}  # and the tokens that were loaded
+            self._loaders: dict[str, tuple[Any, int]] = {}  # requests that hold what they load, and how much
             self._block_tokens = vllm_config.cache_config.block_size
             self._holds = Holds(
                 self._block_tokens,
@@ -129,7 +129,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(message, Transfer):
             self._holds.admitted(request.request_id, message, blocks.get_block_ids()[0], num_external_tokens)
             if message.hold:
-                self._loaders[request.request_id] = request
+                self._loaders[request.request_id] = request, num_external_tokens
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -147,7 +147,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else:
                 is_running = message.segment in self._running and not self._why_fixed
                 leased = self._holds.begin(message.segment, is_running, now_s)
-                self._answers[request.request_id] = "leased" if leased else "gone"
+                self._answers[request.request_id] = "leased" if leased else "gone", 0
             return False, None
         status = request.status.name
         keep_blocks = self._holds.ended(
@@ -181,9 +181,9 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for segment in tuple(connector_output.finished_recving or ()):
             if self._holds.arrived(segment, time.monotonic()):
                 connector_output.finished_recving.discard(segment)
-                loader = self._loaders.pop(segment)
+                loader, tokens = self._loaders.pop(segment)
                 self._kv_cache_manager.cache_blocks(loader, loader.num_computed_tokens)
-                self._answers[segment] = "loaded"
+                self._answers[segment] = "loaded", tokens
 
     # In a rank
 

@@ -5,7 +5,8 @@ at the source, for the step that made the last token has ended. So, while the so
 
 1. *begin* at the source, and wait for its answer: its blocks may be read, and outlive the request;
 2. pre-copy: a *loader* on the target takes the full blocks so far and holds them; again for what was
-   decoded meanwhile, until less than two blocks are missing;
+   decoded meanwhile, until less than two blocks are missing. Blocks that the target's engine has cached it
+   uses, and takes the others only: it looks, and keeps what it finds, as it admits the loader;
    A *hand-over* off a prefill worker may begin before the first token: its first loader waits for the
    chunks as they are computed;
 3. cut over: the client's stream listens to a continuation on the target, whose prompt is found in the
@@ -31,7 +32,14 @@ from typing import Protocol
 from controlplane.migration.move import CLOSED, Happened, Stage
 from controlplane.snapshot import Pace
 from controlplane.types import RequestId, WorkerId
-from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, UNBOUND, Control, KvLoad, Transfer
+from dataplane.live.engine_api.kv_messages import (
+    LOADER_PREFIX,
+    UNBOUND,
+    Control,
+    KvLoad,
+    Transfer,
+    loaded_tokens,
+)
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo
 from dataplane.live.engine_api.segment import control_request, loader_request, obstacle_to_move
 from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -147,7 +155,7 @@ class Migrations:
             move.mode != "live"
             or not move.moved
             or move.source is None
-            or not move.stages
+            or not move.copied_bytes
             or move.downtime_s is None
         ):
             return
@@ -222,11 +230,13 @@ class Migrations:
                 if tokens - copied < (2 * block if copied else block):
                     break
                 began_s = time.monotonic()
-                loader = await self._copy(move, running, tokens, loader, is_stream)
+                loader, taken = await self._copy(move, running, tokens, loader, is_stream)
                 move.copy_s += time.monotonic() - began_s
                 is_stream = False
+                taken = tokens - copied if taken is None else taken
                 move.stages.append(tokens - copied)
-                move.copied_bytes += (tokens - copied) * self._info(running.worker).kv_bytes_per_token
+                move.cached_tokens += tokens - copied - taken
+                move.copied_bytes += taken * self._info(running.worker).kv_bytes_per_token
                 copied = tokens
                 move.take(Happened.COPIED)
                 while not running.output_token_ids:  # on its way: the KV overtook it
@@ -279,8 +289,11 @@ class Migrations:
 
     async def _copy(
         self, move: Move, running: Running, tokens: int, previous: str | None, is_stream: bool
-    ) -> str:
-        """One pre-copy: bring the KV of [0, tokens) to the target; return the loader that holds it."""
+    ) -> tuple[str, int | None]:
+        """One pre-copy: bring the KV of [0, tokens) to the target, but for what that has cached.
+
+        Return the loader that holds it, and the tokens taken from the source, where the target says.
+        """
         self._check(move, running)
         name = f"{move.id}-{len(move.stages)}"
         source = self._info(running.worker)
@@ -300,7 +313,7 @@ class Migrations:
             for loader in (name, *drop):
                 await self._release(move, running, move.target, loader)
             raise
-        return name
+        return name, 0 if answer.finish_reason == FinishReason.LENGTH else loaded_tokens(answer)
 
     async def _ask(
         self, move: Move, running: Running, worker: WorkerId, name: str, request: EngineCoreRequest

@@ -71,8 +71,9 @@ class Move:
     mode: Mode
     started_s: float
     stage: Stage = Stage.PENDING
-    stages: list[int] = field(default_factory=list)  # tokens copied in each pre-copy
-    copied_bytes: int = 0  # by them
+    stages: list[int] = field(default_factory=list)  # tokens brought by each pre-copy
+    cached_tokens: int = 0  # of these, those that the target had cached: nobody sent them
+    copied_bytes: int = 0  # of the others
     copy_s: float = 0.0  # that they took, their waits for room included
     tail_tokens: int = 0
     tail_bytes: int = 0

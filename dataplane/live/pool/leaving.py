@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
@@ -69,6 +70,12 @@ class _Under:
     moves: dict[RequestId, asyncio.Task[bool]] = field(default_factory=dict)
     replays: dict[WorkerId, asyncio.Future[bool]] = field(default_factory=dict)
     bound_for: dict[RequestId, tuple[WorkerId, int]] = field(default_factory=dict)
+    sending: dict[RequestId, int] = field(default_factory=dict)  # tokens that targets have not cached
+
+    @property
+    def half_sent(self) -> float:
+        """What moves under way have sent, if they are half done."""
+        return sum(self.sending.values()) / 2
 
 
 class Exit:
@@ -80,6 +87,7 @@ class Exit:
         self._fixed: set[RequestId] = set()  # a move of theirs has failed
         self._done = Evacuated()
         self._moving_s = 0.0  # how long at least one move has been under way
+        self._sent = 0  # tokens, by moves that have ended
 
     # Unhurried.
 
@@ -132,9 +140,9 @@ class Exit:
         """What an evacuation would do now. Raises BadInput where there is nowhere to go."""
         moving = self._under.bound_for.keys() | self._core.migrations.open.keys()
         leaving = [self._leaving(tracked) for tracked in self._here() if tracked.id not in moving]
-        halves = sum(tokens for _, tokens in self._under.bound_for.values()) / 2
         way = self._way()
-        return plan_evacuation(leaving, self._havens(), seconds - halves / way.tokens_per_s, way)
+        left_s = seconds - self._under.half_sent / way.tokens_per_s
+        return plan_evacuation(leaving, self._havens(), left_s, way)
 
     async def evacuate(self, deadline_s: float, why: str) -> Evacuated:
         """Empty the worker by `deadline_s` (monotonic), by the plan as it is remade."""
@@ -182,7 +190,9 @@ class Exit:
                 continue
             tokens = tracked.context_tokens
             if order.how == MOVE and len(self._under.moves) < most:
+                cached = self._core.placement.cached_at(tracked, order.target)
                 self._under.bound_for[order.request] = order.target, tokens
+                self._under.sending[order.request] = tokens - cached
                 move = self._move(order.request, order.target, why, hurried=True)
                 self._under.moves[order.request] = asyncio.ensure_future(move)
             elif order.how == REPLAY and order.target not in self._under.replays and self._is_sure(tracked):
@@ -219,10 +229,12 @@ class Exit:
         for request, task in [(r, t) for r, t in self._under.moves.items() if t.done()]:
             del self._under.moves[request]
             _, tokens = self._under.bound_for.pop(request)
+            sent = self._under.sending.pop(request)
             with suppress(asyncio.CancelledError):
                 if task.result():
                     self._done.moved += 1
                     self._done.moved_tokens += tokens
+                    self._sent += sent
                 else:
                     self._fixed.add(request)
         for worker in [w for w, arrival in self._under.replays.items() if arrival.done()]:
@@ -245,6 +257,7 @@ class Exit:
             has_kv=bool(outputs),
             may_move=may_move,
             may_replay=self._obstacle(tracked) is None,
+            cached=partial(self._core.placement.cached_at, tracked),
         )
 
     def _obstacle(self, tracked: Tracked) -> str | None:
@@ -278,10 +291,8 @@ class Exit:
     def _way(self) -> Way:
         """The pace of this evacuation's moves, overhead included; until one has ended, of the fleet's."""
         link = self._link()
-        done = self._done.moved_tokens
-        if done:
-            halves = sum(tokens for _, tokens in self._under.bound_for.values()) / 2
-            return Way((done + halves) / max(self._moving_s, 1e-3), 0.0)
+        if self._sent:
+            return Way((self._sent + self._under.half_sent) / max(self._moving_s, 1e-3), 0.0)
         size = 0 if link is None else link.info.kv_bytes_per_token
         return Way(self._core.migrations.usual.bytes_per_s / max(size, 1))
 

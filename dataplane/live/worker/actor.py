@@ -21,7 +21,7 @@ import ray
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
-from dataplane.live.engine_api.kv_messages import Control, message_of
+from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_load
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
 from dataplane.live.engine_api.processes import Cores, RayDaemon, descendants, shared_memory, unlink
@@ -283,6 +283,8 @@ class Worker:
         os._exit(1)
 
 
-def _answer(segment: str, answer: str) -> EngineCoreOutput:
+def _answer(segment: str, answer: tuple[str, int]) -> EngineCoreOutput:
     """The output that answers a begin or a loader (kv_messages.py)."""
-    return EngineCoreOutput(segment, [], finish_reason=ANSWERS[answer])
+    what, tokens = answer
+    told = told_of_load(tokens) if what == "loaded" else None
+    return EngineCoreOutput(segment, [], finish_reason=ANSWERS[what], kv_transfer_params=told)

@@ -11,7 +11,7 @@ from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.move import Price, cost_s, gain_s
 from controlplane.migration.usage import Reading, worker_views
 from controlplane.perfmodel.step import StepModel
-from controlplane.snapshot import Load, Migrate, Pace, Reassign, RunningRequest, Transport, WorkerLoad
+from controlplane.snapshot import Cached, Load, Migrate, Pace, Reassign, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 1e-4, 1e-4, 5e-7)
@@ -125,6 +125,14 @@ def test_what_rests_stays():
     assert moves_of(LOOSE, *fleet) == [("a1", "a", "b")]
     assert moves_of(LOOSE, *fleet, resting={"a1"}) == []
     assert moves_of(LOOSE, *fleet, resting={"a0", "a1"}) == []
+
+
+def test_what_the_target_has_cached_is_copied_soonest_and_goes_first():
+    full, free = worker("a", (300, 250, 350)), worker("b", (10,))
+    assert moves_of(LOOSE, full, free) == [("a1", "a", "b")]
+    cached = {"a0": 288, "a1": 0, "a2": 0}
+    known = (replace(r, cached=lambda w, r=r: Cached(cached[r.request])) for r in full.requests)
+    assert moves_of(LOOSE, replace(full, requests=tuple(known)), free) == [("a0", "a", "b")]
 
 
 def test_a_pair_is_not_turned_round():

@@ -10,19 +10,24 @@ from controlplane.errors import BadInput
 from controlplane.migration.evacuation import Haven, Leaving, Way, plan_evacuation
 
 
+def spared(r, havens):
+    """What a replay would compute where most of the request is cached."""
+    return min(r.lacks(h.worker) for h in havens)
+
+
 def most_tokens(requests, havens, seconds, way):
-    """The most tokens that can be moved, by trying every way out for every request."""
+    """The most tokens that moves can spare, by trying every way out for every request."""
     best = 0
     for to in itertools.product(range(-1, len(havens)), repeat=len(requests)):
         moved = [(r, j) for r, j in zip(requests, to, strict=True) if j >= 0]
-        spent_s = sum(way.move_s(r.tokens) for r, _ in moved)
+        spent_s = sum(way.move_s(r.lacks(havens[j].worker)) for r, j in moved)
         fits = all(
             sum(r.tokens for r, at in moved if at == j) <= h.free_tokens
             and sum(at == j for _, at in moved) <= h.seats
             for j, h in enumerate(havens)
         )
         if fits and spent_s <= seconds:
-            best = max(best, sum(r.tokens for r, _ in moved))
+            best = max(best, sum(spared(r, havens) for r, _ in moved))
     return best
 
 
@@ -33,14 +38,19 @@ def moved(orders):
 @pytest.mark.parametrize("seed", range(150))
 def test_no_plan_computes_fewer_tokens_anew(seed):
     rng = np.random.default_rng(seed)
-    requests = [Leaving(f"r{i}", int(rng.integers(1, 60))) for i in range(rng.integers(1, 7))]
     havens = [
         Haven(f"w{j}", int(rng.integers(0, 120)), int(rng.integers(0, 5))) for j in range(rng.integers(1, 4))
     ]
+    requests = []
+    for i in range(rng.integers(1, 7)):
+        tokens = int(rng.integers(1, 60))
+        # Every other seed nothing is cached anywhere.
+        cached = {h.worker: int(rng.integers(0, tokens)) * (seed % 2) for h in havens}
+        requests.append(Leaving(f"r{i}", tokens, cached=cached.__getitem__))
     way = Way(float(rng.uniform(5, 50)), float(rng.uniform(0, 0.3)))
     seconds = float(rng.uniform(0.1, 12))
     went = moved(plan_evacuation(requests, havens, seconds, way))
-    value = sum(r.tokens for r in requests if r.request in went)
+    value = sum(spared(r, havens) for r in requests if r.request in went)
     assert value == most_tokens(requests, havens, seconds, way)
 
 
@@ -116,3 +126,18 @@ def test_nowhere_to_go_is_refused_and_only_where_somebody_must_go():
     assert plan_evacuation([], [], 30.0, Way(1e6)) == ()
     with pytest.raises(BadInput, match="tokens_per_s"):
         Way(0.0)
+
+
+def test_a_move_is_planned_in_the_time_that_what_the_haven_lacks_takes():
+    cached = {"warm": 990, "cold": 0}.__getitem__
+    havens = [Haven("cold", 1000, 4), Haven("warm", 5000, 4)]
+    plan = plan_evacuation([Leaving("r", 1000, cached=cached)], havens, 2.0, Way(10.0, 0.0))
+    assert moved(plan) == {"r": "warm"}  # the cold one is the better fit, and would take 100 s
+
+
+def test_a_replay_goes_where_least_of_it_is_computed_anew():
+    cached = {"free": 0, "warm": 800}.__getitem__
+    havens = [Haven("free", 9000, 4), Haven("warm", 2000, 4)]
+    r = Leaving("r", 1000, may_move=False, cached=cached)
+    (order,) = plan_evacuation([r], havens, 60.0, Way(1e6))
+    assert (order.how, order.target) == ("replay", "warm")

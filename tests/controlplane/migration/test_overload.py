@@ -11,7 +11,7 @@ from controlplane.migration import overload
 from controlplane.migration.overload import ShedSettings, forecast, peak_tokens
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import Hinge, StepModel
-from controlplane.snapshot import Pace, RunningRequest, Transport, WorkerLoad
+from controlplane.snapshot import Cached, Pace, RunningRequest, Transport, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
@@ -136,3 +136,26 @@ def test_a_broken_worker_sheds_to_its_own_kind_only():
     free = replace(worker("free", []), kind="b")
     assert shed(broken, free) == []
     assert {target for *_, target in shed(broken, free, replace(worker("own", []), kind="a"))} == {"own"}
+
+
+def knowing(one, cached):
+    """The worker with requests of which others have so many tokens cached, by worker."""
+    known = tuple(replace(r, cached=lambda w: Cached(cached.get(w, 0))) for r in one.requests)
+    return replace(one, requests=known)
+
+
+def test_of_workers_that_take_a_request_one_that_has_clearly_more_of_it_cached_gets_it():
+    slow = worker("a", [(3000, 300), (3000, 600)])
+    free, fuller = worker("b", []), worker("c", [(500, 20)])
+    assert shed(slow, free, fuller) == [("a1", "a", "b")]
+    assert shed(knowing(slow, {"c": 2000}), free, fuller) == [("a1", "a", "c")]
+    assert shed(knowing(slow, {"b": 1800, "c": 2000}), free, fuller) == [("a1", "a", "b")]
+    # Not where it would break a promise, however much is there.
+    assert shed(knowing(slow, {"d": 2900}), free, worker("d", [(3000, 300)])) == [("a1", "a", "b")]
+
+
+def test_a_copy_that_would_not_pay_does_where_the_target_has_cached_most_of_it():
+    slow = replace(worker("a", [(3000, 300), (3000, 600)]), kv_bytes_per_token=5e5)
+    assert shed(slow, worker("b", []), pace=Pace(1e5)) == []
+    assert shed(knowing(slow, {"b": 2976}), worker("b", []), pace=Pace(1e7)) == [("a1", "a", "b")]
+    assert shed(knowing(slow, {"b": 16}), worker("b", []), pace=Pace(1e5)) == []

@@ -9,7 +9,17 @@ from controlplane.migration import room
 from controlplane.migration.overload import ShedSettings, forecast_of
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.step import StepModel
-from controlplane.snapshot import HeldRequest, Migrate, Pace, Reassign, RunningRequest, Transport, WorkerLoad
+from controlplane.snapshot import (
+    Cached,
+    HeldRequest,
+    Load,
+    Migrate,
+    Pace,
+    Reassign,
+    RunningRequest,
+    Transport,
+    WorkerLoad,
+)
 from controlplane.types import RequestId, WorkerId
 
 STEP = StepModel(0.02, 1e-4, 1e-3, 5e-6)
@@ -143,6 +153,46 @@ def test_draining_packs_the_fullest_worker_so_that_another_stays_empty():
     while moves := room.empty(SETTINGS, worker_views(fleet), frozenset()):
         fleet = after(fleet, moves)
     assert [len(w.requests) for w in fleet] == [0, 3, 1, 0]
+
+
+def knowing(one, cached):
+    """The worker with requests of which others have cached so much, by worker: tokens, and those in use."""
+    known = tuple(replace(r, cached=lambda w: Cached(*cached.get(w, (0, 0)))) for r in one.requests)
+    return replace(one, requests=known)
+
+
+def test_what_leaves_a_draining_worker_goes_where_most_of_it_is_cached_of_those_that_it_fits():
+    leaving = worker("a", [(100, 20)], state="draining")
+    others = worker("b", [(400, 50)]), worker("c", [(10, 5)]), worker("full", [(960, 20)])
+
+    def target(**cached):
+        [move] = room.empty(SETTINGS, worker_views([knowing(leaving, cached), *others]), frozenset())
+        return move.target
+
+    assert target() == "b"
+    assert target(c=(64, 0)) == "c"
+    assert target(b=(60, 0), c=(64, 0)) == "b"  # less than a tenth apart
+    assert target(full=(96, 0)) == "b"
+
+
+def test_a_request_takes_no_memory_where_others_use_what_it_shares_with_them():
+    leaving = worker("a", [(500, 20)], state="draining")
+    shares = replace(
+        worker("b", [(500, 20), (400, 20)]), load=Load(2, 900, growth_tokens=40, shared_tokens=300)
+    )
+    assert room.empty(SETTINGS, worker_views([leaving, shares]), frozenset()) == []
+    asleep = knowing(leaving, {"b": (480, 0)})
+    assert room.empty(SETTINGS, worker_views([asleep, shares]), frozenset()) == []
+    in_use = knowing(leaving, {"b": (480, 300)})
+    assert [m.target for m in room.empty(SETTINGS, worker_views([in_use, shares]), frozenset())] == ["b"]
+
+
+def test_a_copy_of_little_that_is_not_cached_ends_in_time():
+    a, b = GAPS
+    slow = Pace(5e6)
+    assert make_room(a, b, line=[held(430, left_s=1.0)], pace=slow) == []
+    known = knowing(b, {"a": (90, 0)})
+    assert named(make_room(a, known, line=[held(430, left_s=1.0)], pace=slow)) == [("b1", "b", "a")]
 
 
 def test_what_waits_at_a_draining_worker_goes_where_it_fits_of_any_kind_and_stays_where_it_fits_none():

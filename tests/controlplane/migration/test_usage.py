@@ -97,7 +97,7 @@ def test_one_high_priority_request_fills_a_worker_up_to_its_headroom():
 @given(workers, requests, st.sampled_from(READINGS))
 def test_a_request_more_leaves_the_worker_less_free(worker, request_, reading):
     load = worker.counted()
-    after = freeness(with_request(load, request_), CAPACITY, False, reading)
+    after = freeness(with_request(load, request_, worker.worker), CAPACITY, False, reading)
     before = freeness(load, CAPACITY, False, reading)
     assert after < before or before < 0  # what is missing is shared by one more
 

@@ -42,7 +42,7 @@ const line = (source, target, ...says) =>
 function progress(move) {
   const copied = move.stages_tokens.reduce((sum, tokens) => sum + tokens, 0);
   const parts = [`: request ${move.request_id}`, move.mode, move.outcome];
-  if (copied) parts.push(`${count(copied)} tokens copied so far`);
+  if (copied) parts.push(`${count(copied - move.cached_tokens)} tokens copied so far`);
   if (move.bytes) parts.push(bytes(move.bytes));
   return parts.join(", ") + (move.why ? `; ${move.why}` : "");
 }

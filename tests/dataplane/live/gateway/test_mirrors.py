@@ -15,7 +15,7 @@ from dataplane.live.gateway.mirrors import ROOT
 from dataplane.live.gateway.placement import ROWS, Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
-A, B = WorkerId("a"), WorkerId("b")
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 TEXT = np.random.default_rng(0).integers(0, 32_000, 4000).tolist()
 INFO = WorkerInfo(
     A, "vllm", "any", "", (), block_tokens=16, kv_blocks=200, kv_bytes_per_token=1, max_model_len=2048,
@@ -98,6 +98,23 @@ def test_a_move_copies_a_prefix():
     placement.put(moved, B, has_kv=True)
     after = TEXT[:160] + [7] * 50
     assert expected(placement, request(1, after), A) == expected(placement, request(2, after), B) == 144
+
+
+def test_what_leaves_a_worker_goes_where_its_prefix_is_cached_for_as_long_as_it_is():
+    placement = fleet(INFO, replace(INFO, worker=B, kv_blocks=60), replace(INFO, worker=C, kv_blocks=60))
+    running = request(0, TEXT[:400])
+    placement.put(running, A, has_kv=False)
+    placement.advance(A, [(running, 1)], 0.0)
+    running.output_token_ids.extend([5] * 20)
+    for warm in (C, B):
+        serve(placement, request(1, TEXT[:321]), warm, [1, 2])
+        assert placement.cached_at(running, warm) == 320
+        assert placement.cached_elsewhere(running)[warm] == 320
+        assert placement.haven(running, 0.0) == warm
+        serve(placement, request(2, TEXT[2000:2959]), warm, [1, 2])  # 60 blocks: nothing else is left
+        assert placement.cached_at(running, warm) == 0
+    assert placement.cached_elsewhere(running) == {}
+    assert placement.cached_at(running, WorkerId("gone")) == 0
 
 
 def test_old_text_is_forgotten_as_memory_runs_out_the_oldest_first():
