@@ -140,9 +140,7 @@ def shed(
     for source in broken:
         if len(moves) >= settings.most:
             break
-        same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
-        likely = [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in recent]
-        chosen = _chosen_of(settings, resting, source, likely, transport)
+        chosen = _chosen_of(settings, resting, source, _likely(source, slack, recent), transport)
         if chosen is not None:
             request, target = chosen
             reason = _reason(source, target, ahead[source.id], ahead[target.id])
@@ -173,6 +171,12 @@ def _everyone(
     running: Sequence[RunningRequest], waiting: Sequence[RunningRequest]
 ) -> Sequence[RunningRequest]:
     return [*running, *waiting] if waiting else running
+
+
+def _likely(source: WorkerView, slack: Sequence[WorkerView], recent: Pairs) -> list[WorkerView]:
+    """The first of its kind with slack, but for those that have just given to it."""
+    same_kind = (t for t in slack if t.worker.kind == source.worker.kind)
+    return [t for t in islice(same_kind, _LOOKED_AT) if (t.id, source.id) not in recent]
 
 
 def _chosen_of(
