@@ -82,7 +82,7 @@ def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder
             alone = await stream(http, fleet.gateway, **asked)
             both = [asyncio.ensure_future(stream(http, fleet.gateway, **asked)) for _ in range(2)]
             await begun(fleet, 2, both)
-            # Placement may send both to the worker that has the prompt cached: either kind can be the one drained.
+            # Placement may send both to the worker that has the prompt cached: either kind may be drained.
             left = next(w["kind"] for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["requests"])
             await asyncio.to_thread(fleet.ask, "POST", "/v1/fleet/scale", {"workers": 0, "kind": left})
             return left, alone, await asyncio.gather(*both)
