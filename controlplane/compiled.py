@@ -2,6 +2,9 @@
 
 Threads run simulations side by side. Kernels are kept on disk where the process has named a folder for them
 (numba.config.CACHE_DIR, see dataplane/kernel_cache.py); by itself an import touches no file.
+
+`by_reference`: a named tuple of arrays that kernels hand on to each other as one pointer. Numba hands tuples
+on by value: seven words and more for each array, from every function to every other.
 """
 
 from __future__ import annotations
@@ -10,11 +13,83 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+from llvmlite import ir
+from numba.core import cgutils, imputils, types
+from numba.core.datamodel import models, register_default
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.extending import NativeValue, lower_getattr_generic, typeof_impl, unbox
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=type)
 
 
 def compiled(function: F) -> F:
     """The function's kernel; raises what the function raises."""
-    kernel: F = numba.njit(cache=bool(numba.config.CACHE_DIR), nogil=True)(function)
+    kernel: F = numba.njit(cache=bool(numba.config.CACHE_DIR), nogil=True, no_cfunc_wrapper=True)(function)
     return kernel
+
+
+class Reference(types.Type):  # type: ignore[misc]
+    """A named tuple whose fields lie where the kernel was called from Python."""
+
+    def __init__(self, name: str, fields: tuple[tuple[str, types.Type], ...]) -> None:
+        super().__init__(f"{name}({', '.join(f'{field}: {of}' for field, of in fields)})")
+        self.fields = fields
+        self.at = {field: i for i, (field, _) in enumerate(fields)}
+
+
+def by_reference(cls: T) -> T:
+    """Let kernels take this named tuple as a pointer to its fields, which they cannot replace."""
+
+    @typeof_impl.register(cls)  # type: ignore[untyped-decorator]
+    def typeof(value: Any, context: Any) -> Reference:
+        of = (typeof_impl(field, context) for field in value)
+        return Reference(cls.__name__, tuple(zip(cls._fields, of, strict=True)))  # type: ignore[attr-defined]
+
+    return cls
+
+
+def _fields_of(manager: Any, reference: Reference) -> ir.LiteralStructType:
+    return ir.LiteralStructType([manager[of].get_value_type() for _, of in reference.fields])
+
+
+@register_default(Reference)
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, reference: Reference) -> None:
+        super().__init__(manager, reference, ir.PointerType(_fields_of(manager, reference)))
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):  # type: ignore[misc]
+    key = Reference
+
+    def generic_resolve(self, reference: Reference, field: str) -> types.Type | None:
+        return reference.fields[reference.at[field]][1] if field in reference.at else None
+
+
+@lower_getattr_generic(Reference)  # type: ignore[untyped-decorator]
+def _read(context: Any, builder: Any, reference: Reference, pointer: Any, field: str) -> Any:
+    at = reference.at[field]
+    value = builder.load(cgutils.gep_inbounds(builder, pointer, 0, at))
+    return imputils.impl_ret_borrowed(context, builder, reference.fields[at][1], value)
+
+
+@unbox(Reference)  # type: ignore[untyped-decorator]
+def _enter(reference: Reference, value: Any, c: Any) -> NativeValue:
+    """Lay the fields out on the stack of the function that Python calls."""
+    pointer = cgutils.alloca_once(c.builder, _fields_of(c.context.data_model_manager, reference))
+    failed = cgutils.false_bit
+    natives = []
+    for i, (_, of) in enumerate(reference.fields):
+        native = c.unbox(of, c.pyapi.tuple_getitem(value, i))
+        c.builder.store(native.value, cgutils.gep_inbounds(c.builder, pointer, 0, i))
+        failed = c.builder.or_(failed, native.is_error)
+        natives.append((of, native))
+
+    def leave() -> None:
+        for of, native in reversed(natives):
+            if native.cleanup is not None:
+                native.cleanup()
+            c.context.nrt.decref(c.builder, of, native.value)
+
+    return NativeValue(pointer, cleanup=leave, is_error=failed)

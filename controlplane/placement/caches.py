@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.compiled import compiled
+from controlplane.compiled import by_reference, compiled
 from controlplane.prefixes import Prefixes
 
 Ints = NDArray[np.int64]
@@ -79,6 +79,7 @@ HOLDING = np.dtype(
 )
 
 
+@by_reference
 class Caches(NamedTuple):
     """Records by worker and by request; `tokens` 0: nothing is cached, and there are no records."""
 

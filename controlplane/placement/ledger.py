@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.compiled import compiled
+from controlplane.compiled import by_reference, compiled
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS
 from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
@@ -86,6 +86,7 @@ REQUEST = np.dtype(
 )
 
 
+@by_reference
 class Ledger(NamedTuple):
     """Records by worker and by request; times in seconds, lengths in tokens."""
 

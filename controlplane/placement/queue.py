@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from controlplane.compiled import compiled
+from controlplane.compiled import by_reference, compiled
 from controlplane.errors import BadInput
 from controlplane.placement.constraints import hopeless, time_left_s
 from controlplane.placement.ledger import HELD, NONE, Floats, Ints, Ledger
@@ -45,6 +45,7 @@ class QueueSettings:
             raise BadInput(f"queue: lengths and times must not be negative, got {self}")
 
 
+@by_reference
 class Queue(NamedTuple):
     """The lists, and the round under way."""
 

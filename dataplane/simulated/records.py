@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from controlplane.compiled import by_reference
 from controlplane.placement.constraints import Knobs
 from controlplane.placement.ledger import Floats, Ints, Records
 from controlplane.placement.queue import Queue, QueueSettings, new_queue
@@ -34,6 +35,7 @@ SENT = np.dtype(
 )
 
 
+@by_reference
 class Sending(NamedTuple):
     """When requests are sent (see sending.py); in an open loop all but `counts` and `order` is empty."""
 
@@ -53,6 +55,7 @@ class Sending(NamedTuple):
     head_s: Floats  # [heads] after the session's beginning
 
 
+@by_reference
 class Cluster(NamedTuple):
     """State of the run beyond ledger and engines."""
 
@@ -86,6 +89,7 @@ def new_cluster(
     )
 
 
+@by_reference
 class Rules(NamedTuple):
     """The rules of a run, which do not change during it."""
 
@@ -145,6 +149,7 @@ TOTAL = np.dtype(
 )
 
 
+@by_reference
 class Engines(NamedTuple):
     """The state of the simulated engines beyond the ledger."""
 
