@@ -10,7 +10,7 @@ on by value: seven words and more for each array, from every function to every o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import ir
@@ -25,8 +25,11 @@ T = TypeVar("T", bound=type)
 
 def compiled(function: F) -> F:
     """The function's kernel; raises what the function raises."""
-    kernel: F = numba.njit(cache=bool(numba.config.CACHE_DIR), nogil=True, no_cfunc_wrapper=True)(function)
-    return kernel
+    kernel = numba.njit(cache=bool(numba.config.CACHE_DIR), nogil=True, no_cfunc_wrapper=True)(function)
+    template = kernel.get_call_template
+    # Else Numba compiles it again for each constant that other kernels give it.
+    kernel.get_call_template = lambda args, kws: template([types.unliteral(of) for of in args], kws)
+    return cast(F, kernel)
 
 
 class Reference(types.Type):  # type: ignore[misc]
