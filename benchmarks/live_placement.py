@@ -77,7 +77,7 @@ def measure(caches_prefixes: bool, requests: int, seed: int) -> dict[str, Any]:
         tracked = Tracked(request, Ticket("", "", Slo(2.0, 0.05), 0), i / 50, 100)
         began = perf_counter_ns()
         worker = placement.choose(tracked, i / 50) or WorkerId("w0")
-        placement.put(tracked, worker, has_kv=False)
+        placement.put(tracked, worker, has_kv=False, now_s=0.0)
         placed = perf_counter_ns()
         placement.advance(worker, [(tracked, 1)], i / 50 + 0.01)
         tracked.output_token_ids.extend(range(16))

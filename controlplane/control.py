@@ -2,7 +2,7 @@
 
 Five rules, each with a memory in `State` so that it does not act twice on one observation:
 
-    room       what waits at the gateway is let in, draining workers are emptied           migration.room
+    room       what waits at the gateway is let in                                        migration.room
     shed       a worker whose TPOT or KV forecast broke gives to one with slack            migration.overload
     balance    without targets: the least free workers give to the most free               migration.balance
     reassign   requests that have not started follow Algorithm 2                          migration.overload
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from controlplane.migration.balance import MoveSettings, balance
 from controlplane.migration.overload import ShedSettings, reassign, shed
-from controlplane.migration.room import empty, make_room
+from controlplane.migration.room import make_room
 from controlplane.migration.usage import Reading, WorkerView, worker_views
 from controlplane.placement.policies import BY_TARGETS, Policy
 from controlplane.scaler.autoscale import has_line, scale
@@ -35,14 +35,13 @@ class Settings:
 
     `moves` balances by freeness, and is None where requests are placed by targets: then a move must keep or
     let in a promise. `scaling` follows demand, `load` the load for as long as demand does not say how many
-    workers. `drains`: draining workers are emptied (else the plane does it).
+    workers. Draining workers are emptied by the planes themselves.
     """
 
     moves: MoveSettings | None = MoveSettings()  # noqa: RUF009 - frozen
     shed: ShedSettings | None = ShedSettings()  # noqa: RUF009 - frozen
     load: LoadSettings | None = None
     scaling: ScalingSettings | None = None
-    drains: bool = True
 
     @staticmethod
     def of_policy(policy: Policy, headroom: float = 0.0) -> Settings:
@@ -113,13 +112,12 @@ def _moves(
     moves: list[Move] = []
 
     def free() -> list[WorkerView]:
-        """Workers that take part in no move, and that the plane does not empty itself."""
+        """Serving workers that take part in no move."""
         ends = snapshot.busy.union(*((move.source, move.target) for move in moves))
-        return [w for w in workers if w.id not in ends and (settings.drains or w.worker.state == SERVING)]
+        return [w for w in workers if w.id not in ends and w.worker.state == SERVING]
 
     if settings.shed is not None or settings.moves is not None:
         moves += make_room(promises, free(), snapshot.held, resting, recent.pairs, snapshot.transport)
-        moves += empty(promises, free(), resting)
     if settings.shed is not None:
         moves += shed(promises, free(), resting, recent.pairs, snapshot.transport)
     if settings.moves is not None:

@@ -195,13 +195,14 @@ def request_at(led: Ledger, r: int, row_of: RowOf = int) -> RunningRequest:
 
 def views_of(
     led: Ledger,
-    workers: Mapping[int, tuple[WorkerId, StepModel | None]],
+    workers: Mapping[int, tuple[WorkerId, str, StepModel | None]],
     coming: Iterable[tuple[int, int]],
 ) -> list[WorkerView]:
-    """These serving workers of the ledger, with the requests (row, worker) that are on their way to them."""
+    """These serving workers of the ledger, by name, kind and speed; `coming`: requests (row, worker) on their
+    way to them."""
     table, views = loads(led), []
-    rows = {name: w for w, (name, _) in workers.items()}
-    for w, (name, step) in workers.items():
+    rows = {name: w for w, (name, _, _) in workers.items()}
+    for w, (name, kind, step) in workers.items():
         load, k = load_of(table[w].tolist()), led.coefficients[led.workers[w]["variant"]]
         running: Sequence[RunningRequest] = Listed(led, w, False, load.running, rows.__getitem__)
         for r in (r for r, to in coming if to == w):
@@ -209,6 +210,6 @@ def views_of(
             load, running = with_request(load, request, name), (*running, request)
         queue = Listed(led, w, True, load.waiting, rows.__getitem__)
         tokens = int(k[KV_BLOCKS] * k[BLOCK_TOKENS])
-        worker = WorkerLoad(name, SERVING, tokens, running, queue, step, int(k[MAX_SEQS]), load)
+        worker = WorkerLoad(name, SERVING, tokens, running, queue, step, int(k[MAX_SEQS]), load, kind)
         views.append(WorkerView(worker, load, 0.0))
     return views

@@ -1,4 +1,4 @@
-"""Room: moves that let in what waits at the gateway, and moves that empty a draining worker.
+"""Room: moves that let in what waits at the gateway, and the order in which a draining worker is emptied.
 
 **De-fragmentation.** A request h that every worker refuses counts as virtual usage where it fits best: on the
 worker whose forecast (overload.forecast: (b) and (e), as placement has them) exceeds its limits least
@@ -6,9 +6,10 @@ with it. There the request r goes that is copied soonest, of those without which
 
     forecast(w + h - r) <= 1        forecast(t + r) <= 1
 
-The copy must end before h is late. **Consolidation.** What is on a draining worker goes too, the largest
-first; what fits nowhere runs on. (The live plane drains by itself, several requests at a time, and asks
-`best_fit` of each.)
+The copy must end before h is late. **Consolidation.** What decodes on a draining worker goes too, one at a
+time and the largest first, to another of its kind; where none is left it is computed anew on a worker of
+another. What fits nowhere runs on. Both planes ask `next_off` as soon as a move has ended, and at least every
+`DRAIN_LOOK_S`: a drain goes on while no controller is there to decide.
 
 Both choose t by best fit: of the workers of w's kind that keep their promises with r, those that have most
 of it cached, in tenths, and of these the fullest. So no move breaks a promise to another request, large gaps
@@ -18,7 +19,7 @@ stay large, and the next worker to be drained is emptier.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from controlplane.migration.balance import Pairs, decoding
@@ -26,17 +27,16 @@ from controlplane.migration.move import Price, price_of, tenths_to_send
 from controlplane.migration.overload import ShedSettings, forecast, forecast_of
 from controlplane.migration.usage import WorkerView
 from controlplane.snapshot import (
-    DRAINING,
     SERVING,
     HeldRequest,
     Migrate,
-    Move,
-    Reassign,
     RunningRequest,
     Transport,
+    WorkerLoad,
 )
-from controlplane.types import RequestId
+from controlplane.types import RequestId, WorkerId
 
+DRAIN_LOOK_S = 0.25
 _LOOKED_AT = 4  # workers tried for one that waits: where those fail that fit it best, others hardly do better
 
 
@@ -72,33 +72,29 @@ def make_room(
     return moves
 
 
-def empty(settings: ShedSettings, workers: Sequence[WorkerView], resting: Set[RequestId]) -> list[Move]:
-    """This heartbeat's moves off draining workers, at most one for each worker at either end."""
-    targets = [w for w in workers if w.worker.state == SERVING]
-    moves: list[Move] = []
-    for source in (w for w in workers if w.worker.state == DRAINING):
-        if len(moves) >= settings.most:
-            break
-        move = _off(settings, source, targets, resting)
-        if move is not None:
-            moves.append(move)
-            targets = [t for t in targets if t.id != move.target]
-    return moves
+def next_off(
+    settings: ShedSettings,
+    source: WorkerLoad,
+    leaving: Sequence[RunningRequest],
+    takers: Callable[[RunningRequest], Sequence[Sequence[WorkerView]]],
+    busy: Set[WorkerId],
+) -> tuple[RunningRequest, WorkerView] | None:
+    """Who leaves a draining worker next, and where it goes; None for nobody now.
 
-
-def _off(
-    settings: ShedSettings, source: WorkerView, targets: Sequence[WorkerView], resting: Set[RequestId]
-) -> Move | None:
-    alike = [t for t in targets if t.worker.kind == source.worker.kind]
-    waiting = {r.request for r in source.worker.waiting}
-    here = (*decoding(source.worker.requests), *source.worker.waiting)
-    for r in sorted((r for r in here if r.request not in resting), key=lambda r: (-r.tokens, r.request)):
-        has_kv = r.request not in waiting
-        taker = best_fit(settings, alike if has_kv else targets, r)
-        if taker is not None:
-            move = Migrate if has_kv else Reassign
-            reason = f"{source.id} is draining; {r.request} fits {taker.id} best"
-            return move(r.request, source.id, taker.id, reason)
+    One at a time, and to no worker that takes part in another move: `busy` are those that do. The largest of
+    `leaving` that fits anywhere, on workers of the source's kind, or, where there are none, on any. `takers`:
+    the serving workers that a request may go to, those that are better for it first.
+    """
+    if source.worker in busy:
+        return None
+    for r in sorted(leaving, key=lambda r: (-r.tokens, r.request)):
+        groups = takers(r)
+        kinds = {t.worker.kind for group in groups for t in group}
+        for group in groups:
+            alike = [t for t in group if t.worker.kind == source.kind or source.kind not in kinds]
+            taker = best_fit(settings, [t for t in alike if t.id not in busy], r)
+            if taker is not None:
+                return r, taker
     return None
 
 

@@ -77,6 +77,13 @@ def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: f
     t += k[PER_PREFILL] * prefill + k[PER_SUM_SQ] * sum_sq
     if prefill > 0:
         t += k[PREFILL_STEP]
+    return t + prefill_hinges_s(k, prefill)
+
+
+@compiled
+def prefill_hinges_s(k: NDArray[np.float64], prefill: float) -> float:
+    """What a step with so much prefill takes longer where its time per token rises."""
+    t = 0.0
     for i in range(PREFILL_HINGE, PREFILL_HINGE + 4, 2):
         if prefill > k[i]:
             t += k[i + 1] * (prefill - k[i])

@@ -36,6 +36,7 @@ from controlplane.perfmodel.coefficients import (
     PER_SUM_SQ,
     PREFILL_STEP,
     decode_base_s,
+    prefill_hinges_s,
     prefill_s,
 )
 from controlplane.placement.ledger import (
@@ -157,8 +158,10 @@ def prefill_lasts_s(
     if k[MODE] != CHUNKED:
         return prefill_s(k, work, last * last - cached * cached)
     step_s = decode_base_s(k, decoding) + k[PREFILL_STEP] + k[PER_CONTEXT] * context
-    lasts_s = prefill_steps(k, work, decoding) * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * last * last
-    return lasts_s - k[PER_SUM_SQ] * cached * cached
+    steps, budget = prefill_steps(k, work, decoding), max(k[MAX_BATCHED] - decoding, 1.0)
+    lasts_s = steps * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * (last * last - cached * cached)
+    full = steps - 1.0  # steps with as much prefill as fits, before the last
+    return lasts_s + full * prefill_hinges_s(k, budget) + prefill_hinges_s(k, work - full * budget)
 
 
 @compiled
@@ -283,6 +286,7 @@ def least_prefill_s(led: Ledger, r: int, cached: int, busy: bool) -> float:
             lasts_s += tpot_s
             if k[MODE] == CHUNKED:  # the step in progress has chunks of others, its own steps decode too
                 lasts_s += k[PREFILL_STEP] + k[PER_PREFILL] * k[MAX_BATCHED]
+                lasts_s += prefill_hinges_s(k, k[MAX_BATCHED])
                 lasts_s += prefill_steps(k, tokens - cached, 0) * max(tpot_s - decode_base_s(k, 0.0), 0.0)
         least_s = min(least_s, lasts_s)
     return least_s

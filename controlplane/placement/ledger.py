@@ -20,7 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import by_reference, compiled
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS
+from controlplane.perfmodel.coefficients import (
+    BLOCK_TOKENS,
+    CHUNKED,
+    MAX_BATCHED,
+    MAX_SEQS,
+    MODE,
+    mixed_s,
+    prefill_s,
+)
 from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
 from controlplane.types import Role
@@ -263,6 +271,71 @@ def leave_queue(led: Ledger, w: int, r: int) -> None:
     led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
     led.requests[r].worker = NONE
     led.requests[r].phase = HELD
+
+
+@compiled
+def begin_step(led: Ledger, w: int, computed: Ints, chunks: Ints, now_s: float) -> None:
+    """A worker's engine begins a step: the prefill that it takes, and when it ends, by the engine's rules.
+
+    For a ledger whose engines are elsewhere. `computed` and `chunks`, by request: tokens of a prefill that
+    are done, and those in this step. Prefills in progress come first, then the queue, as budget and seats
+    last; an engine that does not chunk takes whole prompts, the first of any length.
+    """
+    k = led.coefficients[led.workers[w].variant]
+    whole = k[MODE] != CHUNKED
+    budget = int(k[MAX_BATCHED]) - (0 if whole else led.workers[w].decoding)
+    prefill, squares = 0, 0.0
+    i = 0
+    while budget > 0:
+        if i < led.workers[w].running_n:
+            r = led.running[w, i]
+        else:
+            r = queue_first(led, w)
+            if r == NONE or i >= k[MAX_SEQS] or (whole and prefill > 0 and to_compute(led, r) > budget):
+                break
+            dequeue(led, w, r)
+            led.requests[r].phase = PREFILLING
+            led.running[w, i] = r
+            led.workers[w].running_n += 1
+            computed[r] = 0
+        if led.requests[r].phase == PREFILLING:
+            left = to_compute(led, r) - computed[r]
+            chunks[r] = left if whole else min(left, budget)
+            start = float(led.requests[r].cached + computed[r])
+            squares += (start + chunks[r]) * (start + chunks[r]) - start * start
+            prefill += chunks[r]
+            budget -= chunks[r]
+        i += 1
+    led.workers[w].queued_tokens -= prefill
+    led.workers[w].gains = 0 if whole and prefill > 0 else 1
+    led.workers[w].boundary_s = now_s
+    if whole and prefill > 0:
+        led.workers[w].boundary_s += prefill_s(k, prefill, squares)
+    elif led.workers[w].running_n > 0:
+        led.workers[w].boundary_s += mixed_s(
+            k, prefill, led.workers[w].decoding, led.workers[w].context, squares
+        )
+
+
+@compiled
+def end_step(led: Ledger, w: int, computed: Ints, chunks: Ints, prefilled: int) -> None:
+    """The step is over and has computed so many tokens of prompts; less than 0: as many as was thought."""
+    more = prefilled
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        if led.requests[r].phase == PREFILLING:
+            done = min(chunks[r], more) if prefilled >= 0 else chunks[r]
+            computed[r] += done
+            led.workers[w].queued_tokens += chunks[r] - done
+            chunks[r] = 0
+            more -= done
+    for i in range(led.workers[w].running_n):  # more than was thought: the first of them are further
+        r = led.running[w, i]
+        if more > 0 and led.requests[r].phase == PREFILLING:
+            done = min(to_compute(led, r) - computed[r], more)
+            computed[r] += done
+            led.workers[w].queued_tokens -= done
+            more -= done
 
 
 @compiled

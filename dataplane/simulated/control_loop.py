@@ -17,15 +17,19 @@ import numpy as np
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.migration.move import Price
+from controlplane.migration.overload import ShedSettings
+from controlplane.migration.room import next_off
+from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line
-from controlplane.placement.ledger import NONE, SERVING, Ledger
+from controlplane.placement.ledger import DECODING, DRAINING, NONE, SERVING, Ledger
 from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
 from controlplane.placement.queue import begin_round, held_tokens, leave, offer_late
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
+from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
-from controlplane.types import ClassArrivals
+from controlplane.types import ClassArrivals, WorkerId
 from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.engine import arrive, count_miss
@@ -75,8 +79,10 @@ class SimulatedPlane:
         self._run, self._watermark, self._elastic = run, control.watermark, elastic
         self.moves = Moves(run, [control.price(profile) for profile in run.profiles])
         self._transport = control.transport
-        acts = control.tick is None or control.tick.moves is not None or control.tick.shed is not None
+        settings = settings_of(run, control)
+        acts = settings.moves is not None or settings.shed is not None
         self._deviations = DeviationTracker() if control.errors and run.migrates and acts else None
+        self._promises = (settings.shed or ShedSettings()) if acts else None  # of drains; None: they wait
         self._arrived = 0  # by the last look
         self._ended = OutcomeCount(run.slos)
         self.refusals: Counter[str] = Counter()
@@ -96,15 +102,15 @@ class SimulatedPlane:
             self._elastic.act(now_s)
         else:
             self.moves.act(now_s)
+            self._drain(now_s)
 
     def observe(self) -> Snapshot:
         """The fleet now: its loads, Algorithm 2's errors, and the arrivals since the last observation."""
         run, now_s, elastic = self._run, self.now_s, self._elastic
         view_all(run.ledger, run.engines, now_s)
         moving = frozenset(move.request for move in self.moves.open)
-        states = None if elastic is None else elastic.states()
         snapshot = observe(
-            run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._watermark, states
+            run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._watermark, self._states()
         )
         snapshot = replace(snapshot, transport=self._transport)
         if run.cluster.queue.waiting:
@@ -132,10 +138,41 @@ class SimulatedPlane:
         return None
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
-        """Count what was refused, by why; what was begun takes its first steps."""
+        """Count what was refused, by why; draining workers go on, what was begun takes its first steps."""
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
+        self._drain(self.now_s)
         if self._elastic is not None:
             self._elastic.follow(self.now_s, self.moves.busy())
+
+    def _drain(self, now_s: float) -> None:
+        """Let those leave draining workers whose turn it is."""
+        led, moves = self._run.ledger, self.moves
+        leaving = np.flatnonzero((led.workers["status"] == DRAINING) & (led.workers["decoding"] > 0))
+        if self._promises is None or not len(set(leaving.tolist()) - moves.busy()):
+            return
+        view_all(led, self._run.engines, now_s)
+        none: frozenset[int] = frozenset()
+        seen = observe(led, self._run.profiles, now_s, none, none, self._watermark, self._states())
+        views = {view.id: view for view in worker_views(seen.workers)}
+        serving = [view for view in views.values() if view.worker.state == SERVES]
+        for w in leaving.tolist():
+            source = views[WorkerId(str(w))].worker
+            here = {
+                r.request: r for r in source.requests if led.requests["phase"][int(r.request)] == DECODING
+            }
+            busy = {WorkerId(str(end)) for end in moves.busy()}
+            while went := next_off(self._promises, source, list(here.values()), lambda _: [serving], busy):
+                r, taker = went
+                move = Migrate(r.request, source.worker, taker.id, f"{source.worker} is draining")
+                begin = moves.migrate if taker.worker.kind == source.kind else moves.compute_anew
+                refused = begin(move, now_s)
+                if refused is None:
+                    break
+                self.refusals[refused] += 1
+                del here[r.request]  # it stays until the next look
+
+    def _states(self) -> list[str | None] | None:
+        return None if self._elastic is None else self._elastic.states()
 
     def _with_demand(self, snapshot: Snapshot, elastic: Elastic) -> Snapshot:
         """The snapshot with the latest arrivals, their predicted lengths, and the waiting requests."""
@@ -180,7 +217,7 @@ def drive(
     """
     control = control or ControlSettings()
     state = state or State()
-    decide = decide or partial(tick, _settings(run, control))
+    decide = decide or partial(tick, settings_of(run, control))
     plane = SimulatedPlane(run, control, elastic)
     led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
@@ -207,7 +244,7 @@ def drive(
     return moves
 
 
-def _settings(run: RunState, control: ControlSettings) -> Settings:
+def settings_of(run: RunState, control: ControlSettings) -> Settings:
     """Those of tick; where none are given, as the placement policy has it."""
     return control.tick or Settings.of_policy(run.policy, run.settings.headroom)
 

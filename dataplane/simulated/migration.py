@@ -7,9 +7,10 @@ the target's next boundary.
     copy    tokens · bytes / bandwidth, both workers' steps `slowdown` longer
     pause   fixed + (tokens that came since + the last block) · bytes / bandwidth, then the boundary's wait
 
-One move a worker at a time. A request that ends, is preempted or loses its worker before the stop stays where
-it is (ABORTED); a target that fails after it leaves the request to the cluster's queue, to be prefilled anew
-(LOST).
+One move a worker at a time. What goes to a worker of another kind is computed anew: it stops at its source's
+next boundary and waits in the target's queue. A request that ends, is preempted or loses its worker before
+the stop stays where it is (ABORTED); a target that fails after it leaves the request to the cluster's queue,
+to be prefilled anew (LOST).
 
 Room is reserved on the target before anything is copied: blocks for the request's tokens and a seat in the
 batch, which admission there respects and decoding may preempt for. Requests join and leave compiled engine
@@ -30,6 +31,7 @@ from controlplane.placement.ledger import (
     HELD,
     NONE,
     OFF,
+    PREFILLING,
     QUEUED,
     SERVING,
     Ledger,
@@ -64,6 +66,7 @@ class Move:
     preemptions: int = 0
     stopping: bool = False  # `at_s` is the source's boundary
     landing: bool = False  # `at_s` is the target's boundary
+    anew: bool = False  # nothing is copied: the target computes it
     stopped_s: float = 0.0
 
 
@@ -77,6 +80,7 @@ class Moves:
         self.outcomes = dict.fromkeys((Stage.DONE, Stage.ABORTED, Stage.LOST), 0)
         self.pauses_s: list[float] = []
         self.requeued = 0
+        self._computing: dict[int, tuple[int, int]] = {}  # anew, by source: request, target
 
     @property
     def next_s(self) -> float:
@@ -84,8 +88,13 @@ class Moves:
         return min((move.at_s for move in self.open), default=inf)
 
     def busy(self) -> frozenset[int]:
-        """Workers at either end of a move."""
-        return frozenset(w for move in self.open for w in (move.source, move.target))
+        """Workers at either end of a copy, and those with a request off them that is being computed anew."""
+        rows = self._run.ledger.requests
+        for source, (r, target) in tuple(self._computing.items()):
+            if rows["worker"][r] != target or rows["phase"][r] not in (QUEUED, PREFILLING):
+                del self._computing[source]
+        ends = (w for move in self.open for w in (move.source, NONE if move.anew else move.target))
+        return frozenset((*ends, *self._computing)) - {NONE}
 
     def reassign(self, move: Reassign, now_s: float) -> str | None:
         """Take a waiting request to the target's queue, or say why that is no longer possible."""
@@ -130,6 +139,31 @@ class Moves:
         )
         return None
 
+    def compute_anew(self, move: Migrate, now_s: float) -> str | None:
+        """Let the target compute a running request's KV from its next boundary on, or say why it cannot."""
+        led, eng = self._run.ledger, self._run.engines
+        r, source, target = int(move.request), self._at(move.request), int(move.target)
+        why = self._obstacle(source, target)
+        if why is None and int(tokens_of(led, eng, source, r, now_s)) == 0:
+            why = "it does not decode"
+        if why is None:
+            stage, at_s = step(Stage.PENDING, Happened.ACCEPTED), self._boundary_s(source, now_s)
+            self.open.append(Move(r, source, target, stage, at_s, 0, stopping=True, anew=True))
+        return why
+
+    def _leave(self, move: Move, now_s: float) -> None:
+        """What is computed anew stops at its source's boundary, and waits at its target."""
+        led, eng, r = self._run.ledger, self._run.engines, move.request
+        move.at_s, serves = inf, led.workers["status"][move.target] == SERVING
+        at_boundary = serves and eng.workers["next_s"][move.source] == now_s
+        if not at_boundary or take_out(led, eng, move.source, r, now_s) == 0:
+            self.outcomes[step(move.stage, Happened.ENDED)] += 1
+            return
+        arrive(led, eng, move.target, r, now_s, False)
+        eng.requests["migrations"][r] += 1
+        self._computing[move.source] = r, move.target
+        self.outcomes[step(step(move.stage, Happened.SWITCHED), Happened.RESUMED)] += 1
+
     def _at(self, request: RequestId) -> int:
         """The worker a request is on; NONE for no worker."""
         return int(self._run.ledger.requests["worker"][int(request)])
@@ -144,7 +178,9 @@ class Moves:
     def act(self, now_s: float) -> None:
         """Do what is due at `now_s`, all that happened before it being done."""
         for move in [m for m in self.open if m.at_s <= now_s]:
-            if move.stage is Stage.COPYING:
+            if move.anew:
+                self._leave(move, now_s)
+            elif move.stage is Stage.COPYING:
                 self._stop(move, now_s) if move.stopping else self._copied(move, now_s)
             elif move.landing:
                 self._land(move, now_s)

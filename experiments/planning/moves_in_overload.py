@@ -30,7 +30,7 @@ from controlplane.types import Slo
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, simulate
 from experiments.lib.llumnix import BLOCK, KV_BYTES, WORKERS, a10, workload
 from experiments.lib.results import bar, flags, show
-from experiments.lib.without import without_room
+from experiments.lib.without import without
 
 PROFILE = replace(a10(per_sequence_s=0.286e-3), kv=KvModel(851 * BLOCK, BLOCK, KV_BYTES))
 TARGETS = Slo(10.0, 0.1)
@@ -64,7 +64,7 @@ def run_one(setting: Setting, system: str, seed: int, requests: int) -> dict[str
     control = None
     if system == "balance":
         control = ControlSettings(Settings(MoveSettings()))
-    with without_room(system in ("no room", "balance")):
+    with without("room" if system in ("no room", "balance") else ""):
         outcome = simulate(
             workload(setting.lengths, setting.rate_rps, seed, setting.cv, requests),
             [WorkerSpec(PROFILE)] * WORKERS,

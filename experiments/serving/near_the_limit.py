@@ -12,24 +12,38 @@ on them. Prompts vary much and outputs little, so that first tokens are what is 
 The model is the larger of `examples/tiny_llama.py`, whose steps take the engine tens of milliseconds: on two
 cores the gateway computes where the engines do, and must not take much of them. A part is the replays of one
 policy, on one fleet; `--only` runs no other, to keep a quiet machine for minutes and not for an hour.
+
+Where live and simulated differ, three more columns say by what. `at_gateway` is the attainment without the
+way from the gateway to the client. `as_served` is the simulation with step times fitted to the steps that
+these engines took while they served, in place of those of the profile: what is then left is no error of step
+times on average. `steps` is how long they took over what the profile says of their batches, all together;
+`noise` how far steps of equal batches lie from their median.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import polars as pl
 
+from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.samples import StepSamples
 from controlplane.types import Slo
 from controlplane.workload import Workload
+from dataplane.history.files import read_history
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import ENGINE_FLAGS, Server, fleet, tiny_model
+from experiments.profiling.learned_profile import noise
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import learned_folder
@@ -43,6 +57,7 @@ PROMPT_SPREAD, OUTPUT_SPREAD = 0.9, 0.4  # standard deviations of their logarith
 LONGEST = 1500
 TTFT_TIMES, TPOT_TIMES = 5.0, 4.0
 WANTED = 0.97
+BATCH = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
 
 
 def trace(rate_rps: float, requests: int, seed: int) -> Workload:
@@ -65,12 +80,17 @@ def served(policy: str, slo: Slo | None, rate_rps: float, requests: int) -> dict
     with tiny_model("--fat") as model:
         words = ("--workers", str(WORKERS), "--policy", policy, *said)
         with fleet(model, *words, engine_flags=ENGINE_FLAGS[:-2]) as server:
+            began_s = time.time()
             replays = [
                 asyncio.run(replayed(server, trace(rate_rps, requests, seed))) for seed in JUDGED if slo
             ]
+        data = model.parent / "data"
+        steps = pl.read_csv(data / "steps.csv").filter(pl.col("at_s") > began_s).drop("worker", "at_s")
+        there = read_history(data / "history", 0.0, math.inf).sort("arrival_s")
         # The model's folder is a new one, so no profile of it was there.
         learned = "".join(path.read_text() for path in set(learned_folder().glob("*.json")) - before)
-    return {"replays": replays, "learned": learned}
+    seen = there.select("ttft_s", "tpot_s").fill_null(0.0).to_dict(as_series=False)
+    return {"replays": replays, "learned": learned, "steps": steps.to_dict(as_series=False), "seen": seen}
 
 
 async def replayed(server: Server, workload: Workload) -> dict[str, Any]:
@@ -85,6 +105,18 @@ def attained(replays: dict[str, Any], slo: Slo) -> float:
     """The share of requests within both targets; one that failed has missed them."""
     ttft_s, tpot_s = np.array(replays["ttft_s"], float), np.array(replays["tpot_s"], float)
     return float(np.mean((ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)))
+
+
+def as_served(profile: Profile, steps: dict[str, list[float]]) -> Profile:
+    """The profile with the step times that engines had while they served."""
+    samples = StepSamples(**{name: np.array(column) for name, column in steps.items()})
+    return replace(profile, step=fit_step(samples, robust=True, quick=True).model)
+
+
+def slower(profile: Profile, steps: dict[str, list[float]]) -> float:
+    """Seconds of all steps over what the profile says of them."""
+    batches = (np.array(steps[name], float) for name in BATCH)
+    return float(np.sum(steps["step_s"]) / np.sum(profile.step.step_s(*batches)))
 
 
 def simulated(profile: Profile, policy: str, slo: Slo, workload: Workload) -> float:
@@ -107,6 +139,11 @@ def chosen_rate(profile: Profile, slo: Slo) -> float:
     return round(low, 2)
 
 
+def of_seed(seen: dict[str, list[float]], at: int, requests: int) -> dict[str, list[float]]:
+    """The requests of one replay, of all that a gateway has seen in order."""
+    return {name: column[at * requests : (at + 1) * requests] for name, column in seen.items()}
+
+
 def profile_of(part: dict[str, Any]) -> Profile:
     return parse_profile(json.loads(part["learned"])["profile"], "learned")
 
@@ -127,15 +164,26 @@ def main() -> int:
     means: dict[str, tuple[float, float]] = {}
     for policy in POLICIES if asked.only is None else (asked.only,):
         part = asked.resume.part(f"{policy} {requests}", partial(served, policy, slo, rate, requests))
-        pairs = []
-        for seed, got in zip(JUDGED, part["replays"], strict=True):
-            theirs = simulated(profile, policy, slo, trace(rate, requests, seed))
-            pairs.append((attained(got, slo), theirs))
-            rows.append({"name": f"{policy}, seed {seed}", "live": pairs[-1][0], "simulated": theirs})
-            rows[-1] |= {"points": 100 * (pairs[-1][0] - theirs), "errors": got["errors"]}
-        means[policy] = (float(np.mean([a for a, _ in pairs])), float(np.mean([b for _, b in pairs])))
-        rows.append({"name": f"{policy}, all", "live": means[policy][0], "simulated": means[policy][1]})
-        rows[-1]["points"] = 100 * (means[policy][0] - means[policy][1])
+        own = as_served(profile, part["steps"])
+        of_policy = [
+            {
+                "name": f"{policy}, seed {seed}",
+                "live": attained(got, slo),
+                "at_gateway": attained(of_seed(part["seen"], i, requests), slo),
+                "simulated": simulated(profile, policy, slo, trace(rate, requests, seed)),
+                "as_served": simulated(own, policy, slo, trace(rate, requests, seed)),
+                "errors": got["errors"],
+            }
+            for i, (seed, got) in enumerate(zip(JUDGED, part["replays"], strict=True))
+        ]
+        columns = ("live", "at_gateway", "simulated", "as_served")
+        mean = {name: float(np.mean([row[name] for row in of_policy])) for name in columns}
+        means[policy] = mean["live"], mean["simulated"]
+        of_all = {
+            "steps": slower(profile, part["steps"]),
+            "noise": noise(pl.DataFrame(part["steps"]).to_dicts()),
+        }
+        rows += [*of_policy, {"name": f"{policy}, all"} | mean | of_all]
     bars = {f"{p}, points from simulated": bar(abs(100 * (a - b)), 2.0) for p, (a, b) in means.items()}
     for other in [p for p in means if p != "spread" and "spread" in means]:
         live, said = (means["spread"][i] - means[other][i] for i in (0, 1))

@@ -26,7 +26,9 @@ def check(run, moves):
     led, eng, clu = run.ledger, run.engines, run.cluster
     phase, worker = led.requests["phase"], led.requests["worker"]
     arrived = len(run.arrived)
-    promised = {w: [m.tokens for m in moves.open if m.target == w] for w in range(len(led.workers))}
+    promised = {
+        w: [m.tokens for m in moves.open if m.target == w and not m.anew] for w in range(len(led.workers))
+    }
     for w in range(len(led.workers)):
         row, there = led.workers[w], eng.workers[w]
         running = [int(r) for r in led.running[w, : row["running_n"]]]

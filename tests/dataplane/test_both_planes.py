@@ -2,17 +2,15 @@
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_gateways import made_request, worker_info
 from made_profiles import made_profile
 from made_replies import request, seen, worker
 
 from controlplane.migration.loads import loads
-from controlplane.migration.overload import ShedSettings
-from controlplane.migration.room import empty
-from controlplane.migration.usage import worker_views
+from controlplane.migration.room import DRAIN_LOOK_S
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.ledger import DECODING, DONE, HELD, generated
@@ -23,14 +21,16 @@ from controlplane.placement.rebalance import DeviationTracker
 from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
-from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.admission import Admission
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
-from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.observe import OutcomeCount, deviations, observe
-from dataplane.simulated.simulate import WorkerSpec, prepare
+from dataplane.simulated.cluster import advance, change_worker, view_all
+from dataplane.simulated.control_loop import SimulatedPlane
+from dataplane.simulated.migration import Moves
+from dataplane.simulated.observe import OutcomeCount, deviations
+from dataplane.simulated.records import DRAIN
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
 
 PROFILE = made_profile(
     StepModel(0.02, 1e-4, 1e-3, 1e-5),
@@ -38,16 +38,6 @@ PROFILE = made_profile(
     EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=512, max_seqs=256),
     PrefillModel(0.01, 2e-4),
 )
-
-
-def made_request(number, prompt_tokens):
-    """What of vLLM's request the gateway's queue and placement read."""
-    return SimpleNamespace(
-        request_id=str(number),
-        prompt_token_ids=[1] * prompt_tokens,
-        sampling_params=None,
-        lora_request=None,
-    )
 
 
 def as_seen(led):
@@ -161,16 +151,14 @@ class Gateway:
 
     def attach(self, worker):
         self.seats[worker] = None
-        self.placement.attach(
-            WorkerInfo(worker, "emulated", "m", "", (), 16, 60_000, 1, 99_999, 1, 8192, 1, "", "", 0), ""
-        )
+        self.placement.attach(worker_info(worker, 1), "")
         self.admission.look()
 
     async def begin(self, tracked, worker):
         """As FleetCore begins a segment; the engine's tokens come when the profile says."""
         r, made = int(tracked.id), len(tracked.output_token_ids)
         self.placed.append((self.now_s, r, int(worker)))
-        self.placement.put(tracked, worker, has_kv=False)
+        self.placement.put(tracked, worker, has_kv=False, now_s=self.now_s)
         tracked.worker = worker
         first_s = self.now_s + 0.01 + 1e-4 * (STORY[r][1] + made)
         self.seats[worker] = (tracked, [first_s + 0.05 * i for i in range(STORY[r][2] - made)])
@@ -287,61 +275,110 @@ def test_both_planes_count_the_same_outcomes_of_the_same_requests(seed):
     assert sum(c.met for c in counted) == round(outcome.attainment * n)
 
 
-def live_twin(led, profile):
-    """The gateway's placement with the workers and the decoding requests of a simulated ledger."""
-    placement = Placement({"": profile}, len(led.workers), LengthTable.constant(20), np.random.default_rng(0))
-    limits = profile.engine
-    for w in range(len(led.workers)):
-        blocks = profile.kv.capacity_tokens // profile.kv.block_tokens
+def live_twin(run, kinds=None, requests=None):
+    """The gateway's placement with the workers and the first decoding requests of a simulated run."""
+    led, kinds = run.ledger, kinds or [""] * len(run.ledger.workers)
+    profiles = [run.profiles[v] for v in led.workers["variant"]]
+    known = dict(zip(kinds, profiles, strict=True))
+    placement = Placement(known, len(kinds), LengthTable.constant(20), np.random.default_rng(0))
+    for w, (kind, profile) in enumerate(zip(kinds, profiles, strict=True)):
+        blocks, limits = profile.kv.capacity_tokens // profile.kv.block_tokens, profile.engine
         placement.attach(
-            WorkerInfo(
-                WorkerId(str(w)), "emulated", "m", "", (), profile.kv.block_tokens, blocks, 1, 99_999,
-                limits.max_seqs, limits.max_batched_tokens, 1, "", "", 0,
-            ), "",
-        )  # fmt: skip
+            worker_info(str(w), limits.max_seqs, limits.max_batched_tokens, profile.kv.block_tokens, blocks),
+            kind,
+        )
     tracked = {}
-    for r in np.flatnonzero(led.requests["phase"] == DECODING).tolist():
+    for r in np.flatnonzero(led.requests["phase"][:requests] == DECODING).tolist():
         row = led.requests[r]
         slo = Slo(float(row["ttft_s"]), float(row["tpot_s"]))
         t = tracked[r] = Tracked(
             made_request(r, int(row["prompt"])), Ticket(str(r), "", slo, 0), 0.0, int(row["predicted"])
         )
         t.worker = WorkerId(str(row["worker"]))
-        placement.put(t, t.worker, has_kv=False)
+        placement.put(t, t.worker, has_kv=False, now_s=0.0)
         made = int(generated(led, r))
         placement.advance(t.worker, [(t, made)], 0.0)
         t.output_token_ids = [7] * made
     return placement, tracked
 
 
-def test_both_planes_drain_a_worker_by_the_same_rule_and_leave_what_fits_nowhere():
-    went = []
-    for seed in range(6):
-        rng, now_s, none = np.random.default_rng(seed), 2.0 + seed, frozenset()
-        load = Workload(
-            np.linspace(0, 0.1, 30), rng.integers(20, 400, 30), rng.integers(200, 600, 30),
-            slo_class=rng.integers(0, 2, 30),
-        )  # fmt: skip
-        tight = replace(
-            PROFILE, kv=KvModel(2_400 + 480 * seed, 16, 1), step=StepModel(0.02, 1e-4, 1e-3, 5e-6)
-        )
-        run = prepare(
-            load, [WorkerSpec(tight)] * 4, [Slo(9.0, 0.06), Slo(9.0, 0.09)], "jsq", settings=None,
-            predictor=None, predicted_tokens=load.output_tokens, seed=seed, patience=4.0, max_misses=None,
-        )  # fmt: skip
-        advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
-        view_all(run.ledger, run.engines, now_s)
-        states = ["draining", "serving", "serving", "serving"]
-        workers = worker_views(observe(run.ledger, run.profiles, now_s, none, none, 0.0, states).workers)
-        here = {r.request for r in workers[0].worker.requests}
-        placement, tracked = live_twin(run.ledger, tight)
+class Drained(Moves):
+    """The simulated plane's moves, each held against what the gateway would have done at that instant."""
+
+    def __init__(self, run, kinds):
+        super().__init__(run, [ControlSettings().price(profile) for profile in run.profiles])
+        self.kinds, self.went, self.begun_s, self.ended_s = kinds, [], [], []
+
+    def migrate(self, move, now_s):
+        return self.note(move, now_s, super().migrate)
+
+    def compute_anew(self, move, now_s):
+        return self.note(move, now_s, super().compute_anew)
+
+    def act(self, now_s):
+        before = len(self.busy())
+        super().act(now_s)
+        if len(self.busy()) < before:
+            self.ended_s.append(now_s)
+
+    def note(self, move, now_s, begin):
+        placement, tracked = live_twin(self._run, self.kinds)
         placement.set_open(WorkerId("0"), False)
-        for name in here:
-            moves = empty(ShedSettings(), workers, here - {name})
-            went.append(moves[0].target if moves else None)  # at most one, as all others rest
-            assert placement.haven(tracked[int(name)], now_s) == went[-1]
-    assert None in went  # some fitted nowhere
-    assert len(set(went)) > 2
+        here = [t for t in tracked.values() if t.worker == "0"]
+        live = placement.next_off(WorkerId("0"), here, {WorkerId(str(w)) for w in self.busy()}, now_s)
+        assert live is not None
+        assert (live[0].id, live[1]) == (move.request, move.target)
+        self.went.append(move)
+        self.begun_s.append(now_s)
+        return begin(move, now_s)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_last_of_kind", [False, True])
+def test_both_planes_empty_a_draining_worker_in_the_same_order_and_at_the_same_pace(seed, is_last_of_kind):
+    rng = np.random.default_rng(seed)
+    load = Workload(
+        np.linspace(0, 0.1, 30), rng.integers(20, 400, 30), rng.integers(200, 600, 30),
+        slo_class=rng.integers(0, 2, 30),
+    )  # fmt: skip
+    is_roomy = seed % 2 == 0
+    tight = replace(
+        PROFILE,
+        kv=KvModel(20_000 if is_roomy else 2_400 + 480 * seed, 16, 1000),
+        step=StepModel(0.02, 1e-4, 1e-3, 5e-6),
+        engine=replace(PROFILE.engine, mode=EngineMode.CHUNKED),
+    )
+    other = replace(tight, tp_degree=2)
+    fleet = [tight] + [other if is_last_of_kind else tight] * 3
+    run = prepare(
+        load, [WorkerSpec(p) for p in fleet], [Slo(9.0, 0.06), Slo(9.0, 0.09)], "jsq+migrate", settings=None,
+        predictor=None, predicted_tokens=load.output_tokens, seed=seed, patience=4.0, max_misses=None,
+    )  # fmt: skip
+    plane = SimulatedPlane(run, ControlSettings())
+    moves = plane.moves = Drained(run, [p.type_name for p in fleet])
+    now_s, led = 2.0 + seed, run.ledger
+    advance(led, run.engines, run.cluster, run.rules, now_s)
+    change_worker(led, run.engines, run.cluster, 0, DRAIN)
+    beat_s, open_most = now_s, 0
+    while now_s < 40.0 and led.workers["running_n"][0] > 0:
+        now_s = min(beat_s, plane.next_s)
+        if now_s == plane.next_s:
+            advance(led, run.engines, run.cluster, run.rules, np.nextafter(now_s, -np.inf))
+            run.cluster.clock["now_s"] = now_s
+            plane.act(now_s)
+        else:
+            advance(led, run.engines, run.cluster, run.rules, now_s)
+            run.cluster.clock["now_s"] = now_s
+            plane.report(())
+            beat_s = now_s + DRAIN_LOOK_S
+        open_most = max(open_most, len(moves.open))
+    assert open_most == 1
+    assert len(moves.went) > (4 if is_roomy else 0)
+    if is_last_of_kind:
+        assert not moves.pauses_s  # nothing is copied between kinds
+        assert all(run.ledger.requests["worker"][int(move.request)] != 0 for move in moves.went)
+    elif is_roomy:  # the next leaves in the instant in which the last has come
+        assert moves.begun_s[1:] == moves.ended_s[: len(moves.begun_s) - 1]
 
 
 def test_both_planes_hold_a_request_for_a_tpot_within_reach_and_for_none_out_of_it():
@@ -355,7 +392,7 @@ def test_both_planes_hold_a_request_for_a_tpot_within_reach_and_for_none_out_of_
     )  # fmt: skip
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.1)  # those that wait are offered again
     placed = [r for r in range(3) if run.ledger.requests["phase"][r] != HELD]
-    placement, _ = live_twin(run.ledger._replace(requests=run.ledger.requests[:1]), crowds)
+    placement, _ = live_twin(run, requests=1)
     chosen = [
         placement.choose(
             Tracked(made_request(r, 100), Ticket(str(r), "", classes[r], 0), load.arrival_s[r], 400), 1.0

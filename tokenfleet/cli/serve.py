@@ -24,6 +24,7 @@ from controlplane.types import Slo
 from dataplane.http.keys import keys_of
 from dataplane.http.tls import certificate_of, is_loopback
 from dataplane.live.engine_api.notices import checked_source
+from dataplane.live.engine_api.processes import QUIET
 from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
@@ -430,14 +431,11 @@ def _prepare_process(verbose: bool) -> None:
     }
     level = "INFO" if verbose else "WARNING"
     for name, value in {
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is ours: one line
+        **QUIET,
         "VLLM_LOGGING_LEVEL": level,
         # Longer than clients and balancers keep idle connections (60 s): a server that closes first loses the
         # requests that are on their way, and vLLM's 5 s are soon over on a busy machine.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
         **({} if "RAY_ADDRESS" in os.environ else local_ray),
     }.items():

@@ -101,7 +101,7 @@ class ControllerSettings:
         # Shedding is off until a worker's speed is known.
         shed = ShedSettings(headroom=self.headroom) if profiles.any() is not None and self.moves else None
         balance = MoveSettings(Reading(self.headroom)) if self.moves and not by_targets else None
-        plain = Settings(balance, shed, drains=False)
+        plain = Settings(balance, shed)
         if self.autoscale is None:
             return plain
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.

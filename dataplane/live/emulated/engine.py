@@ -20,7 +20,7 @@ from controlplane.types import WorkerId
 from dataplane.live.emulated.batch import Batch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
-from dataplane.live.engine_api.step_trace import Step, StepTrace
+from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -186,7 +186,7 @@ class EmulatedEngine:
             ends_s = max(ends_s, time.monotonic() - 0.1)
             now_s = time.monotonic()
             outputs += [self._output(output) for output in self.batch.finish(step, now_s)]
-            await self._tell(outputs)
+            await self._tell(outputs, step)
             await self._tell_load(now_s, step, lasts_s)
 
     def _step_s(self, step: PlannedStep) -> float:
@@ -245,31 +245,36 @@ class EmulatedEngine:
             output.new_logprobs = _logprobs(produced.token, wanted)
         return output
 
-    async def _tell(self, outputs: list[EngineCoreOutput]) -> None:
-        if not outputs:
+    async def _tell(self, outputs: list[EngineCoreOutput], step: PlannedStep | None = None) -> None:
+        """Emit the outputs of a step, or, without one, those that arise between steps."""
+        if not outputs and step is None:
             return
         stats = SchedulerStats(
             num_running_reqs=self.batch.running,
             num_waiting_reqs=self.batch.waiting,
             kv_cache_usage=1 - self.batch.free_blocks / self.batch.total_blocks,
+            kv_connector_stats=None if step is None else step_stats(_load(step)),
         )
         batch = EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=time.monotonic())
         await self._events.put(Outputs(batch))
 
     async def _tell_load(self, now_s: float, step: PlannedStep, lasts_s: float) -> None:
-        load = {
-            "prefill_tokens": step.prefill_tokens,
-            "prefill_sequences": len(step.chunks) - step.sequences,
-            "prefill_sum_sq": step.prefill_sum_sq,
-            "sequences": step.sequences,
-            "context_tokens": step.context_tokens,
-            "preemptions": step.preemptions,
-        }
         usage = 1 - self.batch.free_blocks / self.batch.total_blocks
-        changed = self._trace.add(load, lasts_s, now_s, self.batch.running, self.batch.waiting, usage)
+        changed = self._trace.add(_load(step), lasts_s, now_s, self.batch.running, self.batch.waiting, usage)
         if changed and (self.batch.is_idle or now_s - self._told_s > TELEMETRY_EVERY_S):
             self._told_s = now_s
             await self._events.put(self._trace.telemetry(now_s))
+
+
+def _load(step: PlannedStep) -> dict[str, int]:
+    return {
+        "prefill_tokens": step.prefill_tokens,
+        "prefill_sequences": len(step.chunks) - step.sequences,
+        "prefill_sum_sq": step.prefill_sum_sq,
+        "sequences": step.sequences,
+        "context_tokens": step.context_tokens,
+        "preemptions": step.preemptions,
+    }
 
 
 def _logprobs(token: int, wanted: int) -> LogprobsLists:

@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import Executed, Telemetry
+
+if TYPE_CHECKING:
+    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs
 
 COLUMNS = (
     "prefill_tokens",
@@ -23,6 +27,7 @@ COLUMNS = (
     "prefill_sum_sq",
     "prefill_sequences",
 )
+PREFILLED = "prefill_tokens"
 REMEMBERED_STEPS = 65536
 MOST_TOLD = 256  # executed steps in one telemetry
 
@@ -37,6 +42,24 @@ class Step:
     step_s: float
     prefill_sum_sq: int
     prefill_sequences: int
+
+
+def step_stats(load: Mapping[str, int]) -> dict[str, int] | None:
+    """What a step's statistics tell a gateway besides vLLM's own, in their `kv_connector_stats`.
+
+    The tokens of prompts that it computed; None for a step that computed nothing. `load`: `step_load`'s.
+    """
+    is_step = load.get(PREFILLED, 0) or load.get("sequences", 0)
+    return {PREFILLED: load[PREFILLED]} if is_step else None
+
+
+def take_prefilled(batch: EngineCoreOutputs) -> int | None:
+    """What `step_stats` has said of the step that these outputs are of, taken out of its statistics."""
+    stats = batch.scheduler_stats
+    if stats is None or stats.kv_connector_stats is None:
+        return None
+    said, stats.kv_connector_stats = stats.kv_connector_stats, None  # no business of vLLM's loggers
+    return int(said[PREFILLED])
 
 
 class StepTrace:

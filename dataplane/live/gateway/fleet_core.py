@@ -34,6 +34,7 @@ from dataplane.live.engine_api.link import (
     Telemetry,
 )
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
+from dataplane.live.engine_api.step_trace import take_prefilled
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreClient,
     EngineCoreOutput,
@@ -262,6 +263,15 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             await source.abort([old_segment])
         return arrival
 
+    def at_copies(self) -> frozenset[WorkerId]:
+        """Workers at either end of a move of a request that has made tokens."""
+        begun = (m for m in self.migrations.open.values() if self._has_begun(m.request))
+        return frozenset(w for m in begun for w in (m.source, m.target) if w is not None)
+
+    def _has_begun(self, request: RequestId) -> bool:
+        tracked = self.requests.get(request)
+        return tracked is not None and bool(tracked.output_token_ids)
+
     async def replay_on(self, tracked: Tracked, target: WorkerId, why: str) -> asyncio.Future[bool]:
         """Let a request go on from its tokens on `target`, as far as nothing hinders it; as `cut_over`."""
         tracked.replays += 1
@@ -364,7 +374,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             else:
                 listened.append((tracked, output))
         token_counts = [(tracked, len(output.new_token_ids)) for tracked, output in listened]
-        self.placement.advance(at.worker, token_counts, now_s, _found(listened))
+        self.placement.advance(at.worker, token_counts, now_s, _found(listened), take_prefilled(batch))
         self.metrics.count_tokens(sum(tokens for _, tokens in token_counts))
         for tracked, output in listened:
             self._accept(tracked, output, now_s, shift_s)
@@ -412,7 +422,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         """Begin a segment. No wait before the engine has it in its queue: the token list must not grow."""
         segment, link = self.requests.listen(tracked, worker), self.link(worker)
         assert link is not None  # its callers have looked in this turn of the loop
-        self.placement.put(tracked, worker, has_kv=transfer.load is not None)
+        self.placement.put(tracked, worker, transfer.load is not None, time.monotonic())
         if not tracked.output_token_ids:
             tracked.weights = link.info.weights
         if tracked.ticket.worker is None:

@@ -3,14 +3,15 @@
 Every change is counted here (a request put on a worker, its tokens, its end), so ten requests that arrive
 between two telemetry messages are spread over the workers. The ledger counts a worker's decode steps; here a
 step is a batch of outputs in which decoding requests got a token. A request that got none (preempted, or its
-chunk was left out of the step) is set back by one, so generated = key + step stays exact. Of a worker whose
-step times are not known, only its KV and its seats bound what it takes.
+chunk was left out of the step) is set back by one, so generated = key + step stays exact. Engines say what
+each step has computed of prompts; what the step in progress takes of them, and when it ends, goes by the
+ledger's own rule. Of a worker whose step times are not known, only its KV and its seats bound what it takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ import numpy as np
 
 from controlplane.migration.loads import cached_at, kept_everywhere, loads, request_at, views_of
 from controlplane.migration.overload import ShedSettings
-from controlplane.migration.room import best_fit
+from controlplane.migration.room import next_off
+from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.coefficients import (
     BASE,
     BLOCK_TOKENS,
@@ -26,11 +28,9 @@ from controlplane.perfmodel.coefficients import (
     MAX_BATCHED,
     MAX_SEQS,
     MODE,
-    PER_CONTEXT,
     PRE_BASE,
     WIDTH,
     coefficient_row,
-    decode_base_s,
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
@@ -45,18 +45,22 @@ from controlplane.placement.ledger import (
     NONE,
     OFF,
     PREFILL_ONLY,
+    PREFILLING,
     QUEUED,
     ROLES,
     SERVING,
     Ints,
     Ledger,
     begin_decoding,
+    begin_step,
     copied,
     dequeue,
+    end_step,
     enqueue,
     generated,
     leave_queue,
     new_ledger,
+    queue_first,
     stop_decoding,
     to_compute,
 )
@@ -71,6 +75,7 @@ from controlplane.placement.policies import (
     decode_worker,
     has_seat,
 )
+from controlplane.snapshot import RunningRequest, WorkerLoad
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.mirrors import Hits, Mirrors
@@ -126,6 +131,8 @@ class Placement:
         self._silent: set[int] = set()
         self._rows: dict[RequestId, int] = {}
         self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
+        # Of each prefill in progress: tokens that are computed, and those that the step in progress computes.
+        self._computed, self._chunks = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
         self._free = list(range(ROWS))
         self._mirrors = Mirrors(workers)
         self.holders: Callable[[int], Collection[WorkerId]] = lambda adapter: ()  # who holds a LoRA adapter
@@ -133,6 +140,7 @@ class Placement:
         # Compiled now rather than under the first client's request.
         self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
+        self._begin_step(0, 0.0)
         loads(self._led)
         kept_everywhere(self._led, 0)
 
@@ -262,32 +270,51 @@ class Placement:
         return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
 
     def haven(self, request: Tracked, now_s: float) -> WorkerId | None:
-        """Where a request goes that may leave its worker unhurriedly; None: it runs on where it is.
-
-        What decodes goes by the rule of both planes (migration.room), to another worker of its kind, and off
-        a prefill worker to a decode worker. Where none of its kind serves it is computed anew on one of the
-        others. What has no token yet is placed as any newcomer is.
-        """
-        if not self.is_decoding(request):
+        """Where a request goes that is to leave its worker: as off a draining one, or as a newcomer goes."""
+        if request.worker is None or not self.is_decoding(request):
             return self.choose(request, now_s, () if request.worker is None else (request.worker,))
-        if self.hands_over(request):
-            return self.choose_decode(request, now_s)
-        here = int(self._led.requests[self.row(request)]["worker"])
-        barred = self._barred(request, ()) | {here}
-        others = [w for w in self._serving() if w not in barred]
-        others = [w for w in others if self._kinds[w] == self._kinds[here]] or others
-        holders = self._holders(request)
-        there = self._best_fit(request, [w for w in others if w in holders])
-        return there or self._best_fit(request, [w for w in others if w not in holders])
+        went = self.next_off(request.worker, [request], frozenset(), now_s)
+        return None if went is None else went[1]
 
-    def _best_fit(self, request: Tracked, rows: Collection[int]) -> WorkerId | None:
+    def next_off(
+        self, worker: WorkerId, requests: Sequence[Tracked], busy: Set[WorkerId], now_s: float
+    ) -> tuple[Tracked, WorkerId] | None:
+        """Who of the `requests` on a draining worker leaves next, and where it goes.
+
+        By the rule of both planes (migration.room); off a prefill worker to a decode worker. `busy`: workers
+        at an end of a copy.
+        """
+        here = self._worker_rows[worker]
+        by_row = {RequestId(str(self.row(t))): t for t in requests if self.is_decoding(t)}
+        if self._led.workers[here]["role"] == PREFILL_ONLY:
+            havens = ((t, self.choose_decode(t, now_s)) for t in by_row.values())
+            return next(((t, w) for t, w in havens if w is not None), None)
+        views = self._views([w for w in self._serving() if w != here])
+
+        def takers(r: RunningRequest) -> list[list[WorkerView]]:
+            tracked = by_row[r.request]
+            barred, holders = self._barred(tracked, ()), self._holders(tracked)
+            there = {w: view for w, view in views.items() if w not in barred}
+            return [
+                [view for w, view in there.items() if w in holders],
+                [view for w, view in there.items() if w not in holders],
+            ]
+
+        leaving = [request_at(self._led, int(r), self._worker_rows.__getitem__) for r in by_row]
+        source = WorkerLoad(worker, "draining", 0, kind=self._kinds[here])
+        went = next_off(self._forecasts, source, leaving, takers, busy)
+        return None if went is None else (by_row[went[0].request], went[1].id)
+
+    def _views(self, rows: Sequence[int]) -> dict[int, WorkerView]:
+        """These workers as rules of moves see them, with what is on its way to them."""
         steps = {k: p.step for k, p in self._profiles.items()} if self.knows_step_times else {}
-        names = {w: (self._workers[w], steps.get(self._kinds[w])) for w in rows}
+        named = {w: (self._workers[w], self._kinds[w], steps.get(self._kinds[w])) for w in rows}
         coming = [(self._rows[name], w) for name, (w, _) in self._expected.items() if name in self._rows]
-        goes = request_at(self._led, self.row(request), self._worker_rows.__getitem__)
-        views = views_of(self._led, names, coming)
-        taker = best_fit(self._forecasts, views, goes)
-        return None if taker is None else taker.id
+        return dict(zip(rows, views_of(self._led, named, coming), strict=True))
+
+    def is_begun(self, request: Tracked) -> bool:
+        """Whether its worker's engine computes it, or has begun to."""
+        return bool(self._led.requests[self._rows[request.id]]["phase"] in (PREFILLING, DECODING))
 
     def cached_at(self, request: Tracked, worker: WorkerId) -> int:
         """Tokens of a request that a worker should have cached, which a move there need not send."""
@@ -406,7 +433,7 @@ class Placement:
 
         return solved
 
-    def put(self, request: Tracked, worker: WorkerId, has_kv: bool) -> None:
+    def put(self, request: Tracked, worker: WorkerId, has_kv: bool, now_s: float) -> None:
         """A request is on a worker (again); `has_kv` when it brings its KV and needs no prefill there."""
         self.expect(request, None)
         r = self.row(request)
@@ -415,9 +442,12 @@ class Placement:
         row = self._led.requests[r]
         row["key"] = len(request.output_token_ids)
         row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
+        was_idle = self._is_idle(w)
         enqueue(self._led, w, r, False)
         if has_kv and row["key"] > 0:
             self._begin_decoding(w, r, int(row["key"]))
+        if was_idle:
+            self._begin_step(w, now_s)
 
     def advance(
         self,
@@ -425,14 +455,19 @@ class Placement:
         got: Sequence[tuple[Tracked, int]],
         now_s: float,
         found: Mapping[RequestId, int] | None = None,
+        prefilled: int | None = None,
     ) -> None:
-        """A worker's step made tokens: (request, how many), before they join the requests' own lists.
+        """A worker's step is over, and the next begins; told before its tokens join the requests' own lists.
 
-        `found`: the tokens that the engine had cached of those whose first it was.
+        `got`: the tokens it made, by request. `found`: those that the engine had cached of requests whose
+        first it was. `prefilled`: tokens of prompts that it computed; where the engine does not say, those
+        it was expected to. What made no token and says nothing was no step.
         """
         w = self._worker_rows.get(worker)
-        if w is None:
+        if w is None or (prefilled is None and not got):
             return
+        if self._led.workers[w]["queued"] > 0:
+            end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
         led, counts = self._led, {}
         fresh: list[tuple[int, int, int | None]] = []
         for request, tokens in got:
@@ -441,7 +476,7 @@ class Placement:
                 continue
             if led.requests[r]["phase"] == DECODING:
                 counts[r] = tokens
-            elif led.requests[r]["phase"] == QUEUED:
+            elif led.requests[r]["phase"] in (QUEUED, PREFILLING):
                 had = None if found is None else found.get(request.id)
                 fresh.append((r, len(request.output_token_ids) + tokens, had))
                 if math.isnan(led.requests[r]["first_s"]):
@@ -450,10 +485,16 @@ class Placement:
             self._step(w, counts)
         for r, tokens, had in fresh:
             self._begin_decoding(w, r, tokens, had)
-        at = led.workers[w]
-        step_s = decode_base_s(led.coefficients[w], float(at["decoding"]))
-        step_s += led.coefficients[w, PER_CONTEXT] * at["context"]
-        at["boundary_s"], at["gains"] = now_s + (step_s if at["decoding"] or at["queued"] else 0.0), 1
+        self._begin_step(w, now_s)
+
+    def _begin_step(self, w: int, now_s: float) -> None:
+        at = self._led.workers[w]
+        while at["running_n"] + at["queued"] > self._led.running.shape[1]:
+            self._widen()
+        begin_step(self._led, w, self._computed, self._chunks, now_s)
+
+    def _is_idle(self, w: int) -> bool:
+        return bool(self._led.workers[w]["running_n"] == 0 and queue_first(self._led, w) == NONE)
 
     def _step(self, w: int, counts: dict[int, int]) -> None:
         """One decode step: all requests advance by a token, then those with another number are set right."""
@@ -525,34 +566,50 @@ class Placement:
             requests=np.concatenate((self._led.requests, self._led.requests)),
             caches=self._mirrors.widen(self._led.caches),
         )
+        self._computed, self._chunks = np.tile(self._computed, 2), np.tile(self._chunks, 2)
         self._free = list(range(n, 2 * n))
 
     def _begin_decoding(self, w: int, r: int, tokens: int, found: int | None = None) -> None:
-        led, at = self._led, self._led.workers[w]
-        dequeue(led, w, r)
-        at["queued_tokens"] -= to_compute(led, r)
-        row = led.requests[r]
-        self._mirrors.begin(led, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
-        if at["running_n"] == led.running.shape[1]:
-            wider = np.concatenate((led.running, np.zeros_like(led.running)), axis=1)
-            led = self._led = led._replace(running=wider)
-        led.running[w, at["running_n"]] = r
-        at["running_n"] += 1
-        begin_decoding(led, w, r, tokens)
+        at, row = self._led.workers[w], self._led.requests[r]
+        at["queued_tokens"] -= self._left(r)
+        if row["phase"] == QUEUED:
+            dequeue(self._led, w, r)
+            if at["running_n"] == self._led.running.shape[1]:
+                self._widen()
+            self._led.running[w, at["running_n"]] = r
+            at["running_n"] += 1
+        self._mirrors.begin(self._led, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
+        begin_decoding(self._led, w, r, tokens)
+
+    def _left(self, r: int) -> int:
+        """Tokens of a prefill that are neither computed nor in the step in progress."""
+        begun = 0 if self._led.requests[r]["phase"] == QUEUED else self._computed[r] + self._chunks[r]
+        return int(to_compute(self._led, r) - begun)
+
+    def _widen(self) -> None:
+        """Make room for twice as many requests on a worker."""
+        running = self._led.running
+        self._led = self._led._replace(running=np.concatenate((running, np.zeros_like(running)), axis=1))
 
     def _leave(self, r: int) -> None:
         row = self._led.requests[r]
         w = int(row["worker"])
         if row["phase"] == QUEUED:
             leave_queue(self._led, w, r)
-        elif row["phase"] == DECODING:
-            self._mirrors.end(self._led, w, r)
-            stop_decoding(self._led, w, r, HELD)
+        elif row["phase"] in (PREFILLING, DECODING):
             at, running = self._led.workers[w], self._led.running[w]
+            if row["phase"] == DECODING:
+                self._mirrors.end(self._led, w, r)
+                stop_decoding(self._led, w, r, HELD)
+            else:
+                at["queued"] -= 1
+                at["queued_tokens"] -= self._left(r)
+                at["queued_context"] -= row["prompt"] + row["key"]
+                row["phase"] = HELD
             n = int(at["running_n"])
             kept = running[:n][running[:n] != r]
             running[: len(kept)] = kept
             at["running_n"] = len(kept)
             row["worker"] = NONE
-        if w != NONE and self._led.workers[w]["decoding"] + self._led.workers[w]["queued"] == 0:
-            self._led.workers[w]["boundary_s"] = -1.0  # idle: no step is in progress
+        if w != NONE and self._is_idle(w):
+            self._led.workers[w]["boundary_s"] = -1.0  # no step is in progress

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -280,8 +281,11 @@ class CoreServer:
                 await self.core.add_lora_async(msgspec.convert(arguments[0], LoRARequest))
         except OtherBody:
             error = OtherBody.__name__
-        except Exception as refusal:  # an engine's own words, or a fault: whoever asks must not wait for ever
-            error = str(refusal) or repr(refusal)
+        except (BadInput, RuntimeError) as refusal:  # an engine's own words
+            error = str(refusal)
+        except Exception as fault:  # of ours: whoever asks must not wait for ever
+            log.exception("gateway %s: its question %r broke", gateway.name, verb)
+            error = repr(fault)
         gateway.say(Kind.ANSWER, pack([number, value, error]))
 
 

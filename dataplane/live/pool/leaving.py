@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
+from controlplane.migration.room import DRAIN_LOOK_S
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import GIVEN_S
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.05
-DRAIN_LOOK_S = 0.2
 NOTICE_LOOK_S, LEAST_S = 2.0, 1.0
 RESERVE_S, RESERVE_SHARE = 1.0, 0.1  # of the time given, kept for the last replays
 
@@ -92,39 +92,49 @@ class Exit:
     # Unhurried.
 
     async def drain(self, why: str, until_s: float = math.inf) -> None:
-        """Move everything off as it fits elsewhere, until nothing is left or the time has come."""
-        # No more at a time than may move, so that each is placed by what those before it have taken.
-        turns = asyncio.Semaphore(self._core.settings.moves.per_worker)
+        """Move everything off as it fits elsewhere, until nothing is left or the time has come.
 
-        async def in_turn(tracked: Tracked) -> bool:
-            async with turns:
-                return await self._move_off(tracked, why)
-
-        while (remaining := self._here()) and time.monotonic() < until_s:
-            largest = sorted(remaining, key=lambda tracked: -tracked.context_tokens)
-            moved = await asyncio.gather(*map(in_turn, largest))
-            if not any(moved):
-                await asyncio.sleep(DRAIN_LOOK_S)  # nothing fits elsewhere, or may move: they run on
+        What waits there goes at once, what decodes by the rule of both planes.
+        """
+        shedding: asyncio.Task[None] | None = None
+        stay: set[RequestId] = set()  # a move of theirs has failed: until the next look
+        try:
+            while (remaining := self._here()) and time.monotonic() < until_s:
+                if shedding is None or shedding.done():
+                    shedding = asyncio.ensure_future(self.shed_unstarted(why))
+                may = [t for t in remaining if t.id not in stay and self._core.why_fixed(t) is None]
+                busy = self._core.at_copies()
+                next_off = self._core.placement.next_off(self.worker, may, busy, time.monotonic())
+                if next_off is None:
+                    await asyncio.sleep(DRAIN_LOOK_S)  # nothing fits elsewhere, or may move: they run on
+                    stay.clear()
+                elif not await self._move_off(*next_off, why):
+                    stay.add(next_off[0].id)
+        finally:
+            if shedding is not None:
+                shedding.cancel()
 
     async def shed_unstarted(self, why: str) -> None:
-        """Let those without a token be prefilled elsewhere, where there is room; else they are here."""
-        fresh = [tracked for tracked in self._here() if not tracked.output_token_ids]
-        await asyncio.gather(*(self._move_off(tracked, why) for tracked in fresh))
+        """Let those that only wait be prefilled elsewhere, where there is room; else they are here."""
+        # No more at a time than may move, so that each is placed by what those before it have taken.
+        turns, placement = asyncio.Semaphore(self._core.settings.moves.per_worker), self._core.placement
 
-    async def _move_off(self, tracked: Tracked, why: str) -> bool:
-        if tracked.worker != self.worker:
-            return True
-        if self._core.why_fixed(tracked) is not None:
-            return False
-        placement = self._core.placement
-        target = placement.haven(tracked, time.monotonic())
-        if target is None:
-            return False
-        placement.expect(tracked, target)  # so that what goes next is placed beside it
+        async def in_turn(tracked: Tracked) -> None:
+            async with turns:
+                if tracked.worker != self.worker or placement.is_begun(tracked):
+                    return
+                target = placement.choose(tracked, time.monotonic(), (self.worker,))
+                if target is not None and self._core.why_fixed(tracked) is None:
+                    await self._move_off(tracked, target, why)
+
+        await asyncio.gather(*map(in_turn, self._here()))
+
+    async def _move_off(self, tracked: Tracked, target: WorkerId, why: str) -> bool:
+        self._core.placement.expect(tracked, target)  # so that what goes next is placed beside it
         try:
             return await self._move(tracked.id, target, why)
         finally:
-            placement.expect(tracked, None)
+            self._core.placement.expect(tracked, None)
 
     async def _move(self, request: RequestId, target: WorkerId, why: str, hurried: bool = False) -> bool:
         try:

@@ -25,7 +25,7 @@ from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_l
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
 from dataplane.live.engine_api.processes import Cores, RayDaemon, descendants, shared_memory, unlink
-from dataplane.live.engine_api.step_trace import Step, StepTrace
+from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -238,7 +238,7 @@ class Worker:
                 connector_stats = stats.kv_connector_stats or {}
                 batch.outputs += [_answer(*answer) for answer in connector_stats.get("answers", {}).items()]
                 did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
-                stats.kv_connector_stats = None  # ours; read just now
+                stats.kv_connector_stats = step_stats(connector_stats.get("load", {}))
             if did_something:  # an engine that holds KV steps on without work, a thousand times a second
                 await self._peers.deliver(batch)
 

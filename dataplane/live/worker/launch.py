@@ -20,6 +20,7 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.notices import Notice
+from dataplane.live.engine_api.processes import QUIET
 from dataplane.live.worker.actor import Worker
 from dataplane.live.worker.cause import StartFailure
 
@@ -165,9 +166,7 @@ async def _reserve(place: Place) -> Any:
 def _environment(place: Place) -> dict[str, str]:
     variables = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where cause.py looks for a failed start's reason
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
+        **QUIET,
     }
     # An installed package is on every node; a checkout is where it is here, or not needed there.
     checkout = [] if ROOT.name in ("site-packages", "dist-packages") else [str(ROOT)]

@@ -15,7 +15,6 @@ from controlplane.snapshot import (
     Load,
     Migrate,
     Pace,
-    Reassign,
     RunningRequest,
     Transport,
     WorkerLoad,
@@ -54,14 +53,12 @@ def named(moves):
 
 def after(workers, moves):
     """The fleet once the moves are done."""
-    there = {w.worker: list(w.requests) for w in workers}
-    queues = {w.worker: list(w.waiting) for w in workers}
+    rows = {w.worker: list(w.requests) for w in workers}
     for move in moves:
-        rows = there if isinstance(move, Migrate) else queues
         [r] = [r for r in rows[move.source] if r.request == move.request]
         rows[move.source].remove(r)
         rows[move.target].append(r)
-    return [replace(w, requests=tuple(there[w.worker]), waiting=tuple(queues[w.worker])) for w in workers]
+    return [replace(w, requests=tuple(rows[w.worker])) for w in workers]
 
 
 # Two gaps of 300 tokens each, and a request that needs 500.
@@ -128,31 +125,43 @@ def test_no_move_breaks_a_promise_that_held_and_each_lets_one_in(shapes, line):
         assert any(forecast_of(then[move.source], SETTINGS, h.request).worst <= 1.0 for h in line)
 
 
+def next_off(source, *fleet, busy=frozenset()):
+    """The move with which the emptying of `source` goes on."""
+    serving = [view for view in worker_views(fleet) if view.worker.state == "serving"]
+    went = room.next_off(SETTINGS, source, source.requests, lambda _: [serving], busy)
+    return None if went is None else Migrate(went[0].request, source.worker, went[1].id, "")
+
+
+def emptied(*fleet):
+    """The fleet once the first worker is as empty as it gets, and who went, in order."""
+    went = []
+    while move := next_off(*fleet):
+        fleet = after(fleet, [move])
+        went.append(move)
+    return fleet, went
+
+
 @given(shapes)
-def test_a_draining_worker_empties_into_what_it_fits_and_nothing_else_moves(shapes):
+def test_a_draining_worker_empties_into_what_it_fits_the_largest_first(shapes):
     fleet = [worker(f"w{i}", running, state) for i, (running, state) in enumerate(shapes)]
+    fleet[0] = replace(fleet[0], state="draining")
     states = {w.worker: w.state for w in fleet}
     total = sum(r.tokens for w in fleet for r in w.requests)
-    for _ in range(30):
-        moves = room.empty(SETTINGS, worker_views(fleet), frozenset())
-        if not moves:
-            break
-        fleet = after(fleet, moves)
-        view = {v.id: v for v in worker_views(fleet)}
-        for move in moves:
-            assert states[move.source] == "draining"
-            assert states[move.target] == "serving"
-            assert forecast_of(view[move.target], SETTINGS).worst <= 1.0
-    assert room.empty(SETTINGS, worker_views(fleet), frozenset()) == []
-    assert sum(r.tokens for w in fleet for r in w.requests) == total
+    size = {r.request: r.tokens for w in fleet for r in w.requests}
+    there, went = emptied(*fleet)
+    for move in went:
+        assert states[move.target] == "serving"
+    view = {v.id: v for v in worker_views(there)}
+    for target in {move.target for move in went}:
+        assert forecast_of(view[target], SETTINGS).worst <= 1.0
+    assert [size[move.request] for move in went] == sorted((size[m.request] for m in went), reverse=True)
+    assert sum(r.tokens for w in there for r in w.requests) == total
 
 
 def test_draining_packs_the_fullest_worker_so_that_another_stays_empty():
     leaving = worker("a", [(100, 20), (150, 20)], state="draining")
-    fleet = leaving, worker("b", [(400, 50)]), worker("c", [(10, 5)]), worker("d", [])
-    while moves := room.empty(SETTINGS, worker_views(fleet), frozenset()):
-        fleet = after(fleet, moves)
-    assert [len(w.requests) for w in fleet] == [0, 3, 1, 0]
+    there, _ = emptied(leaving, worker("b", [(400, 50)]), worker("c", [(10, 5)]), worker("d", []))
+    assert [len(w.requests) for w in there] == [0, 3, 1, 0]
 
 
 def knowing(one, cached):
@@ -166,8 +175,7 @@ def test_what_leaves_a_draining_worker_goes_where_most_of_it_is_cached_of_those_
     others = worker("b", [(400, 50)]), worker("c", [(10, 5)]), worker("full", [(960, 20)])
 
     def target(**cached):
-        [move] = room.empty(SETTINGS, worker_views([knowing(leaving, cached), *others]), frozenset())
-        return move.target
+        return next_off(knowing(leaving, cached), *others).target
 
     assert target() == "b"
     assert target(c=(64, 0)) == "c"
@@ -180,11 +188,9 @@ def test_a_request_takes_no_memory_where_others_use_what_it_shares_with_them():
     shares = replace(
         worker("b", [(500, 20), (400, 20)]), load=Load(2, 900, growth_tokens=40, shared_tokens=300)
     )
-    assert room.empty(SETTINGS, worker_views([leaving, shares]), frozenset()) == []
-    asleep = knowing(leaving, {"b": (480, 0)})
-    assert room.empty(SETTINGS, worker_views([asleep, shares]), frozenset()) == []
-    in_use = knowing(leaving, {"b": (480, 300)})
-    assert [m.target for m in room.empty(SETTINGS, worker_views([in_use, shares]), frozenset())] == ["b"]
+    assert next_off(leaving, shares) is None
+    assert next_off(knowing(leaving, {"b": (480, 0)}), shares) is None  # it sleeps there
+    assert next_off(knowing(leaving, {"b": (480, 300)}), shares).target == "b"
 
 
 def test_a_copy_of_little_that_is_not_cached_ends_in_time():
@@ -195,10 +201,15 @@ def test_a_copy_of_little_that_is_not_cached_ends_in_time():
     assert named(make_room(a, known, line=[held(430, left_s=1.0)], pace=slow)) == [("b1", "b", "a")]
 
 
-def test_what_waits_at_a_draining_worker_goes_where_it_fits_of_any_kind_and_stays_where_it_fits_none():
-    leaving = worker("a", [], state="draining", waiting=[(500, 50)])
-    fleet = leaving, worker("b", [(100, 50)], kind="other"), worker("c", [(600, 5)])
-    [move] = room.empty(SETTINGS, worker_views(fleet), frozenset())
-    assert isinstance(move, Reassign)
-    assert move.target == "b"
-    assert room.empty(SETTINGS, worker_views([leaving, fleet[2]]), frozenset()) == []
+def test_one_leaves_at_a_time_and_to_no_worker_that_takes_part_in_another_move():
+    fleet = worker("a", [(100, 20)], state="draining"), worker("b", [(400, 50)]), worker("c", [(10, 5)])
+    assert next_off(*fleet).target == "b"
+    assert next_off(*fleet, busy={"b"}).target == "c"
+    assert next_off(*fleet, busy={"b", "c"}) is next_off(*fleet, busy={"a"}) is None
+
+
+def test_what_leaves_stays_within_its_kind_for_as_long_as_that_has_a_worker():
+    leaving = worker("a", [(500, 50)], state="draining", kind="x")
+    full, other = worker("b", [(600, 50)], kind="x"), worker("c", [(10, 5)], kind="y")
+    assert next_off(leaving, full, other) is None
+    assert next_off(leaving, other).target == "c"

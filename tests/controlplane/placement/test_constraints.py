@@ -5,7 +5,11 @@ from math import ceil, exp, inf, isclose
 from hypothesis import given
 from hypothesis import strategies as st
 from made_ledgers import NOW_S, At, Held, ledger_of, requests, rest_of, workers
+from made_profiles import made_profile
 
+from controlplane.perfmodel.coefficients import coefficient_row
+from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.constraints import (
     ALL_TIME,
     USE_B,
@@ -16,6 +20,7 @@ from controlplane.placement.constraints import (
     fits,
     harm,
     kv_peak,
+    prefill_lasts_s,
     spare_s,
 )
 from controlplane.placement.ledger import DECODE_ONLY, PREFILL_ONLY
@@ -74,6 +79,20 @@ def naive_kv_peak(at: At, asked: Held) -> int:
     everyone = [*at.held, asked]
     last = max(rest_of(h) for h in everyone)
     return max(sum(h.prompt + h.tokens + n for h in everyone if rest_of(h) >= n) for n in range(1, last + 1))
+
+
+@given(st.integers(1, 6000), st.integers(0, 200), st.integers(0, 50_000))
+def test_a_chunked_prefill_lasts_as_long_as_its_steps_with_their_hinges(work, decoding, context):
+    hinges = (Hinge("prefill_tokens", 300, 2e-4), Hinge("prefill_tokens", 90, 1e-4))
+    model = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8, hinges=hinges, per_prefill_step_s=0.002)
+    limits = EngineLimits(mode=EngineMode.CHUNKED, max_batched_tokens=512, max_seqs=256)
+    k = coefficient_row(made_profile(model, KvModel(1_000_000, 16, 1), limits))
+    budget, begun, lasts_s = 512 - decoding, 0, 0.0
+    while begun < work:
+        chunk = min(budget, work - begun)
+        lasts_s += model.step_s(chunk, decoding, context, (begun + chunk) ** 2 - begun**2)
+        begun += chunk
+    assert isclose(prefill_lasts_s(k, work, work, 0, decoding, context), lasts_s, rel_tol=1e-9)
 
 
 def knobs_of(only: str, theta: float = 0.5, gamma: float = 1.0):

@@ -110,7 +110,6 @@ def test_moves_pursue_targets_where_every_speed_is_told_and_balance_elsewhere():
     ):
         assert other.tick(TypeProfiles({})).moves is not None
     assert told.tick(TypeProfiles({})).shed is None  # no worker's speed is known yet
-    assert not told.tick(TypeProfiles({})).drains
 
 
 def test_who_is_held_and_the_pace_of_moves_are_in_the_snapshot():

@@ -38,7 +38,7 @@ def request(i: int, tokens: list[int], **facts) -> Tracked:
 
 
 def serve(placement: Placement, tracked: Tracked, worker: WorkerId, answer: list[int], found=None) -> None:
-    placement.put(tracked, worker, has_kv=False)
+    placement.put(tracked, worker, has_kv=False, now_s=0.0)
     for token in answer:
         told = {} if found is None else {tracked.id: found}
         placement.advance(worker, [(tracked, 1)], 0.0, told)
@@ -83,7 +83,7 @@ def test_requests_of_another_tree_or_none_find_nothing_there(other):
 def test_what_is_on_its_way_to_a_worker_is_expected_there():
     placement = fleet()
     first = request(0, TEXT[:400])
-    placement.put(first, A, has_kv=False)
+    placement.put(first, A, has_kv=False, now_s=0.0)
     assert expected(placement, request(1, TEXT[:320] + [9] * 80), A) == 320
     placement.forget(first)  # its client left before it began
     assert expected(placement, request(2, TEXT[:320] + [9] * 80), A) == 0
@@ -92,10 +92,10 @@ def test_what_is_on_its_way_to_a_worker_is_expected_there():
 def test_a_move_copies_a_prefix():
     placement = fleet()
     moved = request(0, TEXT[:100])
-    placement.put(moved, A, has_kv=False)
+    placement.put(moved, A, has_kv=False, now_s=0.0)
     placement.advance(A, [(moved, 1)], 0.0)
     moved.output_token_ids.extend(TEXT[100:160])
-    placement.put(moved, B, has_kv=True)
+    placement.put(moved, B, has_kv=True, now_s=0.0)
     after = TEXT[:160] + [7] * 50
     assert expected(placement, request(1, after), A) == expected(placement, request(2, after), B) == 144
 

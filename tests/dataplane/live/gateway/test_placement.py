@@ -46,7 +46,7 @@ def test_a_worker_with_many_seats_is_filled_and_its_counts_stay_exact():
     placement, tracked = placement_of(1, BIG), [request(i) for i in range(BIG)]
     for t in tracked:
         assert placement.choose(t, 0.0) == "w0"
-        placement.put(t, WorkerId("w0"), has_kv=False)
+        placement.put(t, WorkerId("w0"), has_kv=False, now_s=0.0)
     assert placement.choose(request(BIG), 0.0) is None
     rng = np.random.default_rng(1)
     advance(placement, tracked, [1] * BIG)
@@ -66,12 +66,14 @@ def test_what_leaves_a_worker_with_its_kv_goes_where_it_fits_best():
         placement.attach(worker(f"w{i}", 8, blocks=100), "")
         there = request(i, tokens)
         if tokens:
-            placement.put(there, WorkerId(f"w{i}"), has_kv=False)
+            placement.put(there, WorkerId(f"w{i}"), has_kv=False, now_s=0.0)
             placement.advance(WorkerId(f"w{i}"), [(there, 1)], 0.0)
             there.output_token_ids.append(5)
         if i == 0:
             leaving = there
-    assert placement.haven(leaving, 0.0) == "w2"
+    assert placement.next_off(WorkerId("w0"), [leaving], set(), 0.0) == (leaving, "w2")
+    assert placement.next_off(WorkerId("w0"), [leaving], {"w2"}, 0.0) == (leaving, "w1")
+    assert placement.next_off(WorkerId("w0"), [leaving], {"w0"}, 0.0) is None  # one at a time
     newcomer = request(9, 300)
     assert placement.choose(newcomer, 0.0, [WorkerId("w0")]) == "w1"
 
@@ -82,7 +84,7 @@ def test_a_fleet_of_a_thousand_workers_takes_what_has_a_seat():
     for t in tracked:
         chosen = placement.choose(t, 0.0)
         assert chosen is not None
-        placement.put(t, chosen, has_kv=False)
+        placement.put(t, chosen, has_kv=False, now_s=0.0)
     assert placement.choose(request(len(tracked)), 0.0) is None
     assert (placement.ledger.workers["queued"] == 8).all()
 
@@ -93,7 +95,7 @@ def test_a_silent_worker_gets_nothing_while_another_can_be_had():
     for i in range(4):
         one = request(i)
         assert placement.choose(one, 0.0) == "w1"
-        placement.put(one, WorkerId("w1"), has_kv=False)
+        placement.put(one, WorkerId("w1"), has_kv=False, now_s=0.0)
     assert placement.choose(request(4), 0.0) is None  # full, and the other one silent
     placement.suspect(WorkerId("w0"), False)
     assert placement.choose(request(5), 0.0) == "w0"
