@@ -183,12 +183,13 @@ class Gateway:
     def make_tokens(self):
         for at, seat in list(self.seats.items()):
             while seat is not None and seat[1] and seat[1][0] <= self.now_s:
-                tracked, _ = seat
-                self.placement.advance(at, [(tracked, 1)], seat[1].pop(0))
+                (tracked, _), token_s = seat, seat[1].pop(0)
+                self.placement.advance(at, [(tracked, 1)], token_s)
                 tracked.output_token_ids.append(7)
                 if not seat[1]:
                     self.seats[at] = None
                     self.end(tracked)
+                self.placement.begin_step(at, token_s)
 
     async def play(self):
         coming = [

@@ -39,7 +39,7 @@ def a_load(seed):
     n = 40
     classes = [EASY, Slo(4.0, 0.2), Slo(2.0, 0.2)]
     return Workload(
-        np.sort(rng.uniform(0, 12, n)), rng.integers(20, 2400, n), rng.integers(2, 150, n),
+        np.sort(rng.integers(1, 12_000, n)) * TICK_S, rng.integers(20, 2400, n), rng.integers(2, 150, n),
         slo_class=rng.integers(0, 3, n), priority=(rng.random(n) < 0.2).astype(np.int64),
     ), classes  # fmt: skip
 
@@ -93,6 +93,10 @@ class Engine:
             t.output_token_ids.append(7)
         return ends_s, fresh
 
+    def go_on(self, now_s):
+        self.placement.begin_step(self.name, now_s)
+        self.begin(now_s)
+
 
 class Gateway:
     """The gateway's admission and placement before such engines."""
@@ -133,7 +137,7 @@ class Gateway:
             self.placement.forget(t)
         for t in going:
             self.put(t, self.placement.choose_decode(t, ends_s), ends_s)
-        at.begin(ends_s)
+        at.go_on(ends_s)
 
     async def play(self):
         load = self.load
@@ -200,11 +204,13 @@ def test_both_planes_count_what_is_left_of_a_prompt_in_progress_and_place_alike(
         return gateway
 
     gateway = asyncio.run(live())
-    for pool in ((0,), (1, 2)):
-        assert [row for row in gateway.placed if row[1] in pool] == [row for row in placed if row[1] in pool]
     assert {w for _, w in placed} == set(range(len(FLEETS[fleet][1])))
-    busy = [(ours, theirs) for ours, theirs in zip(gateway.seen, looks, strict=True) if theirs[0]]
-    same = [ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2]) for ours, theirs in busy]
-    assert len(busy) > 1000
-    assert np.mean(same) > 0.98  # but where a held one is offered, every 10 ms there and at once here
-    assert sum(theirs[1] > 0 for _, theirs in busy) > 300
+    pairs = list(zip(gateway.seen, looks, strict=True))
+    other = [(tick, *pair) for tick, pair in enumerate(pairs) if pair[1][0] and not same(*pair)]
+    assert len(other) < 5, other[:5]
+    assert sum(theirs[1] > 0 for _, theirs in pairs) > 100
+    assert sorted(gateway.placed) == sorted(placed)
+
+
+def same(ours, theirs):
+    return ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], abs=1e-6)

@@ -374,12 +374,15 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
             else:
                 listened.append((tracked, output))
         token_counts = [(tracked, len(output.new_token_ids)) for tracked, output in listened]
-        self.placement.advance(at.worker, token_counts, now_s, _found(listened), take_prefilled(batch))
+        prefilled = take_prefilled(batch)
+        is_step = self.placement.advance(at.worker, token_counts, now_s, _found(listened), prefilled)
         self.metrics.count_tokens(sum(tokens for _, tokens in token_counts))
         for tracked, output in listened:
             self._accept(tracked, output, now_s, shift_s)
             if at.role == "prefill" and output.finish_reason is None:
                 self.handovers.prefilled(tracked)
+        if is_step:  # those that have ended are in it no more
+            self.placement.begin_step(at.worker, now_s)
         if listened or batch.scheduler_stats is not None:
             batch.outputs = [output for _, output in listened]
             batch.engine_index, batch.timestamp = at.slot, now_s

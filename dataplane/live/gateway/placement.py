@@ -140,7 +140,8 @@ class Placement:
         # Compiled now rather than under the first client's request.
         self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
-        self._begin_step(0, 0.0)
+        end_step(self._led, 0, self._computed, self._chunks, 0)
+        begin_step(self._led, 0, self._computed, self._chunks, -1.0)
         loads(self._led)
         kept_everywhere(self._led, 0)
 
@@ -447,7 +448,7 @@ class Placement:
         if has_kv and row["key"] > 0:
             self._begin_decoding(w, r, int(row["key"]))
         if was_idle:
-            self._begin_step(w, now_s)
+            self.begin_step(worker, now_s)
 
     def advance(
         self,
@@ -456,16 +457,16 @@ class Placement:
         now_s: float,
         found: Mapping[RequestId, int] | None = None,
         prefilled: int | None = None,
-    ) -> None:
-        """A worker's step is over, and the next begins; told before its tokens join the requests' own lists.
+    ) -> bool:
+        """A worker's step is over: told before its tokens join the requests' own lists. `begin_step` follows.
 
         `got`: the tokens it made, by request. `found`: those that the engine had cached of requests whose
         first it was. `prefilled`: tokens of prompts that it computed; where the engine does not say, those
-        it was expected to. What made no token and says nothing was no step.
+        it was expected to. False for what made no token and says nothing: it was no step.
         """
         w = self._worker_rows.get(worker)
         if w is None or (prefilled is None and not got):
-            return
+            return False
         if self._led.workers[w]["queued"] > 0:
             end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
         led, counts = self._led, {}
@@ -485,9 +486,11 @@ class Placement:
             self._step(w, counts)
         for r, tokens, had in fresh:
             self._begin_decoding(w, r, tokens, had)
-        self._begin_step(w, now_s)
+        return True
 
-    def _begin_step(self, w: int, now_s: float) -> None:
+    def begin_step(self, worker: WorkerId, now_s: float) -> None:
+        """A worker's next step begins, with those that are on it now."""
+        w = self._worker_rows[worker]
         at = self._led.workers[w]
         while at["running_n"] + at["queued"] > self._led.running.shape[1]:
             self._widen()
@@ -504,7 +507,7 @@ class Placement:
         running = led.running[w, : at["running_n"]]
         if len(counts) != at["decoding"]:
             for r in running:
-                if int(r) not in counts:
+                if int(r) not in counts and led.requests[r]["phase"] == DECODING:
                     led.requests[r]["key"] -= 1
         for r, tokens in counts.items():
             if tokens != 1:
