@@ -49,19 +49,17 @@ class Engine:
 
     def __init__(self, name, placement):
         self.name, self.placement = name, placement
-        self.waiting, self.decoding, self.step = deque(), [], None
+        self.waiting, self.decoding, self.step = [], [], None
 
     def add(self, tracked, left):
         if left == 0:
             self.decoding.append(tracked)
             return
-        ahead = [other for other in self.waiting if other[1] < other[0].prompt_tokens]  # begun: they go on
-        rest = [other for other in self.waiting if other not in ahead]
-        rest.append([tracked, left])
-        rest.sort(key=lambda other: -other[0].ticket.priority)
-        self.waiting = deque(ahead + rest)
+        self.waiting.append([tracked, left])
 
     def begin(self, now_s):
+        """Those begun go on, then high priority before normal, each as they came."""
+        self.waiting.sort(key=lambda one: (one[1] == one[0].prompt_tokens, -one[0].ticket.priority))
         budget, chunks, squares = 512 - len(self.decoding), [], 0
         for entry in self.waiting:
             tracked, left = entry
