@@ -43,9 +43,8 @@ from dataplane.live.engine_api.vllm_surface import (
     FinishReason,
     LoRARequest,
 )
-from dataplane.live.gateway.adapters import AdapterBook
 from dataplane.live.gateway.admission import Admission
-from dataplane.live.gateway.connections import Attached, Attachments, RequestBook, Unread
+from dataplane.live.gateway.connections import AdapterBook, Attached, Attachments, RequestBook, Unread
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics

@@ -8,7 +8,8 @@ from controlplane.placement.ledger import generated
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.gateway.placement import ROWS, SLOTS, Placement
+from dataplane.live.gateway.account import ROWS, SLOTS
+from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
 BIG = 2 * SLOTS + 100

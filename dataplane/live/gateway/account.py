@@ -1,0 +1,393 @@
+"""`Account`: the gateway's ledger of what every worker holds, by the gateway's own counts.
+
+Every change is counted here (a request put on a worker, its tokens, its end), so ten requests that arrive
+between two telemetry messages are spread over the workers. The ledger counts a worker's decode steps; here a
+step is a batch of outputs in which decoding requests got a token. A request that got none (preempted, or its
+chunk was left out of the step) is set back by one, so generated = key + step stays exact. Engines say what
+each step has computed of prompts; what the step in progress takes of them, and when it ends, goes by the
+ledger's own rule. Of a worker whose step times are not known, only its KV and its seats bound what it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from controlplane.perfmodel.coefficients import (
+    BASE,
+    BLOCK_TOKENS,
+    KV_BLOCKS,
+    MAX_BATCHED,
+    MAX_SEQS,
+    MODE,
+    PRE_BASE,
+    WIDTH,
+    coefficient_row,
+)
+from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.constraints import kept_tpot_s
+from controlplane.placement.ledger import (
+    DECODING,
+    DONE,
+    DRAINING,
+    HELD,
+    NONE,
+    OFF,
+    PREFILL_ONLY,
+    PREFILLING,
+    QUEUED,
+    ROLES,
+    SERVING,
+    Ledger,
+    begin_decoding,
+    begin_step,
+    dequeue,
+    end_step,
+    enqueue,
+    leave_queue,
+    new_ledger,
+    queue_first,
+    stop_decoding,
+    to_compute,
+)
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import RequestId, Role, WorkerId
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.mirrors import Hits, Mirrors
+from dataplane.live.gateway.request import Tracked
+
+ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
+# What a worker's record counts; 0 for one that is gone.
+QUEUE = ("queued", "queued_tokens", "queued_context", "queued_shared")
+LOADS = ("step", "decoding", "context", "running_n", *QUEUE)
+
+
+class Account:
+    """What every worker holds.
+
+    `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once. Where the
+    step times of an attached worker's kind are not known, those of none count.
+    """
+
+    def __init__(self, profiles: Mapping[str, Profile], workers: int, lengths: LengthTable) -> None:
+        self._profiles = dict(profiles)
+        self._profile_rows = {kind: coefficient_row(profile) for kind, profile in profiles.items()}
+        self._led = new_ledger(np.zeros((workers, WIDTH)), np.arange(workers), ROWS, SLOTS, lengths)
+        self._worker_rows: dict[WorkerId, int] = {}
+        self._workers: dict[int, WorkerId] = {}
+        self._kinds: dict[int, str] = {}
+        self._weights: dict[int, str] = {}
+        self._rows: dict[RequestId, int] = {}
+        self._expected: dict[RequestId, tuple[int, int]] = {}  # row of the worker it will come to, tokens
+        # Of each prefill in progress: tokens that are computed, and those that the step in progress computes.
+        self._computed, self._chunks = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
+        self._free = list(range(ROWS))
+        self._mirrors = Mirrors(workers)
+        self._lay_out()
+        # Compiled now rather than under the first client's request.
+        end_step(self._led, 0, self._computed, self._chunks, 0)
+        begin_step(self._led, 0, self._computed, self._chunks, -1.0)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger now; it is another one after `row` had to make room."""
+        return self._led
+
+    def prefix_hits(self, worker: WorkerId) -> Hits:
+        """What a worker had cached of what it was given, and what was expected."""
+        return self._mirrors.hits.get(self._worker_rows.get(worker, NONE), Hits())
+
+    def learn(self, lengths: LengthTable) -> None:
+        """Use another table for requests that outlive their prediction."""
+        self._led = self._led._replace(
+            length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
+            length_grid=np.ascontiguousarray(lengths.grid, np.int64),
+            length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
+        )
+
+    def refit(self, kind: str, step: StepModel) -> None:
+        """Use other step times than the profile's from now on, for all workers of a kind."""
+        self._profiles[kind] = replace(self._profiles[kind], step=step)
+        row = coefficient_row(self._profiles[kind])
+        times = slice(BASE, PRE_BASE)
+        self._profile_rows[kind][times] = row[times]
+        for w in [w for w, its in self._kinds.items() if its == kind and self.knows_step_times]:
+            self._led.coefficients[w, times] = row[times]
+
+    def know(self, kind: str, profile: Profile) -> None:
+        """Place by this profile of a kind from now on: its step times were learned."""
+        self._profiles[kind], self._profile_rows[kind] = profile, coefficient_row(profile)
+        self._lay_out()
+
+    @property
+    def knows_step_times(self) -> bool:
+        """Whether the step times of every worker's kind are known."""
+        return bool(self._profiles) and set(self._kinds.values()) <= set(self._profiles)
+
+    def _lay_out(self) -> None:
+        """Write the step times of each worker's kind, or none at all; free rows have those of the first."""
+        first = next(iter(self._profile_rows), None)
+        limits = slice(KV_BLOCKS, MODE)
+        for w, row in enumerate(self._led.coefficients):
+            known = self._profile_rows.get(self._kinds.get(w, first or "")) if self.knows_step_times else None
+            own = row[limits].copy()
+            row[:] = 0.0 if known is None else known
+            if w in self._kinds:  # the engine's own, whatever the profile's engine had
+                row[limits] = own
+
+    # Workers.
+
+    def attach(self, info: WorkerInfo, kind: str, role: Role = "any") -> None:
+        """A worker of a kind takes requests from now on."""
+        w = next(i for i in range(len(self._led.workers)) if i not in self._workers)
+        self._worker_rows[info.worker], self._workers[w] = w, info.worker
+        self._weights[w] = info.weights
+        caches = self._mirrors.attach(self._led.caches, w, info, len(self._led.requests))
+        self._led = self._led._replace(caches=caches)
+        self.become(info, kind, role)
+        self._led.workers[w]["status"] = SERVING
+
+    def become(self, info: WorkerInfo, kind: str, role: Role) -> None:
+        """A worker is of that kind from now on, and has that role."""
+        w = self._worker_rows[info.worker]
+        self._kinds[w] = kind
+        self._led.workers[w]["role"] = ROLES.index(role)
+        row = self._led.coefficients[w]
+        self._lay_out()
+        row[KV_BLOCKS], row[BLOCK_TOKENS] = info.kv_blocks, info.block_tokens
+        row[MAX_BATCHED], row[MAX_SEQS] = info.max_batched_tokens, info.max_seqs
+
+    def detach(self, worker: WorkerId) -> None:
+        """A worker is gone; its requests must be put elsewhere or ended."""
+        w = self._worker_rows.pop(worker, None)
+        if w is None:
+            return
+        for request in [r for r, row in self._rows.items() if self._led.requests[row]["worker"] == w]:
+            self._leave(self._rows[request])
+        self._mirrors.detach(self._led.caches, w)
+        self._expected = {r: at for r, at in self._expected.items() if at[0] != w}
+        del self._workers[w], self._kinds[w], self._weights[w]
+        self._lay_out()
+        blank = self._led.workers[w]
+        for name in LOADS:
+            blank[name] = 0
+        blank["status"], blank["boundary_s"] = OFF, -1.0
+
+    def set_open(self, worker: WorkerId, is_open: bool) -> None:
+        """Whether new requests may go to a worker (a draining one is closed)."""
+        self._led.workers[self._worker_rows[worker]]["status"] = SERVING if is_open else DRAINING
+
+    # Requests on workers.
+
+    def put(self, request: Tracked, worker: WorkerId, has_kv: bool, now_s: float) -> None:
+        """A request is on a worker (again); `has_kv` when it brings its KV and needs no prefill there."""
+        self.expect(request, None)
+        r = self.row(request)
+        self._leave(r)
+        w = self._worker_rows[worker]
+        row = self._led.requests[r]
+        row["key"] = len(request.output_token_ids)
+        row["predicted"] = max(request.predicted_tokens, int(row["key"]) + 1)
+        was_idle = self._is_idle(w)
+        enqueue(self._led, w, r, False)
+        if has_kv and row["key"] > 0:
+            self._begin_decoding(w, r, int(row["key"]))
+        if was_idle:
+            self.begin_step(worker, now_s)
+
+    def expect(self, request: Tracked, worker: WorkerId | None) -> None:
+        """Count a request on the worker that it is on its way to, beside where it is; None: no more."""
+        w, tokens = self._expected.pop(request.id, (NONE, 0))
+        if w != NONE:
+            self._led.workers[w]["queued"] -= 1
+            self._led.workers[w]["queued_context"] -= tokens
+        if worker is not None and worker in self._worker_rows:
+            w, tokens = self._worker_rows[worker], request.context_tokens
+            self._expected[request.id] = w, tokens
+            self._led.workers[w]["queued"] += 1
+            self._led.workers[w]["queued_context"] += tokens
+
+    def advance(
+        self,
+        worker: WorkerId,
+        got: Sequence[tuple[Tracked, int]],
+        now_s: float,
+        found: Mapping[RequestId, int] | None = None,
+        prefilled: int | None = None,
+    ) -> bool:
+        """A worker's step is over: told before its tokens join the requests' own lists. `begin_step` follows.
+
+        `got`: the tokens it made, by request. `found`: those that the engine had cached of requests whose
+        first it was. `prefilled`: tokens of prompts that it computed; where the engine does not say, those
+        it was expected to. False for what made no token and says nothing: it was no step.
+        """
+        w = self._worker_rows.get(worker)
+        if w is None or (prefilled is None and not got):
+            return False
+        if self._led.workers[w]["queued"] > 0:
+            end_step(self._led, w, self._computed, self._chunks, -1 if prefilled is None else prefilled)
+        led, counts = self._led, {}
+        fresh: list[tuple[int, int, int | None]] = []
+        for request, tokens in got:
+            r = self._rows.get(request.id)
+            if r is None or tokens == 0:
+                continue
+            if led.requests[r]["phase"] == DECODING:
+                counts[r] = tokens
+            elif led.requests[r]["phase"] in (QUEUED, PREFILLING):
+                had = None if found is None else found.get(request.id)
+                fresh.append((r, len(request.output_token_ids) + tokens, had))
+                if math.isnan(led.requests[r]["first_s"]):
+                    led.requests[r]["first_s"] = now_s
+        if counts:
+            self._step(w, counts)
+        for r, tokens, had in fresh:
+            self._begin_decoding(w, r, tokens, had)
+        return True
+
+    def begin_step(self, worker: WorkerId, now_s: float) -> None:
+        """A worker's next step begins, with those that are on it now."""
+        w = self._worker_rows[worker]
+        at = self._led.workers[w]
+        while at["running_n"] + at["queued"] > self._led.running.shape[1]:
+            self._widen()
+        begin_step(self._led, w, self._computed, self._chunks, now_s)
+
+    def _is_idle(self, w: int) -> bool:
+        return bool(self._led.workers[w]["running_n"] == 0 and queue_first(self._led, w) == NONE)
+
+    def _step(self, w: int, counts: dict[int, int]) -> None:
+        """One decode step: all requests advance by a token, then those with another number are set right."""
+        led, at = self._led, self._led.workers[w]
+        at["step"] += 1
+        at["context"] += sum(counts.values())
+        running = led.running[w, : at["running_n"]]
+        if len(counts) != at["decoding"]:
+            for r in running:
+                if int(r) not in counts and led.requests[r]["phase"] == DECODING:
+                    led.requests[r]["key"] -= 1
+        for r, tokens in counts.items():
+            if tokens != 1:
+                led.requests[r]["key"] += tokens - 1
+
+    def take(self, request: Tracked) -> None:
+        """A request is on no worker any more."""
+        r = self._rows.get(request.id)
+        if r is not None:
+            self._leave(r)
+
+    def forget(self, request: Tracked) -> None:
+        """A request is over."""
+        r = self._rows.pop(request.id, None)
+        if r is not None:
+            self._leave(r)
+            self._mirrors.leave(r)
+            self._led.requests[r]["phase"] = DONE
+            self._free.append(r)
+
+    def is_decoding(self, request: Tracked) -> bool:
+        """Whether its present segment has made a token."""
+        r = self._rows.get(request.id)
+        return r is not None and bool(self._led.requests[r]["phase"] == DECODING)
+
+    def is_begun(self, request: Tracked) -> bool:
+        """Whether its worker's engine computes it, or has begun to."""
+        return bool(self._led.requests[self._rows[request.id]]["phase"] in (PREFILLING, DECODING))
+
+    def hands_over(self, request: Tracked) -> bool:
+        """Whether a request is on a worker that only prefills."""
+        r = self._rows.get(request.id)
+        w = NONE if r is None else int(self._led.requests[r]["worker"])
+        return w != NONE and bool(self._led.workers[w]["role"] == PREFILL_ONLY)
+
+    def chunks(self, request: Tracked) -> int:
+        """The steps that its prefill takes, if nothing else is in them."""
+        w = int(self._led.requests[self._rows[request.id]]["worker"])
+        return -(-request.context_tokens // max(int(self._led.coefficients[w, MAX_BATCHED]), 1))
+
+    # The ledger's rows.
+
+    def row(self, request: Tracked) -> int:
+        """The request's row in the ledger, made when it is first asked for."""
+        r = self._rows.get(request.id)
+        if r is None:
+            if not self._free:
+                self._grow()
+            r = self._rows[request.id] = self._free.pop()
+            row = self._led.requests[r]
+            row["worker"] = row["next"] = NONE
+            row["phase"], row["priority"] = HELD, request.ticket.priority
+            row["prompt"], row["key"] = max(request.prompt_tokens, 1), len(request.output_token_ids)
+            row["predicted"] = max(request.predicted_tokens, 1)
+            row["arrival_s"] = request.arrival_s
+            row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
+            row["ttft_s"] = request.slo.ttft_s
+            row["tpot_s"] = request.kept_tpot_s = self._kept_tpot_s(request)
+            self._mirrors.enter(self._led.caches, r, request)
+        return r
+
+    def _kept_tpot_s(self, request: Tracked) -> float:
+        if not self.knows_step_times:
+            return request.slo.tpot_s
+        types = np.stack(list(self._profile_rows.values()))
+        asked = np.array([request.prompt_tokens]), np.array([request.slo.tpot_s])
+        return float(kept_tpot_s(types, *asked)[0])
+
+    def _grow(self) -> None:
+        """Make room for twice as many requests."""
+        n = len(self._led.requests)
+        self._led = self._led._replace(
+            requests=np.concatenate((self._led.requests, self._led.requests)),
+            caches=self._mirrors.widen(self._led.caches),
+        )
+        self._computed, self._chunks = np.tile(self._computed, 2), np.tile(self._chunks, 2)
+        self._free = list(range(n, 2 * n))
+
+    def _widen(self) -> None:
+        """Make room for twice as many requests on a worker."""
+        running = self._led.running
+        self._led = self._led._replace(running=np.concatenate((running, np.zeros_like(running)), axis=1))
+
+    def _begin_decoding(self, w: int, r: int, tokens: int, found: int | None = None) -> None:
+        at, row = self._led.workers[w], self._led.requests[r]
+        at["queued_tokens"] -= self._left(r)
+        if row["phase"] == QUEUED:
+            dequeue(self._led, w, r)
+            if at["running_n"] == self._led.running.shape[1]:
+                self._widen()
+            self._led.running[w, at["running_n"]] = r
+            at["running_n"] += 1
+        self._mirrors.begin(self._led, w, r, int(row["prompt"] + min(row["key"], tokens - 1)), found)
+        begin_decoding(self._led, w, r, tokens)
+
+    def _left(self, r: int) -> int:
+        """Tokens of a prefill that are neither computed nor in the step in progress."""
+        begun = 0 if self._led.requests[r]["phase"] == QUEUED else self._computed[r] + self._chunks[r]
+        return int(to_compute(self._led, r) - begun)
+
+    def _leave(self, r: int) -> None:
+        row = self._led.requests[r]
+        w = int(row["worker"])
+        if row["phase"] == QUEUED:
+            leave_queue(self._led, w, r)
+        elif row["phase"] in (PREFILLING, DECODING):
+            at, running = self._led.workers[w], self._led.running[w]
+            if row["phase"] == DECODING:
+                self._mirrors.end(self._led, w, r)
+                stop_decoding(self._led, w, r, HELD)
+            else:
+                at["queued"] -= 1
+                at["queued_tokens"] -= self._left(r)
+                at["queued_context"] -= row["prompt"] + row["key"]
+                row["phase"] = HELD
+            n = int(at["running_n"])
+            kept = running[:n][running[:n] != r]
+            running[: len(kept)] = kept
+            at["running_n"] = len(kept)
+            row["worker"] = NONE
+        if w != NONE and self._is_idle(w):
+            self._led.workers[w]["boundary_s"] = -1.0  # no step is in progress
