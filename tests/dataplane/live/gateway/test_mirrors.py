@@ -11,8 +11,8 @@ from controlplane.placement.ledger import cached_tokens
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
-from dataplane.live.gateway.mirrors import ROOT
 from dataplane.live.gateway.account import ROWS
+from dataplane.live.gateway.mirrors import ROOT
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
