@@ -104,7 +104,7 @@ def test_a_move_copies_a_prefix():
 def test_what_leaves_a_worker_goes_where_its_prefix_is_cached_for_as_long_as_it_is():
     placement = fleet(INFO, replace(INFO, worker=B, kv_blocks=60), replace(INFO, worker=C, kv_blocks=60))
     running = request(0, TEXT[:400])
-    placement.put(running, A, has_kv=False)
+    placement.put(running, A, has_kv=False, now_s=0.0)
     placement.advance(A, [(running, 1)], 0.0)
     running.output_token_ids.extend([5] * 20)
     for warm in (C, B):
