@@ -308,13 +308,18 @@ def begin_step(led: Ledger, w: int, computed: Ints, chunks: Ints, now_s: float) 
         i += 1
     led.workers[w].queued_tokens -= prefill
     led.workers[w].gains = 0 if whole and prefill > 0 else 1
-    led.workers[w].boundary_s = now_s
-    if whole and prefill > 0:
-        led.workers[w].boundary_s += prefill_s(k, prefill, squares)
-    elif led.workers[w].running_n > 0:
-        led.workers[w].boundary_s += mixed_s(
-            k, prefill, led.workers[w].decoding, led.workers[w].context, squares
-        )
+    led.workers[w].boundary_s = now_s + step_lasts_s(led, w, prefill, squares)
+
+
+@compiled
+def step_lasts_s(led: Ledger, w: int, prefill: int, squares: float) -> float:
+    """Seconds of a worker's step that carries so much prefill; 0 for one that has nothing to do."""
+    k = led.coefficients[led.workers[w].variant]
+    if k[MODE] != CHUNKED and prefill > 0:
+        return prefill_s(k, prefill, squares)
+    if led.workers[w].running_n == 0:
+        return 0.0
+    return mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, squares)
 
 
 @compiled
