@@ -11,9 +11,10 @@ The workers and targets of moves_in_overload.py, L-L lengths, three streams of 3
 
 Decode times are means over requests of the time of a token after the first.
 
-With `--live`, in four minutes, a fleet of four emulated engines (chunked prefill, steps and targets a quarter
-as long) serves 80 requests of the same mix without its longest, once in each setting, at rates at which its
-simulation, shown beside it, tells the settings apart; 2 of 4 workers are drained.
+With `--live`, in four minutes, a fleet of four emulated engines (chunked prefill, steps and targets half as
+long, 1,840 tokens of KV) serves 80 requests of the same mix without its longest, once in each setting, at
+rates at which its simulation, shown beside it, tells the settings apart; 2 of 4 workers are drained. Of so
+few requests, times say more than the number of late ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 import polars as pl
 
 from controlplane.control import Settings, State, tick
+from controlplane.perfmodel.profile import KvModel
 from controlplane.placement.policies import PlacementSettings, Policy
 from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import EngineMode, Slo
@@ -57,10 +59,16 @@ SEEDS = (1, 2, 3)
 REQUESTS = 3000
 FLEET = [WorkerSpec(PROFILE)] * WORKERS
 HEADROOM = 0.4
-# Of the live part: a quarter of the workers, four times as fast, and of the requests those that end soon.
-FEW, FACTOR, MOST_TOKENS = WORKERS // 4, 0.25, 1500
-LIVE_REQUESTS, LIVE_RATES = 80, {"headroom": 4.5, "room": 5.0, "consolidation": 3.0}
-FAST = replace(times(PROFILE, FACTOR), prefill=None, engine=replace(PROFILE.engine, mode=EngineMode.CHUNKED))
+# Of the live part: a quarter of the workers, twice as fast, of the requests those that end soon, and as much
+# memory as makes them wait for it.
+FEW, FACTOR, MOST_TOKENS, BLOCKS = WORKERS // 4, 0.5, 1500, 115
+LIVE_REQUESTS, LIVE_RATES = 80, {"headroom": 6.0, "room": 5.0, "consolidation": 4.0}
+FAST = replace(
+    times(PROFILE, FACTOR),
+    prefill=None,
+    engine=replace(PROFILE.engine, mode=EngineMode.CHUNKED),
+    kv=KvModel(BLOCKS * PROFILE.kv.block_tokens, PROFILE.kv.block_tokens, PROFILE.kv.bytes_per_token),
+)
 SOON = Slo(TARGETS.ttft_s * FACTOR, TARGETS.tpot_s * FACTOR)
 
 

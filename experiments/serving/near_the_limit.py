@@ -29,6 +29,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,20 @@ def served(policy: str, slo: Slo | None, rate_rps: float, requests: int) -> dict
             replays = [
                 asyncio.run(replayed(server, trace(rate_rps, requests, seed))) for seed in JUDGED if slo
             ]
-        data = model.parent / "data"
-        steps = pl.read_csv(data / "steps.csv").filter(pl.col("at_s") > began_s).drop("worker", "at_s")
-        there = read_history(data / "history", 0.0, math.inf).sort("arrival_s")
+        told = said_by_gateway(model.parent / "data", began_s) if slo else {}
         # The model's folder is a new one, so no profile of it was there.
         learned = "".join(path.read_text() for path in set(learned_folder().glob("*.json")) - before)
-    seen = there.select("ttft_s", "tpot_s").fill_null(0.0).to_dict(as_series=False)
-    return {"replays": replays, "learned": learned, "steps": steps.to_dict(as_series=False), "seen": seen}
+    return {"replays": replays, "learned": learned} | told
+
+
+def said_by_gateway(data: Path, since_s: float) -> dict[str, Any]:
+    """The steps that engines took since then, and what the gateway saw of each request, in order."""
+    steps = pl.read_csv(data / "steps.csv").filter(pl.col("at_s") > since_s)
+    seen = read_history(data / "history", since_s, math.inf).sort("arrival_s")
+    return {
+        "steps": steps.select(*BATCH, "step_s").to_dict(as_series=False),
+        "seen": seen.select("ttft_s", "tpot_s").fill_null(0.0).to_dict(as_series=False),
+    }
 
 
 async def replayed(server: Server, workload: Workload) -> dict[str, Any]:
