@@ -11,7 +11,11 @@ time and the largest first, to another of its kind; where none is left it is com
 another. What fits nowhere runs on. Both planes ask `next_off` as soon as a move has ended, and at least every
 `DRAIN_LOOK_S`: a drain goes on while no controller is there to decide.
 
-Both choose t by best fit: of the workers of w's kind that keep their promises with r, those that have most
+The caches go along: what only the leaving worker has cached is copied to where its next turn will go, the
+text used last first, for BRING_S at most and into half of the memory that is free there. A newcomer is given
+its share of the fleet's conversations in the same way.
+
+Moves choose t by best fit: of the workers of w's kind that keep their promises with r, those that have most
 of it cached, in tenths, and of these the fullest. So no move breaks a promise to another request, large gaps
 stay large, and the next worker to be drained is emptier.
 """
@@ -19,8 +23,9 @@ stay large, and the next worker to be drained is emptier.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
 
 from controlplane.migration.balance import Pairs, decoding
 from controlplane.migration.move import Price, price_of, tenths_to_send
@@ -28,6 +33,7 @@ from controlplane.migration.overload import ShedSettings, forecast, forecast_of
 from controlplane.migration.usage import WorkerView
 from controlplane.snapshot import (
     SERVING,
+    Cached,
     HeldRequest,
     Migrate,
     RunningRequest,
@@ -37,6 +43,8 @@ from controlplane.snapshot import (
 from controlplane.types import RequestId, WorkerId
 
 DRAIN_LOOK_S = 0.25
+BRING_S = 10.0  # of copying, for a worker that leaves or comes
+SHARE = 0.5  # of a worker's free memory, for what is brought: the rest keeps what it has cached itself
 _LOOKED_AT = 4  # workers tried for one that waits: where those fail that fit it best, others hardly do better
 
 
@@ -156,3 +164,93 @@ def _exchanged(settings: ShedSettings, w: WorkerView, gone: RunningRequest, h: R
     )
     everyone = [*there, *w.worker.waiting, h]
     return forecast(after, everyone, w.worker.capacity_tokens, w.worker.step, settings).worst
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a request has left in caches: the ids of its full blocks, and how much of it a worker has cached.
+
+    `number` and `of` are the plane's own, `block_tokens` is what a block holds.
+    """
+
+    number: int
+    block_tokens: int
+    ids: Sequence[int]
+    cached: Callable[[WorkerId], Cached]
+    of: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """A copy of a text's first `tokens` from one worker's cache to another's, which lacks `lacks` of them."""
+
+    text: Text
+    source: WorkerId
+    target: WorkerId
+    tokens: int
+    lacks: int
+
+
+class _Copies:
+    """The copies so far: what they leave of time and of the targets' memory, and what comes where."""
+
+    def __init__(self, targets: Sequence[WorkerView], tokens: float) -> None:
+        self._targets, self._left = {t.id: t for t in targets}, tokens
+        self._room = {t.id: SHARE * (t.free_tokens - t.load.waiting_tokens) for t in targets}
+        self._coming: dict[WorkerId, set[int]] = {t.id: set() for t in targets}
+        self.made: list[Bring] = []
+
+    def has(self, text: Text, worker: WorkerId) -> int:
+        """Tokens of a text that a target has cached, or will have."""
+        coming, blocks = self._coming[worker], 0
+        while blocks < len(text.ids) and text.ids[blocks] in coming:
+            blocks += 1
+        return max(text.cached(worker).tokens, blocks * text.block_tokens)
+
+    def make(self, text: Text, source: WorkerId, tokens: int, to: Sequence[WorkerId]) -> None:
+        """Copy to where the next turn would go: least prefill to do with it there, then most memory free."""
+
+        def work(target: WorkerId) -> tuple[float, float]:
+            queued = self._targets[target].load.waiting_tokens
+            return queued + tokens - self.has(text, target), -self._room[target]
+
+        fits = [t for t in to if tokens - self.has(text, t) <= min(self._room[t], self._left)]
+        if fits:
+            target = min(fits, key=work)
+            lacks = tokens - self.has(text, target)
+            self.made.append(Bring(text, source, target, tokens, lacks))
+            self._left -= lacks
+            self._room[target] -= lacks
+            self._coming[target].update(text.ids[: tokens // text.block_tokens])
+
+
+def pulled_along(
+    texts: Iterable[Text], source: WorkerId, targets: Sequence[WorkerView], tokens: float
+) -> list[Bring]:
+    """Copies of what only the leaving `source` has cached, in the order of `texts`, of `tokens` at most."""
+    copies, to = _Copies(targets, tokens), [t.id for t in targets]
+    for text in texts:
+        here = text.cached(source).tokens
+        if to and here > max(copies.has(text, t) for t in to):
+            copies.make(text, source, here, to)
+    return copies.made
+
+
+def warmed(
+    texts: Iterable[Text], newcomer: WorkerView, others: Sequence[WorkerId], tokens: float
+) -> list[Bring]:
+    """Copies of a newcomer's share of what the others have cached: of as many workers, one text each.
+
+    `texts` in order, of which every turn of a conversation may be one: the first that is met stands for it.
+    """
+    copies, known, turn = _Copies([newcomer], tokens), set[int](), 0
+    for text in texts:
+        here, source = max(((text.cached(w).tokens, w) for w in others), default=(0, newcomer.id))
+        blocks = here // text.block_tokens
+        if not blocks or text.ids[blocks - 1] in known:
+            continue
+        known.update(text.ids[:blocks])
+        turn += 1
+        if turn % (len(others) + 1) == 0:
+            copies.make(text, source, here, [newcomer.id])
+    return copies.made

@@ -63,6 +63,7 @@ CACHE = np.dtype(
         ("fresh", np.int64),  # and the first that was never used
         ("shared", np.int64),  # blocks saved as copies have more than one user
         ("evicted", np.int64),  # blocks, so far
+        ("lives", np.int64),  # how often it has begun empty
     ],
     align=True,
 )
@@ -167,6 +168,7 @@ def forget(caches: Caches, w: int, blocks: int) -> None:
     worker = caches.workers[w]
     worker.empty = blocks
     worker.keeps = int(blocks > 0)
+    worker.lives += 1
     worker.asleep = worker.shared = worker.fresh = 0
     worker.first = worker.last = worker.unused = NOTHING
 
@@ -224,6 +226,21 @@ def cached_blocks(caches: Caches, w: int, r: int, most: int, guess: int, in_use:
         else:
             missing = middle
     return there
+
+
+@compiled
+def cached_everywhere(caches: Caches, ids: Ints) -> Ints:
+    """By worker, how many of these blocks, from the first on, are cached there now."""
+    counts = np.zeros(len(caches.workers), np.int64)
+    for w in range(len(counts)):
+        missing = len(ids) + 1
+        while missing - counts[w] > 1:  # as in cached_blocks; mostly none is
+            middle = (counts[w] + missing) // 2 if counts[w] > 0 else 1
+            if find(caches, w, ids[middle - 1]) != NOTHING:
+                counts[w] = middle
+            else:
+                missing = middle
+    return counts
 
 
 @compiled

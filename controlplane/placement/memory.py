@@ -44,12 +44,55 @@ def touch(caches: Caches, w: int, r: int, hits: int) -> None:
     caches.requests[r].copies = hits
     caches.requests[r].own = 0
     for i in range(at, at + hits):
-        copy = caches.held[i]
+        use(caches, w, caches.held[i])
+
+
+@compiled
+def use(caches: Caches, w: int, copy: int) -> None:
+    """A copy has one user more."""
+    if caches.copies[w, copy].users == 0:
+        wake(caches, w, copy)
+    else:
+        caches.workers[w].shared += caches.copies[w, copy].blocks
+    caches.copies[w, copy].users += 1
+
+
+@compiled
+def disuse(caches: Caches, w: int, copy: int) -> None:
+    """A copy has one user less."""
+    caches.copies[w, copy].users -= 1
+    if caches.copies[w, copy].users == 0:
+        fall_asleep(caches, w, copy)
+    else:
+        caches.workers[w].shared -= caches.copies[w, copy].blocks
+
+
+@compiled
+def peek(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
+    """As `look_up`, for a request that is on another worker: nothing is listed."""
+    hits, asleep = 0, 0
+    while hits < most:
+        copy = find(caches, w, block_id(caches, r, hits))
+        if copy == NOTHING:
+            break
         if caches.copies[w, copy].users == 0:
-            wake(caches, w, copy)
-        else:
-            caches.workers[w].shared += caches.copies[w, copy].blocks
-        caches.copies[w, copy].users += 1
+            asleep += caches.copies[w, copy].blocks
+        hits += 1
+    return hits, asleep
+
+
+@compiled
+def pin(caches: Caches, w: int, r: int, hits: int) -> None:
+    """Keep the copies that a request on its way here will hit."""
+    for i in range(hits):
+        use(caches, w, find(caches, w, block_id(caches, r, i)))
+
+
+@compiled
+def unpin(caches: Caches, w: int, r: int, hits: int) -> None:
+    """Let them go again; the oldest copy of an id stays the oldest as long as it is used."""
+    for i in range(hits - 1, -1, -1):
+        disuse(caches, w, find(caches, w, block_id(caches, r, i)))
 
 
 @compiled
@@ -137,12 +180,7 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
     caches.workers[w].empty += own
     at = caches.requests[r].at
     for i in range(at + copies - 1, at - 1, -1):
-        copy = caches.held[i]
-        caches.copies[w, copy].users -= 1
-        if caches.copies[w, copy].users == 0:
-            fall_asleep(caches, w, copy)
-        else:
-            caches.workers[w].shared -= caches.copies[w, copy].blocks
+        disuse(caches, w, caches.held[i])
     caches.requests[r].copies = 0
     caches.requests[r].own = 0
     take(caches, w, 0)  # what a lone request had beyond its worker's memory is not kept

@@ -27,7 +27,8 @@ from controlplane.placement.ledger import (
     queue_first,
     to_compute,
 )
-from controlplane.placement.memory import extend, free_blocks, look_up, store, take, touch
+from controlplane.placement.memory import begin, extend, free_blocks, look_up, store, take, touch
+from controlplane.placement.memory import release as leave_behind
 from dataplane.simulated.next_step import (
     admit,
     blocks_of,
@@ -39,7 +40,7 @@ from dataplane.simulated.next_step import (
     steps_to_first_end,
     take_chunk,
 )
-from dataplane.simulated.records import Engines
+from dataplane.simulated.records import DECODE_RUN, Engines
 
 
 @compiled
@@ -219,6 +220,23 @@ def receive(led: Ledger, w: int, r: int, tokens: int) -> None:
     copies, cached, _ = hit(led, w, r, tokens + 1)
     touch(led.caches, w, r, copies)
     extend(led.caches, w, r, block, cached, tokens)
+
+
+@compiled
+def bring(led: Ledger, eng: Engines, w: int, r: int, tokens: int) -> bool:
+    """The KV of an ended request's first `tokens` comes to a worker, as if it had ended there just now.
+
+    False where the worker has no memory for what it lacks of it.
+    """
+    if eng.workers[w].activity == DECODE_RUN:
+        grow(led, eng, w, led.workers[w].step - eng.workers[w].start_step)
+    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    _, cached, asleep = hit(led, w, r, tokens)
+    if blocks_of(tokens, block) - cached // block + asleep > room(led, eng, w):
+        return False
+    begin(led.caches, w, r, block, tokens)
+    leave_behind(led.caches, w, r, block, tokens)
+    return True
 
 
 @compiled

@@ -6,8 +6,8 @@ heartbeat of its own here. With an `Elastic` fleet the number of workers is deci
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, nextafter
@@ -16,24 +16,26 @@ import numpy as np
 
 from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
+from controlplane.migration.loads import kept_at, kept_everywhere
 from controlplane.migration.move import Price
 from controlplane.migration.overload import ShedSettings
-from controlplane.migration.room import next_off
+from controlplane.migration.room import BRING_S, Bring, Text, next_off, pulled_along, warmed
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line
-from controlplane.placement.ledger import DECODING, DRAINING, NONE, SERVING, Ledger
+from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING, Ints, Ledger
 from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
 from controlplane.placement.queue import begin_round, held_tokens, leave, offer_late
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
 from controlplane.snapshot import SERVING as SERVES
-from controlplane.snapshot import Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
+from controlplane.snapshot import Cached, Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
 from controlplane.types import ClassArrivals, WorkerId
+from dataplane.simulated.cached_step import bring
 from dataplane.simulated.cluster import advance, place_held, view_all
 from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.engine import arrive, count_miss
-from dataplane.simulated.migration import Moves
+from dataplane.simulated.migration import Moves, look_again
 from dataplane.simulated.observe import OutcomeCount, deviations, held_requests, observe
 from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
@@ -72,12 +74,110 @@ class ControlSettings:
         return Transport(Pace(self.bytes_per_s or inf, self.fixed_s), slowdown=self.slowdown)
 
 
+MOST_TEXTS = 1024  # of what has ended, the last
+
+
+class Bringing:
+    """Copies between caches, for workers that leave or come; off a source one at a time, slowing nobody."""
+
+    def __init__(self, run: RunState, prices: Sequence[Price], watermark: float) -> None:
+        self._run, self._prices, self._watermark = run, prices, watermark
+        self._status = run.ledger.workers["status"].copy()
+        self._left: dict[int, deque[Bring]] = {}  # by source
+        self._at_s: dict[int, float] = {}
+        self.tokens = 0  # brought so far
+
+    @property
+    def next_s(self) -> float:
+        """When the next copy is complete; inf for none."""
+        return min(self._at_s.values(), default=inf)
+
+    @property
+    def sources(self) -> frozenset[int]:
+        return frozenset(self._left)
+
+    def act(self, now_s: float) -> None:
+        """Let the copies be found that are complete at `now_s`, and begin the next."""
+        led, eng = self._run.ledger, self._run.engines
+        for source in [w for w, at_s in self._at_s.items() if at_s <= now_s]:
+            copy = self._left[source].popleft()
+            target, r = int(copy.target), copy.text.number
+            tokens = min(copy.tokens, int(kept_at(led, source, r)[0]))
+            status = led.workers["status"]
+            is_there = tokens > 0 and status[source] != OFF and status[target] == SERVING
+            if is_there and bring(led, eng, target, r, tokens):
+                self.tokens += copy.lacks
+                look_again(led, eng, target, now_s)
+            self._next(source, now_s)
+
+    def look(self, states: Sequence[str | None] | None, now_s: float) -> None:
+        """Plan for the workers that drain, or serve, since the last look."""
+        led = self._run.ledger
+        before, now = self._status, led.workers["status"].copy()
+        self._status = now
+        leaving = np.flatnonzero((now == DRAINING) & (before == SERVING)).tolist()
+        coming = np.flatnonzero((now == SERVING) & (before == OFF)).tolist()
+        if led.caches.tokens == 0 or not (leaving or coming):
+            return
+        seen = observe(led, self._run.profiles, now_s, frozenset(), frozenset(), self._watermark, states)
+        views = {int(v.id): v for v in worker_views(seen.workers) if v.worker.state == SERVES}
+        for w in leaving:
+            targets = [views[t] for t in views if self._alike(t, w)]
+            self._begin(pulled_along(self._texts(), WorkerId(str(w)), targets, self._tokens(w)), now_s)
+        for w in coming:
+            others = [views[t].id for t in views if t != w and self._alike(t, w)]
+            if w in views:
+                self._begin(warmed(self._texts(), views[w], others, self._tokens(w)), now_s)
+
+    def _texts(self) -> Iterator[Text]:
+        """What has ended last, first."""
+        led, finish_s = self._run.ledger, self._run.engines.requests["finish_s"]
+        ended = np.flatnonzero(np.isfinite(finish_s))
+        for r in ended[np.argsort(-finish_s[ended], kind="stable")][:MOST_TEXTS].tolist():
+            row, held = led.requests[r], led.caches.requests[r]
+            blocks = min(int(held["listed"]), int(row["prompt"] + row["key"] - 1) // led.caches.tokens)
+            ids = led.caches.ids[held["begins"] : held["begins"] + blocks].tolist()
+            kept = kept_everywhere(led, r)
+
+            def cached(worker: WorkerId, kept: Ints = kept) -> Cached:
+                return Cached(int(kept[int(worker)]))
+
+            yield Text(r, led.caches.tokens, ids, cached)
+
+    def _alike(self, a: int, b: int) -> bool:
+        of = self._run.ledger.workers
+        return bool(of["variant"][a] == of["variant"][b] and of["role"][a] == of["role"][b])
+
+    def _tokens(self, w: int) -> float:
+        """As many as are copied in the time that there is."""
+        price = self._price(w)
+        return BRING_S * price.bytes_per_s / price.bytes_per_token if price.bytes_per_token else inf
+
+    def _price(self, w: int) -> Price:
+        return self._prices[int(self._run.ledger.workers["variant"][w])]
+
+    def _begin(self, copies: Sequence[Bring], now_s: float) -> None:
+        for copy in copies:
+            self._left.setdefault(int(copy.source), deque()).append(copy)
+        for source in self._left.keys() - self._at_s.keys():
+            self._next(source, now_s)
+
+    def _next(self, source: int, now_s: float) -> None:
+        if self._left[source]:
+            price = self._price(source)
+            self._at_s[source] = now_s + price.fixed_s + price.copy_s(self._left[source][0].lacks)
+        else:
+            del self._left[source]
+            self._at_s.pop(source, None)
+
+
 class SimulatedPlane:
     """A run's engines behind the port, at the clock's present time; with an `Elastic` they may be scaled."""
 
     def __init__(self, run: RunState, control: ControlSettings, elastic: Elastic | None = None) -> None:
         self._run, self._watermark, self._elastic = run, control.watermark, elastic
-        self.moves = Moves(run, [control.price(profile) for profile in run.profiles])
+        prices = [control.price(profile) for profile in run.profiles]
+        self.moves, self.bringing = Moves(run, prices), Bringing(run, prices, control.watermark)
         self._transport = control.transport
         settings = settings_of(run, control)
         acts = settings.moves is not None or settings.shed is not None
@@ -93,13 +193,16 @@ class SimulatedPlane:
 
     @property
     def next_s(self) -> float:
-        """When a worker becomes ready, or a move goes on; inf for neither."""
-        return min(inf if self._elastic is None else self._elastic.next_s, self.moves.next_s)
+        """When a worker becomes ready, or a copy or a move goes on; inf for none."""
+        ready_s = inf if self._elastic is None else self._elastic.next_s
+        return min(ready_s, self.moves.next_s, self.bringing.next_s)
 
     def act(self, now_s: float) -> None:
         """Do what is due at `now_s`, all that happened before it being done."""
         if self._elastic is not None and self._elastic.next_s == now_s:
             self._elastic.act(now_s)
+        elif self.bringing.next_s == now_s:
+            self.bringing.act(now_s)
         else:
             self.moves.act(now_s)
             self._drain(now_s)
@@ -142,7 +245,8 @@ class SimulatedPlane:
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
         self._drain(self.now_s)
         if self._elastic is not None:
-            self._elastic.follow(self.now_s, self.moves.busy())
+            self._elastic.follow(self.now_s, self.moves.busy() | self.bringing.sources)
+        self.bringing.look(None if self._elastic is None else self._elastic.states(), self.now_s)
 
     def _drain(self, now_s: float) -> None:
         """Let those leave draining workers whose turn it is."""

@@ -7,14 +7,16 @@ the target's next boundary.
     copy    tokens · bytes / bandwidth, both workers' steps `slowdown` longer
     pause   fixed + (tokens that came since + the last block) · bytes / bandwidth, then the boundary's wait
 
+What the target has cached as the copy begins is not copied, and kept there for the request.
+
 One move a worker at a time. What goes to a worker of another kind is computed anew: it stops at its source's
 next boundary and waits in the target's queue. A request that ends, is preempted or loses its worker before
 the stop stays where it is (ABORTED); a target that fails after it leaves the request to the cluster's queue,
 to be prefilled anew (LOST).
 
-Room is reserved on the target before anything is copied: blocks for the request's tokens and a seat in the
-batch, which admission there respects and decoding may preempt for. Requests join and leave compiled engine
-state at step boundaries only.
+Room is reserved on the target before anything is copied: blocks for the tokens that are not there, and a
+seat in the batch, which admission there respects and decoding may preempt for. Requests join and leave
+compiled engine state at step boundaries only.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from controlplane.compiled import compiled
 from controlplane.migration.move import Happened, Price, Stage, step
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS, MAX_SEQS
+from controlplane.placement.caches import most_hits
 from controlplane.placement.ledger import (
     DECODING,
     HELD,
@@ -41,7 +45,7 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from controlplane.placement.memory import free_blocks
+from controlplane.placement.memory import free_blocks, peek, pin, unpin
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
@@ -50,6 +54,19 @@ from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity
 from dataplane.simulated.next_step import blocks_after, blocks_of, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState
+
+
+class Room(NamedTuple):
+    """A worker's promise to a request of so many tokens: blocks, and copies of `cached` tokens kept for it.
+
+    `life`: of the worker's cache, which may begin anew meanwhile.
+    """
+
+    tokens: int
+    blocks: int
+    copies: int
+    cached: int
+    life: int
 
 
 @dataclass(slots=True)
@@ -61,8 +78,8 @@ class Move:
     target: int
     stage: Stage
     at_s: float
-    tokens: int  # as reserved on the target
-    copied: int = 0  # by the first stage
+    copied: int = 0  # by the first stage, or cached at the target
+    room: Room | None = None  # on the target
     preemptions: int = 0
     stopping: bool = False  # `at_s` is the source's boundary
     landing: bool = False  # `at_s` is the target's boundary
@@ -118,7 +135,8 @@ class Moves:
             return "it does not decode"
         if {source, target} & self.busy():
             return "a worker is at an end of another move"
-        if not reserve(led, eng, target, tokens, now_s):
+        room = self._reserve(target, r, tokens, now_s)
+        if room is None:
             self.outcomes[step(Stage.PENDING, Happened.REFUSED)] += 1
             return "the target has no room"
         price = self._price(source)
@@ -131,9 +149,9 @@ class Moves:
                 source,
                 target,
                 step(Stage.PENDING, Happened.ACCEPTED),
-                now_s + price.copy_s(copied),
-                tokens,
-                copied,
+                now_s + price.copy_s(max(copied - room.cached, 0)),
+                max(copied, room.cached),
+                room,
                 int(eng.requests["preemptions"][r]),
             )
         )
@@ -204,20 +222,18 @@ class Moves:
             return
         # With the token that this boundary gives it.
         tokens = int(tokens_of(led, eng, move.source, move.request, now_s)) + 1
-        release(led, eng, move.target, move.tokens)
-        if not reserve(led, eng, move.target, tokens, now_s):
-            move.tokens = 0
+        self._release(move)
+        move.room = self._reserve(move.target, move.request, tokens, now_s)
+        if move.room is None:
             self._close(move, Happened.COPY_FAILED, now_s)
             return
-        move.tokens = tokens
         left = int(take_out(led, eng, move.source, move.request, now_s))
         if left == 0:
             self._close(move, Happened.ENDED, now_s)
             return
         if left != tokens:  # a prefill step gave it none
-            release(led, eng, move.target, tokens)
-            reserve(led, eng, move.target, left, now_s)
-            move.tokens = left
+            self._release(move)
+            move.room = self._reserve(move.target, move.request, left, now_s)
         price = self._price(move.source)
         move.stage = step(move.stage, Happened.SWITCHED)
         move.stopped_s = now_s
@@ -240,16 +256,17 @@ class Moves:
         if not idle and eng.workers["next_s"][move.target] != now_s:
             self._arrived(move, now_s)  # it failed and came back meanwhile: another boundary
             return
-        put_in(led, eng, move.target, move.request, now_s)
+        assert move.room is not None  # since it was stopped
+        copies = self._kept(move.target, move.room)
+        put_in(led, eng, move.target, move.request, move.room.blocks, copies, now_s)
         self.pauses_s.append(now_s - move.stopped_s)
         self.outcomes[step(move.stage, Happened.RESUMED)] += 1
         move.at_s = inf
 
     def _close(self, move: Move, happened: Happened, now_s: float) -> None:
         """Give the move up, and give back what is held for it."""
-        led, eng, clu = self._run.ledger, self._run.engines, self._run.cluster
-        if move.tokens:
-            release(led, eng, move.target, move.tokens)
+        led, clu = self._run.ledger, self._run.cluster
+        self._release(move)
         self.outcomes[step(move.stage, happened)] += 1
         if happened is Happened.RESUME_FAILED:
             readmit(led, clu.queue, move.request, now_s)
@@ -279,6 +296,23 @@ class Moves:
             eng.workers["slowdown"][w] = slowdown
             look_again(led, eng, w, now_s)
 
+    def _reserve(self, w: int, r: int, tokens: int, now_s: float) -> Room | None:
+        led = self._run.ledger
+        blocks, copies, cached = reserve(led, self._run.engines, w, r, tokens, now_s)
+        life = int(led.caches.workers["lives"][w]) if led.caches.tokens else 0
+        return None if blocks == NONE else Room(tokens, int(blocks), int(copies), int(cached), life)
+
+    def _release(self, move: Move) -> None:
+        led, room = self._run.ledger, move.room
+        if room is not None:
+            copies = self._kept(move.target, room)
+            release(led, self._run.engines, move.target, move.request, room.tokens, room.blocks, copies)
+            move.room = None
+
+    def _kept(self, w: int, room: Room) -> int:
+        """The copies that are still kept there for the request."""
+        return room.copies if room.copies and self._run.ledger.caches.workers["lives"][w] == room.life else 0
+
     def _price(self, w: int) -> Price:
         return self._prices[int(self._run.ledger.workers["variant"][w])]
 
@@ -293,39 +327,47 @@ def tokens_of(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
 
 
 @compiled
-def reserve(led: Ledger, eng: Engines, w: int, tokens: int, now_s: float) -> bool:
-    """Promise a worker's memory and a seat to a request of `tokens`; False where it lacks either.
+def reserve(led: Ledger, eng: Engines, w: int, r: int, tokens: int, now_s: float) -> tuple[int, int, int]:
+    """Promise a worker's memory and a seat to a request of `tokens`; NONE where it lacks either.
 
-    A block for each sequence that runs there is left for its next token.
+    What is cached there of the request is kept for it: copies, and tokens. A block for each sequence that
+    runs there is left for its next token.
     """
     if led.workers[w].status != SERVING:
-        return False
+        return NONE, 0, 0
     view(led.workers, eng.workers, w, now_s)
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     count = led.workers[w].running_n
     used = eng.workers[w].reserved_blocks
+    copies, cached, asleep = 0, 0, 0
     if led.caches.tokens > 0:
         if eng.workers[w].activity == DECODE_RUN:
             grow(led, eng, w, led.workers[w].step - eng.workers[w].start_step)
         used += int(k[KV_BLOCKS]) - free_blocks(led.caches, w)
+        most, most_tokens = most_hits(led.caches, tokens, block)
+        copies, asleep = peek(led.caches, w, r, most)
+        cached = min(copies * led.caches.tokens, most_tokens)
     else:
         used += blocks_after(led, w, 0, block)
-    need = blocks_of(tokens + 1, block)
-    if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or used + need + count > k[KV_BLOCKS]:
-        return False
+    need = blocks_of(tokens + 1, block) - cached // block
+    if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or used + need + asleep + count > k[KV_BLOCKS]:
+        return NONE, 0, 0
+    if copies > 0:
+        pin(led.caches, w, r, copies)
     eng.workers[w].reserved_blocks += need
     eng.workers[w].reserved_seats += 1
     led.workers[w].queued += 1  # placement sees it as one that is coming
     led.workers[w].queued_context += tokens
-    return True
+    return need, copies, cached
 
 
 @compiled
-def release(led: Ledger, eng: Engines, w: int, tokens: int) -> None:
+def release(led: Ledger, eng: Engines, w: int, r: int, tokens: int, blocks: int, copies: int) -> None:
     """Take the promise back."""
-    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-    eng.workers[w].reserved_blocks -= blocks_of(tokens + 1, block)
+    if copies > 0:
+        unpin(led.caches, w, r, copies)
+    eng.workers[w].reserved_blocks -= blocks
     eng.workers[w].reserved_seats -= 1
     led.workers[w].queued -= 1
     led.workers[w].queued_context -= tokens
@@ -365,15 +407,15 @@ def take_out(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
 
 
 @compiled
-def put_in(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> None:
+def put_in(led: Ledger, eng: Engines, w: int, r: int, blocks: int, copies: int, now_s: float) -> None:
     """At a boundary of worker `w`, or while it idles: the request joins its batch, on what was reserved."""
     if eng.workers[w].activity != IDLE:
         end_activity(led, eng, w)
     tokens = led.requests[r].prompt + led.requests[r].key
-    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
-    eng.workers[w].reserved_blocks -= blocks_of(tokens + 1, block)
+    eng.workers[w].reserved_blocks -= blocks
     eng.workers[w].reserved_seats -= 1
     if led.caches.tokens > 0:
+        unpin(led.caches, w, r, copies)
         receive(led, w, r, tokens - 1)
     led.requests[r].worker = w
     led.requests[r].phase = QUEUED

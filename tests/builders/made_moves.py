@@ -26,9 +26,8 @@ def check(run, moves):
     led, eng, clu = run.ledger, run.engines, run.cluster
     phase, worker = led.requests["phase"], led.requests["worker"]
     arrived = len(run.arrived)
-    promised = {
-        w: [m.tokens for m in moves.open if m.target == w and not m.anew] for w in range(len(led.workers))
-    }
+    rooms = {w: [m.room for m in moves.open if m.target == w and m.room] for w in range(len(led.workers))}
+    promised = {w: [room.tokens for room in rooms[w]] for w in rooms}
     for w in range(len(led.workers)):
         row, there = led.workers[w], eng.workers[w]
         running = [int(r) for r in led.running[w, : row["running_n"]]]
@@ -50,7 +49,9 @@ def check(run, moves):
         assert row["queued"] == len(queue) + len(prefilling) + len(promised[w])
         assert row["queued_context"] == sum(length[queue + prefilling]) + sum(promised[w])
         assert there["reserved_seats"] == len(promised[w])
-        assert there["reserved_blocks"] == sum(blocks_of(t + 1, 16) for t in promised[w])
+        assert there["reserved_blocks"] == sum(
+            blocks_of(room.tokens + 1, 16) - room.cached // 16 for room in rooms[w]
+        )
         assert len(running) + there["reserved_seats"] <= led.coefficients[row["variant"]][23]
         if row["status"] == SERVING and there["activity"] == IDLE:
             assert not running

@@ -188,6 +188,65 @@ def test_workers_that_leave_together_are_no_refuge_for_each_other(play):
     play(story)
 
 
+def test_a_drain_copies_what_is_cached_and_a_copy_that_fails_costs_that_text_alone(play):
+    from controlplane.migration.room import Text
+    from controlplane.snapshot import Cached
+    from dataplane.live.migration.coordinator import CopyFailed
+    from experiments.lib.bare_fleet import token_request
+
+    class Ended:
+        def __init__(self, number):
+            self.ids = list(range(100 * number, 100 * number + 4))
+            self.as_request = lambda: token_request(f"t{number}", [number] * 100, {})
+
+    async def story(front, fleet):
+        block = next(front.core.attached()).link.info.block_tokens
+        texts = [
+            Text(n, block, Ended(n).ids, lambda w: Cached(4 * block * (w == W0)), Ended(n)) for n in range(3)
+        ]
+        brought, bring, told = [], front.core.migrations.bring, []
+
+        async def failing(text, *where):
+            if text.request_id == "t1":
+                raise CopyFailed("a test")
+            brought.append((text.request_id, await bring(text, *where)))
+
+            return brought[-1][1]
+
+        front.core.placement.texts = lambda: iter(texts)
+        front.core.placement.brought = lambda worker, ids: told.append(ids)
+        front.core.migrations.bring = failing
+        prompts = await streams(front, 6, 600)
+        fleet.drain(W0, "a test")
+        await until(lambda: fleet.state_of(W0) is None)
+        assert brought == [("t0", 4 * block), ("t2", 4 * block)]
+        assert told == [texts[0].ids, texts[2].ids]
+        [event] = [e for e in front.events if e.kind == "bring"]
+        assert (event.facts["texts"], event.facts["tokens"]) == (2, 8 * block)
+        await front.ended(*prompts)
+        assert whole(front, prompts, 600)
+        await until(lambda: all(not at.telemetry.kv_used_blocks for at in front.core.attached()))
+
+    play(story)
+
+
+def test_a_fault_in_copying_caches_keeps_no_worker_from_leaving_or_coming(play):
+    async def story(front, fleet):
+        def broken():
+            raise RuntimeError("a fault of ours")
+
+        front.core.placement.texts = broken
+        prompts = await streams(front, 6, 600)
+        fleet.drain(W0, "a test")
+        await until(lambda: fleet.state_of(W0) is None)
+        fleet.scale({fleet.types.only(): 3}, "a test")
+        await until(lambda: fleet.serving == 3)
+        await front.ended(*prompts)
+        assert whole(front, prompts, 600)
+
+    play(story)
+
+
 def test_a_noticed_worker_is_evacuated_once(play):
     from dataplane.live.engine_api.notices import Notice
     from dataplane.live.pool.leaving import NoticeWatch

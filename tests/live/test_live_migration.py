@@ -120,6 +120,35 @@ def test_a_move_sends_what_the_target_has_not_cached_and_all_of_it_once_that_is_
     two_workers.play(story)
 
 
+def test_a_text_brought_to_another_workers_cache_is_hit_there_and_a_lost_one_is_computed_again(two_workers):
+    from dataplane.live.migration.coordinator import CopyFailed
+    from experiments.lib.bare_fleet import token_request
+
+    async def story(fleet):
+        said = prompt(700, 61)
+        first = await unmoved(fleet, said, max_tokens=40)
+        turn = [*said, *first.tokens, *prompt(30, 62)]
+        expected = await unmoved(fleet, turn, max_tokens=40)
+        block = fleet.links[A].info.block_tokens
+        full = (len(said) + 39) // block * block
+        text = token_request("text", [*said, *first.tokens], {})
+        assert await fleet.migrations.bring(text, full, A, B) == full
+        assert await fleet.migrations.bring(text, full, A, B) == 0  # it is there
+        await clean(fleet, A, B)
+        there = await fleet.start(B, turn, {"max_tokens": 40})
+        await there.ended()
+        assert there.cached_tokens == [full]
+        assert there.tokens == expected.tokens
+        unknown = token_request("unknown", prompt(330, 63), {})  # evicted, say: the source computes it
+        assert await fleet.migrations.bring(unknown, 320, A, B) == 320
+        await clean(fleet, A, B)
+        with pytest.raises(CopyFailed, match="nowhere is gone"):
+            await fleet.migrations.bring(text, full, A, WorkerId("nowhere"))
+        await clean(fleet, A, B)
+
+    two_workers.play(story)
+
+
 def test_a_move_given_up_between_two_copies_leaves_no_block_behind(two_workers):
     async def story(fleet):
         stream = await fleet.start(A, prompt(1000, 22), {"max_tokens": 3000})

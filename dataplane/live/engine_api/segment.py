@@ -125,6 +125,19 @@ def loader_request(
     return loader
 
 
+def keeper_request(request: EngineCoreRequest, segment: str, tokens: int) -> EngineCoreRequest:
+    """A request that keeps the first `tokens` of a text in an engine's cache readable until it is released.
+
+    What is not cached there any more is computed, and the token after them in any case.
+    """
+    keeper = copy(request)
+    keeper.request_id = keeper.external_req_id = segment
+    keeper.prompt_token_ids = request.prompt_token_ids[: tokens + 1]
+    extra = {VLLM_KEY: params_from(Transfer(hold=True))}
+    keeper.sampling_params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args=extra)
+    return keeper
+
+
 def control_request(request: EngineCoreRequest, segment: str, control: Control) -> EngineCoreRequest:
     """A request that only tells the connector something; vLLM aborts it on arrival."""
     params = SamplingParams(max_tokens=1, extra_args={VLLM_KEY: params_from(control)})

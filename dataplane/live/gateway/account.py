@@ -285,7 +285,7 @@ class Account:
         r = self._rows.pop(request.id, None)
         if r is not None:
             self._leave(r)
-            self._mirrors.leave(r)
+            self._mirrors.leave(self._led.caches, r)
             self._led.requests[r]["phase"] = DONE
             self._free.append(r)
 

@@ -8,11 +8,16 @@ Workers whose engine caches no prefixes, or in blocks that the first one's do no
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.placement.caches import Caches, chain, forget, new_mirrors
 from controlplane.placement.ledger import Ledger
@@ -42,6 +47,44 @@ class Hits:
     off: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a request has left behind: itself with all its tokens as its prompt, and the ids of its blocks."""
+
+    request: EngineCoreRequest
+    tokens: array[int]
+    ids: NDArray[np.int64]
+
+    def as_request(self) -> EngineCoreRequest:
+        """A request for that text, with all that enters the hashes of its blocks."""
+        text = copy(self.request)
+        text.prompt_token_ids = list(self.tokens)
+        return text
+
+
+class Texts:
+    """The texts that ended last, `most` tokens of them; of a conversation the last turn alone."""
+
+    def __init__(self) -> None:
+        self._by_tail: OrderedDict[int, Ended] = OrderedDict()
+        self._tokens = self.most = 0
+
+    def __iter__(self) -> Iterator[Ended]:
+        """The latest first."""
+        return reversed(self._by_tail.values())
+
+    def add(self, ended: Ended) -> None:
+        for tail in ended.ids.tolist():
+            self._drop(self._by_tail.pop(tail, None))
+        self._by_tail[int(ended.ids[-1])] = ended
+        self._tokens += len(ended.tokens)
+        while self._tokens > self.most:
+            self._drop(self._by_tail.popitem(last=False)[1])
+
+    def _drop(self, ended: Ended | None) -> None:
+        self._tokens -= 0 if ended is None else len(ended.tokens)
+
+
 class Mirrors:
     """The mirrors of a ledger's workers, by the rows of its workers and requests.
 
@@ -53,6 +96,8 @@ class Mirrors:
         self._requests: dict[int, Tracked] = {}  # those whose blocks are listed, or that hold memory
         self._engine_block = self._most_tokens = 0
         self.hits: dict[int, Hits] = {}
+        self._room: dict[int, int] = {}  # tokens, by worker
+        self.texts = Texts()
 
     def attach(self, caches: Caches, w: int, info: WorkerInfo, requests: int) -> Caches:
         """A worker is in row `w` and has cached nothing yet; return the caches, laid out if they were not."""
@@ -67,6 +112,8 @@ class Mirrors:
             chain(np.zeros(1, np.int64), block, ROOT, caches.ids[:0])  # compiled now
         if info.block_tokens == self._engine_block:
             forget(caches, w, min(info.kv_blocks, caches.copies.shape[1]))
+            self._room[w] = info.kv_blocks * info.block_tokens
+            self.texts.most = sum(self._room.values())
         return caches
 
     def detach(self, caches: Caches, w: int) -> None:
@@ -74,6 +121,8 @@ class Mirrors:
         self.hits.pop(w, None)
         if caches.tokens:
             forget(caches, w, 0)
+            self._room.pop(w, None)
+            self.texts.most = sum(self._room.values())
 
     def widen(self, caches: Caches) -> Caches:
         """Room for twice as many requests."""
@@ -95,9 +144,28 @@ class Mirrors:
         self._requests[r] = request
         self._list(caches, r)
 
-    def leave(self, r: int) -> None:
+    def leave(self, caches: Caches, r: int) -> None:
         """A row's request is over."""
-        self._requests.pop(r, None)
+        tracked = self._requests.pop(r, None)
+        if tracked is None or caches.tokens == 0 or not is_shared(tracked.request):
+            return
+        row, prompt = caches.requests[r], tracked.request.prompt_token_ids or []
+        blocks = min(int(row["listed"]), (tracked.context_tokens - 1) // caches.tokens)
+        if blocks and tracked.output_token_ids:
+            at, template = int(row["begins"]), copy(tracked.request)
+            template.prompt_token_ids = []
+            tokens = array("q", [*prompt, *tracked.output_token_ids])
+            self.texts.add(Ended(template, tokens, caches.ids[at : at + blocks].copy()))
+
+    def bring(self, led: Ledger, w: int, r: int, ids: NDArray[np.int64]) -> None:
+        """These blocks are cached at a worker from now on; `r` is a row that no request has."""
+        row, tokens = led.caches.requests[r], len(ids) * led.caches.tokens
+        at = int(row["begins"])
+        row["listed"], row["copies"], row["own"] = len(ids), 0, 0
+        led.caches.ids[at : at + len(ids)] = ids
+        if led.caches.workers[w]["keeps"]:
+            begin(led.caches, w, r, self._engine_block, tokens)
+            end(led.caches, w, r, self._engine_block, tokens)
 
     def _list(self, caches: Caches, r: int) -> None:
         """List the ids of all blocks that a request fills by now."""
@@ -133,6 +201,11 @@ class Mirrors:
         self._list(led.caches, r)
         tokens = min(self._requests[r].context_tokens - 1, self._most_tokens)
         end(led.caches, w, r, self._engine_block, tokens)
+
+
+def is_shared(request: EngineCoreRequest) -> bool:
+    """Whether another request may have the same text: its tree is not its own alone."""
+    return root_of(request) != _number_of(request.request_id)
 
 
 def root_of(request: EngineCoreRequest) -> int:

@@ -9,10 +9,11 @@ import numpy as np
 
 from controlplane.migration.loads import cached_at, kept_everywhere, loads, request_at, views_of
 from controlplane.migration.overload import ShedSettings
-from controlplane.migration.room import next_off
+from controlplane.migration.room import Text, next_off
 from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.caches import cached_everywhere
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -35,7 +36,7 @@ from controlplane.placement.policies import (
     decode_worker,
     has_seat,
 )
-from controlplane.snapshot import RunningRequest, WorkerLoad
+from controlplane.snapshot import Cached, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.gateway.account import Account
 from dataplane.live.gateway.request import Tracked
@@ -177,6 +178,28 @@ class Placement(Account):
         here = self._led.requests[r]["worker"]
         there = [(int(kept[w]), name) for w, name in self._workers.items() if kept[w] and w != here]
         return {name: tokens for tokens, name in sorted(there, reverse=True)[:MOST_TOLD]}
+
+    # What workers have cached, as one of them leaves or comes.
+
+    def texts(self) -> Iterator[Text]:
+        """What has ended last, first; by its turn in that order."""
+        caches, rows = self._led.caches, self._worker_rows
+        for turn, ended in enumerate(self._mirrors.texts):
+            blocks = cached_everywhere(caches, ended.ids) * caches.tokens
+
+            def cached(worker: WorkerId, blocks: Ints = blocks) -> Cached:
+                return Cached(int(blocks[rows[worker]]))
+
+            yield Text(turn, caches.tokens, ended.ids.tolist(), cached, ended)
+
+    def views(self, workers: Sequence[WorkerId]) -> list[WorkerView]:
+        """These workers as rules of moves see them."""
+        return list(self._views([self._worker_rows[name] for name in workers]).values())
+
+    def brought(self, worker: WorkerId, ids: Ints) -> None:
+        """The blocks of these ids have come to a worker's cache."""
+        if worker in self._worker_rows and self._free and self._led.caches.tokens:
+            self._mirrors.bring(self._led, self._worker_rows[worker], self._free[-1], ids)
 
     # Prefill and decode workers.
 

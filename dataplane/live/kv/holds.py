@@ -1,8 +1,9 @@
 """The scheduler's side of moves: the segments that may be read, and the blocks that outlive their segments.
 
 A *lease* begins when a move does: the segment's block table is offered to readers, and when the segment ends,
-for any reason but an error, its blocks stay. A *hold* is that stay. Both end by `release`, or by themselves
-at a deadline, so that a gateway that dies in mid-move costs memory for seconds only. A loader asks for a hold
+for any reason but an error, its blocks stay. A *hold* is that stay, in which they may be read. Both end by
+`release`, or by themselves at a deadline, so that a gateway that dies in mid-move costs memory for seconds
+only. A loader asks for a hold
 on itself, which ends when a later request drops it. Where the engine can leave a loaded request as it is
 (`arrived`), the loader is not computed: one token of it takes as long as one of the moved request, and every
 request on the target would wait for it.
@@ -149,8 +150,7 @@ class Holds:
         holds_itself = transfer.hold and not aborted
         if (leased or holds_itself) and not failed and blocks:
             self._holds_until[segment] = now_s + self._hold_s
-            if leased:
-                self._orders.offered[segment] = list(blocks)
+            self._orders.offered[segment] = list(blocks)
             return True
         if leased:
             self._withdraw(segment)

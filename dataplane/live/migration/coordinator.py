@@ -13,6 +13,9 @@ at the source, for the step that made the last token has ended. So, while the so
    loaders' blocks, whose tail of KV is taken from the source, and which computes exactly one token;
 4. release both.
 
+A text that no request is using is *brought* from cache to cache (`bring`): a *keeper* holds its blocks at the
+source, a loader takes them at the target, and as both are released the target has them cached.
+
 Before 3 any failure leaves the request where it was. After 3 FleetCore replays it from its tokens.
 """
 
@@ -23,7 +26,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -41,7 +44,12 @@ from dataplane.live.engine_api.kv_messages import (
     loaded_tokens,
 )
 from dataplane.live.engine_api.link import EngineLink, WorkerInfo
-from dataplane.live.engine_api.segment import control_request, loader_request, obstacle_to_move
+from dataplane.live.engine_api.segment import (
+    control_request,
+    keeper_request,
+    loader_request,
+    obstacle_to_move,
+)
 from dataplane.live.engine_api.vllm_surface import EngineCoreOutput, EngineCoreRequest, FinishReason
 from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 
@@ -127,6 +135,39 @@ class Migrations:
                 move.take(ended, "given up by its caller")
             self._close(move)
         return move
+
+    async def bring(self, text: EngineCoreRequest, tokens: int, source: WorkerId, target: WorkerId) -> int:
+        """Copy the KV of a text's first `tokens` from one worker's cache to another's; how many were sent.
+
+        Raises CopyFailed; nothing is held anywhere then.
+        """
+        name = f"{LOADER_PREFIX}{self._gateway}-{next(self._ids)}"
+        keeper, loader = f"{name}-keeper", f"{name}-loader"
+
+        def check() -> bool:
+            self._info(source), self._info(target)  # raise where one is gone
+            return False
+
+        async with self._budgeted(source, target, "live"):
+            info = self._info(source)
+            try:
+                kept = await self._answered(check, source, keeper, keeper_request(text, keeper, tokens))
+                if kept.finish_reason != FinishReason.LENGTH:
+                    raise CopyFailed(f"{source} could not keep a text")
+                pace = self._budget.pace(tokens * info.kv_bytes_per_token)
+                load = KvLoad(info.kv_addresses, keeper, tokens, pace=pace, secret=info.kv_secret)
+                request = loader_request(text, (), loader, load, ())
+                answer = await self._answered(check, target, loader, request)
+                if answer.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                    raise CopyFailed(f"{target} could not load a text")
+                return _taken(answer, tokens)
+            except BaseException:
+                await self._end(target, loader)
+                await self._end(source, keeper)
+                raise
+            finally:
+                await self._release(name, text, target, loader)
+                await self._release(name, text, source, keeper)
 
     def claim(self, output: EngineCoreOutput) -> None:
         """Take an output whose segment begins with `LOADER_PREFIX`."""
@@ -230,10 +271,9 @@ class Migrations:
                 if tokens - copied < (2 * block if copied else block):
                     break
                 began_s = time.monotonic()
-                loader, taken = await self._copy(move, running, tokens, loader, is_stream)
+                loader, taken = await self._copy(move, running, tokens, copied, loader, is_stream)
                 move.copy_s += time.monotonic() - began_s
                 is_stream = False
-                taken = tokens - copied if taken is None else taken
                 move.stages.append(tokens - copied)
                 move.cached_tokens += tokens - copied - taken
                 move.copied_bytes += taken * self._info(running.worker).kv_bytes_per_token
@@ -253,9 +293,9 @@ class Migrations:
         finally:
             # The continuation drops the loader as it is admitted; one that gave no token may never have been.
             if loader is not None and not resumed:
-                await self._release(move, running, move.target, loader)
+                await self._release(move.id, running.request, move.target, loader)
             if move.mode != "recompute":
-                await self._release(move, running, running.worker, running.segment)
+                await self._release(move.id, running.request, running.worker, running.segment)
 
     def _last_load(self, move: Move, running: Running, copied: int, loader: str | None) -> Transfer:
         if move.mode == "recompute":
@@ -288,11 +328,17 @@ class Migrations:
         return resumed
 
     async def _copy(
-        self, move: Move, running: Running, tokens: int, previous: str | None, is_stream: bool
-    ) -> tuple[str, int | None]:
+        self,
+        move: Move,
+        running: Running,
+        tokens: int,
+        copied: int,
+        previous: str | None,
+        is_stream: bool,
+    ) -> tuple[str, int]:
         """One pre-copy: bring the KV of [0, tokens) to the target, but for what that has cached.
 
-        Return the loader that holds it, and the tokens taken from the source, where the target says.
+        Return the loader that holds it, and the tokens taken from the source.
         """
         self._check(move, running)
         name = f"{move.id}-{len(move.stages)}"
@@ -311,9 +357,9 @@ class Migrations:
             # Whatever went wrong, this loader and what it was to take over from must go.
             await self._end(move.target, name)
             for loader in (name, *drop):
-                await self._release(move, running, move.target, loader)
+                await self._release(move.id, running.request, move.target, loader)
             raise
-        return name, 0 if answer.finish_reason == FinishReason.LENGTH else loaded_tokens(answer)
+        return name, _taken(answer, tokens - copied)
 
     async def _ask(
         self, move: Move, running: Running, worker: WorkerId, name: str, request: EngineCoreRequest
@@ -322,7 +368,18 @@ class Migrations:
 
         Raises RequestEnded or CopyFailed as soon as there is nothing left to wait for.
         """
-        self._check(move, running)
+
+        def check() -> bool:
+            self._check(move, running)
+            return not running.output_token_ids  # what is waited for is the prefill
+
+        return await self._answered(check, worker, name, request)
+
+    async def _answered(
+        self, check: Callable[[], bool], worker: WorkerId, name: str, request: EngineCoreRequest
+    ) -> EngineCoreOutput:
+        """The last output of a request of ours; `check` raises what ends the wait, or says to be patient."""
+        check()
         link = self._fleet.link(worker)
         assert link is not None  # just checked
         arrival = asyncio.get_running_loop().create_future()
@@ -334,8 +391,7 @@ class Migrations:
                 await asyncio.wait([arrival], timeout=LOOK_S)
                 if arrival.done():
                     return arrival.result()
-                self._check(move, running)
-                if not running.output_token_ids:  # what is waited for is the prefill
+                if check():
                     deadline_s = time.monotonic() + self._budget.stage_s
                 if time.monotonic() > deadline_s:
                     raise CopyFailed(f"{worker} had no room, or no time, in {self._budget.stage_s:g} s")
@@ -367,16 +423,24 @@ class Migrations:
             raise CopyFailed(f"{worker} is gone")
         return link.info
 
-    async def _release(self, move: Move, running: Running, worker: WorkerId, segment: str) -> None:
+    async def _release(self, move: str, of: EngineCoreRequest, worker: WorkerId, segment: str) -> None:
         link = self._fleet.link(worker)
         if link is not None:
-            name = f"{move.id}-release-{segment}"
-            await link.add(control_request(running.request, name, Control("release", segment)))
+            name = f"{move}-release-{segment}"
+            await link.add(control_request(of, name, Control("release", segment)))
 
     async def _end(self, worker: WorkerId, segment: str) -> None:
         link = self._fleet.link(worker)
         if link is not None:
             await link.abort([segment])
+
+
+def _taken(answer: EngineCoreOutput, most: int) -> int:
+    """The tokens that a loader took from its source, of `most`: all, where its engine does not say."""
+    if answer.finish_reason == FinishReason.LENGTH:
+        return 0
+    told = loaded_tokens(answer)
+    return most if told is None else told
 
 
 def meaning(info: WorkerInfo) -> tuple[str, ...]:

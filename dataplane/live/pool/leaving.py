@@ -6,6 +6,9 @@ go on beside them, one at a time on each target, so that none waits for another'
 requests that might be moved only once a move has shown its pace. Shortly before the deadline whatever may be
 replayed is, at once; what cannot be continued elsewhere ends in an explicit error as the worker is parted
 with. A notice that a worker's machine goes away orders an evacuation.
+
+A drain takes caches along, too: what only the worker has cached is copied to where its next turns will go
+(controlplane.migration.room says what, and where). A worker that comes is given its share in the same way.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
 from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Haven, Leaving, Order, Way, plan_evacuation
-from controlplane.migration.room import DRAIN_LOOK_S
+from controlplane.migration.room import BRING_S, DRAIN_LOOK_S, Bring, pulled_along, warmed
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import GIVEN_S
@@ -31,7 +34,7 @@ from dataplane.live.engine_api.segment import obstacle_to_replay
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.request import Tracked
-from dataplane.live.migration.coordinator import layout, meaning
+from dataplane.live.migration.coordinator import CopyFailed, layout, meaning
 
 if TYPE_CHECKING:
     from dataplane.live.pool.pool import WorkerPool
@@ -94,10 +97,11 @@ class Exit:
     async def drain(self, why: str, until_s: float = math.inf) -> None:
         """Move everything off as it fits elsewhere, until nothing is left or the time has come.
 
-        What waits there goes at once, what decodes by the rule of both planes.
+        What waits there goes at once, what decodes by the rule of both planes; what is cached goes beside.
         """
         shedding: asyncio.Task[None] | None = None
         stay: set[RequestId] = set()  # a move of theirs has failed: until the next look
+        along = asyncio.ensure_future(self._bring_along(until_s))
         try:
             while (remaining := self._here()) and time.monotonic() < until_s:
                 if shedding is None or shedding.done():
@@ -110,9 +114,20 @@ class Exit:
                     stay.clear()
                 elif not await self._move_off(*next_off, why):
                     stay.add(next_off[0].id)
+            await along
         finally:
+            along.cancel()
             if shedding is not None:
                 shedding.cancel()
+
+    async def _bring_along(self, until_s: float) -> None:
+        """Copy what only this worker has cached to where its next turns will go."""
+        core, worker, placement = self._core, self.worker, self._core.placement
+        with _a_fault_ends_only_this(worker):
+            alike = _alike(core, worker, self._is_open)
+            tokens = _copied_in_time(core, worker) if alike else 0.0
+            copies = pulled_along(placement.texts(), worker, placement.views(alike), tokens)
+            await _bring(core, copies, f"{worker} is being drained", until_s)
 
     async def shed_unstarted(self, why: str) -> None:
         """Let those that only wait be prefilled elsewhere, where there is room; else they are here."""
@@ -305,6 +320,69 @@ class Exit:
             return Way((self._sent + self._under.half_sent) / max(self._moving_s, 1e-3), 0.0)
         size = 0 if link is None else link.info.kv_bytes_per_token
         return Way(self._core.migrations.usual.bytes_per_s / max(size, 1))
+
+
+async def bring_to(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> None:
+    """Give a worker that has just come its share of what the others have cached."""
+    with _a_fault_ends_only_this(worker):
+        alike = _alike(core, worker, is_open)
+        views = core.placement.views([worker] if alike else [])
+        for view in views:
+            copies = warmed(core.placement.texts(), view, alike, _copied_in_time(core, worker))
+            await _bring(core, copies, f"{worker} has come", math.inf)
+
+
+@contextmanager
+def _a_fault_ends_only_this(worker: WorkerId) -> Iterator[None]:
+    """No fault of ours in copying caches must keep a worker from leaving, or from serving."""
+    try:
+        yield
+    except Exception:
+        log.exception("caches of %s are left where they are", worker)
+
+
+async def _bring(core: FleetCore, copies: Sequence[Bring], why: str, until_s: float) -> None:
+    """Make copies between caches, one after another, for as long as there is time; say how many."""
+    until_s = min(until_s, time.monotonic() + 2 * BRING_S)
+    made = tokens = sent = 0
+    for copy in copies:
+        if time.monotonic() > until_s or core.link(copy.source) is None or core.link(copy.target) is None:
+            break
+        try:
+            text = copy.text.of.as_request()
+            sent += await core.migrations.bring(text, copy.tokens, copy.source, copy.target)
+        except CopyFailed as failure:
+            log.info("a text stays where it is: %s", failure)
+            continue
+        core.placement.brought(copy.target, copy.text.of.ids[: copy.tokens // copy.text.block_tokens])
+        made, tokens = made + 1, tokens + copy.tokens
+    if made:
+        said = f"{why}: {made} cached texts of {tokens} tokens copied to where their next turns go"
+        core.events.record(time.time(), "bring", said, texts=made, tokens=tokens, sent_tokens=sent)
+
+
+def _alike(core: FleetCore, worker: WorkerId, is_open: Callable[[WorkerId], bool]) -> list[WorkerId]:
+    """The other open workers of its kind that can read its KV and go on with it."""
+    link, kind = core.link(worker), core.kind_of(worker)
+    if link is None:
+        return []
+    return [
+        at.worker
+        for at in core.attached()
+        if at.worker != worker
+        and at.kind == kind
+        and is_open(at.worker)
+        and meaning(at.link.info) == meaning(link.info)
+        and layout(at.link.info) == layout(link.info)
+        and not link.info.why_fixed
+    ]
+
+
+def _copied_in_time(core: FleetCore, worker: WorkerId) -> float:
+    """The tokens that moves copy in the time that there is for this."""
+    link = core.link(worker)
+    size = 0 if link is None else link.info.kv_bytes_per_token
+    return BRING_S * core.migrations.usual.bytes_per_s / max(size, 1)
 
 
 def _haven(at: Attached, tokens: int, requests: int, reads_kv: bool) -> Haven:

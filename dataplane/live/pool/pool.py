@@ -27,7 +27,7 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
-from dataplane.live.pool.leaving import Exit
+from dataplane.live.pool.leaving import Exit, bring_to
 from dataplane.live.pool.member import Host, Member, Revision, WorkerState
 
 log = logging.getLogger(__name__)
@@ -316,6 +316,7 @@ class WorkerPool:
         self.cold_start_s = cold_start_s
         member.is_tried = False
         self.become(member, "serving", "its engine is ready and warm")
+        self.spawn(bring_to(self.core, member.worker, lambda worker: self.state_of(worker) == "serving"))
 
     async def _launch_or_report(self, member: Member) -> None:
         try:

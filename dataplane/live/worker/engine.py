@@ -67,6 +67,11 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             raise BadInput(
                 f"engine argument {name}: the live plane sets it itself, got {engine_settings[name]!r}"
             )
+    if engine_settings.get("kv_offloading_size"):
+        raise BadInput(
+            "engine argument kv_offloading_size: vLLM would put its connector for host memory in the place of"
+            " the one that moves KV"
+        )
     if engine_settings.get("distributed_executor_backend") == "ray":
         raise BadInput(
             "engine argument distributed_executor_backend: ranks share one host, so it cannot be ray"

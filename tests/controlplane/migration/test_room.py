@@ -213,3 +213,83 @@ def test_what_leaves_stays_within_its_kind_for_as_long_as_that_has_a_worker():
     full, other = worker("b", [(600, 50)], kind="x"), worker("c", [(10, 5)], kind="y")
     assert next_off(leaving, full, other) is None
     assert next_off(leaving, other).target == "c"
+
+
+BLOCK = 16
+
+
+def text(number, ids, **cached):
+    """A text of these blocks; `cached`: blocks that workers have of it."""
+    return room.Text(number, BLOCK, ids, lambda w: Cached(BLOCK * cached.get(w, 0)))
+
+
+def brought(copies):
+    return [(c.text.number, c.source, c.target, c.tokens, c.lacks) for c in copies]
+
+
+def pulled(texts, *targets, tokens=10_000):
+    return brought(room.pulled_along(texts, WorkerId("a"), worker_views(targets), tokens))
+
+
+EMPTY = worker("b", []), worker("c", [])
+
+
+def test_what_only_the_leaving_worker_has_goes_along_and_each_text_once():
+    conversation = [text(1, range(10), a=10), text(0, range(6), a=6)]
+    assert pulled(conversation, *EMPTY[:1]) == [(1, "a", "b", 160, 160)]
+    assert pulled([text(0, range(6), a=6, b=6), text(1, [9]), text(2, [8], c=1)], *EMPTY) == []
+    assert pulled(conversation) == []
+
+
+def test_what_goes_along_goes_where_its_next_turn_will_least_work_first():
+    shares = text(0, range(10), a=10, c=3)
+    assert pulled([shares], *EMPTY) == [(0, "a", "c", 160, 112)]
+    busy = worker("c", [], waiting=[(200, 5)])
+    assert pulled([shares], EMPTY[0], busy) == [(0, "a", "b", 160, 160)]
+    # Two with the same beginning: the second finds it where the first went.
+    others = [text(1, [*range(5), 50], a=6), text(2, [*range(5), 60], a=6)]
+    assert pulled(others, *EMPTY)[1] == (2, "a", "b", 96, 16)
+
+
+def test_what_goes_along_is_bounded_by_time_and_by_half_of_the_memory_that_is_free():
+    texts = [text(n, range(100 * n, 100 * n + 10), a=10) for n in range(9)]
+    assert [n for n, *_ in pulled(texts, EMPTY[0])] == [0, 1, 2]  # 480 of 1,000 tokens
+    assert [n for n, *_ in pulled(texts, worker("b", [(600, 10)]))] == [0]
+    assert [n for n, *_ in pulled(texts, *EMPTY, tokens=330)] == [0, 1]
+
+
+def test_a_newcomer_is_given_its_share_of_conversations():
+    texts = [text(n, range(100 * n, 100 * n + 2), **{"ab"[n % 2]: 2}) for n in range(9)]
+    turns = [t for n in range(9) for t in (texts[n], text(n + 9, [100 * n], a=1, b=1))]
+    [new] = worker_views([worker("n", [])])
+    given = brought(room.warmed(turns, new, [WorkerId("a"), WorkerId("b")], 10_000))
+    assert given == [(2, "a", "n", 32, 32), (5, "b", "n", 32, 32), (8, "a", "n", 32, 32)]
+    assert room.warmed(texts, new, [], 10_000) == []
+
+
+many = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 12), st.lists(st.integers(0, 12), min_size=3, max_size=3)),
+    max_size=20,
+)
+
+
+@given(many, st.integers(0, 2000), st.integers(0, 900))
+def test_no_copy_lacks_what_is_there_nor_exceeds_time_or_memory(shapes, tokens, held_tokens):
+    texts = [
+        text(
+            n,
+            range(100 * root, 100 * root + blocks),
+            **dict(zip("abc", map(min, had, [blocks] * 3), strict=True)),
+        )
+        for n, (root, blocks, had) in enumerate(shapes)
+    ]
+    targets = worker("b", [(held_tokens, 5)] if held_tokens else []), worker("c", [])
+    copies = room.pulled_along(texts, WorkerId("a"), worker_views(targets), tokens)
+    assert sum(c.lacks for c in copies) <= tokens
+    for w in targets:
+        free = w.capacity_tokens - sum(r.tokens for r in w.requests)
+        assert sum(c.lacks for c in copies if c.target == w.worker) <= room.SHARE * free
+    for c in copies:
+        assert 0 < c.lacks <= c.tokens - c.text.cached(c.target).tokens
+        assert c.tokens == c.text.cached(WorkerId("a")).tokens
+    assert len({(c.target, c.tokens, tuple(c.text.ids[: c.tokens // BLOCK])) for c in copies}) == len(copies)

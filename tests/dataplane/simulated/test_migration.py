@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_moves import check, profile
+from random_cases import prefixes_of, shared_texts
 
 from controlplane.control import Settings
 from controlplane.errors import BadInput
@@ -15,13 +16,16 @@ from controlplane.placement.ledger import (
     DECODING,
     QUEUED,
 )
+from controlplane.placement.memory import find, free_blocks, take
 from controlplane.placement.policies import PlacementSettings
-from controlplane.snapshot import Migrate, Reassign
+from controlplane.prefixes import Prefixes
+from controlplane.snapshot import Cached, Migrate, Reassign
 from controlplane.types import EngineMode, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.control_loop import ControlSettings, drive
+from dataplane.simulated.control_loop import Bringing, ControlSettings, drive
 from dataplane.simulated.migration import Moves
+from dataplane.simulated.next_step import blocks_of
 from dataplane.simulated.observe import observe
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 
@@ -114,6 +118,77 @@ def test_a_move_costs_its_request_a_pause_and_a_wait_for_the_boundary_and_nothin
     assert outcome.finish_s[0] - stays.finish_s[0] == pytest.approx(pause_s)
     # 10 ms, and what the request made during the copy of about 0.2 s (some ten tokens) with its last block.
     assert 0.01 < pause_s < 0.01 + (16 + 16) * 1e-3
+
+
+def warm_target(cached_tokens):
+    """As `one_mover`, on a target that has computed so much of the request before; when its copy ends."""
+    sizes, blocks = np.array([160, 160]), cached_tokens // 16
+    ids = np.concatenate([np.arange(10), np.arange(10) + np.where(np.arange(10) < blocks, 0, 100)])
+    workload = Workload(
+        np.array([0.0, 0.1]), sizes, np.array([200, 200]), prefixes=Prefixes(16, np.array([0, 10, 20]), ids)
+    )
+    run = begun(workload, [WorkerSpec(profile())] * 2)
+    moves = Moves(run, [ControlSettings(bytes_per_s=1e9, slowdown=0.0).price(profile())])
+    advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
+    view_all(run.ledger, run.engines, 1.0)
+    row = observe(run.ledger, run.profiles, 1.0, frozenset(), frozenset(), 0.0).workers[1].requests[0]
+    assert row.cached(WorkerId("0")) == Cached(cached_tokens, cached_tokens)  # its other still decodes
+    assert row.to_send(WorkerId("0")) == row.new_at(WorkerId("0")) == row.tokens - cached_tokens
+    assert moves.migrate(Migrate(RequestId("1"), WorkerId("1"), WorkerId("0"), "asked"), 1.0) is None
+    return run, moves, row.tokens
+
+
+@pytest.mark.parametrize("cached", [0, 16, 96, 160])
+def test_a_move_copies_and_reserves_what_the_target_has_not_cached(cached):
+    run, moves, tokens = warm_target(cached)
+    full = (tokens - 1) // 16 * 16
+    assert moves.next_s - 1.0 == pytest.approx((full - cached) * 1e-3)  # 1 MB a token, 1 GB a second
+    assert run.engines.workers["reserved_blocks"][0] == blocks_of(tokens + 1, 16) - cached // 16
+    outcome = finish(run, moves)
+    assert (outcome.worker[1], moves.outcomes[Stage.DONE]) == (0, 1)
+    assert moves.pauses_s[0] < 0.01 + (16 + 16) * 1e-3 + 0.05
+    assert (run.ledger.caches.copies["users"] == 0).all()
+
+
+def test_what_a_move_was_promised_is_not_evicted_until_it_is_there():
+    run, moves, _ = warm_target(160)
+    kept = [find(run.ledger.caches, 0, i) for i in range(10)]
+    take(run.ledger.caches, 0, free_blocks(run.ledger.caches, 0))  # as if others took all there is
+    assert [find(run.ledger.caches, 0, i) for i in range(10)] == kept
+    assert (run.ledger.caches.copies["users"][0, kept] == 2).all()
+    assert moves.open
+
+
+def test_nothing_is_pinned_or_promised_when_conversations_have_moved_and_workers_failed():
+    moved = 0
+    for case in range(30):
+        rng = np.random.default_rng([case, 17])
+        texts = shared_texts(rng, 16, 400)
+        n, prompts = len(texts), np.array([prompt for _, prompt in texts])
+        workload = Workload(
+            np.sort(rng.uniform(0, 1.0, n)),
+            prompts,
+            np.array([len(tokens) - prompt for tokens, prompt in texts]),
+            prefixes=prefixes_of(texts, 16),
+        )
+        mode = EngineMode.CHUNKED if case % 2 else EngineMode.PREFILL_FIRST
+        workers = [WorkerSpec(profile(mode, capacity=int(rng.integers(28, 80)) * 16, kv_bytes=100_000))] * 3
+        if case % 3 == 0:
+            fails_s = float(rng.uniform(0.2, 2.0))
+            workers[1] = replace(workers[1], fails_s=((fails_s, fails_s + 0.02),))
+        if case % 4 == 0:
+            workers[2] = replace(workers[2], drain_s=float(rng.uniform(0.2, 2.0)))
+        run = begun(workload, workers)
+        moves = drive(run, EAGER)
+        caches, outcome = run.ledger.caches, run.outcome()
+        assert np.isfinite(outcome.finish_s).all()
+        assert (run.engines.workers["reserved_blocks"] == 0).all()
+        assert (caches.copies["users"] == 0).all()
+        assert (caches.workers["shared"] == 0).all()
+        kv = run.profiles[0].kv
+        assert [free_blocks(caches, w) for w in range(3)] == [kv.capacity_tokens // kv.block_tokens] * 3
+        moved += moves.outcomes[Stage.DONE]
+    assert moved > 20
 
 
 def test_the_pause_does_not_grow_with_the_context():
@@ -324,3 +399,55 @@ def test_high_priority_requests_are_late_beside_a_crowd_and_in_time_with_headroo
 
     assert late(0.0)[high == 1].all()
     assert not late(0.9)[high == 1].any()
+
+
+def talks(seed, count=24, turns=6):
+    """Conversations of growing context, which no two share."""
+    rng, rows = np.random.default_rng(seed), []
+    for c in range(count):
+        at_s, said = float(rng.uniform(0.0, 10.0)), 0
+        for turn in range(turns):
+            prompt = said + (1500 if turn == 0 else int(rng.integers(50, 100)))
+            rows.append((at_s, prompt, 10, np.arange(c * 1000, c * 1000 + (prompt + 10) // 16)))
+            said, at_s = prompt + 10, at_s + 2.0 + float(rng.exponential(2.0))
+    rows.sort(key=lambda row: row[0])
+    lists = [row[3] for row in rows]
+    return Workload(
+        *(np.array([row[i] for row in rows]) for i in range(3)),
+        prefixes=Prefixes(16, np.cumsum([0, *map(len, lists)]), np.concatenate(lists)),
+    )
+
+
+def hits_after(workload, workers, at_s):
+    run = begun(workload, workers, "spread+migrate")
+    moves = drive(run, ControlSettings())
+    outcome, caches = run.outcome(), run.ledger.caches
+    assert np.isfinite(outcome.finish_s).all()
+    assert not moves.open
+    assert (caches.copies["users"] == 0).all()
+    assert (caches.workers["shared"] == 0).all()
+    soon = (workload.arrival_s > at_s + 1.0) & (workload.arrival_s < at_s + 8.0)
+    return outcome.cached_tokens[soon].sum() / workload.prompt_tokens[soon].sum(), outcome.worker[soon]
+
+
+@pytest.mark.parametrize("mode", [EngineMode.PREFILL_FIRST, EngineMode.CHUNKED])
+def test_a_drain_takes_its_cache_along_and_next_turns_hit_it_elsewhere(mode, monkeypatch):
+    roomy = WorkerSpec(profile(mode, capacity=64 * 1024, kv_bytes=100_000))
+    fleet, said = [roomy, roomy, replace(roomy, drain_s=12.0)], talks(1, count=9)
+    brought, there = hits_after(said, fleet, 12.0)
+    undrained, _ = hits_after(said, [roomy] * 3, 12.0)
+    monkeypatch.setattr(Bringing, "look", lambda *_: None)
+    left, _ = hits_after(said, fleet, 12.0)
+    assert 2 not in there
+    assert 1 - left > 1.5 * (1 - undrained)
+    assert 1 - brought < 1.1 * (1 - undrained)
+
+
+def test_a_worker_that_comes_is_given_conversations_that_go_on_there(monkeypatch):
+    roomy = WorkerSpec(profile(capacity=64 * 1024, kv_bytes=100_000))
+    fleet, said = [roomy, roomy, replace(roomy, ready_s=12.0)], talks(1, count=12)
+    brought, there = hits_after(said, fleet, 12.0)
+    monkeypatch.setattr(Bringing, "look", lambda *_: None)
+    alone, then = hits_after(said, fleet, 12.0)
+    assert brought >= alone
+    assert (there == 2).mean() > (then == 2).mean()

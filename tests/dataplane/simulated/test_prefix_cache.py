@@ -21,7 +21,7 @@ from reference_cache import CachedWorker
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.caches import cached_blocks
+from controlplane.placement.caches import cached_blocks, cached_everywhere
 from controlplane.placement.ledger import shared_tokens
 from controlplane.placement.memory import free_blocks
 from controlplane.prefixes import Prefixes
@@ -128,6 +128,8 @@ def test_a_router_is_told_what_a_request_would_hit_and_changes_nothing_by_asking
                     hits += 1
                 for guess in (0, 1, hits, hits + 1, hits + 7):
                     assert cached_blocks(caches, 0, r, (tokens - 1) // block, guess, False) == hits
+                named = np.array(ids[: (tokens - 1) // block], np.int64)
+                assert cached_everywhere(caches, named).tolist() == [min(hits, len(named))]
                 told += hits
             assert (caches.workers == before[0]).all()
             assert (caches.copies == before[1]).all()

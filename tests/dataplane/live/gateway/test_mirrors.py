@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from controlplane.migration.room import pulled_along
 from controlplane.placement.caches import chain
 from controlplane.placement.ledger import cached_tokens
 from controlplane.placement.lengths import LengthTable
@@ -104,6 +105,7 @@ def test_a_move_copies_a_prefix():
 def test_what_leaves_a_worker_goes_where_its_prefix_is_cached_for_as_long_as_it_is():
     placement = fleet(INFO, replace(INFO, worker=B, kv_blocks=60), replace(INFO, worker=C, kv_blocks=60))
     running = request(0, TEXT[:400])
+    running.worker = A
     placement.put(running, A, has_kv=False, now_s=0.0)
     placement.advance(A, [(running, 1)], 0.0)
     running.output_token_ids.extend([5] * 20)
@@ -116,6 +118,39 @@ def test_what_leaves_a_worker_goes_where_its_prefix_is_cached_for_as_long_as_it_
         assert placement.cached_at(running, warm) == 0
     assert placement.cached_elsewhere(running) == {}
     assert placement.cached_at(running, WorkerId("gone")) == 0
+
+
+def test_what_has_ended_is_remembered_by_its_last_turn_for_as_much_as_workers_can_hold():
+    placement = fleet(replace(INFO, kv_blocks=30))
+    first = TEXT[:100]
+    serve(placement, request(0, first), A, TEXT[100:111])
+    serve(placement, request(1, TEXT[:150]), A, [1, 2])
+    serve(placement, request(2, TEXT[1000:1050], mm_features=["an image"]), A, [1, 2])
+    [text] = placement.texts()
+    assert (len(text.ids), text.cached(A).tokens) == (9, 144)
+    assert text.of.as_request().prompt_token_ids == [*TEXT[:150], 1, 2]
+    for n in range(4):  # 480 tokens of KV: of 102 each the last four
+        serve(placement, request(3 + n, TEXT[2000 + 100 * n : 2100 + 100 * n]), A, [1, 2])
+    assert [t.of.as_request().prompt_token_ids[0] for t in placement.texts()] == TEXT[2300:1900:-100]
+    placement.detach(A)
+    placement.attach(replace(INFO, worker=B, kv_blocks=30), "")
+    assert all(t.cached(B).tokens == 0 for t in placement.texts())
+
+
+def test_what_was_brought_to_a_worker_is_expected_there():
+    placement = fleet()
+    serve(placement, request(0, TEXT[:400]), A, TEXT[400:410])
+    [text] = placement.texts()
+    [copy] = pulled_along([text], A, placement.views([B]), 1e9)
+    assert (copy.tokens, copy.lacks, copy.target) == (400, 400, B)
+    placement.brought(B, copy.text.of.ids[: copy.tokens // 16])
+    placement.set_open(A, False)
+    after = request(1, TEXT[:410] + [7] * 50)
+    assert placement.choose(after, 0.0) == B
+    assert expected(placement, after, B) == 400
+    caches = placement.ledger.caches
+    assert (caches.copies["users"] == 0).all()
+    assert pulled_along(placement.texts(), A, placement.views([B]), 1e9) == []
 
 
 def test_old_text_is_forgotten_as_memory_runs_out_the_oldest_first():
