@@ -94,8 +94,22 @@ def test_a_restart_under_streams_loses_and_repeats_nothing(vllm_fleet):
     assert any(d["kind"] == "migrate" and f"{leaves} is being replaced; done" in d["reason"] for d in moved)
 
 
-def test_a_drain_under_load_loses_and_repeats_nothing(vllm_fleet):
-    leaves, stays = workers(vllm_fleet)
+def test_a_drain_under_load_loses_and_repeats_nothing_and_takes_what_is_cached_along(vllm_fleet):
+    def told(worker):
+        return next(w["prefix_tokens"] for w in workers(vllm_fleet) if w["worker"] == worker)
+
+    async def turns(more):
+        async with session() as http:
+            for n in range(4):
+                prompt = [(37 * n + k) % 2000 + 5 for k in range(500 + more)]
+                await stream(http, vllm_fleet.gateway, prompt=prompt, max_tokens=3)
+
+    before = {w["worker"]: w["prefix_tokens"]["queried"] for w in workers(vllm_fleet)}
+    asyncio.run(turns(0))
+    stays, leaves = sorted(
+        workers(vllm_fleet), key=lambda w: told(w["worker"])["queried"] - before[w["worker"]]
+    )
+    assert told(leaves["worker"])["queried"] - before[leaves["worker"]] >= 1000
     expected, got = asyncio.run(
         runs(
             vllm_fleet,
@@ -108,6 +122,13 @@ def test_a_drain_under_load_loses_and_repeats_nothing(vllm_fleet):
     vllm_fleet.until(lambda: [w["worker"] for w in workers(vllm_fleet)] == [stays["worker"]])
     vllm_fleet.until(lambda: not psutil.pid_exists(leaves["pid"]))
     assert vllm_fleet.metric("tokenfleet_migrations_total", outcome="done") > 3
+    before = told(stays["worker"])
+    asyncio.run(turns(60))
+    after = told(stays["worker"])
+    # Of each prompt all that it had said before, in whole blocks, though some of it was never computed here.
+    assert after["hit"] - before["hit"] == after["expected"] - before["expected"] == 4 * (500 // 32 * 32)
+    decisions = vllm_fleet.ask("GET", "/v1/fleet")["decisions"]
+    assert any(d["kind"] == "bring" and d["tokens"] >= 480 for d in decisions)
 
 
 def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
