@@ -29,6 +29,7 @@ class Story:
             attached=lambda: iter(()),
             migrations=SimpleNamespace(open={}, usual=Pace(), pairs={}),
             held=lambda: iter(()),
+            placement=SimpleNamespace(cached_elsewhere=lambda t: {C: 16 * t.number} if t.worker else {}),
             why_fixed=lambda tracked: "seeded" if tracked.ticket.priority and tracked.worker else None,
         )
         members = [SimpleNamespace(worker=w, kind="", state="serving") for w in (A, B, C)]
@@ -75,10 +76,10 @@ class Story:
 
 
 def shown(mirror):
-    """Every request of a mirror: id, worker, priority, prompt, output, expected; in their order."""
+    """Every request of a mirror, in their order: its row, output and expected tokens."""
     columns = (mirror.requests.values(), mirror.seen.output_tokens, mirror.seen.expected_tokens)
     return [
-        (row.request_id, row.worker, row.priority, row.fixed, row.prompt_tokens, made, expected)
+        (row.request_id, row.worker, row.priority, row.fixed, row.cached, row.prompt_tokens, made, expected)
         for row, made, expected in zip(*columns, strict=True)
     ]
 
@@ -90,6 +91,7 @@ def there(book):
             t.worker,
             t.ticket.priority,
             bool(t.ticket.priority and t.worker),
+            {C: 16 * t.number} if t.worker else {},
             t.prompt_tokens,
             len(t.output_token_ids),
             t.predicted_tokens,

@@ -13,7 +13,7 @@ from controlplane.perfmodel.step import coefficients
 from controlplane.placement.policies import Policy
 from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
-from controlplane.snapshot import Migrate, Pace, Reassign, Scale, WorkerLoad
+from controlplane.snapshot import Cached, Migrate, Pace, Reassign, Scale, WorkerLoad
 from controlplane.types import ClassArrivals, Slo, WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.control.changes import HeldRow, PaceRow, RefitRow
@@ -47,6 +47,15 @@ def test_a_fixed_number_and_those_who_wait_are_seen():
     now = SnapshotBuilder().snapshot(seen(worker("a"), requests=requests, auto=False), 0.0)
     assert (now.fixed, now.waiting_requests, now.waiting_tokens) == (2, 2, 100)
     assert (now.cold_start_s, now.drain_s) == (30.0, 4.0)
+
+
+def test_what_other_workers_have_cached_is_seen_as_not_shared():
+    row, *counts = request("r")
+    known = (msgspec.structs.replace(row, cached={"b": 48}), *counts)
+    (now,) = SnapshotBuilder().snapshot(seen(worker("a"), requests=[known]), 0.0).workers
+    [r] = now.requests
+    assert (r.cached(WorkerId("b")), r.cached(WorkerId("c"))) == (Cached(48, 0), Cached())
+    assert (r.to_send(WorkerId("b")), r.new_at(WorkerId("b"))) == (12, 60)
 
 
 def test_the_youngest_without_a_token_are_an_engines_queue():
