@@ -131,13 +131,14 @@ def fleet(
     run = [sys.executable, *program]
     ports = ["--port", str(gateway), "--control-port", str(control)]
     command = [*prefix, *run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
-    process = _spawn(command, **{"TOKENFLEET_DATA": str(model.parent / "data")} | dict(environment))
+    said = model.parent / f"served-{gateway}.log"
+    process = _spawn(command, said, **{"TOKENFLEET_DATA": str(model.parent / "data")} | dict(environment))
     assert process.stdout is not None
     with cleaning_up():
         try:
             line = process.stdout.readline()
             if not line.startswith("ready "):
-                raise SystemExit(f"tokenfleet serve did not start: {line!r}")
+                raise SystemExit(f"tokenfleet serve did not start: {said.read_text()[-2000:]}")
             _, gateway_url, _, control_url = line.split()
             yield Server(process, gateway_url, control_url)
         finally:
@@ -160,9 +161,9 @@ def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterat
         from dataplane.live.engine_api.vllm_surface import ONE_PROCESS_EXECUTOR  # vLLM is slow to import
 
         command += ["--distributed-executor-backend", ONE_PROCESS_EXECUTOR]
-        process = _spawn(command, OMP_NUM_THREADS="1")
+        process = _spawn(command, Path(os.devnull), OMP_NUM_THREADS="1")
     else:
-        process = _spawn(command, VLLM_CPU_OMP_THREADS_BIND=str(core))
+        process = _spawn(command, Path(os.devnull), VLLM_CPU_OMP_THREADS_BIND=str(core))
     url = f"http://127.0.0.1:{port}"
     try:
         deadline_s = time.monotonic() + START_S
@@ -238,20 +239,21 @@ async def begun(server: Server, streams: int, running: Sequence[asyncio.Task[Any
             task.result()
 
 
-def _spawn(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+def _spawn(command: Sequence[str], said: Path, **environment: str) -> subprocess.Popen[str]:
     quiet = {
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        process_group=0,
-        env=os.environ | quiet | environment,
-    )
+    with said.open("w") as errors:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            process_group=0,
+            env=os.environ | quiet | environment,
+        )
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

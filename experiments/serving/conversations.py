@@ -28,7 +28,9 @@ from experiments.lib.served import ENGINE_FLAGS, Server, Stream, fleet, session,
 CONVERSATIONS, TURNS, QUICK_CONVERSATIONS, QUICK_TURNS = 30, 6, 6, 3
 WORKERS, BLOCK, SYSTEM, SAID, ANSWER = 3, 32, 1000, 60, 24
 BEGIN_S, THINK_S = 2.0, 6.0  # between two conversations' beginnings; mean think time
-ENGINE = (*ENGINE_FLAGS, "--block-size", str(BLOCK), "--enable-prompt-tokens-details")
+# KV for 16,384 tokens of the wider model: what ten conversations hold, and some that run beside.
+KV = ("--kv-cache-memory-bytes", str(1 << 30))
+ENGINE = (*ENGINE_FLAGS, *KV, "--block-size", str(BLOCK), "--enable-prompt-tokens-details")
 WITHOUT = ("-m", "experiments.lib.without_mirrors")
 SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "spread": (("--policy", "spread"), ("-m", "tokenfleet")),
@@ -138,7 +140,7 @@ def main() -> int:
     rows.append({"name": "answers changed by the kill and the drain", "failed": changed})
     faster = found["spread"]["TTFT p90"] / found["spread, caches not known"]["TTFT p90"]
     bars = {
-        "hit rate from the oracle's, points": bar(100 * abs(found["spread"]["hit rate"] - best), 3.0),
+        "hit rate below the oracle's, points": bar(100 * (best - found["spread"]["hit rate"]), 3.0),
         "TTFT p90 over that of caches not known": bar(faster, 0.6),
         "turns failed": bar(sum(found[s]["failed"] for s in found), 0),
     }
