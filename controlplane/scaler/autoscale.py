@@ -140,6 +140,7 @@ def _corrected(
 
     of = {} if state.weights is None else state.weights.of
     workers = sum(of.get(w.kind, 1.0) for w in snapshot.workers if w.state == SERVING)
+    taken = [w.counted() for w in snapshot.workers]
     correction, said = look(
         state.correction,
         snapshot.now_s,
@@ -147,6 +148,7 @@ def _corrected(
         line_if,
         recent_rps(demand, regime),
         workers,
+        snapshot.waiting_requests + sum(load.running + load.waiting for load in taken),
         settings.attainment,
         1.0 if given is None else line.workers_per_rps / given.workers_per_rps,
     )

@@ -13,8 +13,10 @@ served had to do. So cold starts are no error of the line, nor are a limit, a fo
 the fleet off it: nothing winds up.
 
 Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`; where more than `MOST_LATE`
-are late, by how much more says nothing. Windows in overload, or just after one, do not count, nor do those
-with next to nothing to do. Evidence fades by half in `HALF_REQUESTS` requests, and no sooner than `HALF_S`.
+are late, by how much more says nothing. What ends has been under the loads of as long as requests last (by
+Little's law, those in the fleet over those that end in a second), so v is averaged over that: the backlog of
+an overload is laid to the overload. Windows in overload, or just after one, do not count, nor do those with
+next to nothing to do. Evidence fades by half in `HALF_REQUESTS` requests, and no sooner than `HALF_S`.
 
 The factor is changed where one that makes `DEAD` of the workers fewer, or more, is still on the true one's
 near side with probability `SURE`: it then rises to the quantile `RISE_TO` of what is likely, or falls to
@@ -108,8 +110,8 @@ class Correction:
     """The factor and what it is known by.
 
     `evidence`: log-likelihoods on the grid (f, s, h), all 0 for none. `seen`: the faded counts behind it, and
-    `promised` how many of them the line as it is said to be late. `pressure`: the logarithm of r / (N - c) of
-    the last windows. `refit`: what the refit made of the line
+    `promised` how many of them the line as it is said to be late. `pressure`: the logarithm of r / (N - c),
+    averaged over as long as requests last. `refit`: what the refit made of the line
     when the evidence began. `calm`: windows since overload.
     """
 
@@ -160,13 +162,15 @@ def look(
     line_if: LineIf,
     rate_rps: float,
     workers: float,
+    inside: float,
     attainment: float,
     refit: float = 1.0,
 ) -> tuple[Correction, Note | None]:
     """The correction after a heartbeat, and what to say where the factor has changed.
 
     `outcomes`: counters since the plane began. `rate_rps`: of the last windows. `workers`: that serve, in
-    what the line counts in. `refit`: what the refit of step times made of the line's slope.
+    what the line counts in. `inside`: requests sent and not ended. `refit`: what the refit of
+    step times made of the line's slope.
     """
     state = refitted(state, refit)
     counters, window = Outcomes.of(outcomes), state.window
@@ -183,7 +187,9 @@ def look(
     if spare <= 0 or rate_rps <= 0:
         return replace(state, pressure=None, calm=0), None
     here = math.log(rate_rps / spare)
-    mean = here if state.pressure is None else (here + state.pressure) / 2.0  # requests outlast a window
+    before = here if state.pressure is None else state.pressure
+    lasts_s = inside * passed_s / new.ended
+    mean = before + (here - before) * passed_s / (passed_s + lasts_s)
     slopes = np.log([line_if(float(f)).workers_per_rps for f in KNOTS])
     now = float(np.interp(math.log(state.factor), np.log(KNOTS), slopes))
     calm = 0 if math.exp(max(here, mean) + now) > OVERLOAD else state.calm + 1

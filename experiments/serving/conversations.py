@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,7 @@ async def talked(server: Server, conversations: int, turns: int, seed: int, dies
             [(tokens, s.ttft_s if s.chunks_s else None, s.token_ids) for tokens, s in one] for one in got
         ],
         "failed": sum(bool(s.error) or len(s.token_ids) != ANSWER for one in got for _, s in one),
+        "errors": sorted({s.error for one in got for _, s in one if s.error}),
         "prefix_tokens": {name: sum(t[name] for t in told) for name in ("queried", "hit", "expected", "off")},
     }
 
@@ -144,6 +146,9 @@ def main() -> int:
         "TTFT p90 over that of caches not known": bar(faster, 0.6),
         "turns failed": bar(sum(found[s]["failed"] for s in found), 0),
     }
+    for setting, part in found.items():
+        for error in part["errors"]:
+            print(f"{setting}: {error}", file=sys.stderr)
     return show("conversations", rows, bars, asked)
 
 

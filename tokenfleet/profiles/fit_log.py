@@ -49,8 +49,9 @@ def fit_log(
 ) -> Profile:
     """`around` with coefficients and residuals fitted to the log; its engine limits and KV are taken as true.
 
-    `learn` marks the requests learned from (all by default); the others give the held-out error. Every
-    request is simulated. Raises BadInput for a log too short, or one that this worker cannot serve.
+    `learn` marks the requests learned from (all by default); the others give the held-out error, where their
+    times are known (not NaN). Every request is simulated. Raises BadInput for a log too short, or one that
+    this worker cannot serve.
     """
     requests = len(log.workload)
     if requests < FEWEST_REQUESTS:
@@ -120,9 +121,9 @@ def _with(profile: Profile, x: Columns) -> Profile:
 def _first_guess(log: RequestLog) -> Columns:
     """Logarithms of rough coefficients: the fastest request shows the base, the shortest wait the prefill."""
     tpot = log.tpot_s[log.workload.output_tokens > 1]
-    fastest = max(float(tpot.min()), 1e-6)
-    crowding = max(float(np.median(tpot)) - fastest, 0.1 * fastest)
-    prefill = float(np.quantile(log.ttft_s / log.workload.prompt_tokens, 0.05))
+    fastest = max(float(np.nanmin(tpot)), 1e-6)
+    crowding = max(float(np.nanmedian(tpot)) - fastest, 0.1 * fastest)
+    prefill = float(np.nanquantile(log.ttft_s / log.workload.prompt_tokens, 0.05))
     context = float(np.mean(log.workload.prompt_tokens + log.workload.output_tokens / 2))
     batch = 100.0  # an order of magnitude is enough
     guess = [

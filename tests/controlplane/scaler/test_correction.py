@@ -13,6 +13,7 @@ from controlplane.types import ClassOutcomes, Slo
 LINE = Line(0.9, 0.5)
 TARGET = 0.99
 SLO = Slo(1.0, 0.1)
+LASTS_S = 15.0  # a request, from its arrival to its end
 
 
 def share_late(load, steep, hopeless):
@@ -62,8 +63,17 @@ class Story:
             new = self.rng.poisson(self.rate * 5.0)
             self.ended, self.met = self.ended + new, self.met + self.rng.binomial(new, 1.0 - share)
             counted = ClassOutcomes(SLO, self.ended, self.met, self.ended, self.met)
+            inside = self.rate * LASTS_S
             self.state, note = look(
-                self.state, self.now_s, (counted,), self.line, self.rate, self.workers, TARGET, self.refit
+                self.state,
+                self.now_s,
+                (counted,),
+                self.line,
+                self.rate,
+                self.workers,
+                inside,
+                TARGET,
+                self.refit,
             )
             self.notes += [] if note is None else [note]
         return self.state.factor
@@ -115,6 +125,21 @@ def test_a_line_of_steps_taken_for_too_long_gives_workers_back_and_stays_in_time
     story.run(30)
     assert story.asked() <= 1.13 * needed + 1
     assert (story.met - before) / (story.ended - ended) >= TARGET - 0.003
+
+
+def test_the_backlog_of_an_overload_is_laid_to_the_overload():
+    state, ended, met = Correction(), 0.0, 0.0
+    right = LINE.workers_per_rps * 12.0 + LINE.intercept
+    for now_s in range(5, 605, 5):
+        overloaded = now_s <= 120  # then a minute in which what ends has lived through it
+        late, lasts_s = (0.15, 60.0) if now_s <= 180 else (0.002, LASTS_S)
+        workers = LINE.workers_per_rps * 12.0 / 1.25 + LINE.intercept if overloaded else right
+        ended, met = ended + 60.0, met + 60.0 * (1.0 - late)
+        counted = ClassOutcomes(SLO, ended, met, ended, met)
+        line = lambda factor: Line(LINE.workers_per_rps * factor, LINE.intercept)  # noqa: E731
+        state, _ = look(state, float(now_s), (counted,), line, 12.0, workers, 12.0 * lasts_s, TARGET)
+        assert state.factor < 1.1
+    assert abs(state.factor - 1.0) <= 0.05
 
 
 def test_requests_that_no_workers_serve_in_time_do_not_grow_the_fleet_for_ever():
