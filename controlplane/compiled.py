@@ -32,6 +32,11 @@ def compiled(function: F) -> F:
     return cast(F, kernel)
 
 
+def compile_now(kernel: Callable[..., Any], *args: Any) -> None:
+    """Compile a kernel for such arguments, or load it from disk, without a call."""
+    kernel.compile(tuple(numba.typeof(value) for value in args))  # type: ignore[attr-defined]
+
+
 class Reference(types.Type):  # type: ignore[misc]
     """A named tuple whose fields lie where the kernel was called from Python."""
 

@@ -22,6 +22,7 @@ from tokenfleet.profiles.measurements import RequestLog
 
 LMBENCH = "lmbench"
 BLOCK = 16
+MOST_BLOCKS = 1 << 20  # of a request
 SHARED = {"long": 1041, "short": 42}  # tokens with which every user's prompt begins
 CENSORED_S = 100.0  # `long` and `short` drop what is not answered by then
 
@@ -37,7 +38,8 @@ class Run:
     def hit_rate_alone(self, capacity_tokens: int) -> float:
         """The share of the measured prompts' tokens that a cache of so many has, one request after another.
 
-        Of the blocks, those used longest ago are forgotten first; of one request's, the last ones.
+        Of the blocks, those used longest ago are forgotten first; of one request's, the last ones. What is
+        generated takes its blocks, too.
         """
         work = self.log.workload
         assert work.prefixes is not None
@@ -48,7 +50,9 @@ class Run:
             most = (int(work.prompt_tokens[i]) - 1) // BLOCK
             hit = next((n for n, block in enumerate(ids[:most]) if block not in kept), min(most, len(ids)))
             hits += hit * BLOCK * bool(self.measured[i])
-            for block in reversed(ids):
+            written = (int(work.prompt_tokens[i] + work.output_tokens[i]) - 1) // BLOCK
+            own = [-(i * MOST_BLOCKS + n) - 1 for n in range(written - len(ids))]
+            for block in reversed(ids + own):
                 kept[block] = None
                 kept.move_to_end(block)
             while len(kept) * BLOCK > capacity_tokens:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from controlplane.compiled import compile_now
 from controlplane.perfmodel.coefficients import (
     BASE,
     BLOCK_TOKENS,
@@ -88,9 +89,21 @@ class Account:
         self._free = list(range(ROWS))
         self._mirrors = Mirrors(workers)
         self._lay_out()
-        # Compiled now rather than under the first client's request.
-        end_step(self._led, 0, self._computed, self._chunks, 0)
-        begin_step(self._led, 0, self._computed, self._chunks, -1.0)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile all that requests go through, rather than under the first client's."""
+        led = self._led
+        compile_now(begin_step, led, 0, self._computed, self._chunks, -1.0)
+        compile_now(end_step, led, 0, self._computed, self._chunks, 0)
+        compile_now(enqueue, led, 0, 0, False)
+        compile_now(begin_decoding, led, 0, 0, 1)
+        compile_now(stop_decoding, led, 0, 0, HELD)
+        compile_now(dequeue, led, 0, 0)
+        compile_now(leave_queue, led, 0, 0)
+        compile_now(queue_first, led, 0)
+        compile_now(to_compute, led, 0)
+        self._mirrors.compile(led.caches)
 
     @property
     def ledger(self) -> Ledger:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.compiled import compile_now
 from controlplane.placement.caches import Caches, chain, forget, new_mirrors
 from controlplane.placement.ledger import Ledger
 from controlplane.placement.memory import begin, end
@@ -99,6 +100,13 @@ class Mirrors:
         self._room: dict[int, int] = {}  # tokens, by worker
         self.texts = Texts()
 
+    def compile(self, caches: Caches) -> None:
+        """Compile all that mirrors go through."""
+        compile_now(chain, np.zeros(1, np.int64), LEAST_BLOCK, ROOT, caches.ids)
+        compile_now(forget, caches, 0, 0)
+        compile_now(begin, caches, 0, 0, LEAST_BLOCK, 0)
+        compile_now(end, caches, 0, 0, LEAST_BLOCK, 0)
+
     def attach(self, caches: Caches, w: int, info: WorkerInfo, requests: int) -> Caches:
         """A worker is in row `w` and has cached nothing yet; return the caches, laid out if they were not."""
         self.hits[w] = Hits()
@@ -109,7 +117,6 @@ class Mirrors:
             self._engine_block, self._most_tokens = info.block_tokens, info.max_model_len
             room = ROOM * info.kv_blocks
             caches = new_mirrors(self._workers, room, info.block_tokens, requests, info.max_model_len, block)
-            chain(np.zeros(1, np.int64), block, ROOT, caches.ids[:0])  # compiled now
         if info.block_tokens == self._engine_block:
             forget(caches, w, min(info.kv_blocks, caches.copies.shape[1]))
             self._room[w] = info.kv_blocks * info.block_tokens

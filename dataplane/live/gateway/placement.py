@@ -7,13 +7,24 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from controlplane.migration.loads import cached_at, kept_everywhere, loads, request_at, views_of
+from controlplane.compiled import compile_now
+from controlplane.migration.loads import (
+    cached_at,
+    kept_at,
+    kept_everywhere,
+    loads,
+    queue_at,
+    request_at,
+    running_at,
+    views_of,
+)
 from controlplane.migration.overload import ShedSettings
 from controlplane.migration.room import Text, next_off
 from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import cached_everywhere
+from controlplane.placement.constraints import remaining
 from controlplane.placement.exact import place_together
 from controlplane.placement.ledger import (
     ANY_PHASE,
@@ -71,8 +82,14 @@ class Placement(Account):
         # Compiled now rather than under the first client's request.
         self._choose(0, 0.0, policy)
         self._decode_worker(0, 0.0)
-        loads(self._led)
-        kept_everywhere(self._led, 0)
+        compile_now(loads, self._led)
+        compile_now(kept_everywhere, self._led, 0)
+        compile_now(kept_at, self._led, 0, 0)
+        compile_now(remaining, self._led, 0, 0)
+        compile_now(has_seat, self._led, 0)
+        compile_now(running_at, self._led, 0)
+        compile_now(queue_at, self._led, 0)
+        compile_now(cached_everywhere, self._led.caches, self._led.caches.ids)
 
     @property
     def goes_by_targets(self) -> bool:

@@ -1,12 +1,20 @@
 """The gateway's ledger: it holds as many requests, and a worker as many sequences, as there are."""
 
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from numba.core.dispatcher import Dispatcher
 
 from controlplane.placement.ledger import generated
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
+from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.account import ROWS, SLOTS
 from dataplane.live.gateway.placement import Placement
@@ -24,9 +32,11 @@ def worker(name, seats, blocks=1_000_000):
 
 
 def request(i, prompt=8):
+    params = SimpleNamespace(prompt_logprobs=None, skip_reading_prefix_cache=False)
     what = SimpleNamespace(
-        request_id=f"r{i}", prompt_token_ids=[1] * prompt, sampling_params=None, lora_request=None
-    )
+        request_id=f"r{i}", prompt_token_ids=[1] * prompt, sampling_params=params, lora_request=None,
+        cache_salt=None, mm_features=None, prompt_embeds=None,
+    )  # fmt: skip
     return Tracked(what, Ticket("", "", Slo(10.0, 1.0), 0), 0.0, 100)
 
 
@@ -77,6 +87,50 @@ def test_what_leaves_a_worker_with_its_kv_goes_where_it_fits_best():
     assert placement.next_off(WorkerId("w0"), [leaving], {"w0"}, 0.0) is None  # one at a time
     newcomer = request(9, 300)
     assert placement.choose(newcomer, 0.0, [WorkerId("w0")]) == "w1"
+
+
+def kernels():
+    """How many forms of each kernel there are by now, in this process."""
+    dispatchers = [d for d in gc.get_objects() if isinstance(d, Dispatcher)]
+    return {f"{d.py_func.__module__}.{d.py_func.__name__}": len(d.overloads) for d in dispatchers}
+
+
+def test_no_clients_request_waits_for_a_kernel_to_be_compiled():
+    # In a process of its own, in which no other test has compiled anything.
+    told = subprocess.run(
+        [sys.executable, "-c", "import test_placement; test_placement.story()"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert told.stdout.split() == []
+
+
+def story():
+    """Two workers that cache, all that becomes of requests there; print the kernels that were missing."""
+    use_kernel_cache()
+    placement = Placement({}, 2, LengthTable.constant(100), np.random.default_rng(0))
+    before = kernels()
+    for w in ("w0", "w1"):
+        placement.attach(replace(worker(w, 8), engine="vllm"), "")
+    first, second, third = (request(i, 100) for i in range(3))
+    for t in (first, second, third):
+        assert placement.choose(t, 0.0)
+        placement.put(t, WorkerId("w0"), has_kv=False, now_s=0.0)
+    advance(placement, [first, second], [1, 1])
+    placement.begin_step(WorkerId("w0"), 0.0)
+    advance(placement, [first, second], [1, 2])
+    assert placement.next_off(WorkerId("w0"), [first, second], set(), 0.0)
+    placement.put(first, WorkerId("w1"), has_kv=True, now_s=0.0)
+    assert placement.haven(third, 0.0) == "w1"
+    placement.take(third)
+    placement.forget(second)
+    assert list(placement.texts())
+    placement.cached_elsewhere(first)
+    placement.forget(first)
+    placement.detach(WorkerId("w0"))
+    after = kernels()
+    print(*sorted(name for name, forms in after.items() if forms > before.get(name, 0)))
 
 
 def test_a_fleet_of_a_thousand_workers_takes_what_has_a_seat():
