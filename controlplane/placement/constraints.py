@@ -87,6 +87,18 @@ def fits(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float, l
 
 
 @compiled
+def could_fit(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float, late: bool) -> bool:
+    """Whether `w` could take `r` now if it had nothing else to do; where not, it is no use to wait for it."""
+    k = led.coefficients[led.workers[w].variant]
+    tokens = led.requests[r].prompt + led.requests[r].key
+    grown = tokens + knobs[THETA] * max(led.requests[r].predicted - led.requests[r].key, 1)
+    if decode_base_s(k, 1.0) + k[PER_CONTEXT] * grown > led.requests[r].tpot_s:
+        return False
+    lasts_s = prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0)
+    return late or now_s + lasts_s <= led.requests[r].arrival_s + led.requests[r].ttft_s
+
+
+@compiled
 def harm(
     led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float, late: bool, most: float
 ) -> float:

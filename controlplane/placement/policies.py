@@ -16,8 +16,9 @@ Where workers cache prefixes, `spread` takes the one with the least added work, 
 A worker that has the request's prefix cached has less of the second. Once its queue outweighs that, the
 request goes elsewhere and the prefix is cached there too: so a hot prefix is replicated, and a first block
 that all share draws no request anywhere. At a tie it is the worker whose memory holds least. What requests
-do to each other beyond this, the constraints say. Where step times are not known, capacity_norm with the
-cached tokens taken off stands for the work.
+do to each other beyond this, the constraints say. Where they refuse that worker for now, the request is held
+rather than computed anew on one that has less of it cached: that work would be in the way of all that come
+after. Where step times are not known, capacity_norm with the cached tokens taken off stands for the work.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from controlplane.placement.constraints import (
     USE_D,
     USE_E,
     Knobs,
+    could_fit,
     fits,
     harm,
     hopeless,
@@ -184,7 +186,8 @@ def assign(
         return pick(led, policy, r, now_s, phase_role, draw)
     constrained = policy in CONSTRAINED
     by_work = policy == SPREAD and led.caches.tokens > 0
-    best, best_score, emptiest, cached = NONE, np.inf, 0, 0
+    best, best_score, emptiest, had, cached = NONE, np.inf, 0, 0, 0
+    wanted_score, wanted = np.inf, 0  # of one that refuses: its added work, and what it has cached
     for w in range(len(led.workers)):
         if not serves(led, w, phase_role):
             continue
@@ -193,9 +196,13 @@ def assign(
         score = load(led, policy, knobs, w, r, cached, now_s)
         empty = empty_blocks(led, w) if by_work else 0
         better = score < best_score or (score == best_score and empty > emptiest)
-        if better and (not constrained or fits(led, knobs, w, r, cached, now_s, late)):
-            best, best_score, emptiest = w, score, empty
-    return best
+        if not better:
+            continue
+        if not constrained or fits(led, knobs, w, r, cached, now_s, late):
+            best, best_score, emptiest, had = w, score, empty, cached
+        elif by_work and score < wanted_score and could_fit(led, knobs, w, r, cached, now_s, late):
+            wanted_score, wanted = score, cached
+    return NONE if wanted_score < best_score and wanted > had else best
 
 
 @compiled

@@ -27,6 +27,7 @@ from tokenfleet.planning.sizing import (
     Sizing,
     ceiling,
     confirm,
+    most_misses,
     nearest_possible,
     passes_on_trace,
     size_on_trace,
@@ -95,12 +96,11 @@ def crossing(
     workload = replicates.units.busier(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
+    stop = most_misses(question, requests, _BROKEN_OFF)
     misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
-        outcome = replicates.replay(
-            sizing.fleet(workers), workload=workload, max_misses=max(int(_BROKEN_OFF * allowed), 1)
-        )
+        outcome = replicates.replay(sizing.fleet(workers), workload=workload, max_misses=stop)
         misses[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
         return misses[workers] <= allowed
 

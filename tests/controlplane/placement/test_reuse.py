@@ -14,8 +14,8 @@ from random_cases import NEVER_MET
 from controlplane.perfmodel.coefficients import MAX_BATCHED, coefficient_row
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.constraints import fits, harm, most_cached
-from controlplane.placement.ledger import HELD, NONE, PREFILLING, QUEUED, cached_tokens
+from controlplane.placement.constraints import could_fit, fits, harm, most_cached
+from controlplane.placement.ledger import HELD, NONE, PREFILLING, QUEUED, cached_tokens, enqueue
 from controlplane.placement.policies import ANY_PHASE, POLICY_CODE, PlacementSettings, Policy, assign
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
@@ -168,18 +168,54 @@ def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed
     for r in range(int(np.searchsorted(load.arrival_s, now_s, "right")), len(load)):
         led.requests["arrival_s"][r] = now_s
         chosen = int(assign(led, POLICY_CODE[Policy.SPREAD], KNOBS, r, now_s, False, ANY_PHASE, np.zeros(2)))
-        may = [
-            w for w in range(4) if fits(led, KNOBS, w, r, expected_by_hand(state, w, r, False), now_s, False)
-        ]
+        cached = [expected_by_hand(state, w, r, False) for w in range(4)]
+        may = [w for w in range(4) if fits(led, KNOBS, w, r, cached[w], now_s, False)]
+        work_s = [work_by_hand(state, w, r, now_s) for w in range(4)]
         if not may:
             assert chosen == NONE
             continue
+        best = min(may, key=lambda w: work_s[w])
+        if chosen == NONE:
+            refuse = [
+                w for w in range(4) if w not in may and could_fit(led, KNOBS, w, r, cached[w], now_s, False)
+            ]
+            wanted = min(refuse, key=lambda w: work_s[w])
+            assert work_s[wanted] < work_s[best]
+            assert cached[wanted] > cached[best]
+            continue
         assert chosen in may
-        work_s = {w: work_by_hand(state, w, r, now_s) for w in may}
-        assert work_s[chosen] == pytest.approx(min(work_s.values()), rel=1e-9)
+        assert work_s[chosen] == pytest.approx(work_s[best], rel=1e-9)
         empty = led.caches.workers["empty"]
         ties = [w for w in may if work_s[w] == work_s[chosen]]
         assert empty[chosen] == max(empty[w] for w in ties) or len(ties) == 1
+
+
+def spread_takes(state, r: int, now_s: float) -> int:
+    state.ledger.requests["arrival_s"][r] = now_s
+    code = POLICY_CODE[Policy.SPREAD]
+    return int(assign(state.ledger, code, KNOBS, r, now_s, False, ANY_PHASE, np.zeros(2)))
+
+
+def test_a_request_waits_for_the_worker_that_has_its_prefix_and_no_room_where_another_would_compute_it_anew():
+    load = of_prefixes([0.0, 9.0, 9.0], [(0, 100), (0, 60), (1, 60)], own_tokens=1000, outputs=200)
+    state = prepare(load, [WorkerSpec(profile_of(tokens=4000))] * 2, Slo(9.0, 9.0), "spread")
+    advance(state.ledger, state.engines, state.cluster, state.rules, 0.5)
+    view_all(state.ledger, state.engines, 0.5)
+    here = int(state.ledger.requests["worker"][0])
+    assert not fits(state.ledger, KNOBS, here, 1, 960, 0.5, False)
+    assert fits(state.ledger, KNOBS, 1 - here, 1, 0, 0.5, False)
+    assert spread_takes(state, 1, 0.5) == NONE
+    assert spread_takes(state, 2, 0.5) == 1 - here  # nothing of it is cached anywhere
+
+
+def test_no_request_waits_for_a_worker_that_could_not_serve_it_even_idle():
+    load = of_prefixes([0.0, 0.0], [(0, 100), (0, 100)], own_tokens=20, outputs=20)
+    slow = replace(profile_of(), step=replace(STEP, base_s=0.1))
+    state = prepare(load, [WorkerSpec(slow), WorkerSpec(profile_of())], Slo(9.0, 0.05), "spread")
+    enqueue(state.ledger, 0, 0, False)
+    state.ledger.workers["queued_tokens"][0] = 0  # as if it were there for little else
+    assert cached_tokens(state.ledger, 0, 1, 0, False) == 1600
+    assert spread_takes(state, 1, 0.0) == 1
 
 
 def shares(outcome) -> Counter:
