@@ -27,7 +27,6 @@ from tokenfleet.planning.sizing import (
     Sizing,
     ceiling,
     confirm,
-    most_misses,
     nearest_possible,
     passes_on_trace,
     size_on_trace,
@@ -96,11 +95,11 @@ def crossing(
     workload = replicates.units.busier(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
-    stop = most_misses(question, requests, _BROKEN_OFF)
+    stop = min(_BROKEN_OFF * allowed, allowed + requests / 5)  # the smallest fleets take longest to fail
     misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
-        outcome = replicates.replay(sizing.fleet(workers), workload=workload, max_misses=stop)
+        outcome = replicates.replay(sizing.fleet(workers), workload=workload, max_misses=max(int(stop), 1))
         misses[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
         return misses[workers] <= allowed
 

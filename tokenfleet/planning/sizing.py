@@ -191,6 +191,7 @@ def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
 
 def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
     """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
+    allowed = (1.0 - question.attainment) * len(replicates.workload)
     if workers < sizing.fewest:
         return False
     fleets = [sizing.fleet(workers)]
@@ -198,24 +199,14 @@ def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizin
         fleets = [
             of_one_kind(sizing.worker_type, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)
         ]
-    stop = most_misses(question, len(replicates.workload), _STOP_AT)
     for fleet in fleets:
-        outcome = replicates.replay(fleet, max_misses=stop)
+        outcome = replicates.replay(fleet, max_misses=max(int(_STOP_AT * allowed), 1))
         if outcome.complete:
             sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
         if _meets(outcome, question):
             sizing.fleets[workers] = fleet
             return True
     return False
-
-
-def most_misses(question: PlanRequest, requests: int, times: float) -> int:
-    """Misses past which a trial is broken off: `times` those allowed, and at most a fifth of all beyond them.
-
-    A fleet that is far too small takes longest to replay, and all that it tells is that it is too small.
-    """
-    allowed = (1.0 - question.attainment) * requests
-    return max(int(min(times * allowed, allowed + requests / 5)), 1)
 
 
 def confirm(
