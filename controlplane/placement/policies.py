@@ -195,14 +195,14 @@ def assign(
             cached = cached_tokens(led, w, r, cached, False)  # often as at the worker before
         score = load(led, policy, knobs, w, r, cached, now_s)
         empty = empty_blocks(led, w) if by_work else 0
-        better = score < best_score or (score == best_score and empty > emptiest)
+        better = (score < best_score) | ((score == best_score) & (empty > emptiest))
         if not better:
             continue
         if not constrained or fits(led, knobs, w, r, cached, now_s, late):
             best, best_score, emptiest, had = w, score, empty, cached
         elif by_work and score < wanted_score and could_fit(led, knobs, w, r, cached, now_s, late):
             wanted_score, wanted = score, cached
-    return NONE if wanted_score < best_score and wanted > had else best
+    return NONE if (wanted_score < best_score) & (wanted > had) else best
 
 
 @compiled
