@@ -23,6 +23,7 @@ from tokenfleet.profiles.measurements import RequestLog
 LMBENCH = "lmbench"
 BLOCK = 16
 MOST_BLOCKS = 1 << 20  # of a request
+WARM_EVERY_S = 5.0  # so that each is answered before the next, as a run begins with all of them cached
 SHARED = {"long": 1041, "short": 42}  # tokens with which every user's prompt begins
 CENSORED_S = 100.0  # `long` and `short` drop what is not answered by then
 
@@ -52,7 +53,7 @@ class Run:
             hits += hit * BLOCK * bool(self.measured[i])
             written = (int(work.prompt_tokens[i] + work.output_tokens[i]) - 1) // BLOCK
             own = [-(i * MOST_BLOCKS + n) - 1 for n in range(written - len(ids))]
-            for block in reversed(ids + own):
+            for block in reversed(ids[:written] + own):
                 kept[block] = None
                 kept.move_to_end(block)
             while len(kept) * BLOCK > capacity_tokens:
@@ -90,10 +91,10 @@ def _sharegpt(rate_rps: float, run: pd.DataFrame, blocks: pd.DataFrame) -> Run:
 
 
 def _users(rate_rps: float, run: pd.DataFrame, shared: int, is_warmed: bool) -> Run:
-    """`is_warmed`: the first twenty users have asked their first question before, one every half second."""
+    """`is_warmed`: the first twenty users have asked their first question before, one every few seconds."""
     first = int(run.session.min())
     warm = run[(run["round"] == 1) & (run.session < first + 20)] if is_warmed else run[:0]
-    begin_s = 0.5 * len(warm) + 10.0
+    begin_s = WARM_EVERY_S * len(warm) + 10.0
     width = int((run.prompt_tokens + run.generation_tokens).max()) // BLOCK + 1
     both = pd.concat([warm, run])
     lists = []
@@ -101,7 +102,7 @@ def _users(rate_rps: float, run: pd.DataFrame, shared: int, is_warmed: bool) -> 
         place = np.arange(int(tokens) // BLOCK)
         own = width * (1 + int(session) - first) + place
         lists.append(np.where((place + 1) * BLOCK <= shared, place, own))
-    before = (0.5 * np.arange(len(warm)), warm.prompt_tokens, warm.generation_tokens)
+    before = (WARM_EVERY_S * np.arange(len(warm)), warm.prompt_tokens, warm.generation_tokens)
     return _run(rate_rps, run, begin_s, before, lists)
 
 
