@@ -38,7 +38,7 @@ from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import AS_REPORTED
 from controlplane.placement.policies import PlacementSettings
 from controlplane.snapshot import Load, RunningRequest
-from controlplane.types import EngineMode, Slo
+from controlplane.types import EngineMode, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
 from experiments.lib.public_data import LLUMNIX_FIGURES
@@ -92,7 +92,7 @@ class AllWaiting(Reading):
 class PublishedMoves(MoveSettings):
     """Defragmentation: the newest request with a token goes, low priority first, whatever comes of it."""
 
-    def in_order(self, requests: Sequence[RunningRequest]) -> Iterable[RunningRequest]:
+    def in_order(self, requests: Sequence[RunningRequest], target: WorkerId) -> Iterable[RunningRequest]:
         newest = (r for r in reversed(requests) if r.generated != 0)
         return sorted(newest, key=lambda r: r.priority)
 

@@ -27,7 +27,7 @@ class Flags(argparse.ArgumentParser):
         if data:
             self.add_argument("--data", type=Path, default=DATA, help=f"the public data ({', '.join(data)})")
 
-    def parse_args(self, *words: Any) -> Any:
+    def parse_args(self, *words: Any) -> Any:  # type: ignore[override]
         asked = super().parse_args(*words)
         for name in self._needed:
             if not (asked.data / name).exists():

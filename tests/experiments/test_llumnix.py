@@ -86,7 +86,7 @@ def test_the_published_code_counts_all_that_wait_and_moves_the_newest_with_a_tok
     requests = [RunningRequest(RequestId(n), 100, p, g) for n, p, g in (("old", 0, 9), ("new", 0, 1))]
     requests += [RunningRequest(RequestId("newest"), 30, 0, 0), RunningRequest(RequestId("high"), 30, 1, 4)]
     moves = published_moves(3, False).tick.moves
-    assert [r.request for r in moves.in_order(requests)] == ["new", "old", "high"]
+    assert [r.request for r in moves.in_order(requests, WorkerId("free"))] == ["new", "old", "high"]
     workers = [
         WorkerLoad(WorkerId(name), "serving", 1600, (request,) * 2, load=Load(2, held))
         for name, request, held in (("full", requests[0], 1550), ("free", requests[1], 0))
