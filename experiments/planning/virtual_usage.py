@@ -169,9 +169,10 @@ async def played(server: Server, load: Workload, drains: bool) -> float:
 
     async def half() -> float:
         await asyncio.sleep(float(load.arrival_s[len(load) // 3]))
-        for name in [w["worker"] for w in server.workers()][: FEW // 2]:
-            await asyncio.to_thread(server.ask, "POST", f"/v1/workers/{name}/drain")
+        leaving = [w["worker"] for w in server.workers()][: FEW // 2]
         ordered_s = loop.time()
+        for name in leaving:
+            await asyncio.to_thread(server.ask, "POST", f"/v1/workers/{name}/drain")
         while len((await asyncio.to_thread(server.ask, "GET", "/v1/fleet"))["workers"]) > FEW // 2:
             await asyncio.sleep(0.1)
         return loop.time() - ordered_s
