@@ -50,15 +50,33 @@ def test_a_plan_over_http_is_the_plan_of_the_command_line(api, tmp_path, capsys)
     assert (job["brief"]["workers"], job["attempts"]) == (job["plan"]["workers"], 1)
 
 
-def test_progress_is_streamed_and_the_stream_ends_with_the_job(api):
-    name = api.order(SMALL | {"seed": 1})
+def followed(api, name, until=lambda view: False):
+    """The job as its events tell it, to the end of the stream or the first view that `until` is true of."""
     with httpx.stream("GET", f"{api.url}/v1/plans/{name}/events", timeout=120) as reply:
-        lines = [line for line in reply.iter_lines() if line]
-    states = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert (states[-1], told[-1]["state"], told[-1]["progress"]) == ("done", "done", 1.0)
+        for line in reply.iter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                view = json.loads(line.removeprefix("data: "))
+                assert view["state"] == event
+                yield view
+                if until(view):
+                    return
+
+
+def test_a_stream_of_events_ends_with_its_job(api):
+    told = list(followed(api, api.order(SMALL | {"seed": 1})))
+    assert (told[-1]["state"], told[-1]["progress"]) == ("done", 1.0)
     assert [t["progress"] for t in told] == sorted(t["progress"] for t in told)
-    assert len(told) > 3
+
+
+def test_events_tell_how_far_a_job_is_and_that_it_was_cancelled(api):
+    name = api.order(LARGE)
+    told = list(followed(api, name, until=lambda view: view["progress"] > 0.05))
+    assert told[-1]["state"] == "running"
+    assert [t["progress"] for t in told] == sorted(t["progress"] for t in told)
+    assert api.ask("DELETE", f"/v1/plans/{name}").status_code == 202
+    assert [view["state"] for view in followed(api, name)][-1] == "cancelled"
 
 
 def test_a_bad_trace_and_bad_orders_are_one_line(api):
