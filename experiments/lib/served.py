@@ -179,12 +179,13 @@ def plain_server(model: Path, core: int, is_one_process: bool = False) -> Iterat
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
 ) -> Stream:
-    """One streamed completion; what goes wrong is in its `error`."""
+    """One streamed completion, of a chat where `body` has messages; what goes wrong is in its `error`."""
     got = Stream(begun_s=time.perf_counter())
+    path = "chat/completions" if "messages" in body else "completions"
     settings = {"model": MODEL, "temperature": 0, "ignore_eos": True, "stream": True} | body
     settings["stream_options"] = {"include_usage": True}
     try:
-        async with session.post(f"{url}/v1/completions", json=settings, headers=headers) as reply:
+        async with session.post(f"{url}/v1/{path}", json=settings, headers=headers) as reply:
             if reply.status != 200:
                 got.error = f"HTTP {reply.status}: {(await reply.text())[:200]}"
                 return got
@@ -206,9 +207,10 @@ def _take(got: Stream, line: bytes) -> None:
         got.error = chunk["error"]["message"]
     elif chunk["choices"]:
         got.chunks_s.append(time.perf_counter())
-        got.text += chunk["choices"][0]["text"]
-        got.token_ids += chunk["choices"][0].get("token_ids") or []
-        got.finish = chunk["choices"][0]["finish_reason"] or got.finish
+        choice = chunk["choices"][0]
+        got.text += choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+        got.token_ids += choice.get("token_ids") or []
+        got.finish = choice["finish_reason"] or got.finish
     if chunk.get("usage"):
         got.tokens = chunk["usage"]["completion_tokens"]
         got.cached = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0

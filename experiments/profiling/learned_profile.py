@@ -1,10 +1,12 @@
 """What a fleet learns of itself as it starts, against the steps that it serves next.
 
-    python experiments/profiling/learned_profile.py [--quick] [--engine vllm|emulated] [--format table|json]
+    python experiments/profiling/learned_profile.py [--quick] [--engine vllm|emulated] [--workers N]
+        [--format table|json]
 
-Two workers without a profile. With `vllm` they are `tokenfleet serve --model TINY --workers 2`, real engines
-on CPUs; with `emulated` two emulated engines in this process, on the real clock, timed by the profile of an
-H100, which nobody tells the fleet. Then requests arrive (Poisson, log-normal lengths), and each of the
+Workers without a profile. With `vllm` they are `tokenfleet serve --model TINY`, real engines on CPUs; with
+`emulated` emulated engines in this process, on the real clock, timed by the profile of an H100, which nobody
+tells the fleet. On two cores, one engine has a core to itself, as an engine has a GPU; two share them with
+gateway and client. Then requests arrive (Poisson, log-normal lengths), and each of the
 next 500 steps is predicted: by what was learned at the start, and by that as the fleet refits it with each
 step before. The seconds are those from the first warm worker to the model being in force.
 
@@ -36,8 +38,8 @@ from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles, learned_folder
 
 STEPS, QUICK_STEPS = 500, 100
-KIND, WORKERS = "TP1", 2
-RATE_RPS = {"vllm": 3.0, "emulated": 12.0}
+KIND = "TP1"
+RATE_RPS = {"vllm": 1.5, "emulated": 6.0}  # a worker
 PROMPT, OUTPUT, SPREAD = 120.0, 24.0, 0.6
 MOST_S, MOST_ERROR = 30.0, 0.08
 NAMES = ("prefill_tokens", "sequences", "context_tokens", "prefill_sum_sq")
@@ -54,14 +56,14 @@ def trace(rate_rps: float, requests: int, seed: int) -> Workload:
     return Workload(arrival, prompt, output)
 
 
-def real(steps: int, seed: int) -> dict[str, Any]:
+def real(steps: int, seed: int, workers: int) -> dict[str, Any]:
     """A served fleet: the profile it learned, when, and the steps it executed after that."""
     before = set(learned_folder().glob("*.json"))
     with tiny_model("--fat") as model:
         data = ("--data", str(model.parent / "data"))
-        with fleet(model, "--workers", str(WORKERS), *data, engine_flags=ENGINE_FLAGS[:-2]) as server:
+        with fleet(model, "--workers", str(workers), *data, engine_flags=ENGINE_FLAGS[:-2]) as server:
             view = server.ask("GET", "/v1/fleet")
-            workload = trace(RATE_RPS["vllm"], max(30, steps // 10), seed)
+            workload = trace(workers * RATE_RPS["vllm"], max(30, steps // 10), seed)
 
             async def serve() -> None:
                 await replay(workload, await served_model(server.gateway, None), np.random.default_rng(seed))
@@ -76,12 +78,12 @@ def real(steps: int, seed: int) -> dict[str, Any]:
     return {"profile": profile, "placement": view["placement"]["by"], "steps": rows.to_dicts()[:steps]}
 
 
-def emulated(steps: int, seed: int) -> dict[str, Any]:
+def emulated(steps: int, seed: int, workers: int) -> dict[str, Any]:
     """Emulated engines, measured over their links as a fleet does, and the steps of streams after that."""
-    return asyncio.run(_emulated(steps, seed))
+    return asyncio.run(_emulated(steps, seed, workers))
 
 
-async def _emulated(steps: int, seed: int) -> dict[str, Any]:
+async def _emulated(steps: int, seed: int, workers: int) -> dict[str, Any]:
     from dataplane.live.emulated.engine import EmulatedEngine, Fabric
     from dataplane.live.gateway.events import EventLog
     from dataplane.live.pool.learning import Learning
@@ -89,22 +91,22 @@ async def _emulated(steps: int, seed: int) -> dict[str, Any]:
 
     (truth,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
     fabric = Fabric()
-    engines = [EmulatedEngine(WorkerId(f"w{i}"), truth, fabric) for i in range(WORKERS)]
+    engines = [EmulatedEngine(WorkerId(f"w{i}"), truth, fabric) for i in range(workers)]
     learning = Learning({KIND: WorkerType(None)}, ("emulated", ""), {}, 32_000, EventLog())
     await asyncio.gather(*(learning.measure(engine, KIND) for engine in engines))
     first = [engine.steps()[0] for engine in engines]
     bare = BareFleet(engines)
     rng = np.random.default_rng(seed)
-    workload = trace(RATE_RPS["emulated"], max(30, steps // 5), seed)
+    workload = trace(workers * RATE_RPS["emulated"], max(30, steps // 5), seed)
     begun = asyncio.get_running_loop().time()
     streams = []
     for i in range(len(workload)):
         await asyncio.sleep(begun + float(workload.arrival_s[i]) - asyncio.get_running_loop().time())
         prompt = rng.integers(3, 30_000, int(workload.prompt_tokens[i])).tolist()
         params = {"max_tokens": int(workload.output_tokens[i])}
-        streams.append(await bare.start(WorkerId(f"w{i % WORKERS}"), prompt, params))
+        streams.append(await bare.start(WorkerId(f"w{i % workers}"), prompt, params))
     await asyncio.gather(*(stream.ended() for stream in streams))
-    half = steps // WORKERS
+    half = steps // workers
     executed = [s for engine, n in zip(engines, first, strict=True) for s in engine.steps(n)[1][:half]]
     await bare.close()
     await asyncio.gather(*(engine.close() for engine in engines))
@@ -139,10 +141,11 @@ def noise(steps: list[dict[str, Any]]) -> float:
 def main() -> int:
     parser = flags(__doc__, resumes=True)
     parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
+    parser.add_argument("--workers", type=int, default=1)
     asked = parser.parse_args()
     steps = QUICK_STEPS if asked.quick else STEPS
-    work = partial(real if asked.engine == "vllm" else emulated, steps, asked.seed)
-    part = asked.resume.part(f"{asked.engine} {steps} {asked.seed}", work)
+    work = partial(real if asked.engine == "vllm" else emulated, steps, asked.seed, asked.workers)
+    part = asked.resume.part(f"{asked.engine} {asked.workers} {steps} {asked.seed}", work)
     profile = parse_profile(part["profile"], "learned")
     seconds = float(profile.source.what.split(" in ")[1].split(" s ")[0])
     fixed, followed = errors(profile, part["steps"])

@@ -16,7 +16,9 @@ from checkout import ROOT
 from raw_stream import session, stream
 from served_fleet import serve
 
+from experiments.lib import served
 from experiments.lib.served import begun
+from experiments.serving.model_families import about_image
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(96 << 20))
 COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 300, "maxItems": 300}
@@ -43,6 +45,7 @@ def family_fleet(family):
 
 
 gemma_fleet, deepseek_fleet = family_fleet("gemma3"), family_fleet("deepseek")
+image_fleet = family_fleet("blip2")
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +181,26 @@ def test_latent_kv_and_experts_move_with_their_kv_without_a_prefix_cache(deepsee
     # They compute a prompt in another way than single tokens: a replay is whole, but not the same text.
     expected, got, _ = asyncio.run(disturbed(deepseek_fleet, "deepseek", kill))
     assert (got.error, got.is_done, got.tokens) == ("", True, expected.tokens)
+
+
+async def asked_about(fleet, image, disturb=None):
+    """The answer to one question about an image, with `disturb(name)` called in its midst."""
+    name = f"r{os.urandom(4).hex()}"
+    question = {"model": "blip2", "messages": about_image(image, "What is it?"), "max_tokens": 600}
+    async with session() as http:
+        running = asyncio.create_task(served.stream(http, fleet.gateway, question, {"x-request-id": name}))
+        if disturb is not None:
+            await begun(fleet, 1, [running])
+            await asyncio.to_thread(disturb, fleet, name)
+        got = await running
+    assert (got.error, got.is_done) == ("", True)
+    return got.content
+
+
+def test_images_are_looked_at_and_go_along_with_their_requests(image_fleet):
+    outcomes = []
+    one, other = (asyncio.run(asked_about(image_fleet, image)) for image in (1, 2))
+    assert one != other
+    assert asyncio.run(asked_about(image_fleet, 1, lambda *what: outcomes.append(move(*what)))) == one
+    assert outcomes[0]["outcome"] == "done", outcomes
+    assert asyncio.run(asked_about(image_fleet, 2, kill)) == other
