@@ -136,7 +136,7 @@ def _fitted(
         unseen = _held_out(samples, form, robust, fold)
     else:
         unseen = _held_out_of_choice(samples, fitted, robust, extra_terms)
-    residuals = _residuals(samples, form, values, unseen)
+    residuals = _residuals(samples, form, values, unseen, robust)
     numbers = [float(x) for x in values]
     named = {term.name: value for term, value in zip(form.terms, numbers, strict=False)}
     # A slope of 0 is a hinge that the final fit did not want after all.
@@ -219,7 +219,7 @@ def _held_out(samples: StepSamples, form: Form, robust: bool, fold: NDArray[np.i
     for k in range(fold.max() + 1):
         test = fold == k
         values = solved(columns[~test], samples.step_s[~test], robust)
-        error[test] = np.abs(columns[test] @ values / samples.step_s[test] - 1.0)
+        error[test] = _errors(columns[test] @ values, samples.step_s[test], robust)
     return error[fold >= 0]
 
 
@@ -245,9 +245,13 @@ def folds(samples: StepSamples, few_points: int = FEW_POINTS) -> NDArray[np.int6
 
 
 def _residuals(
-    samples: StepSamples, form: Form, values: NDArray[np.float64], unseen: NDArray[np.float64]
+    samples: StepSamples,
+    form: Form,
+    values: NDArray[np.float64],
+    unseen: NDArray[np.float64],
+    robust: bool,
 ) -> Residuals:
-    error = np.abs(columns_of(samples, form) @ values / samples.step_s - 1.0)
+    error = _errors(columns_of(samples, form) @ values, samples.step_s, robust)
     return Residuals(
         mean_relative=float(error.mean()),
         p95_relative=float(np.quantile(error, 0.95)),
@@ -270,8 +274,16 @@ def _held_out_of_choice(
         form = _chosen(train, fitted, robust, folds(train)) if extra_terms else Form.plain(fitted)
         values = solved(columns_of(train, form), train.step_s, robust)
         predicted = columns_of(judged, form) @ values
-        error[test] = np.abs(predicted / judged.step_s - 1.0)
+        error[test] = _errors(predicted, judged.step_s, robust)
     return error[fold >= 0]
+
+
+def _errors(
+    predicted_s: NDArray[np.float64], step_s: NDArray[np.float64], robust: bool
+) -> NDArray[np.float64]:
+    """Absolute relative errors. Of a robust fit 1 at most: a step told of as nothing is one wrong step."""
+    error = np.abs(predicted_s / step_s - 1.0)
+    return np.minimum(error, 1.0) if robust else error
 
 
 def _check_identifiable(columns: Columns, samples: StepSamples, names: list[str]) -> None:

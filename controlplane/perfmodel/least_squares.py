@@ -21,6 +21,7 @@ from controlplane.perfmodel.samples import StepSamples
 from controlplane.perfmodel.step import PREFILL_TERMS, STEP_TERMS, Hinge, HingeOf, Term
 
 HUBER = 1.345  # residuals beyond this many robust standard deviations lose weight
+FAR = 2.0  # robust fits: a step predicted to take longer than this many times what it is told has taken
 ROBUST_ROUNDS = 20
 MEAN_ROUNDS = 8
 
@@ -69,23 +70,37 @@ def solved(columns: Columns, step_s: NDArray[np.float64], robust: bool) -> NDArr
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     rows = rows / scale
+    solution = _middle(rows, step_s) if robust else _mean(rows)
+    return np.asarray(solution / scale, float)
+
+
+def _mean(rows: Columns) -> NDArray[np.float64]:
     weight = np.ones(len(rows))
     solution = _nnls(rows, weight)
-    for _ in range(0 if robust else MEAN_ROUNDS):
+    for _ in range(MEAN_ROUNDS):
         # Rows predict p_i / t_i; a weight of t_i / p_i makes the error one of p_i. Bounded, for a first round
         # that is far off.
         before, weight = solution, 1.0 / np.clip(rows @ solution, 0.1, 10.0)
         solution = _nnls(rows, weight)
         if np.allclose(solution, before, rtol=1e-9, atol=0.0):
             break
-    for _ in range(ROBUST_ROUNDS if robust else 0):
-        error = np.abs(rows @ solution - 1.0)
+    return solution
+
+
+def _middle(rows: Columns, step_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    # The first round is by absolute errors: by relative ones, a step told of as a hundredth of what it took
+    # would weigh as ten thousand others. In the rounds to come its error is one of FAR times what it is told.
+    solution = _nnls(rows, step_s / step_s.max())
+    for _ in range(ROBUST_ROUNDS):
+        predicted = rows @ solution
+        nearer = 1.0 / np.maximum(predicted / FAR, 1.0)
+        error = np.abs(predicted - 1.0) * nearer
         spread = 1.4826 * float(np.median(error))
         if spread == 0:
             break
         weight = np.minimum(1.0, HUBER * spread / np.maximum(error, 1e-300))
-        solution = _nnls(rows, np.sqrt(weight))
-    return np.asarray(solution / scale, float)
+        solution = _nnls(rows, nearer * np.sqrt(weight))
+    return solution
 
 
 def _nnls(rows: Columns, weight: NDArray[np.float64]) -> NDArray[np.float64]:

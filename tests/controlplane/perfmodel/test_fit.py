@@ -124,6 +124,21 @@ def test_the_robust_fit_shrugs_off_outliers() -> None:
     assert near < far
 
 
+@given(st.integers(0, 30), st.sampled_from([0.01, 0.05, 0.5, 5.0]), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_steps_told_of_as_far_too_short_or_long_do_not_lead_the_robust_fit(
+    seed: int, times: float, plain: bool
+) -> None:
+    samples = grid(PLAIN, 0.02, seed)
+    spoiled = samples.step_s.copy()
+    spoiled[np.random.default_rng(seed).choice(len(samples), len(samples) // 30, replace=False)] *= times
+    fit = fit_step(replace(samples, step_s=spoiled), robust=True, extra_terms=not plain, quick=True)
+    off = fit.model.step_s(*samples.batch) / PLAIN.step_s(*samples.batch) - 1
+    assert np.abs(off).max() < 0.05
+    # One step in thirty is wrong, however far.
+    assert fit.residuals.mean_relative < 0.02 + 1 / 30
+
+
 def test_too_few_batches_and_columns_that_move_together_are_refused() -> None:
     samples = grid(PLAIN)
     with pytest.raises(BadInput, match="5 different batches, at least 6"):
