@@ -1,6 +1,7 @@
 """A profile as one row of numbers for compiled code, and the step times computed from that row.
 
-The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine.
+The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine,
+the frontend.
 Models outside the layout (more hinges than it has places for) are refused.
 """
 
@@ -24,7 +25,8 @@ PRE_BASE = PREFILL_HINGE + 4
 PRE_HINGE = PRE_BASE + len(PREFILL_TERMS)  # two
 PRE_TOKEN, PRE_SUM_SQ = range(PRE_BASE + 1, PRE_HINGE)
 KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_HINGE + 9)
-WIDTH = MODE + 1
+PER_REQUEST, PER_PROMPT_TOKEN = MODE + 1, MODE + 2
+WIDTH = PER_PROMPT_TOKEN + 1
 
 CHUNKED, PREFILL_FIRST = 0.0, 1.0
 _MODES = {
@@ -49,6 +51,8 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     row[MAX_BATCHED] = profile.engine.max_batched_tokens
     row[MAX_SEQS] = profile.engine.max_seqs
     row[MODE] = _MODES[profile.engine.mode]
+    row[PER_REQUEST] = profile.frontend.per_request_s
+    row[PER_PROMPT_TOKEN] = profile.frontend.per_prompt_token_s
     return row
 
 
@@ -98,6 +102,12 @@ def prefill_s(k: NDArray[np.float64], tokens: float, sum_sq: float) -> float:
         if tokens > k[i]:
             t += k[i + 1] * (tokens - k[i])
     return t
+
+
+@compiled
+def frontend_s(k: NDArray[np.float64], prompt: float) -> float:
+    """Seconds of a first token beside its steps (`profile.Frontend`)."""
+    return k[PER_REQUEST] + k[PER_PROMPT_TOKEN] * prompt
 
 
 @compiled

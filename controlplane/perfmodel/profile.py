@@ -24,15 +24,56 @@ MEAN_RANK = 0.575  # share of normal errors below their mean size
 
 @dataclass(frozen=True, slots=True)
 class KvModel:
-    """KV memory of a worker (Eq 1 is linear: a request holds one slot per token of context)."""
+    """KV memory of a worker (Eq 1 is linear: a request holds one slot per token of context).
+
+    The engine takes the share `gpu_memory_utilization` of each GPU's `gpu_memory_bytes` (as its driver
+    reports them); what weights, activations and graphs leave of that is `capacity_tokens`. 0: not known.
+    """
 
     capacity_tokens: int
     block_tokens: int = 16
     bytes_per_token: int = 0
+    gpu_memory_bytes: int = 0
+    gpu_memory_utilization: float = 0.0
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 1 or self.block_tokens < 1 or self.bytes_per_token < 0:
             raise BadInput(f"kv: capacity_tokens and block_tokens must be at least 1, got {self}")
+        if self.gpu_memory_bytes < 0 or not 0 <= self.gpu_memory_utilization <= 1:
+            raise BadInput(f"kv: gpu_memory_bytes and gpu_memory_utilization: got {self}")
+
+    def with_utilization(self, share: float, gpus: int) -> KvModel:
+        """With another share of the memory of the worker's GPUs; weights and activations take what they took.
+
+        Where that leaves no room a single block remains, which holds no request. Raises BadInput where it is
+        not known what memory there is.
+        """
+        if not (self.gpu_memory_bytes and self.gpu_memory_utilization and self.bytes_per_token):
+            raise BadInput("its profile does not say what memory its KV is from; give --kv-tokens")
+        more = (share - self.gpu_memory_utilization) * self.gpu_memory_bytes * gpus / self.bytes_per_token
+        blocks = int(self.capacity_tokens + more) // self.block_tokens
+        tokens = max(blocks, 1) * self.block_tokens
+        return replace(self, capacity_tokens=tokens, gpu_memory_utilization=share)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What a request's first token takes beside steps, in seconds: HTTP, tokenisation, the way to the engine.
+
+    It delays all of a request's tokens alike and keeps no engine busy.
+    """
+
+    per_request_s: float = 0.0
+    per_prompt_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("per_request_s", "per_prompt_token_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise BadInput(f"frontend: {name}: must be a number of at least 0, got {getattr(self, name)}")
+
+    def seconds(self, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Of requests with such prompts, cached or not."""
+        return self.per_request_s + self.per_prompt_token_s * np.asarray(prompt_tokens, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +158,7 @@ class Profile:
     prefill: PrefillModel | None = None
     context_limit_tokens: int = 0  # the model's longest prompt + output; 0 = not stated
     fitted: FittedRange | None = None
+    frontend: Frontend = Frontend()
 
     def __post_init__(self) -> None:
         if self.tp_degree < 1:
@@ -148,12 +190,33 @@ class Profile:
         )
         return replace(self, engine=engine)
 
+    def with_kv(self, gpu_memory_utilization: float | None, kv_tokens: int | None) -> Profile:
+        """The same worker whose engine takes another share of its GPUs' memory, or says what its KV holds.
+
+        Raises BadInput where a share alone does not tell the capacity.
+        """
+        kv = self.kv
+        if kv_tokens is not None:
+            # The engine's own figure: that it is from the share stated so far is no longer known.
+            share = gpu_memory_utilization or 0.0
+            kv = replace(kv, capacity_tokens=kv_tokens, gpu_memory_utilization=share)
+        elif gpu_memory_utilization is not None:
+            try:
+                kv = kv.with_utilization(gpu_memory_utilization, self.tp_degree)
+            except BadInput as error:
+                raise BadInput(f"--gpu-memory-utilization: {self.label}: {error}") from None
+        return replace(self, kv=kv)
+
     def alone_ttft_s(self, prompt_tokens: int) -> float:
         """Seconds to the first token of a request that has an idle worker to itself."""
         return float(self.alone_ttfts_s(prompt_tokens))
 
     def alone_ttfts_s(self, prompt_tokens: ArrayLike, cached_tokens: ArrayLike = 0) -> NDArray[np.float64]:
         """The same of several requests, of whose prompts so many tokens, fewer than all, are cached."""
+        return self.frontend.seconds(prompt_tokens) + self.prefill_alone_s(prompt_tokens, cached_tokens)
+
+    def prefill_alone_s(self, prompt_tokens: ArrayLike, cached_tokens: ArrayLike = 0) -> NDArray[np.float64]:
+        """Seconds of the steps that make it."""
         prompt, cached = np.asarray(prompt_tokens, float), np.asarray(cached_tokens, float)
         attended = prompt**2 - cached**2
         if self.engine.mode == EngineMode.PREFILL_FIRST:

@@ -33,9 +33,12 @@ from controlplane.perfmodel.coefficients import (
     MODE,
     PER_CONTEXT,
     PER_PREFILL,
+    PER_PROMPT_TOKEN,
+    PER_REQUEST,
     PER_SUM_SQ,
     PREFILL_STEP,
     decode_base_s,
+    frontend_s,
     prefill_hinges_s,
     prefill_s,
 )
@@ -95,6 +98,7 @@ def could_fit(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: flo
     if decode_base_s(k, 1.0) + k[PER_CONTEXT] * grown > led.requests[r].tpot_s:
         return False
     lasts_s = prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0)
+    lasts_s += frontend_s(k, led.requests[r].prompt)
     return late or now_s + lasts_s <= led.requests[r].arrival_s + led.requests[r].ttft_s
 
 
@@ -116,6 +120,7 @@ def harm(
         lasts_s = prefill_lasts_s(k, work, tokens, cached, worker.decoding, worker.context)
         if knobs[USE_C] > 0 and not late:
             wait_s = start_s + lasts_s - led.requests[r].arrival_s
+            wait_s += frontend_s(k, led.requests[r].prompt)
             if wait_s > led.requests[r].ttft_s:
                 return np.inf
         if worker.role == PREFILL_ONLY:
@@ -293,6 +298,7 @@ def least_prefill_s(led: Ledger, r: int, cached: int, busy: bool) -> float:
     for v in range(led.coefficients.shape[0]):
         k = led.coefficients[v]
         lasts_s = prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0)
+        lasts_s += frontend_s(k, led.requests[r].prompt)
         if busy:
             tpot_s = led.requests[r].tpot_s
             lasts_s += tpot_s
@@ -351,3 +357,19 @@ def kv_peak(led: Ledger, w: int, r: int) -> float:
         held += holds[order[i]]
         peak = max(peak, held + (count - i) * lasts[order[i]])
     return peak - shared_tokens(led, w)
+
+
+@compiled
+def client_s(led: Ledger, r: int) -> float:
+    """How much later than its worker makes a request's tokens its client has them; 0 if it is on none."""
+    if led.requests[r].worker < 0:
+        return 0.0
+    return frontend_s(led.coefficients[led.workers[led.requests[r].worker].variant], led.requests[r].prompt)
+
+
+def clients_s(led: Ledger, rows: Ints | slice = slice(None)) -> Floats:
+    """The same of several requests."""
+    requests = led.requests[rows]
+    k = led.coefficients[led.workers["variant"][requests["worker"]]]
+    seconds = k[:, PER_REQUEST] + k[:, PER_PROMPT_TOKEN] * requests["prompt"]
+    return np.where(requests["worker"] < 0, 0.0, seconds)

@@ -146,6 +146,7 @@ def heartbeat_of(
     """
     requests, k = led.requests[rows], led.coefficients[led.workers["variant"][workers]]
     left_s = requests["ttft_s"] - (now_s - requests["arrival_s"])
+    left_s -= profile.frontend.seconds(requests["prompt"])
     due_s = min(left_s[np.isnan(requests["first_s"])].tolist(), default=_NO_TTFT_S)
     prefill = profile.prefill
     if prefill is None or profile.engine.mode == EngineMode.CHUNKED:

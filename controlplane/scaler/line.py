@@ -101,8 +101,9 @@ def capacity_rps(profile: Profile, arrivals: ClassArrivals) -> float:
 
 def prefill_rps(profile: Profile, arrivals: ClassArrivals) -> float:
     """Requests a second that one prefill worker carries of a class within its TTFT target."""
-    service_s = max(profile.alone_ttft_s(max(round(arrivals.mean_prompt_tokens), 1)), 1e-9)
-    spare_s = max(arrivals.slo.ttft_s - service_s, 0.0)
+    prompt = max(round(arrivals.mean_prompt_tokens), 1)
+    service_s = max(float(profile.prefill_alone_s(prompt)), 1e-9)
+    spare_s = max(arrivals.slo.ttft_s - profile.alone_ttft_s(prompt), 0.0)
     return spare_s / (spare_s + LATE * service_s / 2.0) / service_s if spare_s > 0 else 1.0 / service_s
 
 

@@ -16,6 +16,7 @@ from controlplane.perfmodel.coefficients import (
     run_s,
     steps_within,
 )
+from controlplane.placement.constraints import client_s
 from controlplane.placement.ledger import (
     DECODE_ONLY,
     DECODING,
@@ -112,7 +113,7 @@ def finish(led: Ledger, eng: Engines, r: int, now_s: float) -> None:
     """A request has all its tokens; count it if it missed a target."""
     eng.requests[r].finish_s = now_s
     end(eng, r)
-    late = led.requests[r].first_s - led.requests[r].arrival_s > led.requests[r].ttft_s
+    late = led.requests[r].first_s + client_s(led, r) - led.requests[r].arrival_s > led.requests[r].ttft_s
     gaps = eng.requests[r].output - 1
     slow = gaps > 0 and (now_s - led.requests[r].first_s) / gaps > eng.requests[r].tpot_s
     if late or slow:

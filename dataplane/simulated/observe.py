@@ -8,6 +8,7 @@ import numpy as np
 
 from controlplane.migration.loads import Listed, load_of, loads
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.constraints import clients_s
 from controlplane.placement.ledger import (
     DECODING,
     DONE,
@@ -45,7 +46,8 @@ class OutcomeCount:
         request, job = led.requests[rows], jobs[rows]
         finish_s, gaps = job["finish_s"], job["output"] - 1
         served = np.isfinite(finish_s)  # others were turned away
-        ttft_met = served & (request["first_s"] - request["arrival_s"] <= request["ttft_s"])
+        ttft_s = request["first_s"] + clients_s(led, rows) - request["arrival_s"]
+        ttft_met = served & (ttft_s <= request["ttft_s"])
         tpot_s = np.where(served & (gaps > 0), (finish_s - request["first_s"]) / np.maximum(gaps, 1), 0.0)
         tpot_met = served & (tpot_s <= job["tpot_s"])
         for column, counted in enumerate((np.ones_like(served), ttft_met, tpot_met, ttft_met & tpot_met)):

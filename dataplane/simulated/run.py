@@ -13,7 +13,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import Caches, new_caches
-from controlplane.placement.constraints import kept_tpot_s
+from controlplane.placement.constraints import clients_s, kept_tpot_s
 from controlplane.placement.ledger import (
     OFF,
     ROLES,
@@ -80,15 +80,15 @@ class RunState:
         """The outcome of the requests so far."""
         led, eng = self.ledger, self.engines
         finish_s = eng.requests["finish_s"]
-        ended = finish_s[np.isfinite(finish_s)]
+        ended, to_client_s = finish_s[np.isfinite(finish_s)], clients_s(led)
         return Outcome(
             workload=self.workload,
             arrival_s=np.where(np.isinf(led.requests["arrival_s"]), np.nan, led.requests["arrival_s"]),
             ttft_target_s=led.requests["ttft_s"],
             tpot_target_s=eng.requests["tpot_s"],
             worker=led.requests["worker"],
-            first_token_s=led.requests["first_s"],
-            finish_s=finish_s,
+            first_token_s=led.requests["first_s"] + to_client_s,
+            finish_s=finish_s + to_client_s,
             preemptions=eng.requests["preemptions"],
             migrations=eng.requests["migrations"],
             busy_s=eng.workers["busy_s"],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
+from controlplane.placement.constraints import client_s
 from controlplane.placement.ledger import Floats, Ledger
 from controlplane.prefixes import Sessions
 from dataplane.simulated.records import SENT, Engines, Sending
@@ -144,15 +145,16 @@ def release(led: Ledger, eng: Engines, sending: Sending, now_s: float) -> None:
     while sending.counts[0].released < eng.total[0].ended_n:
         r = eng.ended[sending.counts[0].released]
         sending.counts[0].released += 1
+        answered_s = now_s + client_s(led, r)
         for i in range(sending.after_at[r], sending.after_at[r + 1]):
             turn = sending.after[i]
             sending.left[turn] -= 1
             if sending.left[turn] == 0:
-                push_due(led, sending, turn, now_s + sending.think_s[turn])
+                push_due(led, sending, turn, answered_s + sending.think_s[turn])
         if len(sending.unended) > 0 and sending.session[r] >= 0:
             sending.unended[sending.session[r]] -= 1
             if sending.unended[sending.session[r]] == 0 and sending.counts[0].begun < len(sending.unended):
-                begin_session(led, sending, sending.counts[0].begun, now_s)
+                begin_session(led, sending, sending.counts[0].begun, answered_s)
                 sending.counts[0].begun += 1
 
 

@@ -1,4 +1,4 @@
-"""Measured ladders of rates (LMBench on vLLM with prefix caching), as request logs with their blocks.
+"""LMBench's measured ladders of rates on vLLM with prefix caching, as files of runs have them.
 
 A run is one rate of a ladder: first the requests that warm its caches, of which no times are known, then
 those that were measured. ShareGPT's blocks are in the data. A user of `long` and `short` goes on with all
@@ -7,73 +7,55 @@ that was said before, answers included, after a beginning that all users share.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
+from tokenfleet.profiles.accuracy import EngineSettings, Ladder, Run, RunsFile, prefixes_of
 from tokenfleet.profiles.measurements import RequestLog
 
 LMBENCH = "lmbench"
 BLOCK = 16
-MOST_BLOCKS = 1 << 20  # of a request
 WARM_EVERY_S = 5.0  # so that each is answered before the next, as a run begins with all of them cached
 SHARED = {"long": 1041, "short": 42}  # tokens with which every user's prompt begins
-CENSORED_S = 100.0  # `long` and `short` drop what is not answered by then
+# Model, GPUs and the share of their memory that vLLM was given: the manifests' where there are any, else its
+# default of the time. The order matters: the first that a ladder's name begins with.
+STACKS = {
+    "l70-h100": ("llama-3.1-70b", "h100-sxm", 2, 0.95),
+    "l70": ("llama-3.1-70b", "a100-sxm", 2, 0.95),
+    "l8": ("llama-3.1-8b", "a100-sxm", 1, 0.95),
+    "apr29": ("llama-3.1-8b", "a100-sxm", 1, 0.9),
+}
+GATEWAY_S = 0.0125  # llm-d's gateway, on the development ladder behind it
 
 
-@dataclass(frozen=True)
-class Run:
-    """One rate of a ladder. `measured` [requests]: those whose times are known; the others' are NaN."""
-
-    rate_rps: float
-    log: RequestLog
-    measured: NDArray[np.bool_]
-
-    def hit_rate_alone(self, capacity_tokens: int) -> float:
-        """The share of the measured prompts' tokens that a cache of so many has, one request after another.
-
-        Of the blocks, those used longest ago are forgotten first; of one request's, the last ones. What is
-        generated takes its blocks, too.
-        """
-        work = self.log.workload
-        assert work.prefixes is not None
-        kept: OrderedDict[int, None] = OrderedDict()
-        hits = 0
-        for i in range(len(work)):
-            ids = work.prefixes.of(i).tolist()
-            most = (int(work.prompt_tokens[i]) - 1) // BLOCK
-            hit = next((n for n, block in enumerate(ids[:most]) if block not in kept), min(most, len(ids)))
-            hits += hit * BLOCK * bool(self.measured[i])
-            written = (int(work.prompt_tokens[i] + work.output_tokens[i]) - 1) // BLOCK
-            own = [-(i * MOST_BLOCKS + n) - 1 for n in range(written - len(ids))]
-            for block in reversed(ids[:written] + own):
-                kept[block] = None
-                kept.move_to_end(block)
-            while len(kept) * BLOCK > capacity_tokens:
-                kept.popitem(last=False)
-        return float(hits / work.prompt_tokens[self.measured].sum())
-
-
-def ladder(data: Path, name: str) -> list[Run]:
-    """The runs of one experiment, by rising rates."""
+def ladder(data: Path, name: str) -> Ladder:
+    """The runs of one experiment."""
     rows = pd.read_parquet(data / LMBENCH / f"{name}.parquet")
-    blocks = pd.read_parquet(
-        data / LMBENCH / f"sharegpt_blocks16_{'llama4' if 'scout' in name else 'llama3'}.parquet"
-    )
+    blocks = pd.read_parquet(data / LMBENCH / "sharegpt_blocks16_llama3.parquet")
     kind = name.rsplit("-", 1)[1] if name.endswith(("sharegpt", "short", "long")) else "long"
-    return [
+    runs = [
         _sharegpt(rate, run, blocks)
         if kind == "sharegpt"
         else _users(rate, run, SHARED[kind], kind == "long")
         for rate, run in _by_rate(rows)
     ]
+    model, gpu, tp_degree, share = next(of for stack, of in STACKS.items() if name.startswith(stack))
+    settings = RunsFile(
+        schema="tokenfleet.runs/1",
+        requests=f"{name}.parquet",
+        model=model,
+        gpu=gpu,
+        tp_degree=tp_degree,
+        workers=2 if "-x2-" in name else 1,
+        engine=EngineSettings(gpu_memory_utilization=share, block_tokens=BLOCK),
+        gateway_s=GATEWAY_S if "-llmd-" in name else 0.0,
+    )
+    return Ladder(name, settings, tuple(runs))
 
 
 def _by_rate(rows: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
@@ -116,42 +98,12 @@ def _run(
     warm_s, warm_prompts, warm_outputs = before
     unknown = np.full(len(warm_s), np.nan)
     launch_s = begin_s + run.launch_s.to_numpy()
-    _, ids = np.unique(np.concatenate(lists).astype(np.int64), return_inverse=True)
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in lists])])
     work = Workload(
         np.concatenate([warm_s, launch_s]),
         np.concatenate([warm_prompts, run.prompt_tokens]).astype(np.int64),
         np.concatenate([warm_outputs, np.maximum(run.generation_tokens, 1)]).astype(np.int64),
-        prefixes=Prefixes(BLOCK, offsets, ids),
+        prefixes=prefixes_of([one.tolist() for one in lists], BLOCK),
     )
     first_s = np.concatenate([unknown, launch_s + run.ttft_s.to_numpy()])
     last_s = np.concatenate([unknown, begin_s + run.finish_s.to_numpy()])
     return Run(rate_rps, RequestLog(work, first_s, last_s), np.arange(len(work)) >= len(warm_s))
-
-
-def joined(runs: list[Run]) -> Run:
-    """Runs one after the other on one server, which share no blocks, with rests of a minute between them."""
-    begins, logs, ids, since_s, since_id = [], [], [], 0.0, 0
-    for run in runs:
-        work = run.log.workload
-        assert work.prefixes is not None
-        begins.append(since_s)
-        logs.append(run.log)
-        ids.append(work.prefixes.ids + since_id)
-        since_s += float(np.nanmax(run.log.last_token_s)) + 60.0
-        since_id += int(work.prefixes.ids.max()) + 1
-    works = [log.workload for log in logs]
-    lengths = [np.diff(work.prefixes.offsets) for work in works if work.prefixes is not None]
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    work = replace(
-        works[0],
-        arrival_s=np.concatenate([b + w.arrival_s for b, w in zip(begins, works, strict=True)]),
-        prompt_tokens=np.concatenate([w.prompt_tokens for w in works]),
-        output_tokens=np.concatenate([w.output_tokens for w in works]),
-        priority=np.zeros(0, np.int64),
-        slo_class=np.zeros(0, np.int64),
-        prefixes=Prefixes(BLOCK, offsets, np.concatenate(ids)),
-    )
-    first_s = np.concatenate([b + log.first_token_s for b, log in zip(begins, logs, strict=True)])
-    last_s = np.concatenate([b + log.last_token_s for b, log in zip(begins, logs, strict=True)])
-    return Run(0.0, RequestLog(work, first_s, last_s), np.concatenate([run.measured for run in runs]))

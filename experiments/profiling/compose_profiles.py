@@ -47,7 +47,7 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import Flags
-from tokenfleet.profiles.library import write_profile
+from tokenfleet.profiles.library import FRONTEND, write_profile
 
 # Standard deviation of what no grid shows: host time, mixed steps, the drift between engine releases.
 UNSEEN = 0.10
@@ -74,7 +74,9 @@ def composed_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profil
         gpu=gpu,
         tp_degree=tp_degree,
         step=step.model,
-        kv=KvModel(capacity, 16, shape.kv_bytes_per_token(tp_degree)),
+        kv=KvModel(
+            capacity, 16, shape.kv_bytes_per_token(tp_degree), int(GPU_BYTES[gpu]), MEMORY_UTILIZATION
+        ),
         engine=EngineLimits("vllm", GRID_ENGINE[gpu], EngineMode.CHUNKED, BATCHED_TOKENS[gpu], MAX_SEQS),
         residuals=replace(step.residuals, unseen_relative=UNSEEN),
         source=Source(
@@ -90,6 +92,7 @@ def composed_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profil
         prefill=prefill.model,
         context_limit_tokens=shape.context_limit_tokens,
         fitted=step.fitted,
+        frontend=FRONTEND,
     )
 
 

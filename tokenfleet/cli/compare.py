@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import NORMAL_MEAN_ABS
+from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
 from dataplane.http.tls import client_context
 from tokenfleet.cli.flags import TlsCa, takes
 from tokenfleet.cli.terminal import console, show, warn
@@ -100,7 +100,7 @@ def compare_command(flags: CompareFlags) -> int:
     from tokenfleet.profiles.library import read_profile
     from tokenfleet.traces import read_traces
 
-    worker = read_profile(flags.profile)
+    worker = replace(read_profile(flags.profile), frontend=Frontend())  # here it is measured
     if flags.steps is not None:
         read_steps(flags.steps)  # what cannot be read is told before the replay
     read = read_traces([str(path) for path in flags.trace])

@@ -9,12 +9,13 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.fit import StepFit, fit_phases, fit_prefill, fit_step, pooled
+from controlplane.perfmodel.fit import OUTLYING, StepFit, fit_phases, fit_prefill, fit_step, outlying, pooled
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
@@ -54,7 +55,8 @@ class FitFlags:
     max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256
     robust: Annotated[bool, typer.Option(help="give outliers less weight")] = False
     as_measured: Annotated[
-        bool, typer.Option("--as-measured", help="leave the machine's slow and fast times in a grid's steps")
+        bool,
+        typer.Option("--as-measured", help="leave outliers in, and the machine's slow and fast times"),
     ] = False
     plain: Annotated[bool, typer.Option(help="four coefficients only, no hinges nor length²")] = False
     licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements"
@@ -104,6 +106,8 @@ def fit_command(flags: FitFlags) -> None:
         profile = fit_log(read, worker, seed=flags.seed)
         profile = replace(profile, prefill=PrefillModel.of_step(profile.step))
     else:
+        if not (flags.robust or flags.as_measured):
+            read = _without_outliers(read)
         profile = fitted_profile(read, worker, flags.robust, not flags.plain)
     write_profile(profile, flags.out)
     breaks = linear_breaks(read, flags.robust) if isinstance(read, StepSamples) else []
@@ -119,6 +123,22 @@ def _read(flags: FitFlags, speeds: list[HostSpeed]) -> StepSamples | RequestLog:
     if len(flags.measurements) > 1 or flags.engine != EngineMode.CHUNKED:
         raise BadInput(f"{logs[0]}: a request log is fitted alone, as the log of one chunked engine")
     return read_request_log(logs[0])
+
+
+def _without_outliers(samples: StepSamples) -> StepSamples:
+    """The steps that nothing else held up; it is said which were."""
+    far = outlying(samples)
+    if not far.any():
+        return samples
+    rows = np.flatnonzero(far)
+    named = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
+    Console(stderr=True).print(
+        f"{len(rows)} of {len(samples)} steps took over {OUTLYING:g} times what all others say: {named};"
+        " they are left out (--robust gives them less weight instead, --as-measured keeps them)",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return samples.take(~far)
 
 
 def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_terms: bool) -> Profile:

@@ -48,6 +48,9 @@ VERBS = {
     "scorecard": Verb(
         "tokenfleet.cli.scorecard", "scorecard_command", "what a plan predicted, and what came of it"
     ),
+    "scorecard accuracy": Verb(
+        "tokenfleet.cli.scorecard", "accuracy_command", "profiles beside measured runs: their errors"
+    ),
     "api": Verb("tokenfleet.cli.api", "api_command", "plan jobs over HTTP, and the console"),
     "fleet": Verb("tokenfleet.cli.fleet_changes", "fleet_app", "status, scale, drain, update, explain"),
 }
@@ -96,7 +99,8 @@ def _run(arguments: list[str]) -> int:
 
         print(f"tokenfleet {__version__}")
         return DONE
-    name, rest = arguments[0], arguments[1:]
+    words = 2 if " ".join(arguments[:2]) in VERBS else 1
+    name, rest = " ".join(arguments[:words]), arguments[words:]
     if name not in VERBS:
         return _fail(BAD_INPUT, f"{name}: no such verb{nearest(name, VERBS)}; `tokenfleet --help` lists them")
     use_kernel_cache()
@@ -126,7 +130,7 @@ def _help() -> str:
         "",
         "How few GPUs meet your latency targets, and the fleet that runs on them.",
         "",
-        *(f"  {name:10} {verb.help}" for name, verb in VERBS.items()),
+        *(f"  {name:19} {verb.help}" for name, verb in VERBS.items()),
         "",
         _EPILOG,
         "Exit codes: 0 done, 1 no feasible answer, 2 bad input, 130 interrupted.",

@@ -1,4 +1,4 @@
-"""`tokenfleet scorecard`: shows a kept plan's predictions beside what its fleet did."""
+"""`tokenfleet scorecard`: shows predictions beside what was measured, of a kept plan or of any runs."""
 
 from __future__ import annotations
 
@@ -63,3 +63,68 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
 
 def _or_dash(value: float | None, shown: Any) -> str:
     return "–" if value is None else str(shown(value))
+
+
+def accuracy_command(
+    runs: Annotated[list[Path], typer.Argument(help="files of runs (docs/accuracy.md); several at once")],
+    profile: Annotated[Path | None, typer.Option(help="a profile instead of the library's")] = None,
+    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+) -> int:
+    """How far predictions are from measured runs: latencies, throughput, and the rate at which targets break.
+
+    Each file's runs are simulated with the profile as it is, and once more with it calibrated on the three
+    lowest rates, which are then judged no more.
+
+    tokenfleet scorecard accuracy runs/llama-70b.yaml runs/llama-8b.yaml
+    """
+    from tokenfleet.cli.terminal import console, show
+    from tokenfleet.profiles.accuracy import ACCURACY, CALIBRATED_ON, accuracy_of, overall, read_ladder
+    from tokenfleet.profiles.library import read_profile
+
+    own = None if profile is None else read_profile(profile)
+    ladders = [(ladder, ladder.worker(own)) for ladder in map(read_ladder, runs)]
+    found: dict[str, list[dict[str, Any]]] = {"as it is": [], "calibrated": []}
+    with console(stderr=True).status("simulating"):
+        for ladder, worker in ladders:
+            found["as it is"].append(accuracy_of(ladder, worker, calibrates=False))
+            if len(ladder.runs) > CALIBRATED_ON:
+                found["calibrated"].append(accuracy_of(ladder, worker, calibrates=True))
+    if output_format == OutputFormat.JSON:
+        medians = {name: overall(rows) for name, rows in found.items() if rows}
+        told = {"schema": ACCURACY, "runs": [row for rows in found.values() for row in rows]}
+        print(json.dumps(told | {"medians": medians}, indent=1))
+        return 0
+    table = Table()
+    for column in ACCURACY_COLUMNS:
+        table.add_column(column, justify="left" if column in ("runs", "profile") else "right")
+    for name, rows in found.items():
+        for row in rows:
+            table.add_row(row["runs"], name, *accuracy_cells(row))
+    show([table])
+    return 0
+
+
+ACCURACY_COLUMNS = (
+    *("runs", "profile", "rates", "E2E %", "TPOT mean, p99 %", "TTFT mean, p50, p90, p99 %", "tokens/s %"),
+    "knee, predicted",
+)
+
+
+def accuracy_cells(row: dict[str, Any]) -> list[str]:
+    """The errors of one ladder in percent, for a table of ACCURACY_COLUMNS."""
+    errors, knee = row["errors"], row["knee"]
+
+    def percents(name: str, *whats: str) -> str:
+        values = [errors[name][what] for what in whats]
+        shown = ["–" if value != value else f"{100 * value:.1f}" for value in values]  # NaN is not itself
+        return ", ".join(shown)
+
+    knees = [_or_dash(knee[name], "{:.3g}".format) for name in ("measured_rps", "predicted_rps")]
+    return [
+        str(row["judged"]),
+        percents("e2e", "mean"),
+        percents("tpot", "mean", "p99"),
+        percents("ttft", "mean", "p50", "p90", "p99"),
+        percents("throughput", "tokens_per_s"),
+        ", ".join(knees),
+    ]

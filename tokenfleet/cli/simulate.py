@@ -67,6 +67,8 @@ class SessionFlags:
     "policy",
     "priority_headroom",
     "engine",
+    "gpu_memory_utilization",
+    "kv_tokens",
     "kv_gb_per_s",
     "kv_latency_s",
     "rate_scale",

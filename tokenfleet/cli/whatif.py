@@ -21,10 +21,9 @@ from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
     from tokenfleet.traces import Trace
-    from tokenfleet.whatif.axes import Changes
+    from tokenfleet.whatif.axes import Changes, Scenario
     from tokenfleet.whatif.cache import Cache
     from tokenfleet.whatif.marginal import Clock
-    from tokenfleet.whatif.scenario import Scenario
 
 
 @takes_request()

@@ -42,6 +42,8 @@ def production_stack(fleet: Deployment) -> dict[str, Any]:
         config["tensorParallelSize"] = gpus
         config["maxNumSeqs"] = engine.max_seqs
         config["extraArgs"] = ["--max-num-batched-tokens", str(engine.max_batched_tokens)]
+        if share := group.worker_type.profile.kv.gpu_memory_utilization:
+            config["extraArgs"] += ["--gpu-memory-utilization", f"{share:g}"]
         spec: dict[str, Any] = {
             "name": spec_name(fleet, number),
             "repository": IMAGE,

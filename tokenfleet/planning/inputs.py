@@ -116,6 +116,10 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
         raise BadInput("--model: missing; name a model of the library, or give --profile files")
     else:
         profiles = find_profiles(model, request.gpu, request.tp)
+    if request.kv_tokens is not None and len(profiles) > 1:
+        names = ", ".join(profile.type_name for profile in profiles)
+        raise BadInput(f"--kv-tokens: is of one kind of worker, got {names}; choose with --gpu and --tp")
+    profiles = [profile.with_kv(request.gpu_memory_utilization, request.kv_tokens) for profile in profiles]
     mode = request.engine
     return profiles if mode is None else [profile.with_engine(mode=mode) for profile in profiles]
 

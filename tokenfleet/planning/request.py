@@ -134,6 +134,25 @@ class PlanRequest:
     engine: Annotated[
         EngineMode | None, About("engine mode", "engine mode instead of the profile's", "choice")
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Field(gt=0, le=1),
+        About(
+            "GPU memory an engine takes",
+            "vLLM's setting of that name (0.9 in the library's profiles): what the KV memory is from",
+            "choice",
+            key="memory",
+        ),
+    ] = None
+    kv_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=10**12),
+        About(
+            "tokens of KV a worker holds",
+            "tokens of KV a worker holds, as the engine says at its start, instead of the profile's",
+            key="kv",
+        ),
+    ] = None
     kv_gb_per_s: Annotated[
         float | None,
         Field(gt=0, le=1e6),

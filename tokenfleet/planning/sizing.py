@@ -325,7 +325,7 @@ def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:
 def prefill_share(worker_type: WorkerType, replicates: Replicates) -> float:
     """Share of the workers that should prefill, by the work each phase brings (split mode)."""
     profile, workload = worker_type.profile, replicates.workload
-    prefill_s = float(alone_ttft_s(profile, workload).sum())
+    prefill_s = float(profile.prefill_alone_s(workload.prompt_tokens, workload.ideal_hits).sum())
     context = workload.prompt_tokens + workload.output_tokens / 2.0
     # A decode worker is shared by as many sequences as the TPOT target lets into one step.
     batch = 1

@@ -13,7 +13,7 @@ simplex searches that need no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, minimize
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
+from controlplane.perfmodel.profile import FittedRange, Profile, Residuals, with_times
 from controlplane.perfmodel.step import StepModel
+from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
+from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.profiles.measurements import RequestLog
 
@@ -33,15 +35,45 @@ STARTS = 12
 STEPS = (3e-2, 1e-2)  # of a logarithm, for the gradient: one changed admission must not hide the slope
 SIMPLEX = (0.4, -0.2, 0.05)  # sides of the simplex searches that follow, of a logarithm
 FEWEST_REQUESTS = 30
+REST_S = 60.0
+# Standard deviations of a calibration's corrections (of the logarithms of decode and prefill, and seconds),
+# and of a mean latency of the log.
+CALIBRATION_DOUBT, CALIBRATION_NOISE = (0.2, 0.3, 0.02), 0.02
 _NO_TARGET = Slo(1e9, 1e9)
 
 Columns = NDArray[np.float64]
 
 
-def replay(log: RequestLog, profile: Profile) -> Outcome:
-    """The log's requests on one simulated worker."""
-    # Any policy will do: there is one worker, and round-robin never holds a request back.
-    return simulate(log.workload, [WorkerSpec(profile)], _NO_TARGET, "round-robin")
+def replay(log: RequestLog, profile: Profile, workers: int = 1, prefix_caching: bool = True) -> Outcome:
+    """The log's requests on simulated workers that take them in turn, whatever they hold."""
+    specs = [WorkerSpec(profile)] * workers
+    return simulate(log.workload, specs, _NO_TARGET, "round-robin", prefix_caching=prefix_caching)
+
+
+def joined(logs: Sequence[RequestLog]) -> RequestLog:
+    """Logs one after the other on one engine, with rests of a minute; none shares blocks with another."""
+    begins, ids, since_s, since_id = [], [], 0.0, 0
+    for log in logs:
+        begins.append(since_s)
+        since_s += float(np.nanmax(log.last_token_s)) + REST_S
+        if log.workload.prefixes is not None:
+            ids.append(log.workload.prefixes.ids + since_id)
+            since_id += int(log.workload.prefixes.ids.max(initial=-1)) + 1
+    works = [log.workload for log in logs]
+    prefixes = None
+    if works[0].prefixes is not None:
+        lengths = [np.diff(work.prefixes.offsets) for work in works if work.prefixes is not None]
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+        prefixes = Prefixes(works[0].prefixes.block_tokens, offsets, np.concatenate(ids))
+    work = Workload(
+        np.concatenate([b + w.arrival_s for b, w in zip(begins, works, strict=True)]),
+        np.concatenate([w.prompt_tokens for w in works]),
+        np.concatenate([w.output_tokens for w in works]),
+        prefixes=prefixes,
+    )
+    first_s = np.concatenate([b + log.first_token_s for b, log in zip(begins, logs, strict=True)])
+    last_s = np.concatenate([b + log.last_token_s for b, log in zip(begins, logs, strict=True)])
+    return RequestLog(work, first_s, last_s)
 
 
 def fit_log(
@@ -79,6 +111,49 @@ def fit_log(
 
     best = _least(errors, _first_guess(log), np.random.default_rng(seed))
     return _judged(log, _with(around, best), rows)
+
+
+def calibrated(
+    log: RequestLog,
+    around: Profile,
+    measured: NDArray[np.bool_],
+    workers: int = 1,
+    prefix_caching: bool = True,
+) -> Profile:
+    """`around` corrected by a short log: decode and prefill so many times as long, the first token's rest.
+
+    Three numbers that a few minutes can tell, each drawn to what it was by CALIBRATION_DOUBT: the four
+    coefficients of `fit_log` need a log in which they all matter.
+    """
+    many = measured & (log.workload.output_tokens > 1)
+    if not many.any():
+        raise BadInput("calibration: no request with two or more output tokens")
+
+    def made(x: Columns) -> Profile:
+        times = with_times(around, float(np.exp(x[0] - 1.0)), float(np.exp(x[1] - 1.0)))
+        rest_s = around.frontend.per_request_s + CALIBRATION_DOUBT[2] * (x[2] - 1.0)
+        return replace(times, frontend=replace(around.frontend, per_request_s=max(rest_s, 0.0)))
+
+    def errors(x: Columns) -> Columns:
+        outcome = replay(log, made(x), workers, prefix_caching)
+        e2e_s = outcome.finish_s - outcome.arrival_s
+        said = _moments(outcome.ttft_s[measured], outcome.tpot_s[many], e2e_s[measured])
+        prior = (x - 1.0) / np.array([*CALIBRATION_DOUBT[:2], 1.0]) * CALIBRATION_NOISE
+        return np.concatenate([said - seen, prior])
+
+    seen = _moments(log.ttft_s[measured], log.tpot_s[many], log.e2e_s[measured])
+    # Around 1, since a gradient's steps are shares of a number; wide ones, past what one changed step does.
+    found = [
+        least_squares(errors, start, diff_step=[0.01, 0.03, 0.05], max_nfev=25)
+        for start in (np.ones(3), np.array([0.9, 1.2, 1.5]))
+    ]
+    return made(min(found, key=lambda one: one.cost).x)
+
+
+def _moments(ttft_s: Columns, tpot_s: Columns, e2e_s: Columns) -> Columns:
+    """Logarithms of what a log is judged by: a single request's phase within a step is chance."""
+    ttfts = [ttft_s.mean(), *np.quantile(ttft_s, (0.5, 0.9))]
+    return np.asarray(np.log([*ttfts, tpot_s.mean(), np.median(tpot_s), e2e_s.mean()]), float)
 
 
 def _least(errors: Callable[[Columns], Columns], first: Columns, rng: np.random.Generator) -> Columns:

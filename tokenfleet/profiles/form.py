@@ -13,7 +13,15 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits, FittedRange, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import (
+    EngineLimits,
+    FittedRange,
+    Frontend,
+    KvModel,
+    Profile,
+    Residuals,
+    Source,
+)
 from controlplane.perfmodel.step import (
     PREFILL_TERMS,
     STEP_TERMS,
@@ -72,6 +80,13 @@ class _KvPart(_Part):
     capacity_tokens: Positive
     block_tokens: Positive = 16
     bytes_per_token: Count = 0
+    gpu_memory_bytes: Count = 0
+    gpu_memory_utilization: Annotated[Seconds, Field(le=1)] = 0.0
+
+
+class _FrontendPart(_Part):
+    per_request_s: Seconds = 0.0
+    per_prompt_token_s: Seconds = 0.0
 
 
 class _EnginePart(_Part):
@@ -120,6 +135,7 @@ class _ProfileContent(_Part):
     source: _SourcePart
     context_limit_tokens: Count = 0
     fitted: _FittedPart | None = None
+    frontend: _FrontendPart = _FrontendPart()
 
 
 _MODELS: dict[str, Any] = {"step": (_StepPart, ...), "prefill": (_PrefillPart | None, None)}
@@ -166,6 +182,7 @@ def _noun(part: _ProfileContent) -> Profile:
         prefill=prefill,
         context_limit_tokens=part.context_limit_tokens,
         fitted=FittedRange(**part.fitted.model_dump()) if part.fitted else None,
+        frontend=Frontend(**part.frontend.model_dump()),
     )
 
 
@@ -189,7 +206,11 @@ def profile_document(profile: Profile) -> dict[str, Any]:
             prefill["hinges"] = _hinge_rows(profile.prefill.hinges)
         content["prefill"] = prefill
     content["hinges"] = _hinge_rows(profile.step.hinges)
+    if profile.frontend != Frontend():
+        content["frontend"] = _numbers(profile.frontend, "per_request_s per_prompt_token_s")
     content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")
+    if profile.kv.gpu_memory_bytes:
+        content["kv"] |= _numbers(profile.kv, "gpu_memory_bytes gpu_memory_utilization")
     content["context_limit_tokens"] = profile.context_limit_tokens
     engine = profile.engine
     content["engine"] = {

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
-from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.profile import Frontend, Profile
 from tokenfleet.files import write_files
 from tokenfleet.profiles.form import parse_profile, profile_text
 
@@ -33,6 +33,10 @@ STALE_AFTER_DAYS = 180
 LEARNED_SCHEMA = "tokenfleet.learned/1"
 MOST_LEARNED = 500  # some 3 kB each; older ones go
 log = logging.getLogger(__name__)
+
+# Of profiles that were not made from what clients saw: what vLLM's server adds to a first token on the
+# development ladders (docs/accuracy.md). A gateway before it adds its own.
+FRONTEND = Frontend(per_request_s=0.009, per_prompt_token_s=2.5e-6)
 
 _SHELVES = ("current", "measured-2023", "aladdin")
 _GPU_ALIASES = {

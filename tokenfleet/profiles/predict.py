@@ -29,8 +29,9 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Sourc
 from controlplane.perfmodel.samples import StepSamples
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
-from tokenfleet.profiles.library import canonical_gpus, canonical_model
+from tokenfleet.profiles.library import FRONTEND, canonical_gpus, canonical_model
 
+GIB = 1024**3
 VERSION = "0.12.0"
 INSTALL = "pip install 'tokenfleet[predict]'"
 UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, what a host adds
@@ -68,7 +69,8 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     longest = context_limit(model)
     with _quiet():
         engine, engine_version = _engine(model, system, target.tp_degree)
-        capacity, bytes_per_token = _kv(model, system, target.tp_degree, budget, target.max_seqs)
+        kv = _kv(model, system, target.tp_degree, budget, target.max_seqs)
+        capacity = kv.capacity_tokens
         samples = grid_samples(engine, budget, target.max_seqs, longest, capacity, target.host_s)
         step, prefill = fit_step(samples), fit_prefill(samples)
         mixed = mixed_error(engine, step.model, budget, target.max_seqs, longest, capacity, target.host_s)
@@ -77,7 +79,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         gpu=canonical_gpus(system)[0],
         tp_degree=target.tp_degree,
         step=step.model,
-        kv=KvModel(capacity, BLOCK_TOKENS, bytes_per_token),
+        kv=kv,
         engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, target.max_seqs),
         residuals=replace(step.residuals, unseen_relative=float(np.hypot(UNSEEN, mixed))),
         source=Source(
@@ -92,6 +94,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         prefill=prefill.model,
         context_limit_tokens=longest,
         fitted=step.fitted,
+        frontend=FRONTEND,
     )
 
 
@@ -195,11 +198,11 @@ def _engine(model: str, system: str, tp_degree: int) -> tuple[Any, str]:
     return engine, str(own["current"])
 
 
-def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> tuple[int, int]:
-    """KV tokens of a worker, and bytes of one."""
+def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> KvModel:
+    """The KV memory of a worker at vLLM's default share of its GPUs."""
     from aiconfigurator_core.sdk.memory import estimate_kv_cache
 
-    visible = VISIBLE_GIB.get(system)
+    visible = int(VISIBLE_GIB.get(system, 0) * GIB)
     try:
         estimate = estimate_kv_cache(
             model,
@@ -211,7 +214,7 @@ def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> 
             max_batch_size=max_seqs,
             memory_fraction_kind="of_total",
             memory_fraction_value=UTILIZATION,
-            gpu_memory_capacity_bytes_override=None if visible is None else int(visible * 1024**3),
+            gpu_memory_capacity_bytes_override=visible or None,
         )
     except Exception as error:
         raise BadInput(f"{model} on {system} TP {tp_degree}: KV: {str(error)[:200]}") from None
@@ -220,7 +223,8 @@ def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> 
         raise ProfileMissing(
             f"{model} on {system} TP {tp_degree}: its weights leave room for {max(tokens, 0)} KV tokens"
         )
-    return tokens, int(estimate["kv_size_per_token_bytes"]) * tp_degree
+    token_bytes = int(estimate["kv_size_per_token_bytes"]) * tp_degree
+    return KvModel(tokens, BLOCK_TOKENS, token_bytes, visible, UTILIZATION if visible else 0.0)
 
 
 def _up_to(most: int, start: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""The axes of a what-if grid: `--vary rate=0.5,1,2 --vary slo.ttft=400ms,800ms` is six scenarios.
+"""The axes and scenarios of a what-if grid: `--vary rate=0.5,1,2 --vary slo.ttft=400ms,800ms` makes six.
 
 An axis is a *promise* (what clients are told), a *choice* (how it is kept) or a *circumstance* (what is not
 ours to choose). Scenarios compete only in the same circumstances.
@@ -9,14 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from controlplane.errors import BadInput
+from controlplane.worker_type import WorkerType
+from controlplane.workload import Workload
 from tokenfleet.durations import parse_duration_s
 from tokenfleet.field_errors import nearest
+from tokenfleet.planning.inputs import Bias, gather
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.planning.request import Kind, Option, PlanRequest, Role, options
+from tokenfleet.planning.result import Inputs
+from tokenfleet.traces import Trace
 
 MOST_SCENARIOS = 200
 
@@ -138,3 +145,40 @@ def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
 def is_numeric(key: str) -> bool:
     """Whether steps along an axis have a width."""
     return AXES[key].kind in ("duration", "number", "count")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A scenario ready to be planned, by whichever process: nothing in it is read from a file any more."""
+
+    number: int
+    workload: Workload
+    worker_types: tuple[WorkerType, ...]
+    question: PlanRequest
+    inputs: Inputs
+    scheduled: bool
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cell of the grid: what was changed, how to ask for it alone, and its plan or why there is none.
+
+    `plan` is the same whether it was made now, elsewhere, or last week.
+    """
+
+    changes: Changes
+    command: str
+    plan: PlanFile | None
+    error: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        return self.plan is not None and self.plan.feasible
+
+
+def prepared(
+    number: int, trace: Trace, request: PlanRequest, scheduled: bool, bias: Bias | None, today: date | None
+) -> Task:
+    """The planner's inputs for a trace as read. Raises BadInput or ProfileMissing."""
+    gathered = gather(trace, request, bias, today)
+    return Task(number, gathered.workload, gathered.worker_types, request, gathered.inputs, scheduled)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenfleet.files import write_files
-from tokenfleet.whatif.scenario import Task
+from tokenfleet.whatif.axes import Task
 from tokenfleet.whatif.solve import Result, workload_digest
 
 SCHEMA = "tokenfleet.scenario/1"

@@ -10,8 +10,7 @@ from typing import Any
 
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.whatif.axes import AXES, checked, is_numeric
-from tokenfleet.whatif.scenario import Scenario
+from tokenfleet.whatif.axes import AXES, Scenario, checked, is_numeric
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
 _BY_SCHEDULE = ("cold-start",)

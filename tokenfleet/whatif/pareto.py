@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.figures import Figure, Spec
 from tokenfleet.report.tables import usd_text
-from tokenfleet.whatif.axes import AXES, checked
-from tokenfleet.whatif.scenario import Scenario
+from tokenfleet.whatif.axes import AXES, Scenario, checked
 
 _COLOURS = ("--blue", "--orange", "--good", "--bad", "--soft")
 _PLOTTED = ("slo.ttft", "slo.tpot", "attainment", "confidence")  # the first that varies is the x-axis

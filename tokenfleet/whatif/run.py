@@ -24,9 +24,8 @@ from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest, command_line
 from tokenfleet.traces import Trace
-from tokenfleet.whatif.axes import Changes, changed
+from tokenfleet.whatif.axes import Changes, Scenario, Task, changed, prepared
 from tokenfleet.whatif.cache import Cache
-from tokenfleet.whatif.scenario import Scenario, Task, prepared
 from tokenfleet.whatif.solve import Family, Result, families, solve
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import AS_IT_IS, EVERYTHING, Doubted, Replicates
 from tokenfleet.planning.threads import threads
-from tokenfleet.whatif.scenario import Task
+from tokenfleet.whatif.axes import Task
 
 Result = dict[str, Any]  # {"plan": tokenfleet.plan/1 or None, "error": str}
 

@@ -14,10 +14,9 @@ from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import share_text, usd_text
-from tokenfleet.whatif.axes import checked
+from tokenfleet.whatif.axes import Scenario, checked
 from tokenfleet.whatif.marginal import NO_CLOCK, Clock, marginal
 from tokenfleet.whatif.pareto import cost_figure, fleet_text, unbeaten
-from tokenfleet.whatif.scenario import Scenario
 
 SCHEMA = "tokenfleet.whatif/1"
 _COLUMNS = ("fleet", "GPUs", "cost", "expected", "at least")

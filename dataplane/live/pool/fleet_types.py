@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import EngineLimits
+from controlplane.perfmodel.profile import EngineLimits, Profile
 from controlplane.types import Role
 from controlplane.worker_type import WorkerGroup, WorkerType
 
@@ -166,10 +166,8 @@ class FleetTypes:
             fixed = {"max_num_seqs": limits.max_seqs, "max_num_batched_tokens": limits.max_batched_tokens}
             if self.prefix_cache is not None:
                 fixed["enable_prefix_caching"] = self.prefix_cache
-            if on_cpus and profile is not None and profile.kv.bytes_per_token and not self.as_is:
-                # Elsewhere an engine takes what memory there is, and is held against the plan once it has.
-                kv_bytes = profile.kv.capacity_tokens * profile.kv.bytes_per_token
-                fixed["kv_cache_memory_bytes"] = kv_bytes // self[kind].tp_degree
+            if profile is not None and not self.as_is:
+                fixed |= _memory(profile, on_cpus)
         return fixed | dict(asked) | {"tensor_parallel_size": self[kind].tp_degree}
 
     def shortfall(self, kind: str, kv_tokens: int) -> str | None:
@@ -183,6 +181,16 @@ class FleetTypes:
             f"has room for {kv_tokens:,} tokens of KV, {kind} was planned with"
             f" {profile.kv.capacity_tokens:,}: give it more memory, or plan with what it has; {AS_IS}"
         )
+
+
+def _memory(profile: Profile, on_cpus: bool) -> dict[str, object]:
+    """The memory that a plan's engine takes; on GPUs it is held against the plan's KV once it has it."""
+    kv = profile.kv
+    if on_cpus and kv.bytes_per_token:
+        return {"kv_cache_memory_bytes": kv.capacity_tokens * kv.bytes_per_token // profile.tp_degree}
+    if not on_cpus and kv.gpu_memory_utilization:
+        return {"gpu_memory_utilization": kv.gpu_memory_utilization}
+    return {}
 
 
 def accelerator(worker_type: WorkerType) -> str | None:

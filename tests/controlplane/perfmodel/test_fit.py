@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_profiles import made_profile
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.fit import fit_phases, fit_prefill, fit_step, folds, pooled
+from controlplane.perfmodel.fit import fit_phases, fit_prefill, fit_step, folds, outlying, pooled
 from controlplane.perfmodel.profile import (
     FittedRange,
     KvModel,
@@ -137,6 +137,22 @@ def test_steps_told_of_as_far_too_short_or_long_do_not_lead_the_robust_fit(
     assert np.abs(off).max() < 0.05
     # One step in thirty is wrong, however far.
     assert fit.residuals.mean_relative < 0.02 + 1 / 30
+
+
+@given(st.integers(0, 30), st.sampled_from([0.01, 0.05, 0.1]), st.sampled_from([0, 1, 2, 6]))
+@settings(max_examples=20, deadline=None)
+def test_steps_that_something_else_held_up_are_told_from_noise(seed: int, noise: float, stops: int) -> None:
+    samples = grid(PLAIN, noise, seed)
+    far = np.random.default_rng(seed).choice(len(samples), stops, replace=False)
+    spoiled = samples.step_s.copy()
+    spoiled[far] *= 5
+    assert sorted(np.flatnonzero(outlying(replace(samples, step_s=spoiled)))) == sorted(far)
+
+
+def test_a_form_that_does_not_fit_makes_no_step_an_outlier() -> None:
+    samples = grid(PLAIN, 0.02)
+    jumps = np.where((samples.sequences >= 64) & (samples.context_tokens > 50_000), 4.0, 1.0)
+    assert not outlying(replace(samples, step_s=samples.step_s * jumps)).any()
 
 
 def test_too_few_batches_and_columns_that_move_together_are_refused() -> None:

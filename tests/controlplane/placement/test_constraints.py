@@ -1,5 +1,6 @@
 """Constraints (b) to (e) against the same formulas in plain Python, on made-up ledgers."""
 
+from dataclasses import replace
 from math import ceil, exp, inf, isclose
 
 from hypothesis import given
@@ -8,7 +9,7 @@ from made_ledgers import NOW_S, At, Held, ledger_of, requests, rest_of, workers
 from made_profiles import made_profile
 
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.constraints import (
     ALL_TIME,
@@ -118,10 +119,11 @@ def test_b_allows_a_decode_step_within_the_tightest_tpot(at, asked, theta):
     assert (asked_harm(at, asked, knobs_of("b", theta)) < inf) == allowed
 
 
-@given(workers(), requests(decoding=False), st.floats(0.001, 0.5))
-def test_c_allows_a_first_token_within_the_ttft(at, asked, ttft_s):
+@given(workers(), requests(decoding=False), st.floats(0.001, 0.5), st.sampled_from([0.0, 0.02]))
+def test_c_allows_a_first_token_at_the_client_within_the_ttft(at, asked, ttft_s, frontend_s):
     start_s, lasts_s = naive_prefill(at, asked)
-    wait_s = start_s + lasts_s - (NOW_S - 0.01)
+    wait_s = start_s + lasts_s - (NOW_S - 0.01) + frontend_s + 1e-5 * asked.prompt
+    at = replace(at, profile=replace(at.profile, frontend=Frontend(frontend_s, 1e-5)))
     if isclose(wait_s, ttft_s, rel_tol=1e-9) or len(at.held) >= at.profile.engine.max_seqs:
         return
     assert (asked_harm(at, asked, knobs_of("c"), ttft_s) < inf) == (wait_s <= ttft_s)

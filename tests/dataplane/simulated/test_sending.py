@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from invariants import check
 from made_profiles import made_profile
 
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.policies import PlacementSettings
 from controlplane.placement.queue import QueueSettings
@@ -225,3 +225,28 @@ def test_requests_of_no_session_come_at_their_times_beside_agents() -> None:
     assert outcome.arrival_s[session < 0].tolist() == load.arrival_s[session < 0].tolist()
     assert outcome.arrival_s[:2].tolist() == [0.0, 0.0]
     assert outcome.arrival_s[3] == min(outcome.finish_s[[8, 9]])
+
+
+@given(loads(), st.sampled_from(["spread", "jsq"]))
+@settings(max_examples=40)
+def test_a_client_has_every_token_later_by_what_the_frontend_takes(load: Workload, policy: str) -> None:
+    frontend = Frontend(0.01, 1e-5)
+    plain, behind = profile(), replace(profile(), frontend=frontend)
+    at_once = replace(load, sessions=None)
+    seen, without = (simulate(at_once, [WorkerSpec(p)], Slo(9e9, 9e9), policy) for p in (behind, plain))
+    later_s = frontend.seconds(load.prompt_tokens)
+    np.testing.assert_allclose(seen.ttft_s, without.ttft_s + later_s, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(seen.finish_s, without.finish_s + later_s, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(seen.tpot_s, without.tpot_s, rtol=0, atol=1e-9)
+    turns = simulate(load, [WorkerSpec(behind)], SLO, policy)
+    np.testing.assert_allclose(turns.arrival_s, expected_s(load, turns), rtol=0, atol=1e-9)
+
+
+def test_a_first_token_that_only_the_frontend_makes_late_is_late() -> None:
+    alone = Workload(np.zeros(1), np.array([100]), np.array([5]))
+    ttft_s = profile().alone_ttft_s(100)
+    behind = replace(profile(), frontend=Frontend(0.02))
+    assert behind.alone_ttft_s(100) == pytest.approx(ttft_s + 0.02)
+    for held, slo in ((1.0, Slo(ttft_s + 0.021, 1.0)), (0.0, Slo(ttft_s + 0.019, 1.0))):
+        outcome = simulate(alone, [WorkerSpec(behind)], slo, "jsq")
+        assert (outcome.attainment, outcome.misses) == (held, 1 - held)

@@ -245,3 +245,27 @@ def test_the_real_log_is_read_whole(bench_data: Path) -> None:
     assert errors.e2e_mape < 0.01
     assert errors.tpot_mape < 0.01
     assert abs(errors.ttft_p99) < 0.02
+
+
+def test_two_steps_in_a_hundred_that_were_stopped_do_not_shift_a_fit_and_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(5)
+    prefill, decoding = rng.choice([0, 256, 1024, 2048], 100), rng.choice([1, 16, 64, 128], 100)
+    context = decoding * rng.choice([256, 2048], 100)
+    step_s = TRUTH.step_s(prefill, decoding, context) * np.exp(0.02 * rng.standard_normal(100))
+    step_s[[17, 63]] *= 5
+    rows = zip(prefill, decoding, context, step_s, strict=True)
+    lines = ["prefill_tokens,sequences,context_tokens,step_s", *(",".join(map(str, row)) for row in rows)]
+    (tmp_path / "steps.csv").write_text("\n".join(lines) + "\n")
+    off = {}
+    for name, flags in (("noticed", ()), ("kept", ("--as-measured",)), ("robust", ("--robust",))):
+        assert fit(tmp_path / "steps.csv", tmp_path / "p.yaml", *flags) == 0
+        said = capsys.readouterr().err
+        words = "2 of 100 steps took over 2.5 times what all others say: 18, 64; they are left out"
+        assert (words in said) == (name == "noticed")
+        model = read_profile(tmp_path / "p.yaml").step
+        says_s = model.step_s(prefill, decoding, context)
+        off[name] = float(np.mean(np.abs(says_s / TRUTH.step_s(prefill, decoding, context) - 1)))
+    assert off["noticed"] < 0.01
+    assert off["kept"] > 0.05

@@ -18,6 +18,8 @@ from tokenfleet.cli.main import main
 from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_of
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.profiles.form import profile_document
+from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.prices import read_prices
 
 LIBRARY = ROOT / "profiles"
@@ -46,6 +48,7 @@ def test_a_mixed_plan_is_served_as_it_is(tmp_path):
         ("a100-sxm TP4", 1, None, "llama-3.1-70b on a100-sxm TP4 (composed)"),
     ]
     fixed = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "tensor_parallel_size": 4}
+    fixed["gpu_memory_utilization"] = 0.9  # what the library's KV is from; vLLM's own default is another
     assert types.engine_settings("a100-sxm TP4", {"model": "m"}, on_cpus=False) == fixed | {"model": "m"}
     unplanned = types_of(2, 1, (), (), is_emulated=False)
     assert unplanned.engine_settings("TP1", {"model": "m"}, on_cpus=True) == {
@@ -312,3 +315,18 @@ def test_gpus_are_looked_for_by_type_where_types_differ():
         types.check_gpus([{"GPU": 8.0}])
     # Of one type that no plan fixed none is asked for.
     FleetTypes([WorkerGroup(WorkerType("h100-sxm", 2), 2)]).check_gpus([{"GPU": 4.0}])
+
+
+def test_the_memory_that_a_plan_was_made_with_is_what_its_engines_take(tmp_path):
+    (profile,) = find_profiles("llama-3.1-70b", ["a100"], [2])
+    for asked, fixed in (((0.95, None), 0.95), ((None, 40_000), None), ((0.95, 40_000), 0.95)):
+        document = plan_of_fleet([{"gpu": "a100-sxm", "tp_degree": 2, "workers": 1}])
+        document["inputs"]["profiles"][0]["profile"] = profile_document(profile.with_kv(*asked))
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(document))
+        types = planned_types(read_plan(path), (), as_is=False)
+        settings = types.engine_settings("a100-sxm TP2", {}, on_cpus=False)
+        assert settings.get("gpu_memory_utilization") == fixed
+        assert types.shortfall("a100-sxm TP2", 19_824).startswith("has room for 19,824 tokens of KV")
+    asked = {"gpu_memory_utilization": 0.97}  # the operator's own word
+    assert types.engine_settings("a100-sxm TP2", asked, on_cpus=False)["gpu_memory_utilization"] == 0.97

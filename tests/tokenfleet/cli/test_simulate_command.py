@@ -185,3 +185,24 @@ def test_what_needs_sessions_is_refused_without_any(
 def test_agents_are_never_in_an_open_loop(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated(talks, "--agents", "2", "--open-loop") == 2
     assert "contradicts --agents" in capsys.readouterr().err
+
+
+def test_kv_memory_is_the_engine_s_own_figure_or_from_its_share_of_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated(folder, "--gpu-memory-utilization", "0.95") == 2
+    said = capsys.readouterr().err
+    assert "--gpu-memory-utilization: " in said
+    assert "give --kv-tokens" in said
+    assert said.count("\n") == 1
+    assert simulated(folder, "--kv-tokens", "64") == 2  # holds no request
+    assert "the worker's KV holds 64" in capsys.readouterr().err
+    save(poisson(rate_rps=1.0, requests=300, prompt=1500, output=150), folder / "trace.csv")
+    library = ["simulate", "--trace", f"{folder}/trace.csv", "--model", "llama-3.1-70b", "--gpu", "a100"]
+    library += ["--tp", "2", "--workers", "1", "--slo", "ttft=2s,tpot=120ms", "--format", "json"]
+    shares = []
+    for more in ((), ("--gpu-memory-utilization", "0.95"), ("--kv-tokens", "45744")):
+        assert main([*library, *more]) == 0
+        shares.append(json.loads(capsys.readouterr().out)["attainment"])
+    assert shares[0] < shares[1] - 0.2  # a queue that is not there at 0.95
+    assert shares[1] == shares[2]

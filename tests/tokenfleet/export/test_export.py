@@ -122,7 +122,8 @@ def test_production_stack_gets_a_model_for_each_kind_of_worker() -> None:
     assert (first["replicaCount"], first["requestGPU"], second["replicaCount"]) == (2, 2, 3)
     assert first["vllmConfig"]["tensorParallelSize"] == 2
     assert first["vllmConfig"]["maxNumSeqs"] == 256
-    assert first["vllmConfig"]["extraArgs"] == ["--max-num-batched-tokens", "8192"]
+    extra = ["--max-num-batched-tokens", "8192", "--gpu-memory-utilization", "0.9"]
+    assert first["vllmConfig"]["extraArgs"] == extra
 
 
 def test_floors_are_local_and_begin_a_cold_start_early() -> None:

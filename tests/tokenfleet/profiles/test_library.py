@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.coefficients import coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode
 from tokenfleet.profiles.form import parse_profile, profile_text
@@ -37,7 +37,15 @@ profiles = st.builds(
     gpu=names,
     tp_degree=st.integers(1, 64),
     step=st.builds(StepModel, seconds, seconds, seconds, seconds, seconds, hinges, seconds),
-    kv=st.builds(KvModel, st.integers(1, 10**9), st.integers(1, 256), st.integers(0, 10**7)),
+    kv=st.builds(
+        KvModel,
+        st.integers(1, 10**9),
+        st.integers(1, 256),
+        st.integers(0, 10**7),
+        st.integers(1, 10**12),
+        st.floats(0, 1),
+    ),
+    frontend=st.builds(Frontend, seconds, seconds),
     engine=st.builds(
         EngineLimits,
         name=names,
@@ -181,6 +189,28 @@ def test_the_library_has_what_it_promises() -> None:
         assert profile.source.kind != "composed" or profile.residuals.unseen_relative > 0
         assert profile.context_limit_tokens > 0
         coefficient_row(profile)  # fits the layout of compiled code
+
+
+def test_kv_follows_the_share_of_memory_that_the_engine_takes() -> None:
+    (profile,) = find_profiles("llama-3.1-70b", ["a100"], [2])
+    assert profile.kv.capacity_tokens == 19_824
+    # Measured at 0.95: requests that run hold up to 42,000 tokens at once, beside one in prefill.
+    assert profile.with_kv(0.95, None).kv.capacity_tokens == pytest.approx(42_000, rel=0.1)
+    assert profile.with_kv(0.9, None) == profile
+    assert profile.with_kv(0.8, None).kv.capacity_tokens == 16  # no room: a block, which holds no request
+    assert profile.with_kv(0.95, 40_000).kv.capacity_tokens == 40_000
+    (small,) = find_profiles("llama-3.1-8b", ["rtx-pro-6000"], [1])
+    with pytest.raises(BadInput, match=r"--gpu-memory-utilization: .*RTX|rtx.*give --kv-tokens"):
+        small.with_kv(0.95, None)
+    assert small.with_kv(None, 123_456).kv.capacity_tokens == 123_456
+
+
+def test_every_composed_profile_says_what_its_kv_is_from() -> None:
+    for profile in library():
+        if profile.gpu in ("a100-sxm", "h100-sxm", "h200-sxm"):
+            assert profile.kv.gpu_memory_utilization == 0.9, profile.label
+            assert profile.kv.gpu_memory_bytes > 79 * 1024**3, profile.label
+            assert profile.frontend.per_request_s > 0.0, profile.label
 
 
 def test_more_gpus_of_a_kind_are_faster_alone() -> None:

@@ -18,10 +18,9 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatif import run
-from tokenfleet.whatif.axes import changed, grid
+from tokenfleet.whatif.axes import Scenario, changed, grid, prepared
 from tokenfleet.whatif.cache import Cache, key_of
 from tokenfleet.whatif.run import solved
-from tokenfleet.whatif.scenario import Scenario, prepared
 from tokenfleet.whatif.solve import Memory, families
 from tokenfleet.whatif.view import whatif_json
 
