@@ -151,7 +151,7 @@ def test_steps_that_something_else_held_up_are_told_from_noise(seed: int, noise:
 
 def test_a_form_that_does_not_fit_makes_no_step_an_outlier() -> None:
     samples = grid(PLAIN, 0.02)
-    jumps = np.where((samples.sequences >= 64) & (samples.context_tokens > 50_000), 4.0, 1.0)
+    jumps = np.where(samples.sequences >= 64, 4.0, 1.0)
     assert not outlying(replace(samples, step_s=samples.step_s * jumps)).any()
 
 
