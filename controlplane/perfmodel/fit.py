@@ -31,6 +31,7 @@ MAX_HINGES = 2  # of a kind
 EXACT = 1e-9  # an error that no term can lower
 FEW_PREFILLS = 4  # distinct sizes that tell a constant from a slope
 OUTLYING = 2.5  # times what all other steps say: no batch is that hard to predict
+ALIKE = 4  # steps of the batches most like one's own
 MOST_OUTLYING = 0.1  # of the steps; where more are off, the form is wrong and not the steps
 
 _HINGES: dict[Fitted, tuple[HingeOf, ...]] = {
@@ -108,8 +109,8 @@ def fit_phases(
 def outlying(samples: StepSamples) -> NDArray[np.bool_]:
     """The steps [samples] that took far longer than all others say: something else stopped the engine.
 
-    Neither a robust fit nor, where a batch was repeated, its other steps come near such a one. Few of them
-    move a mean fit by a lot: two in a hundred, five times as long, by a quarter.
+    Neither a robust fit nor the steps of the batches most like it come near such a one. Few of them move a
+    mean fit by a lot: two in a hundred, five times as long, by a quarter.
     """
     prefills, decodes = samples.prefill_tokens > 0, samples.sequences > 0
     kinds: tuple[tuple[Fitted, NDArray[np.bool_], NDArray[np.bool_]], ...] = (
@@ -117,19 +118,21 @@ def outlying(samples: StepSamples) -> NDArray[np.bool_]:
         ("decode", ~prefills, ~prefills),
         ("mixed", prefills | decodes, prefills & decodes),
     )
-    found = np.zeros(len(samples), np.bool_)
+    longer = np.ones(len(samples))
     for kind, learned, judged in kinds:
         with suppress(BadInput):  # too few of this kind to say
             values, hinges, _ = _fitted(samples.take(learned), kind, True, True, quick=True)
             terms = tuple(term for term in MODEL_TERMS[kind] if term.name in values)
             columns = columns_of(samples, Form(terms, tuple((h.of, h.start) for h in hinges)))
             sizes = [values[term.name] for term in terms] + [h.per_unit_s for h in hinges]
-            found |= judged & (samples.step_s > OUTLYING * (columns @ np.array(sizes)))
-    point = samples.points
-    for at in np.unique(point[found]):
-        alike = samples.step_s[point == at]
-        if len(alike) > 2:
-            found &= (point != at) | (samples.step_s > OUTLYING * np.median(alike))
+            longer[judged] = (samples.step_s / np.maximum(columns @ np.array(sizes), 1e-12))[judged]
+    place = np.log1p(np.column_stack(samples.batch[:3]))
+    found = np.zeros(len(samples), np.bool_)
+    for i in np.flatnonzero(longer > OUTLYING):
+        away = np.abs(place - place[i]).sum(axis=1)
+        away[i] = np.inf
+        like = np.argsort(away, kind="stable")[:ALIKE]
+        found[i] = longer[i] > OUTLYING * np.median(longer[like])
     return found if found.mean() <= MOST_OUTLYING else np.zeros(len(samples), np.bool_)
 
 
