@@ -4,8 +4,9 @@
     python experiments/serving/model_families.py --families gemma3 gpt-oss
 
 Tiny models with random weights (examples/tiny_models.py), in float32. For each family `--streams` requests
-are read undisturbed, again while each is moved to the other worker, and again while one worker's engine is
-killed. A row says what `fleet status` says of moves, the mode of the moves, and how many texts were the same.
+are read undisturbed, twice (`again`: what other batches alone change), again while each is moved to the other
+worker, and again while one worker's engine is killed. A row says what `fleet status` says of moves, the mode
+of the moves, and how many texts were others.
 """
 
 from __future__ import annotations
@@ -118,10 +119,12 @@ def row(family: str, streams: int) -> dict[str, Any]:
             fixed = server.workers()[0]["fixed"]
             modes: Counter[str] = Counter()
             expected = asyncio.run(read(server, model, streams, None))
+            again = asyncio.run(read(server, model, streams, None))
             moved = asyncio.run(read(server, model, streams, lambda: move_all(server, modes)))
             killed = asyncio.run(read(server, model, streams, lambda: kill_one(server)))
     told = ", ".join(f"{n} {mode}" for mode, n in modes.items())
-    changed = {"moved": differing(expected, moved), "replayed": differing(expected, killed)}
+    changed = {"again": differing(expected, again), "moved": differing(expected, moved)}
+    changed["replayed"] = differing(expected, killed)
     return {"family": family, "not moved, since": fixed, "moves": told} | changed
 
 

@@ -1,4 +1,4 @@
-"""Attainment near the limit: two real vLLM workers against their simulation, under three policies.
+"""Attainment near the limit: real vLLM workers against their simulation, under three policies, and split.
 
     python experiments/serving/near_the_limit.py [--quick] [--only PROFILE|POLICY] [--resume FOLDER]
         [--format table|json]
@@ -7,7 +7,9 @@
 nothing that runs later changes it. With it the simulator chooses the load, on a seed that is not judged: the
 rate at which `spread` meets both targets for 97 % of requests. The targets are multiples of what a request of
 the mean prompt takes alone on such a worker. Then each policy serves the same three traces, and is simulated
-on them. Prompts vary much and outputs little, so that first tokens are what is missed.
+on them. `split` is one prefill and two decode workers, under `spread` and that profile, at the rate at which
+their simulation meets both targets for as many. Prompts vary much and outputs little, so that first tokens
+are what is missed.
 
 The model is the larger of `examples/tiny_llama.py`, whose steps take the engine tens of milliseconds: on two
 cores the gateway computes where the engines do, and must not take much of them. A part is the replays of one
@@ -38,7 +40,8 @@ import polars as pl
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.samples import StepSamples
-from controlplane.types import Slo
+from controlplane.types import EngineMode, Slo
+from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.simulated.simulate import WorkerSpec, simulate
@@ -47,10 +50,12 @@ from experiments.lib.served import ENGINE_FLAGS, Server, fleet, tiny_model
 from experiments.profiling.learned_profile import noise
 from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile
-from tokenfleet.profiles.library import learned_folder
+from tokenfleet.profiles.library import learned_folder, write_profile
 
 POLICIES = ("spread", "round-robin", "jsq")
+SPLIT = "split"
 WORKERS = 2
+LINK = KvLink(2e9)
 REQUESTS, QUICK_REQUESTS = 240, 60  # of each seed
 CHOSEN_ON, JUDGED = 99, (0, 1, 2)
 PROMPT, OUTPUT = 150.0, 12.0  # medians
@@ -74,12 +79,18 @@ def trace(rate_rps: float, requests: int, seed: int) -> Workload:
     )
 
 
-def served(policy: str, slo: Slo | None, rate_rps: float, requests: int) -> dict[str, Any]:
-    """The replays of the judged seeds under a policy, and what the fleet learned at its start."""
-    said = [] if slo is None else ["--slo", f"ttft={slo.ttft_s * 1000:.0f}ms,tpot={slo.tpot_s * 1000:.0f}ms"]
+def served(
+    policy: str, profile: Profile | None, slo: Slo | None, rate_rps: float, requests: int
+) -> dict[str, Any]:
+    """The replays of the judged seeds under a policy, and what a fleet learned that had no profile."""
+    words = [] if slo is None else ["--slo", f"ttft={slo.ttft_s * 1000:.0f}ms,tpot={slo.tpot_s * 1000:.0f}ms"]
+    parts = ["--prefill", "1", "--decode", "2"]
+    words += parts if policy == SPLIT else ["--workers", str(WORKERS), "--policy", policy]
     before = set(learned_folder().glob("*.json"))
     with tiny_model("--fat") as model:
-        words = ("--workers", str(WORKERS), "--policy", policy, *said)
+        if profile is not None:
+            write_profile(profile, model.parent / "known.yaml")
+            words += ["--profile", str(model.parent / "known.yaml")]
         with fleet(model, *words, engine_flags=ENGINE_FLAGS[:-2]) as server:
             began_s = time.time()
             replays = [
@@ -128,7 +139,11 @@ def slower(profile: Profile, steps: dict[str, list[float]]) -> float:
 
 
 def simulated(profile: Profile, policy: str, slo: Slo, workload: Workload) -> float:
-    return simulate(workload, [WorkerSpec(profile)] * WORKERS, slo, policy).attainment
+    if policy != SPLIT:
+        return simulate(workload, [WorkerSpec(profile)] * WORKERS, slo, policy).attainment
+    one = profile.with_engine(mode=EngineMode.SPLIT)
+    workers = [WorkerSpec(one, "prefill", link=LINK), *[WorkerSpec(one, "decode")] * 2]
+    return simulate(workload, workers, slo).attainment
 
 
 def targets(profile: Profile) -> Slo:
@@ -137,12 +152,12 @@ def targets(profile: Profile) -> Slo:
     return Slo(round(ttft_s, 3), round(tpot_s, 3))
 
 
-def chosen_rate(profile: Profile, slo: Slo) -> float:
-    """The rate at which `spread` attains WANTED in simulation, on the seed that is not judged."""
+def chosen_rate(profile: Profile, slo: Slo, policy: str) -> float:
+    """The rate at which a fleet attains WANTED in simulation, on the seed that is not judged."""
     low, high = 0.1, 100.0
     for _ in range(12):
         rate = float(np.sqrt(low * high))
-        enough = simulated(profile, "spread", slo, trace(rate, 4000, CHOSEN_ON)) >= WANTED
+        enough = simulated(profile, policy, slo, trace(rate, 4000, CHOSEN_ON)) >= WANTED
         low, high = (rate, high) if enough else (low, rate)
     return round(low, 2)
 
@@ -158,20 +173,22 @@ def profile_of(part: dict[str, Any]) -> Profile:
 
 def main() -> int:
     parser = flags(__doc__, resumes=True)
-    parser.add_argument("--only", choices=("profile", *POLICIES), help="run this part and stop")
+    parser.add_argument("--only", choices=("profile", *POLICIES, SPLIT), help="run this part and stop")
     asked = parser.parse_args()
     requests = QUICK_REQUESTS if asked.quick else REQUESTS
-    made = asked.resume.part("profile", partial(served, "spread", None, 1.0, requests))
+    made = asked.resume.part("profile", partial(served, "spread", None, None, 1.0, requests))
     profile = profile_of(made)
     slo = targets(profile)
-    rate = chosen_rate(profile, slo)
-    print(f"{profile.source.what}\n{slo}, {rate} requests/s", file=sys.stderr)
+    rates = {part: chosen_rate(profile, slo, part) for part in ("spread", SPLIT)}
+    print(f"{profile.source.what}\n{slo}, {rates} requests/s", file=sys.stderr)
     if asked.only == "profile":
         return 0
     rows: list[dict[str, Any]] = []
     means: dict[str, tuple[float, float]] = {}
-    for policy in POLICIES if asked.only is None else (asked.only,):
-        part = asked.resume.part(f"{policy} {requests}", partial(served, policy, slo, rate, requests))
+    for policy in (*POLICIES, SPLIT) if asked.only is None else (asked.only,):
+        rate, known = rates.get(policy, rates["spread"]), profile if policy == SPLIT else None
+        run = partial(served, policy, known, slo, rate, requests)
+        part = asked.resume.part(f"{policy} {requests}", run)
         own = as_served(profile, part["steps"])
         of_policy = [
             {
@@ -192,8 +209,11 @@ def main() -> int:
             "noise": noise(pl.DataFrame(part["steps"]).to_dicts()),
         }
         rows += [*of_policy, {"name": f"{policy}, all"} | mean | of_all]
-    bars = {f"{p}, points from simulated": bar(abs(100 * (a - b)), 2.0) for p, (a, b) in means.items()}
-    for other in [p for p in means if p != "spread" and "spread" in means]:
+    bars = {
+        f"{p}, points from simulated": bar(abs(100 * (a - b)), 3.0 if p == SPLIT else 2.0)
+        for p, (a, b) in means.items()
+    }
+    for other in [p for p in means if p not in ("spread", SPLIT) and "spread" in means]:
         live, said = (means["spread"][i] - means[other][i] for i in (0, 1))
         rows.append({"name": f"spread ahead of {other}", "live": live, "simulated": said})
         bars[f"spread ahead of {other}, points from simulated"] = bar(abs(100 * (live - said)), 2.0)

@@ -1,7 +1,6 @@
 """Prefill and decode workers apart: the simulated fleet against the live one, where both miss targets.
 
-    python experiments/serving/split_fidelity.py [--quick] [--engine emulated|vllm]
-        [--resume FOLDER] [--format table|json]
+    python experiments/serving/split_fidelity.py [--quick] [--resume FOLDER] [--format table|json]
 
 One prefill and two decode workers serve Poisson arrivals with log-normal lengths (`tokenfleet serve --prefill
 1 --decode 2`, `tokenfleet compare`). The targets are set before, by simulation alone: the TTFT and the TPOT
@@ -9,12 +8,12 @@ that all but 3 % of the simulated requests keep, so that the simulated attainmen
 the live fleet serves the same requests with those targets, and its placement goes by them.
 
 Emulated engines keep the step times of a made profile on the real clock, hand KV over at 2 GB/s, and leave
-gateway, placement and hand-overs as they are. With `--engine vllm` three tiny Llamas on this machine's CPUs
-serve fewer requests; their profile is fitted to the steps of another replay, made before.
+gateway, placement and hand-overs as they are. Real engines: `near_the_limit.py --only split`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import tempfile
@@ -34,16 +33,15 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import Server, fleet, tiny_model
-from experiments.serving.live_fidelity import fitted, tokenfleet
+from experiments.serving.live_fidelity import tokenfleet
 from tokenfleet.cli.compare import first_tokens_s, met
 from tokenfleet.durations import parse_slo
 from tokenfleet.profiles.form import profile_text
-from tokenfleet.profiles.library import read_profile
 
-REQUESTS = {"emulated": 650, "vllm": 220}
+REQUESTS = 650
 QUICK_REQUESTS = 60
-RATE_RPS = {"emulated": 4.0, "vllm": 2.0}
-LENGTHS = {"emulated": (400.0, 40.0), "vllm": (300.0, 30.0)}  # medians of prompts and answers
+RATE_RPS = 4.0
+LENGTHS = 400.0, 40.0  # medians of prompts and answers
 SPREAD = 0.6  # the standard deviation of their logarithms
 MISSED = 0.03  # of the simulated requests, by each target
 LINK = KvLink(2e9)
@@ -60,13 +58,13 @@ MADE = Profile(
 )
 
 
-def load(requests: int, engine: str, seed: int) -> Workload:
+def load(requests: int, seed: int) -> Workload:
     """Poisson arrivals with log-normal lengths."""
     rng = np.random.default_rng(seed)
-    arrival_s = np.cumsum(rng.exponential(1 / RATE_RPS[engine], requests)).round(4)
+    arrival_s = np.cumsum(rng.exponential(1 / RATE_RPS, requests)).round(4)
     lengths = [
         np.clip(np.round(m * np.exp(SPREAD * rng.standard_normal(requests))), 2, 1500).astype(np.int64)
-        for m in LENGTHS[engine]
+        for m in LENGTHS
     ]
     return Workload(arrival_s, *lengths)
 
@@ -85,7 +83,7 @@ def targets(workload: Workload, profile: Profile) -> str:
     return f"ttft={1e3 * ttft_s:.0f}ms,tpot={1e3 * tpot_s:.2f}ms"
 
 
-def replayed(workload: Workload, engine: str, profile: str | None, slo: str) -> dict[str, Any]:
+def replayed(workload: Workload, slo: str) -> dict[str, Any]:
     """What `compare` and `serve` write of one replay: requests, steps, the way there, and hand-overs."""
     with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name, tiny_model() as model:
         folder = Path(name)
@@ -93,9 +91,9 @@ def replayed(workload: Workload, engine: str, profile: str | None, slo: str) -> 
         lines = ["arrival_s,prompt_tokens,output_tokens", *(f"{t:.4f},{p},{o}" for t, p, o in rows)]
         (folder / "trace.csv").write_text("\n".join(lines) + "\n")
         known = folder / "profile.yaml"
-        known.write_text(profile or profile_text(MADE))
-        serving = ["--prefill", "1", "--decode", "2", "--engine", engine, "--slo", slo]
-        serving += ["--data", str(folder / "data"), *(["--profile", str(known)] if profile else [])]
+        known.write_text(profile_text(MADE))
+        serving = ["--prefill", "1", "--decode", "2", "--engine", "emulated", "--slo", slo]
+        serving += ["--data", str(folder / "data"), "--profile", str(known)]
         with fleet(model, *serving) as server:
             words = ["compare", "--trace", str(folder / "trace.csv"), "--endpoint", server.gateway]
             words += ["--control", server.control, "--profile", str(known), "--slo", slo]
@@ -104,7 +102,6 @@ def replayed(workload: Workload, engine: str, profile: str | None, slo: str) -> 
             handed = handovers(server)
         return {
             "requests": (folder / "requests.csv").read_text(),
-            "steps": (folder / "data" / "steps.csv").read_text(),
             "overheads_s": said["overheads_s"],
             "failed": said["failed"],
             "handovers": handed,
@@ -119,39 +116,20 @@ def handovers(server: Server) -> dict[str, float]:
     return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in found}
 
 
-def learned(folder: Path, requests: int, engine: str, seed: int, parts: Any) -> str:
-    """The profile's text: the made one, or one fitted to the steps of another replay."""
-    if engine == "emulated":
-        return profile_text(MADE)
-    before = load(requests, engine, seed + 1000)
-    part = parts.part(f"before {engine} {requests} {seed}", partial(replayed, before, engine, None, EASY))
-    (folder / "steps.csv").write_text(part["steps"])
-    fitted(folder / "steps.csv", folder / "fitted.yaml", emulated=False)
-    return (folder / "fitted.yaml").read_text()
-
-
 def main() -> int:
     parser = flags(__doc__, resumes=True)
-    parser.add_argument("--engine", choices=("emulated", "vllm"), default="emulated")
     asked = parser.parse_args()
-    engine, requests = asked.engine, QUICK_REQUESTS if asked.quick else REQUESTS[asked.engine]
-    workload = load(requests, engine, asked.seed)
-    with tempfile.TemporaryDirectory(prefix="tokenfleet-") as name:
-        folder = Path(name)
-        text = learned(folder, min(requests, 120), engine, asked.seed, asked.resume)
-        (folder / "profile.yaml").write_text(text)
-        profile = read_profile(folder / "profile.yaml")
-        slo = targets(workload, profile)
-        part = f"replay {engine} {requests} {asked.seed} {slo}"
-        result = asked.resume.part(part, partial(replayed, workload, engine, text, slo))
-        (folder / "requests.csv").write_text(result["requests"])
-        live = pl.read_csv(folder / "requests.csv")
+    requests = QUICK_REQUESTS if asked.quick else REQUESTS
+    workload = load(requests, asked.seed)
+    slo = targets(workload, MADE)
+    result = asked.resume.part(f"replay {requests} {asked.seed} {slo}", partial(replayed, workload, slo))
+    live = pl.read_csv(io.StringIO(result["requests"]))
     ttft_s, tpot_s = live["ttft_s"].to_numpy(), live["tpot_s"].cast(pl.Float64).fill_null(np.nan).to_numpy()
     sent_s = live["sent_unix_s"].to_numpy()
     sent = Workload(sent_s - sent_s[0], live["prompt_tokens"].to_numpy(), live["output_tokens"].to_numpy())
-    outcome = simulated(sent, profile, parse_slo(slo))
+    outcome = simulated(sent, MADE, parse_slo(slo))
     overheads_s = np.array(result["overheads_s"])
-    theirs = first_tokens_s(outcome.ttft_s, profile, overheads_s, np.random.default_rng(0))
+    theirs = first_tokens_s(outcome.ttft_s, MADE, overheads_s, np.random.default_rng(0))
     rows: list[dict[str, Any]] = []
     for label, live_s, other_s in (("TTFT", ttft_s, theirs), ("TPOT", tpot_s, outcome.tpot_s)):
         for q in (0.5, 0.9, 0.99):
