@@ -237,9 +237,9 @@ class Exit:
         """Replay everything that may be, at once: there is no time for moves any more."""
         if not self._havens():
             return
-        for order in plan_evacuation(
-            [self._leaving(t) for t in self._here()], self._havens(), 0.0, self._way()
-        ):
+        going = []
+        plan = plan_evacuation([self._leaving(t) for t in self._here()], self._havens(), 0.0, self._way())
+        for order in plan:
             tracked = self._core.requests.get(order.request)
             if tracked is None or tracked.worker != self.worker:
                 continue
@@ -247,7 +247,8 @@ class Exit:
             if order.how == STAY and self._obstacle(tracked) is None:  # it did not end by itself
                 target = max(self._havens(), key=lambda h: (h.free_tokens, h.worker)).worker
             if target is not None:
-                await self._replay(tracked, target, why)
+                going.append(self._replay(tracked, target, why))
+        await asyncio.gather(*going)
 
     def _reap(self) -> None:
         """Take note of what has ended."""
