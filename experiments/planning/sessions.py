@@ -34,7 +34,7 @@ from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.reuse import GROWTHS, LOST
+from tokenfleet.planning.reuse import LOST, MOST_GROWTH
 from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.traces import Trace, read_trace
 
@@ -78,7 +78,7 @@ def swept(plan: Plan, workload: Workload, pool: Threads) -> tuple[float | None, 
     lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     replicates = Replicates(workload, asked.slo, asked.policy, asked.seed, lengths)
     fleet = plan.best.fleet
-    scales = np.arange(1.0, GROWTHS[-1] + STEP / 2, STEP)
+    scales = np.arange(1.0, MOST_GROWTH + STEP / 2, STEP)
     outcomes = pool.map(lambda s: replicates.replay(fleet, workload=replicates.units.busier(s)), scales)
     rates = [outcome.prefix_hit_rate or 0.0 for outcome in outcomes]
     cold = [s for s, rate in zip(scales, rates, strict=True) if rate < LOST * rates[0]]

@@ -25,6 +25,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
     Sizing,
+    broken_off,
     ceiling,
     confirm,
     nearest_possible,
@@ -96,6 +97,8 @@ def crossing(
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
     stop = min(_BROKEN_OFF * allowed, allowed + requests / 5)  # the smallest fleets take longest to fail
+    if not replicates.units.is_plain:
+        stop = broken_off(replicates, question, requests)
     misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
@@ -257,7 +260,7 @@ def _first_step(
 
     def passes(step: int) -> bool:
         eased = replace(replicates, slo=_target(base, which, step))
-        outcome = eased.replay(fleet, max_misses=int(8 * allowed) + 1)
+        outcome = eased.replay(fleet, max_misses=int(allowed))
         return outcome.complete and outcome.attainment >= question.attainment
 
     return smallest(passes, 0, 1, len(LOOSER) - 1)

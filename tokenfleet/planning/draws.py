@@ -118,10 +118,13 @@ class Units:
         is_again = np.zeros(len(draw.unit), bool)
         is_again[by_unit[1:]] = draw.unit[by_unit[1:]] == draw.unit[by_unit[:-1]]
         news = np.where(is_again, self.counts[draw.unit], 0)
-        begins = np.where(is_again, len(self.own) + np.cumsum(news) - news, -1)
-        begin = np.repeat(begins[copy], np.diff(drawn.offsets))
-        own = self.own[drawn.ids]
-        return replace(drawn, ids=np.where((begin >= 0) & (own >= 0), begin + own, drawn.ids))
+        begins = len(self.own) + np.cumsum(news) - news
+        lengths, again = np.diff(drawn.offsets), is_again[copy]
+        at = np.flatnonzero(np.repeat(again, lengths))
+        own = self.own[drawn.ids[at]]
+        named = np.repeat(begins[copy[again]], lengths[again]) + own
+        drawn.ids[at] = np.where(own >= 0, named, drawn.ids[at])
+        return drawn
 
     def _sessions(self, rows: Ints, copy: Ints, order: Ints, offsets: Ints) -> Sessions | None:
         sessions = self.workload.sessions
@@ -209,7 +212,12 @@ def families(workload: Workload) -> Ints:
 
 def next_like(units: Units, rng: np.random.Generator) -> Workload:
     """Other traffic like the units': a draw from what it might have been, drawn from once more."""
-    return units.made(drawn_anew(units, drawn_anew(units, units.whole, rng), rng))
+    return units.made(next_draw(units, rng))
+
+
+def next_draw(units: Units, rng: np.random.Generator) -> Draw:
+    """The units of other traffic, and when they start."""
+    return drawn_anew(units, drawn_anew(units, units.whole, rng), rng)
 
 
 def resampled(units: Units, rng: np.random.Generator) -> Workload:

@@ -194,7 +194,7 @@ def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
     scale = 1.25
     while scale < 64.0:
         workload = replicates.units.busier(scale)
-        most = int(8 * (1.0 - target) * len(workload)) + 1
+        most = int((1.0 - target) * len(workload))
         outcome = replicates.replay(fleet, workload=workload, max_misses=most)
         if not outcome.complete or outcome.attainment < target:
             return scale

@@ -27,7 +27,7 @@ from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import OneFewer, Plan
 from tokenfleet.planning.schedule import Schedule, Stretch
-from tokenfleet.planning.sizing import Sizing, holds
+from tokenfleet.planning.sizing import Sizing, Trial, broken_off
 from tokenfleet.planning.threads import Threads
 
 MORE = 1.06  # demand grows by this much after each mix that fails
@@ -67,12 +67,12 @@ def cheaper_mix(
         if not mix.cost < best.cost:
             return None
         if len(counts) > 1:
-            allowed = (1.0 - question.attainment) * len(replicates.workload)
-            outcome = replicates.replay(mix, max_misses=int(8 * allowed) + 1)
+            most = broken_off(replicates, question, len(replicates.workload))
+            outcome = replicates.replay(mix, max_misses=most)
             if outcome.complete and outcome.attainment >= question.attainment:
-                held, verdict = holds(replicates, question, mix, pool)
-                if held:
-                    return Mixed(mix, verdict)
+                trial = Trial(replicates, question, mix, pool)
+                if trial.holds():
+                    return Mixed(mix, trial.verdict())
         demand *= MORE
     return None
 

@@ -40,7 +40,7 @@ even for traffic that never changes; for traffic that keeps the trace's shape dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -53,7 +53,7 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import Outcome, simulate
-from tokenfleet.planning.draws import Units, busier, next_like, units_of
+from tokenfleet.planning.draws import Units, busier, next_draw, next_like, units_of
 from tokenfleet.planning.fleet import Fleet
 
 AS_IT_IS = 0
@@ -74,6 +74,8 @@ class Replicates:
     drifts: bool = False
     settings: PlacementSettings = PlacementSettings()  # noqa: RUF009 - frozen
     known: Units | None = None  # of the workload; found where they are not given
+    # The share that was missed in each replicate by the fleet that met it last.
+    hardness: dict[int, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.known is None or self.known.workload is not self.workload:
@@ -125,6 +127,19 @@ class Replicates:
         if replicate != AS_IT_IS and "drift" in doubted and self.drifts:
             drawn = drift_of(workload).drawn(drawn, np.random.default_rng([self.seed, replicate, 3]))
         return drawn
+
+    def count(self, replicate: int) -> int:
+        """How many requests come in a replicate."""
+        if self.drifts:
+            return len(self.requests(replicate, self.workload))
+        draw = next_draw(self.units, np.random.default_rng([self.seed, replicate, 1]))
+        return int(np.diff(self.units.offsets)[draw.unit].sum())
+
+    def hardest_first(self, numbers: Sequence[int]) -> list[int]:
+        """Replicates by what was missed in them; in their order where units are single requests."""
+        if self.units.is_plain:
+            return list(numbers)
+        return sorted(numbers, key=lambda i: (-self.hardness.get(i, 0.0), i))
 
     def profile(self, replicate: int, profile: Profile) -> Profile:
         """`profile` as its workers are in a replicate; every type has the same standard errors there."""

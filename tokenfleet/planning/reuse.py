@@ -8,11 +8,13 @@ blocks are evicted before its next turn, which then computes them anew, evicts m
 
 The **cliff** is found by replaying the fleet under more sessions, of the trace's own (draws.busier): the
 growth at which hits fall below half of what they were, and that at which attainment falls below the target,
-each to 5 %.
+each to 5 %. An overloaded fleet takes long to replay, so the next growths to be tried lie to both sides of
+where the straight line through what is known (in logarithms) would cross.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +27,10 @@ from tokenfleet.planning.threads import Threads
 
 WINDOW_S = 600.0
 LOST = 0.5  # of the hit rate on the trace
-GROWTHS = (1.0, 1.25, 1.6, 2.2, 3.0)  # tried first; past the last nothing is looked for
+GROWTHS = (1.25, 1.6)  # tried first
+MOST_GROWTH = 3.0  # past which nothing is looked for
+FARTHEST = 1.4  # times what was tried already: so far the straight line is followed
+ENDS = 0.15  # of what is left to be searched: so far from its ends the next ones are tried
 WITHIN = 1.05
 
 
@@ -101,30 +106,44 @@ def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads)
         outcome = replicates.replay(fleet, workload=replicates.units.busier(scale))
         return Grown(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
 
-    def try_all(scales: Sequence[float]) -> None:
+    def try_all(scales: Sequence[float]) -> list[Grown]:
         new = [scale for scale in scales if scale not in tried]
         tried.update(zip(new, pool.map(one, new), strict=True))
+        return [tried[scale] for scale in sorted(tried)]
 
-    try_all(GROWTHS)
-    kept = LOST * tried[1.0].hit_rate
-    hits_lost = _first(lambda scale: tried[scale].hit_rate < kept, tried, try_all)
-    target_lost = _first(lambda scale: tried[scale].attainment < target, tried, try_all)
-    return Cliff(tuple(tried[scale] for scale in sorted(tried)), hits_lost, target_lost)
+    kept = LOST * try_all((1.0, *GROWTHS))[0].hit_rate
+    target_lost = _first(lambda g: _past(1.0 - g.attainment, 1.0 - target), try_all)
+    hits_lost = _first(lambda g: _past(kept, g.hit_rate), try_all)
+    return Cliff(tuple(try_all(())), hits_lost, target_lost)
 
 
-def _first(
-    lost: Callable[[float], bool], tried: dict[float, Grown], try_all: Callable[[Sequence[float]], None]
-) -> float | None:
+def _past(value: float, level: float) -> float:
+    """How far a value is past a level, in logarithms; above 0: it is."""
+    crumb = 1e-4  # of a share, so that none is a number too
+    return math.log((value + crumb) / (level + crumb))
+
+
+def _first(past: Callable[[Grown], float], try_all: Callable[[Sequence[float]], list[Grown]]) -> float | None:
     """The smallest growth at which something is lost, to `WITHIN`; None where nowhere."""
     while True:
-        scales = sorted(tried)
-        at = next((i for i, scale in enumerate(scales) if lost(scale)), None)
-        if at is None:
+        known = try_all(())
+        at = next((i for i, grown in enumerate(known) if past(grown) > 0.0), len(known))
+        if at == 0:
+            return known[0].scale
+        is_over, low = at < len(known), known[at - 1].scale
+        high = known[at].scale if is_over else min(FARTHEST * low, MOST_GROWTH)
+        if is_over and high <= WITHIN * low:
+            return high
+        if low >= MOST_GROWTH:
             return None
-        if at == 0 or scales[at] <= WITHIN * scales[at - 1]:
-            return scales[at]
-        low, ratio = scales[at - 1], scales[at] / scales[at - 1]
-        try_all([low * ratio ** (1 / 3), low * ratio ** (2 / 3)])
+        one, other = known[at - 1 : at + 1] if is_over else known[-2:]
+        slope = (past(other) - past(one)) / math.log(other.scale / one.scale)
+        ahead = -past(known[at - 1]) / slope if slope > 0.0 else math.inf
+        room = math.log(high / low)
+        middle = low * math.exp(min(max(ahead, ENDS * room), (1.0 - ENDS * is_over) * room))
+        aside = math.sqrt(WITHIN) * (1.0 - 1e-9)  # if it lies between the two, they are as close as asked
+        scales = {middle / aside, middle * aside if is_over else min(middle * aside, high)}
+        try_all([scale for scale in sorted(scales) if low < scale and (scale < high or not is_over)])
 
 
 def working_set_tokens(outcome: Outcome) -> int:

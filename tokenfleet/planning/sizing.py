@@ -34,7 +34,9 @@ FIRST_KINDS = 4
 PAST_HOPE = 3.0  # kinds whose floor costs more than so many times the cheapest found are not searched
 PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
 FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
-_STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed
+_STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed,
+_STOP_SOON = 2.0  # or at so many, where prefixes are known: overloaded caches take longest to replay
+SCREENED = 4  # replicates, the hardest known, that a count passes before all are replayed
 
 
 @dataclass
@@ -189,9 +191,15 @@ def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
     return gpus > PAST_HOPE * cheapest[1]
 
 
+def broken_off(replicates: Replicates, question: PlanRequest, requests: int) -> int:
+    """The misses of so many requests past which a trial has failed and need not be replayed to its end."""
+    times = _STOP_AT if replicates.units.is_plain else _STOP_SOON
+    return max(int(times * (1.0 - question.attainment) * requests), 1)
+
+
 def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
     """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
-    allowed = (1.0 - question.attainment) * len(replicates.workload)
+    most = broken_off(replicates, question, len(replicates.workload))
     if workers < sizing.fewest:
         return False
     fleets = [sizing.fleet(workers)]
@@ -200,7 +208,7 @@ def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizin
             of_one_kind(sizing.worker_type, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)
         ]
     for fleet in fleets:
-        outcome = replicates.replay(fleet, max_misses=max(int(_STOP_AT * allowed), 1))
+        outcome = replicates.replay(fleet, max_misses=most)
         if outcome.complete:
             sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
         if _meets(outcome, question):
@@ -222,21 +230,35 @@ def confirm(
     cap = min(limit for limit in limits if limit is not None)
     near = min(2 * sizing.workers + 2, cap)
 
+    trials: dict[int, Trial] = {}
+
     def passes(workers: int) -> bool:
-        held, sizing.sure[workers] = holds(replicates, question, sizing.fleet(workers), pool)
-        return held
+        trial = trials[workers] = Trial(replicates, question, sizing.fleet(workers), pool)
+        return trial.holds(screening=not replicates.units.is_plain)
+
+    def fewest(low: int, guess: int, most: int) -> int | None:
+        """The smallest count that holds: of those that pass as far as they were tried, the first that does."""
+        count = smallest(passes, low, guess, most)
+        while count is not None and not trials[count].holds():
+            count = smallest(passes, count + 1, count + 1, most)
+        return count
 
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
     # one verdict, not two.
     guess = round(MORE_FOR_DOUBT * sizing.workers)
-    sizing.confirmed = smallest(passes, sizing.workers, guess, near)
+    sizing.confirmed = fewest(sizing.workers, guess, near)
     # Past twice the count the doubt is seldom about capacity: it is first asked whether workers could end it.
     if (
         sizing.confirmed is None
         and near < cap
         and workers_could_hold(replicates, question, sizing.worker_type)
     ):
-        sizing.confirmed = smallest(passes, near + 1, 2 * near, cap)
+        sizing.confirmed = fewest(near + 1, 2 * near, cap)
+    told = {n: trial.verdict() for n, trial in trials.items() if trial.is_told}
+    if sizing.confirmed is None and not told:
+        last = max(trials)
+        told[last] = verdict_on(look(replicates, sizing.fleet(last), trials[last].numbers, pool), question)
+    sizing.sure |= told
     if sizing.confirmed is None:
         last = max(sizing.sure)
         sizing.reason = (
@@ -262,25 +284,69 @@ def past_hope(sizing: Sizing, workload: Workload) -> int:
     return max(min(max(FAR * sizing.fluid, 64), PER_REQUEST * len(workload)), sizing.fluid, sizing.fewest)
 
 
-def holds(
-    replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
-) -> tuple[bool, Estimate]:
-    """Whether a fleet's lower bound meets the target, over all replicates, or over so many that it cannot."""
-    seen: list[Seen] = []
-    last = replicates_for(question.confidence)
-    while len(seen) < last and open_still(seen, question):
-        upto = min(len(seen) + ROUND, last)
-        seen += look(replicates, fleet, range(len(seen) + 1, upto + 1), pool)
-    verdict = verdict_on(seen, question)
-    return len(seen) == last and verdict.low >= question.attainment, verdict
+class Trial:
+    """A fleet in replicates, as many as it takes to tell whether its lower bound meets the target.
+
+    Where prefixes are known the replicates that were hardest for other fleets come first, and one is broken
+    off once it is lost: of a fleet that fails it is known that it does, not by how much.
+    """
+
+    def __init__(
+        self, replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
+    ) -> None:
+        self.fleet, self._replicates, self._question, self._pool = fleet, replicates, question, pool
+        self._seen: dict[int, Seen] = {}
+        self.numbers = range(1, replicates_for(question.confidence) + 1)
+
+    def holds(self, *, screening: bool = False) -> bool:
+        """Whether the lower bound meets the target; `screening`: whether it may, by the hardest replicates."""
+        upto = min(SCREENED, len(self.numbers)) if screening else len(self.numbers)
+        width = self._pool.count if self._hurries else ROUND
+        while len(self._seen) < upto and self._is_open:
+            left = [i for i in self._replicates.hardest_first(self.numbers) if i not in self._seen]
+            self._look(left[: min(width, upto - len(self._seen))], self._hurries)
+        if screening or not self._is_open:
+            return self._is_open
+        self._look([i for i, seen in self._seen.items() if seen.lost], False)
+        return self.verdict().low >= self._question.attainment
+
+    @property
+    def _hurries(self) -> bool:
+        return not self._replicates.units.is_plain
+
+    @property
+    def _is_open(self) -> bool:
+        return open_still(list(self._seen.values()), self._question)
+
+    def _look(self, numbers: Sequence[int], hurries: bool) -> None:
+        allowed = 1.0 - self._question.attainment if hurries else None
+        seen = look(self._replicates, self.fleet, numbers, self._pool, allowed)
+        self._seen.update(zip(numbers, seen, strict=True))
+        for i, one in zip(numbers, seen, strict=True):
+            self._replicates.hardness[i] = one.missed / one.requests
+
+    @property
+    def is_told(self) -> bool:
+        """Whether enough was replayed to its end for a verdict."""
+        if not self._hurries:
+            return True
+        return len(self._seen) == len(self.numbers) and not any(s.lost for s in self._seen.values())
+
+    def verdict(self) -> Estimate:
+        """The estimate from what was seen."""
+        return verdict_on([self._seen[i] for i in sorted(self._seen)], self._question)
 
 
 class Seen(NamedTuple):
-    """A fleet in one replicate; `hit_rate` is None where nothing is cached."""
+    """A fleet in one replicate; `hit_rate` is None where nothing is cached.
+
+    `lost`: broken off as soon as more had missed than may; what had not ended counts as missed.
+    """
 
     missed: int
     requests: int
     hit_rate: float | None
+    lost: bool = False
 
 
 def verdict_on(seen: Sequence[Seen], question: PlanRequest) -> Estimate:
@@ -296,16 +362,25 @@ def open_still(seen: Sequence[Seen], question: PlanRequest) -> bool:
     return failed <= max(last - rank(last, question.confidence), 0)
 
 
-def look(replicates: Replicates, fleet: Fleet, numbers: Sequence[int] | range, pool: Threads) -> list[Seen]:
+def look(
+    replicates: Replicates,
+    fleet: Fleet,
+    numbers: Sequence[int] | range,
+    pool: Threads,
+    allowed: float | None = None,
+) -> list[Seen]:
     """A fleet in each of the replicates.
 
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
+    With `allowed` it is as soon as more than that share has missed.
     """
     hopeless = max(len(replicates.workload) // 5, 1)
 
     def one(replicate: int) -> Seen:
-        outcome = replicates.replay(fleet, replicate, max_misses=hopeless)
-        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate)
+        most = hopeless if allowed is None else int(allowed * replicates.count(replicate))
+        outcome = replicates.replay(fleet, replicate, max_misses=most)
+        lost = allowed is not None and not outcome.complete
+        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate, lost)
 
     return pool.map(one, numbers)
 

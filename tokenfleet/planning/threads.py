@@ -18,8 +18,8 @@ R = TypeVar("R")
 class Threads:
     """A pool whose `map` keeps the order of its items; called from inside itself it just loops."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    def __init__(self, pool: ThreadPoolExecutor, count: int) -> None:
+        self._pool, self.count = pool, count
         self._inside = threading.local()
 
     def map(self, does: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -38,9 +38,10 @@ class Threads:
 @contextmanager
 def threads(count: int) -> Iterator[Threads]:
     """A pool of `count` threads; on any exception what has not begun is dropped."""
-    pool = ThreadPoolExecutor(max(count, 1), thread_name_prefix="simulate")
+    count = max(count, 1)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="simulate")
     try:
-        yield Threads(pool)
+        yield Threads(pool, count)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -24,7 +24,7 @@ from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.sizing import Sizing, confirm, past_hope
+from tokenfleet.planning.sizing import Sizing, Trial, confirm, past_hope
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.page import plan_report
 from tokenfleet.report.tables import plan_tables
@@ -103,10 +103,14 @@ def test_the_search_goes_on_past_twice_the_count_only_where_workers_could_hold(
 ) -> None:
     """A fleet that only forty workers hold in other replicates, three doing so on the trace."""
 
-    def holds(replicates: object, question: object, fleet: Fleet, pool: object) -> tuple[bool, Estimate]:
-        return fleet.workers >= 40, Estimate(0.9, 0.5, 1.0, 0.9, 19)
+    class OfForty(Trial):
+        def holds(self, *, screening: bool = False) -> bool:
+            return self.fleet.workers >= 40
 
-    monkeypatch.setattr("tokenfleet.planning.sizing.holds", holds)
+        def verdict(self) -> Estimate:
+            return Estimate(0.9, 0.5, 1.0, 0.9, 19)
+
+    monkeypatch.setattr("tokenfleet.planning.sizing.Trial", OfForty)
     monkeypatch.setattr("tokenfleet.planning.sizing.workers_could_hold", lambda *_: endless_hold)
     sizing = Sizing(worker_type(), fluid=2, workers=3)
     workload = poisson()

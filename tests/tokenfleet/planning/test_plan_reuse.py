@@ -16,7 +16,7 @@ from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.reuse import GROWTHS, LOST, WITHIN, cliff_of, session_cost, working_set_tokens
+from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.figures import figures
 from tokenfleet.report.tables import facts
@@ -72,7 +72,7 @@ def test_the_cliff_is_where_a_sweep_finds_it(waits: bool) -> None:
     target = 0.9 * replicates.replay(fleet).attainment
     with threads(2) as pool:
         cliff = cliff_of(replicates, fleet, target, pool)
-    sweep = np.arange(1.0, GROWTHS[-1] + 0.01, 0.1)
+    sweep = np.arange(1.0, MOST_GROWTH + 0.01, 0.1)
     outcomes = [replicates.replay(fleet, workload=replicates.units.busier(s)) for s in sweep]
     late = [s for s, o in zip(sweep, outcomes, strict=True) if o.attainment < target]
     rate = outcomes[0].prefix_hit_rate
