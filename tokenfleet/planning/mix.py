@@ -21,13 +21,13 @@ from controlplane.scaler.mix import MixQuestion, MixSettings, cheapest
 from controlplane.scaler.weights import Weights
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
-from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, Spares, spares_for
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import OneFewer, Plan
 from tokenfleet.planning.schedule import Schedule, Stretch
-from tokenfleet.planning.sizing import Sizing, Trial, broken_off
+from tokenfleet.planning.sizing import Sizing, broken_off
 from tokenfleet.planning.threads import Threads
 
 MORE = 1.06  # demand grows by this much after each mix that fails

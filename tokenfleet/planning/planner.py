@@ -25,7 +25,7 @@ from tokenfleet.planning.comparisons import (
     demand_line,
     nearest_feasible,
 )
-from tokenfleet.planning.estimate import Estimate, most_showable, requests_needed
+from tokenfleet.planning.estimate import Estimate, look, most_showable, requests_needed, verdict_on
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
@@ -34,7 +34,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import make_schedule, paid
-from tokenfleet.planning.sizing import Sizing, confirm, look, passes_on_trace, size_all, smallest, verdict_on
+from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 
 CONFIRMED_KINDS = (

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +20,12 @@ from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.estimate import Estimate, estimate, rank, replicates_for
+from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, verdict_on
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
-from tokenfleet.planning.replicates import Replicates, missed
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import Threads
 
-ROUND = 8  # replicates looked at before asking whether the verdict is open still
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
 MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers
 FIRST_KINDS = 4
@@ -36,7 +34,6 @@ PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
 FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
 _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed,
 _STOP_SOON = 2.0  # or at so many, where prefixes are known: overloaded caches take longest to replay
-SCREENED = 4  # replicates, the hardest known, that a count passes before all are replayed
 
 
 @dataclass
@@ -237,7 +234,7 @@ def confirm(
         return trial.holds(screening=not replicates.units.is_plain)
 
     def fewest(low: int, guess: int, most: int) -> int | None:
-        """The smallest count that holds: of those that pass as far as they were tried, the first that does."""
+        """The smallest count that holds, of those that pass as far as they were tried."""
         count = smallest(passes, low, guess, most)
         while count is not None and not trials[count].holds():
             count = smallest(passes, count + 1, count + 1, most)
@@ -282,107 +279,6 @@ def workers_could_hold(replicates: Replicates, question: PlanRequest, worker_typ
 def past_hope(sizing: Sizing, workload: Workload) -> int:
     """Workers that are as good as endless: many times what the load needs, or so many for each request."""
     return max(min(max(FAR * sizing.fluid, 64), PER_REQUEST * len(workload)), sizing.fluid, sizing.fewest)
-
-
-class Trial:
-    """A fleet in replicates, as many as it takes to tell whether its lower bound meets the target.
-
-    Where prefixes are known the replicates that were hardest for other fleets come first, and one is broken
-    off once it is lost: of a fleet that fails it is known that it does, not by how much.
-    """
-
-    def __init__(
-        self, replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads
-    ) -> None:
-        self.fleet, self._replicates, self._question, self._pool = fleet, replicates, question, pool
-        self._seen: dict[int, Seen] = {}
-        self.numbers = range(1, replicates_for(question.confidence) + 1)
-
-    def holds(self, *, screening: bool = False) -> bool:
-        """Whether the lower bound meets the target; `screening`: whether it may, by the hardest replicates."""
-        upto = min(SCREENED, len(self.numbers)) if screening else len(self.numbers)
-        width = self._pool.count if self._hurries else ROUND
-        while len(self._seen) < upto and self._is_open:
-            left = [i for i in self._replicates.hardest_first(self.numbers) if i not in self._seen]
-            self._look(left[: min(width, upto - len(self._seen))], self._hurries)
-        if screening or not self._is_open:
-            return self._is_open
-        self._look([i for i, seen in self._seen.items() if seen.lost], False)
-        return self.verdict().low >= self._question.attainment
-
-    @property
-    def _hurries(self) -> bool:
-        return not self._replicates.units.is_plain
-
-    @property
-    def _is_open(self) -> bool:
-        return open_still(list(self._seen.values()), self._question)
-
-    def _look(self, numbers: Sequence[int], hurries: bool) -> None:
-        allowed = 1.0 - self._question.attainment if hurries else None
-        seen = look(self._replicates, self.fleet, numbers, self._pool, allowed)
-        self._seen.update(zip(numbers, seen, strict=True))
-        for i, one in zip(numbers, seen, strict=True):
-            self._replicates.hardness[i] = one.missed / one.requests
-
-    @property
-    def is_told(self) -> bool:
-        """Whether enough was replayed to its end for a verdict."""
-        if not self._hurries:
-            return True
-        return len(self._seen) == len(self.numbers) and not any(s.lost for s in self._seen.values())
-
-    def verdict(self) -> Estimate:
-        """The estimate from what was seen."""
-        return verdict_on([self._seen[i] for i in sorted(self._seen)], self._question)
-
-
-class Seen(NamedTuple):
-    """A fleet in one replicate; `hit_rate` is None where nothing is cached.
-
-    `lost`: broken off as soon as more had missed than may; what had not ended counts as missed.
-    """
-
-    missed: int
-    requests: int
-    hit_rate: float | None
-    lost: bool = False
-
-
-def verdict_on(seen: Sequence[Seen], question: PlanRequest) -> Estimate:
-    """The estimate from what was seen."""
-    bounds = estimate([s.missed for s in seen], [s.requests for s in seen], question.confidence)
-    return replace(bounds, hit_rates=tuple(s.hit_rate for s in seen if s.hit_rate is not None))
-
-
-def open_still(seen: Sequence[Seen], question: PlanRequest) -> bool:
-    """Whether as many replicates as must hold still may."""
-    last = replicates_for(question.confidence)
-    failed = sum(s.missed > (1.0 - question.attainment) * s.requests for s in seen)
-    return failed <= max(last - rank(last, question.confidence), 0)
-
-
-def look(
-    replicates: Replicates,
-    fleet: Fleet,
-    numbers: Sequence[int] | range,
-    pool: Threads,
-    allowed: float | None = None,
-) -> list[Seen]:
-    """A fleet in each of the replicates.
-
-    A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
-    With `allowed` it is as soon as more than that share has missed.
-    """
-    hopeless = max(len(replicates.workload) // 5, 1)
-
-    def one(replicate: int) -> Seen:
-        most = hopeless if allowed is None else int(allowed * replicates.count(replicate))
-        outcome = replicates.replay(fleet, replicate, max_misses=most)
-        lost = allowed is not None and not outcome.complete
-        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate, lost)
-
-    return pool.map(one, numbers)
 
 
 def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:

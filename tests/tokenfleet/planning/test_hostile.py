@@ -18,13 +18,12 @@ from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
-from tokenfleet.planning.sizing import Sizing, Trial, confirm, past_hope
+from tokenfleet.planning.sizing import Sizing, confirm, past_hope
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.page import plan_report
 from tokenfleet.report.tables import plan_tables
