@@ -128,22 +128,29 @@ def _first(past: Callable[[Grown], float], try_all: Callable[[Sequence[float]], 
     while True:
         known = try_all(())
         at = next((i for i, grown in enumerate(known) if past(grown) > 0.0), len(known))
-        if at == 0:
-            return known[0].scale
-        is_over, low = at < len(known), known[at - 1].scale
-        high = known[at].scale if is_over else min(FARTHEST * low, MOST_GROWTH)
-        if is_over and high <= WITHIN * low:
+        if at == len(known):
+            if known[-1].scale >= MOST_GROWTH:
+                return None
+            farthest = min(FARTHEST * known[-1].scale, MOST_GROWTH)
+            scales = _around(past, known[-2], known[-1], known[-1].scale, farthest)
+            try_all([min(scale, farthest) for scale in scales if scale > known[-1].scale])
+            continue
+        low, high = known[max(at - 1, 0)].scale, known[at].scale
+        if at == 0 or high <= WITHIN * low:
             return high
-        if low >= MOST_GROWTH:
-            return None
-        one, other = known[at - 1 : at + 1] if is_over else known[-2:]
-        slope = (past(other) - past(one)) / math.log(other.scale / one.scale)
-        ahead = -past(known[at - 1]) / slope if slope > 0.0 else math.inf
-        room = math.log(high / low)
-        middle = low * math.exp(min(max(ahead, ENDS * room), (1.0 - ENDS * is_over) * room))
-        aside = math.sqrt(WITHIN) * (1.0 - 1e-9)  # if it lies between the two, they are as close as asked
-        scales = {middle / aside, middle * aside if is_over else min(middle * aside, high)}
-        try_all([scale for scale in sorted(scales) if low < scale and (scale < high or not is_over)])
+        try_all([s for s in _around(past, known[at - 1], known[at], low, high) if low < s < high])
+
+
+def _around(
+    past: Callable[[Grown], float], one: Grown, other: Grown, low: float, high: float
+) -> tuple[float, float]:
+    """Two growths close to where the line through two known ones crosses, between `low` and `high`."""
+    slope = (past(other) - past(one)) / math.log(other.scale / one.scale)
+    room = math.log(high / low)
+    ahead = math.log(one.scale / low) - past(one) / slope if slope > 0.0 else math.inf
+    middle = low * math.exp(min(max(ahead, ENDS * room), (1.0 - ENDS) * room))
+    aside = math.sqrt(WITHIN) * (1.0 - 1e-9)  # if it lies between the two, they are as close as asked
+    return middle / aside, middle * aside
 
 
 def working_set_tokens(outcome: Outcome) -> int:
