@@ -203,7 +203,8 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
             changes = asyncio.run(played(server, load, asked.minutes))
             view = server.ask("GET", "/v1/fleet")
         rows = read_history(data / "history", 0.0, math.inf)
-    arrival_s = (rows["arrival_s"] - rows["arrival_s"].min()).to_numpy()
+    began_s = float(rows["arrival_s"].min())  # type: ignore[arg-type]
+    arrival_s = (rows["arrival_s"] - began_s).to_numpy()
     met = (rows["ttft_s"] <= rows["ttft_target_s"]) & (rows["tpot_s"].fill_null(0) <= rows["tpot_target_s"])
     told = judged(arrival_s, met.fill_null(False).to_numpy())
     least_s = fewest * (end_s - SETTLED_S)
@@ -212,7 +213,7 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
         "least_s": least_s,
         "workers": [there for _, there in changes],
         "slowdown": view["step_times"][0]["slowdown"],
-        "said": [e["reason"] for e in view["scaling"] if e["kind"] == "correction"],
+        "said": [f"{e['at_s'] - began_s:.0f} s: {e['reason']}" for e in view["scaling"]],
     }
 
 
