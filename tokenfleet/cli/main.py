@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import typer
@@ -61,8 +61,13 @@ _EPILOG = "Every verb takes --config FILE.yaml (its flags, without the dashes) a
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; errors are one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(arguments))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """What `run` returns, or the code of the error that it raises, which is told on stderr."""
     try:
-        return _run(arguments)
+        return run()
     except Infeasible as error:
         return _fail(INFEASIBLE, str(error))
     except ControlPlaneError as error:

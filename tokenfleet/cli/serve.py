@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,10 +48,11 @@ if TYPE_CHECKING:
     from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.control.settings import Autoscale
+    from dataplane.live.engine_api.processes import Estate
     from dataplane.live.pool.fleet_types import FleetTypes
 
     Say = Callable[[str], None]
-    RunFleet = Callable[[FleetSettings, Say, Say], Coroutine[None, None, None]]
+    RunFleet = Callable[[FleetSettings, Estate, Say, Say], Coroutine[None, None, None]]
 
 INSTALL = (
     "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
@@ -267,7 +269,10 @@ def serve_command(flags: ServeFlags) -> None:
         settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
         files = None if certificate is None else certificate.files
         gateway = replace(settings.gateway, certificate=files, keys_file=flags.api_keys)
-        _run(replace(settings, keys=keys, gateway=gateway), run_fleet, tell)
+        settings = replace(settings, keys=keys, gateway=gateway)
+        code = _supervise(settings, partial(_run_core, settings, run_fleet, tell))
+    if code:
+        raise typer.Exit(code)
 
 
 def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
@@ -386,18 +391,44 @@ def _teller() -> Say:
     return tell
 
 
-def _run(settings: FleetSettings, run_fleet: RunFleet, tell: Say) -> None:
-    import uvloop
+def _supervise(settings: FleetSettings, run_core: Callable[[Estate], int]) -> int:
+    """Run one core after another until the fleet is told to end; the last one's exit code."""
+    from dataplane.http.server import bind
+    from dataplane.live.control.processes import Supervisor
+    from dataplane.live.pool.ray_host import keep_own_ray, sweep
+
+    has_ray, is_own = settings.engine == "vllm", "RAY_ADDRESS" not in os.environ
+    with (
+        bind(settings.gateway.host, settings.gateway.port, "--port") as listening,
+        bind(settings.control_host, settings.control_port, "--control-port") as control,
+    ):
+        own_ray = keep_own_ray if has_ray and is_own else None
+        left = sweep if has_ray and not is_own else None
+        return Supervisor(listening, control, run_core, own_ray, left).run()
+
+
+def _run_core(settings: FleetSettings, run_fleet: RunFleet, tell: Say, estate: Estate) -> int:
+    """A core's whole life, in a process of its own."""
+    from tokenfleet.cli.main import exit_code
 
     def announce(line: str) -> None:
-        print(line, flush=True)
+        if estate.number == 1:
+            print(line, flush=True)
+        else:
+            tell(line)
 
-    try:
-        uvloop.run(run_fleet(settings, announce, tell))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None  # told to stop before it could answer
-    except RuntimeError as error:
-        raise BadInput(f"serve: {error}") from error
+    def run() -> int:
+        import uvloop
+
+        try:
+            uvloop.run(run_fleet(settings, estate, announce, tell))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None  # told to stop before it could answer
+        except RuntimeError as error:
+            raise BadInput(f"serve: {error}") from error
+        return 0
+
+    return exit_code(run)
 
 
 def _look_at_host(flags: ServeFlags, model: str) -> None:

@@ -3,6 +3,9 @@
 gateway (vLLM's server, FleetCore) ── links ── workers (Ray actors, or emulated engines)
    │  with --gateways N: N processes with vLLM's servers ── Unix socket ── FleetCore
    └─ control API ── HTTP ── controller (its own process: decides, and may die without harm)
+
+All but the supervisor above it (processes.py) is one core. When it dies, its successor is put together the
+same way, but finds gateways and workers there, and in the estate's record what they are.
 """
 
 from __future__ import annotations
@@ -11,11 +14,10 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -30,12 +32,13 @@ from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing
-from dataplane.http.server import Extension, address, bind, until_answering
+from dataplane.http.server import Extension, address, until_answering
 from dataplane.live.control.api import control_app, control_server
-from dataplane.live.control.controller_process import ControllerProcess
 from dataplane.live.control.operations import FleetFacts, Operations
+from dataplane.live.control.processes import ControllerProcess
 from dataplane.live.control.settings import Autoscale, ControllerSettings
 from dataplane.live.control.step_times import StepTimes
+from dataplane.live.engine_api.processes import Estate
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
@@ -110,9 +113,10 @@ class FleetSettings:
 
 
 async def run_fleet(
-    settings: FleetSettings, announce: Callable[[str], None], tell: Callable[[str], None]
+    settings: FleetSettings, estate: Estate, announce: Callable[[str], None], tell: Callable[[str], None]
 ) -> None:
-    """Start the fleet, `announce` its addresses once both answer, and return when it has been stopped.
+    """Start the fleet, or adopt what is there of it, `announce` its addresses once both answer, and return
+    when it has been stopped.
 
     `tell` is given a line at each phase of the start, and at least every STILL_S.
     Raises BadInput for what the operator can mend (ports, model, flags), RuntimeError for a worker that
@@ -124,11 +128,6 @@ async def run_fleet(
     for sign in (signal.SIGTERM, signal.SIGINT):  # until vLLM's server installs its own
         loop.add_signal_handler(sign, here.cancel)
     async with AsyncExitStack() as cleanup:
-        gateway_socket = bind(settings.gateway.host, settings.gateway.port, "--port")
-        cleanup.callback(gateway_socket.close)
-        control_socket = bind(settings.control_host, settings.control_port, "--control-port")
-        cleanup.callback(control_socket.close)
-
         events, metrics = EventLog(), Metrics()
         history = History(
             PRIOR_OUTPUT_TOKENS,
@@ -148,7 +147,7 @@ async def run_fleet(
         learning.on_measured.append(step_times.pass_over)
         if settings.engine == "vllm":
             tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
-        host = await _host(settings, gateway, profiles)
+        host = await _host(settings, gateway, profiles, estate)
         core = FleetCore(
             CoreSettings(
                 settings.max_workers,
@@ -172,10 +171,15 @@ async def run_fleet(
         arrived = DemandCount()
         core.on_arrival.append(arrived.add)
         core.on_end.append(arrived.end)
-        asked, started_with = settings.gateway, engine_settings_of(gateway.arguments)
-        revision = Revision(1, asked.model, asked.engine_flags, started_with)
         cluster = WorkerPool(
-            host, core, events, settings.max_workers, settings.types, revision, measure=learning.measure
+            host,
+            core,
+            events,
+            settings.max_workers,
+            settings.types,
+            _revision(settings, gateway, estate),
+            measure=learning.measure,
+            record=estate.record,
         )
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
@@ -184,11 +188,13 @@ async def run_fleet(
         await cluster.start()
         telling.cancel()
         profiles |= learning.learnt
-        slo = _targets(settings.slo, profiles.values(), events)
+        before = estate.record.found
+        slo = Slo(**before["slo"]) if before else _targets(settings.slo, profiles.values(), events)
         core.settings = replace(core.settings, default_slo=slo)
         if settings.policy == Policy.EXACT and not placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
-        kv_blocks = min(at.link.info.kv_blocks for at in core.attached())
+        found = [at.link.info.kv_blocks for at in core.attached()]
+        kv_blocks = before["kv_blocks"] if before else min(found)
 
         certificate = gateway.certificate
         gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
@@ -202,12 +208,12 @@ async def run_fleet(
             settings.attainment,
             settings.policy,
             settings.moves,
+            estate,
         )
         keys = KeyRing(settings.keys)
         allow = partial(_allow, keys, metrics)
-        gateways = _gateways(
-            settings, CoreServer(core, kv_blocks, allow), control_url, gateway_socket, events
-        )
+        server = CoreServer(core, kv_blocks, allow, estate.number)
+        gateways = _gateways(settings, server, control_url, estate, events)
         operations = Operations(
             facts,
             core,
@@ -225,7 +231,7 @@ async def run_fleet(
             await cleanup.enter_async_context(extension.running())
         app = control_app(operations, settings.control_key, settings.extensions)
         control = control_server(app, certificate)
-        answering = asyncio.create_task(control.serve(sockets=[control_socket]))
+        answering = asyncio.create_task(control.serve(sockets=[estate.control]))
         cleanup.push_async_callback(_end_server, control, answering)
 
         core.on_arrival.append(lambda one: keys.charge(one.ticket.key, one.prompt_tokens, time.monotonic()))
@@ -235,7 +241,7 @@ async def run_fleet(
             gateway.prepare(kv_blocks)
             door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, Answers(), control_url)
             core.on_closing.append(lambda why: setattr(door, "closing", why))
-            serving = asyncio.create_task(gateway.serve(core, door, gateway_socket))
+            serving = asyncio.create_task(gateway.serve(core, door, estate.listening))
         else:
             tell(f"starting {settings.gateways} gateways")
             cleanup.push_async_callback(gateways.close)
@@ -260,7 +266,11 @@ async def run_fleet(
         cleanup.push_async_callback(controller.close)
         controller.start()
         cluster.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
+        estate.record.note(slo=asdict(slo), kv_blocks=kv_blocks)
         announce(f"ready {gateway_url} control {control_url}")
+        if before:
+            events.record(time.time(), "core", f"core {estate.number} serves in place of one that was lost")
+        cluster.spawn(estate.pulse.show())
         await serving
 
 
@@ -284,13 +294,24 @@ async def _now(allow: Callable[[str], float], key: ApiKey) -> float:
 
 
 def _gateways(
-    settings: FleetSettings, server: CoreServer, page: str, listening: socket.socket, events: EventLog
+    settings: FleetSettings, server: CoreServer, page: str, estate: Estate, events: EventLog
 ) -> Gateways | None:
     """The gateways of a fleet whose gateways have processes of their own; not started yet."""
     if settings.gateways == 1:
         return None
-    told = ProcessSettings(settings.gateway, settings.keys, page, listening.fileno())
-    return Gateways(settings.gateways, told, server, events)
+    told = ProcessSettings(settings.gateway, settings.keys, page, estate.listening.fileno())
+    return Gateways(settings.gateways, told, server, events, estate)
+
+
+def _revision(settings: FleetSettings, gateway: Gateway, estate: Estate) -> Revision:
+    """What workers start with: what was asked for, or what the fleet was updated to."""
+    asked = settings.gateway
+    number, model, flags = 1, asked.model, asked.engine_flags
+    if estate.record.found:
+        number, model, flags = estate.record.found["pool"]["revision"]
+    if number == 1:
+        return Revision(1, model, tuple(flags), engine_settings_of(gateway.arguments))
+    return Revision(number, model, tuple(flags), gateway.revised(model, flags))
 
 
 def _register(
@@ -369,7 +390,9 @@ def _targets(asked: Slo | None, profiles: Collection[Profile], events: EventLog)
     return asked
 
 
-async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str, Profile]) -> Host:
+async def _host(
+    settings: FleetSettings, gateway: Gateway, profiles: Mapping[str, Profile], estate: Estate
+) -> Host:
     if settings.engine == "emulated":
         from dataplane.live.emulated.segment import Noise
         from dataplane.live.pool.emulated_host import EmulatedHost
@@ -381,7 +404,8 @@ async def _host(settings: FleetSettings, gateway: Gateway, profiles: Mapping[str
         return EmulatedHost(profiles, model.max_model_len, noise)
     from dataplane.live.pool.ray_host import RayHost
 
-    host: Host = await RayHost.start(settings.types, settings.nodes_wait_s)
+    wait_s = settings.nodes_wait_s
+    host: Host = await RayHost.start(settings.types, wait_s, estate.number, estate.own_ray)
     return host
 
 

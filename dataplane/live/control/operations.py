@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from dataplane.http.rules import UnknownName
 from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
+from dataplane.live.engine_api.processes import Estate
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
@@ -42,7 +44,7 @@ class FleetFacts:
     """Facts that do not change while the fleet runs.
 
     `advisory`: decisions are only recorded. `attainment`: the share of requests that should be within their
-    targets. `moves`: whether the controller may move running requests.
+    targets. `moves`: whether the controller may move running requests. `estate`: what this core was left.
     """
 
     model: str
@@ -53,6 +55,7 @@ class FleetFacts:
     attainment: float
     policy: Policy
     moves: bool
+    estate: Estate | None = None
 
 
 class Operations:
@@ -73,8 +76,9 @@ class Operations:
     ) -> None:
         self.facts, self.core, self.cluster, self.metrics, self.events = facts, core, cluster, metrics, events
         self.arrived, self.step_times, self._unmeasured = arrived, step_times, unmeasured or {}
-        self._gateways = gateways
-        self.auto = facts.autoscale is not None
+        self._gateways, self._estate = gateways, facts.estate
+        before = {} if facts.estate is None else facts.estate.record.found
+        self.auto: bool = facts.autoscale is not None and before.get("auto", True)
         self._began_s = time.time()
         self._revised = revised
         self.rollout: Rollout | None = None
@@ -135,6 +139,7 @@ class Operations:
                 "waiting": self.core.waiting,
             },
             "workers": views,
+            "core": {"pid": os.getpid(), "number": 1 if self._estate is None else self._estate.number},
             # Those in processes of their own.
             "gateways": [] if self._gateways is None else self._gateways.views(),
             "arrivals": self.arrived.as_json(),
@@ -250,13 +255,18 @@ class Operations:
         types = self.cluster.types
         named = types.only() if kind is None else types.checked_name(kind)
         self.cluster.scale({named: workers}, reason)
-        self.auto = False
+        self._decide_automatically(False)
 
     def scale_automatically(self) -> None:
         """Let the controller decide the number of workers again."""
         if self.facts.autoscale is None:
             raise BadInput("auto: this fleet was started without --autoscale MIN..MAX")
-        self.auto = True
+        self._decide_automatically(True)
+
+    def _decide_automatically(self, auto: bool) -> None:
+        self.auto = auto
+        if self._estate is not None:
+            self._estate.record.note(auto=auto)
 
     def drain(self, worker: str) -> None:
         self._known(worker)

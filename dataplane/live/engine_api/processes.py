@@ -1,4 +1,4 @@
-"""Processes of a host: children that end with their parent, the memory and the cores that processes hold.
+"""Processes of a host: who ends with whom, what one leaves to its successor, the memory and cores they hold.
 
 Workers share a host's cores out by abstract Unix sockets, whose names belong to the host and go with the
 process that holds them: a share is free again when its worker has ended, however it ended.
@@ -6,7 +6,10 @@ process that holds them: a share is free again when its worker has ended, howeve
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import hashlib
+import json
 import multiprocessing
 import os
 import select
@@ -16,7 +19,10 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 GRACE_S = 5.0
 # vLLM and Ray tell nobody. vLLM's log goes to stderr, where `worker.cause` looks for the reason of a failed
@@ -53,6 +59,114 @@ def exit_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
+
+
+OWN_RAY = "own-ray"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def ask_kernel(option: int, value: int) -> None:
+    """As prctl(2) says; on a kernel without the option nothing happens."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole, or not at all."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+class Record:
+    """What a core writes down for its successor, in a file that is always whole; `found` is what one left."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self._now = dict(self.found)
+
+    def note(self, **facts: Any) -> None:
+        """Write what is so from now on."""
+        if any(self._now.get(name) != fact for name, fact in facts.items()):
+            self._now |= facts
+            replace_text(self._path, json.dumps(self._now))
+
+
+class Pulse:
+    """What cores show their supervisor, in memory they share: that one has served, and that one runs."""
+
+    def __init__(self) -> None:
+        self._shared = memoryview(mmap(-1, 16)).cast("d")
+
+    async def show(self) -> None:
+        """This core serves, and its loop runs, until cancelled."""
+        self._shared[1] = 1.0
+        while True:
+            self._shared[0] = time.monotonic()
+            await asyncio.sleep(1.0)
+
+    def still(self) -> None:
+        """The core is dead."""
+        self._shared[0] = 0.0
+
+    @property
+    def has_served(self) -> bool:
+        return self._shared[1] > 0
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago a core that serves showed that it runs."""
+        return time.monotonic() - self._shared[0] if self._shared[0] else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estate:
+    """What is there before a core and outlives it: `number` cores have been, with this one.
+
+    `folder`: for this user alone. `listening`, `control`: the bound sockets of clients and of operators.
+    `loads`: the descriptor of the table of gateways' loads.
+    """
+
+    number: int
+    folder: Path
+    listening: socket.socket
+    control: socket.socket
+    loads: int
+    record: Record
+    pulse: Pulse
+
+    @property
+    def own_ray(self) -> Path:
+        """The file in which the fleet's own Ray says where it is."""
+        return self.folder / OWN_RAY
+
+
+class Inherited:
+    """A process that another one has started, as far as asyncio's Process is needed of it."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError where it is gone."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._fd = os.pidfd_open(pid)
+        self._over = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._fd, self._end)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self.returncode = -1  # only its parent is told the real one
+        self._over.set()
+
+    async def wait(self) -> int:
+        """Return once it has ended."""
+        await self._over.wait()
+        return -1
+
+    def send_signal(self, sign: int) -> None:
+        """Raises ProcessLookupError where it is gone."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._fd, sign)
 
 
 def descendants(of: int | None = None) -> list[int]:

@@ -110,6 +110,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attached = Attachments(settings.slots)
         self._unread = Unread(settings.max_unread)
+        self._left: dict[RequestId, WorkerId] = {}
         self._solved_in_time = True
         self.is_starting: Callable[[], bool] = lambda: False
         self.predict_anew: Callable[[int, int], int] | None = None
@@ -143,11 +144,42 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         """Track a new request; it is placed at once where a worker has room, or waits."""
         if not self.settings.reasons:
             request.reasoning_ended = True
+        await self._admission.take_in(self._track(request))
+
+    def _track(self, request: EngineCoreRequest) -> Tracked:
         tracked = tracked_from(request, self.settings.default_slo, self._predict, time.monotonic())
         self.requests.add(tracked)
         for tell in self.on_arrival:
             tell(tracked)
-        await self._admission.take_in(tracked)
+        return tracked
+
+    async def resume(
+        self, request: EngineCoreRequest, tokens: Sequence[int], first_s: float | None, core: int
+    ) -> None:
+        """Take over a request of an earlier core with its tokens so far: as if its worker had been lost.
+
+        It goes back to that worker, which has its text cached, where this core has adopted it.
+        """
+        tracked = self._track(request)
+        tracked.resume(tokens, first_s, time.monotonic(), core)
+        was_on = self._left.pop(tracked.id, None)
+        at = None if was_on is None else self._attached.get(was_on)
+        served = {one.link.info.weights for one in self._attached}
+        if at is not None:
+            tracked.weights = at.link.info.weights
+        elif len(served) == 1:
+            tracked.weights = served.pop()
+        if not self._may_go_on(tracked, "the fleet's core was lost"):
+            return
+        if at is not None and at.role == "any":
+            await self._begin(tracked, at.worker)
+        else:
+            self._admission.take_back(tracked)
+
+    def was_running(self, worker: WorkerId, segments: Sequence[str]) -> None:
+        """Note the segments that an earlier core has left on a worker, for `resume`."""
+        for segment in segments:
+            self._left |= {RequestId(name): worker for name in (segment, segment.rpartition("#")[0])}
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         """End requests: the client left, or the front end found a stop string."""
@@ -449,6 +481,11 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     def _replay(self, tracked: Tracked, why: str) -> None:
         """Put a request whose segment is over back in line, ahead of newcomers."""
+        if self._may_go_on(tracked, why):
+            self._admission.take_back(tracked)
+
+    def _may_go_on(self, tracked: Tracked, why: str) -> bool:
+        """Whether a request whose segment is over can be continued elsewhere; otherwise it fails."""
         lost_on = tracked.worker
         self.requests.ignore(tracked)
         self.placement.take(tracked)
@@ -462,10 +499,10 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 obstacle += "; its grammar may not accept the tokens so far"
         if obstacle is not None:
             self._fail(tracked, f"{why}; it cannot be continued: {obstacle}")
-            return
+            return False
         self.metrics.replays.inc()
         self._record("replay", why, tracked, source=lost_on, tokens_so_far=len(tracked.output_token_ids))
-        self._admission.take_back(tracked)
+        return True
 
     def may_continue(self, tracked: Tracked, worker: WorkerId) -> bool:
         """Whether a worker runs the weights that have made a request's tokens, if it has any."""

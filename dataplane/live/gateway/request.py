@@ -8,7 +8,7 @@ a context variable does: the handler of a request runs in the context that its m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +18,8 @@ from dataplane.live.engine_api.link import PRIOR_TOKENS
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
+
+STAYS_OF_A_CORE = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +94,12 @@ class Tracked:
         self.segment = self.id if self.stays == 0 else f"{self.id}#{self.stays}"
         self.stays += 1
         return self.segment
+
+    def resume(self, tokens: Sequence[int], first_s: float | None, now_s: float, core: int) -> None:
+        """Go on from these tokens, which an earlier core has passed on; no segment is named as one of its."""
+        self.output_token_ids.extend(tokens)
+        self.first_token_s, self.stays = first_s, core * STAYS_OF_A_CORE
+        self.last_token_s = now_s if tokens else None
 
     def settle_cut(self, arrived: bool) -> None:
         """Resolve the cut-over that is under way."""

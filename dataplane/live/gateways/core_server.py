@@ -76,14 +76,18 @@ class Connected:
 class CoreServer:
     """Serves `core` to gateways on a Unix socket.
 
-    `allow(key)` counts a request of a key, and says in how many seconds it may come, 0 for now.
+    `allow(key)` counts a request of a key, and says in how many seconds it may come, 0 for now. `number`: of
+    this core in its fleet's life.
     """
 
-    def __init__(self, core: FleetCore, kv_blocks: int, allow: Callable[[str], float]) -> None:
-        self.core, self._allow = core, allow
+    def __init__(
+        self, core: FleetCore, kv_blocks: int, allow: Callable[[str], float], number: int = 1
+    ) -> None:
+        self.core, self._allow, self.number = core, allow, number
         self.answers = Answers()
         self._kv_blocks = kv_blocks
         self.on_gone: list[Callable[[str], None]] = []
+        self.knows: Callable[[str], bool] = lambda name: True
         self._gateways: dict[str, Connected] = {}
         self._owners: dict[RequestId, Connected] = {}
         self._closing = ""
@@ -135,10 +139,10 @@ class CoreServer:
         try:
             kind, frames = await next_message(reader)
             refused, name = _greeting(kind, frames)
+            refused = refused or ("" if self.knows(name) else "it is none of this fleet's")
             slo = self.core.settings.default_slo
-            said = Welcome(
-                refused, self.core.settings.slots, self._kv_blocks, slo.ttft_s, slo.tpot_s, self._closing
-            )
+            slots, closing = self.core.settings.slots, self._closing
+            said = Welcome(refused, slots, self._kv_blocks, slo.ttft_s, slo.tpot_s, closing, self.number)
             writer.writelines(message(Kind.WELCOME, pack(said)))
             if refused:
                 return
@@ -202,12 +206,15 @@ class CoreServer:
         gateway.served += 1
         CURRENT_TICKET.set(at.ticket)
         # A full link makes this request wait, not the messages after it; it is tracked before its first wait.
-        self._spawn(self._begin(request))
+        self._spawn(self._begin(request, new))
         await asyncio.sleep(0)
 
-    async def _begin(self, request: EngineCoreRequest) -> None:
+    async def _begin(self, request: EngineCoreRequest, new: NewRequest) -> None:
         try:
-            await self.core.add_request_async(request)
+            if new.tokens is None:
+                await self.core.add_request_async(request)
+            else:
+                await self.core.resume(request, new.tokens, new.first_s, self.number)
         except Exception as error:  # whatever it is, its client must hear of it
             log.exception("request %s", request.request_id)
             await self.core.fail([RequestId(request.request_id)], f"it could not be begun: {error!r}")

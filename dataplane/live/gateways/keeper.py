@@ -1,18 +1,16 @@
 """The gateways' processes, kept running: started, replaced when they die, renewed on demand, ended together.
 
-All share one listening socket, which the core's process holds, so that no connection is refused while a
-gateway is there or on its way, and none that has not been accepted dies with a gateway.
+All share one listening socket, which the fleet's supervisor holds, so that no connection is refused while a
+gateway is there or on its way, and none that has not been accepted dies with a gateway. They outlive the core
+that has started them; its successor keeps them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from controlplane.errors import BadInput
+from dataplane.live.engine_api.processes import Estate, Inherited
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways.core_server import CoreServer
@@ -36,6 +35,7 @@ from dataplane.live.gateways.process import (
 )
 
 ROOT = str(Path(__file__).resolve().parents[3])  # our packages, also in a checkout that is not installed
+PROGRAM = "dataplane.live.gateways.process"
 LOOK_S = 0.05
 START_LIMIT_S = 300.0
 YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
@@ -52,7 +52,7 @@ class Kept:
 
     name: str
     index: int
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Inherited
     began_s: float
     state: State = "starting"
 
@@ -64,28 +64,27 @@ class Kept:
 class Gateways:
     """Keeps `count` gateways in front of a core. `start`, `serve`, then `close`, once each.
 
-    A folder that only this user can enter has the core's socket and vLLM's metrics.
+    The estate's folder has the core's socket and vLLM's metrics.
     """
 
-    def __init__(self, count: int, told: ProcessSettings, server: CoreServer, events: EventLog) -> None:
-        self.count, self.events, self._server = count, events, server
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp")
-        )  # a socket's path must be short
-        self._metrics = self._folder / "metrics"
-        self._metrics.mkdir()
-        self._table = os.memfd_create("tokenfleet-gateways")
-        os.truncate(self._table, 4 * MOST_GATEWAYS)
-        self._loads = Loads(self._table)
-        for index in range(MOST_GATEWAYS):
-            self._loads[index] = NOT_ACCEPTING
-        self._told = replace(told, core=self._folder / "core", loads=self._table)
-        self._names = itertools.count()
+    def __init__(
+        self, count: int, told: ProcessSettings, server: CoreServer, events: EventLog, estate: Estate
+    ) -> None:
+        self.count, self.events, self._server, self._estate = count, events, server, estate
+        self._metrics = estate.folder / "metrics"
+        self._metrics.mkdir(exist_ok=True)
+        os.truncate(estate.loads, 4 * MOST_GATEWAYS)
+        self._loads = Loads(estate.loads)
+        self._told = replace(told, core=estate.folder / "core", loads=estate.loads)
+        before = estate.record.found.get("gateways", {})
+        self._next = before.get("next", 0)
+        self._before: list[tuple[str, int, int, State]] = before.get("kept", [])
         self._kept: list[Kept] = []
         self._pause_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
         server.on_gone.append(self._disconnected)
+        server.knows = lambda name: any(kept.name == name for kept in self)
 
     def registry(self) -> CollectorRegistry:
         """vLLM's metrics of all gateways together, of those that are gone, too."""
@@ -116,16 +115,25 @@ class Gateways:
         return views
 
     async def start(self) -> None:
-        """Return once all accept connections. Raises RuntimeError where one ends before it does."""
+        """Return once all accept connections; those of an earlier core are kept.
+
+        Raises RuntimeError where one ends before it does.
+        """
         await self._server.start(self._told.core)
-        for _ in range(self.count):
+        self._inherit()
+        for index in set(range(MOST_GATEWAYS)) - {kept.index for kept in self}:
+            self._loads[index] = NOT_ACCEPTING
+        while sum(kept.state != "leaving" for kept in self) < self.count:
             await self._launch()
         for kept in self:
+            if kept.state == "leaving":
+                self._spawn(self._keep(kept))
+                continue
             if not await self._accepts(kept):
                 raise RuntimeError(f"gateway {kept.name}: did not start; its log is above")
             kept.state = "serving"
-        for kept in self:
             self._spawn(self._keep(kept))
+        self._note()
 
     async def serve(self, core: FleetCore, shutdown_s: float) -> None:
         """Answer until SIGTERM or SIGINT, then let streams finish for a while, end the rest, and return."""
@@ -159,20 +167,34 @@ class Gateways:
             _signal(kept, signal.SIGKILL)
         await asyncio.gather(*waits)
         await self._server.close()
-        os.close(self._table)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # Lives.
 
+    def _inherit(self) -> None:
+        """Keep the gateways of the core before, but for those that are gone or were not ready yet."""
+        for name, index, pid, state in self._before:
+            with suppress(OSError):
+                kept = Kept(name, index, Inherited(pid), time.monotonic(), state)
+                if PROGRAM in Path(f"/proc/{pid}/cmdline").read_text():  # else the number is another's by now
+                    self._kept.append(kept)
+                    if state == "starting":
+                        _signal(kept, signal.SIGKILL)
+                        self._forget(kept)
+
+    def _note(self) -> None:
+        kept = [(one.name, one.index, one.process.pid, one.state) for one in self._kept]
+        self._estate.record.note(gateways={"next": self._next, "kept": kept})
+
     async def _launch(self) -> Kept:
         index = next(i for i in range(MOST_GATEWAYS) if all(kept.index != i for kept in self))
-        name = f"g{next(self._names)}"
+        name, self._next = f"g{self._next}", self._next + 1
+        self._note()  # first: should this core die here, no other gateway gets the name
         settings = replace(self._told, name=name, index=index)
         level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "dataplane.live.gateways.process",
+            PROGRAM,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,  # ours is one line
             pass_fds=(settings.listening, settings.loads),
@@ -189,6 +211,7 @@ class Gateways:
         process.stdin.close()
         kept = Kept(name, index, process, time.monotonic())
         self._kept.append(kept)
+        self._note()
         return kept
 
     async def _accepts(self, kept: Kept) -> bool:
@@ -232,11 +255,13 @@ class Gateways:
                 return
             self._begin_serving(new, f"in place of {kept.name}")
             kept.state = "leaving"
+            self._note()
             self._server.retire(kept.name, finish_s)
         self._record("gateways", f"{len(old)} restarted; streams finish where they are", is_done=True)
 
     def _begin_serving(self, kept: Kept, why: str) -> None:
         kept.state = "serving"
+        self._note()
         self._record("gateway-start", why, kept)
         self._spawn(self._keep(kept))
 
@@ -260,6 +285,7 @@ class Gateways:
     def _forget(self, kept: Kept) -> None:
         self._kept.remove(kept)
         self._loads[kept.index] = NOT_ACCEPTING
+        self._note()
 
     def _record(self, kind: str, reason: str, kept: Kept | None = None, **facts: object) -> None:
         if kept is not None:

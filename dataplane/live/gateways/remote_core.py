@@ -1,8 +1,9 @@
 """The fleet's core as a gateway in a process of its own sees it: the engine client beneath vLLM's front end.
 
 Requests go to the core as they are, outputs come back in its order; what the fleet writes on a request's
-ticket comes before them. When the core is gone, every open stream ends in an explicit error, and new requests
-get 503.
+ticket comes before them. When the core is lost, all that is open waits for its successor, which is told of it
+with the tokens that have come. When none comes, or the core ended on purpose, every open stream ends in an
+explicit error, and new requests get 503.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +54,9 @@ MOST_UNREAD = 256
 IDLE_S = 10.0  # an idle connection of a gateway that leaves is closed after so long
 LAST_WORDS_S = 2.0
 LOOK_S = 0.02
+SUCCESSOR_S = 120.0  # that a lost core's is waited for
 GONE = "the fleet's core is gone"
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class CoreGone(Refusal):
@@ -60,6 +64,17 @@ class CoreGone(Refusal):
 
     def __init__(self) -> None:
         super().__init__(503, "service_unavailable", "shutting_down", GONE, 5)
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request that has not ended, and what has come of it."""
+
+    ticket: Ticket
+    new: NewRequest
+    request: EngineCoreRequest
+    tokens: list[int] = field(default_factory=list)
+    first_s: float | None = None
 
 
 class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
@@ -70,8 +85,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
     lost. `traffic` counts the connections that are open, and the HTTP requests in progress.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, address: Path, name: str, ends: Ends, welcome: Welcome) -> None:
+        self._address, self._name = address, name
+        self._reader, self._writer = ends
         self.welcome = welcome
         self.default_slo = Slo(welcome.ttft_s, welcome.tpot_s)
         self.on_closing: list[Callable[[str], None]] = []
@@ -83,30 +99,22 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         self.engine_ranks_managed = list(range(welcome.slots))
         self.resources = SimpleNamespace(engine_dead=False)
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._requests: dict[RequestId, Ticket] = {}
+        self._requests: dict[RequestId, Open] = {}
         self._tickets: dict[int, Ticket] = {}  # those with open requests; their identity is their number
         self._questions = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._answers: dict[int, tuple[asyncio.Future[Any], bytes]] = {}  # with their questions
+        self._claims: dict[str, bytes] = {}  # that are ours
         self._unread = Unread(MOST_UNREAD)
         self._encoder = MsgpackEncoder()
         self._finish_s = 0.0
         self._closing = welcome.closing
-        self._is_gone = self._has_left = False
+        self._is_gone = self._has_left = self._is_lost = False
         self._listener = self._loop.create_task(self._listen())
 
     @classmethod
     async def connect(cls, address: Path, name: str) -> RemoteCore:
         """Greet the core. Raises BadInput where it is not there, or refuses this gateway."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(address, limit=1 << 20)
-            writer.writelines(message(Kind.HELLO, pack([WIRE_VERSION, vllm_version, name])))
-            _, frames = await next_message(reader)
-        except (EOFError, OSError) as error:
-            raise BadInput(f"gateway {name}: {GONE}") from error
-        welcome = msgspec.msgpack.decode(frames[0], type=Welcome)
-        if welcome.refused:
-            raise BadInput(f"gateway {name}: {welcome.refused}")
-        return cls(reader, writer, welcome)
+        return cls(address, name, *await _greet(address, name))
 
     # What AsyncLLM calls.
 
@@ -129,7 +137,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         """Send a request to the core."""
         ticket = CURRENT_TICKET.get() or Ticket("", "anyone", self.default_slo, 0)
         name = RequestId(request.request_id)
-        self._tickets[id(ticket)] = self._requests[name] = ticket
+        self._tickets[id(ticket)] = ticket
         ticket.requests.append(name)
         new = NewRequest(
             id(ticket),
@@ -141,17 +149,19 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             time.monotonic(),
             ticket.session,
         )
+        self._requests[name] = Open(ticket, new, request)
         if self._is_gone:
             self._fail(name, GONE)
             return
         self._say(Kind.ADD, pack(new), *self._encoder.encode(request))
-        await self._writer.drain()
+        with suppress(ConnectionError):  # its successor will be told
+            await self._writer.drain()
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         """End requests: the client left, or the front end found a stop string."""
         for name in map(RequestId, request_ids):
             if name in self._requests:
-                self._say(Kind.ABORT, pack([[name], self._requests[name].client_left]))
+                self._say(Kind.ABORT, pack([[name], self._requests[name].ticket.client_left]))
                 self._forget(name)
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -176,10 +186,14 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
     async def claim(self, name: str, digest: bytes) -> Kept | None:
         """As `idempotency.Claims` has it."""
         answer = await self._ask("claim", name, digest)
-        return None if answer is None else msgspec.convert(answer, Kept)
+        if answer is None:
+            self._claims[name] = digest
+            return None
+        return msgspec.convert(answer, Kept)
 
     async def settle(self, name: str, answer: Kept | None) -> None:
         """As `idempotency.Claims` has it."""
+        self._claims.pop(name, None)
         with suppress(CoreGone):  # and with it all keys
             await self._ask("settle", name, answer)
 
@@ -187,16 +201,47 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
 
     async def _listen(self) -> None:
         outputs = MsgpackDecoder(EngineCoreOutputs)
-        try:
-            while True:
+        while not self._is_gone:
+            try:
                 kind, frames = await next_message(self._reader)
-                if kind == Kind.OUTPUTS:
-                    self._deliver(outputs.decode(frames))
-                    await self._unread.until_room()
-                else:
-                    self._take(kind, msgspec.msgpack.decode(frames[0]))
-        except EOFError:
-            self._lose()
+            except EOFError:
+                if self._closing or not await self._find_successor():
+                    self._lose()
+                continue
+            if kind == Kind.OUTPUTS:
+                self._deliver(outputs.decode(frames))
+                await self._unread.until_room()
+            else:
+                self._take(kind, msgspec.msgpack.decode(frames[0]))
+
+    async def _find_successor(self) -> bool:
+        """Turn to the core's successor, with all that is open here; whether one came."""
+        self._is_lost = True
+        self._writer.close()
+        until_s = time.monotonic() + SUCCESSOR_S
+        while time.monotonic() < until_s:
+            with suppress(BadInput):
+                ends, welcome = await _greet(self._address, self._name)
+                if welcome.core > self.welcome.core:
+                    self._reader, self._writer = ends
+                    self.welcome, self._is_lost = welcome, False
+                    self._tell_all()
+                    return True
+                ends[1].close()  # the core that was lost is no successor
+            await asyncio.sleep(LOOK_S)
+        return False
+
+    def _tell_all(self) -> None:
+        """Claims first: an answer that is being made is not made twice."""
+        for name, digest in self._claims.items():
+            self._say(Kind.ASK, pack([0, "claim", (name, digest)]))
+        for at in self._requests.values():
+            again = msgspec.structs.replace(at.new, tokens=at.tokens, first_s=at.first_s)
+            self._say(Kind.ADD, pack(again), *self._encoder.encode(at.request))
+            if at.ticket.client_left:
+                self._say(Kind.ABANDON, pack(id(at.ticket)))
+        for _, question in self._answers.values():
+            self._say(Kind.ASK, question)
 
     def _take(self, kind: Kind, said: Any) -> None:
         if kind == Kind.TICKETS:
@@ -204,7 +249,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
                 self._write_on_ticket(news)
         elif kind == Kind.ANSWER:
             number, value, error = said
-            asked = self._answers.pop(number, None)
+            asked, _ = self._answers.pop(number, (None, b""))
             if asked is not None and not asked.done():
                 if error:
                     asked.set_exception(OtherBody() if error == OtherBody.__name__ else RuntimeError(error))
@@ -229,13 +274,17 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         # One that was aborted while these were on their way is none of the front end's any more.
         batch.outputs = [o for o in batch.outputs if RequestId(o.request_id) in self._requests]
         for output in batch.outputs:
+            at = self._requests[RequestId(output.request_id)]
+            if output.new_token_ids and not at.tokens:
+                at.first_s = time.monotonic()
+            at.tokens += output.new_token_ids
             if output.finish_reason is not None:
                 self._forget(RequestId(output.request_id))
         if batch.outputs or batch.scheduler_stats is not None:
             self._unread.tell(batch)
 
     def _forget(self, name: RequestId) -> None:
-        ticket = self._requests.pop(name)
+        ticket = self._requests.pop(name).ticket
         ticket.requests.remove(name)
         if not ticket.requests:
             del self._tickets[id(ticket)]
@@ -247,7 +296,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         self._close_doors(GONE)
         for name in tuple(self._requests):
             self._fail(name, GONE)
-        for asked in self._answers.values():
+        for asked, _ in self._answers.values():
             if not asked.done():
                 asked.set_exception(CoreGone())
         self._answers.clear()
@@ -260,7 +309,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             tell(why)
 
     def _fail(self, name: RequestId, why: str) -> None:
-        self._requests[name].failure = why
+        self._requests[name].ticket.failure = why
         self._forget(name)
         output = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR)
         self._unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
@@ -292,14 +341,29 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         """The core's answer. Raises CoreGone, OtherBody, or RuntimeError with its words."""
         if self._is_gone:
             raise CoreGone
-        number = next(self._questions)
-        asked = self._answers[number] = self._loop.create_future()
-        self._say(Kind.ASK, pack([number, verb, arguments]))
+        number, asked = next(self._questions), self._loop.create_future()
+        question = pack([number, verb, arguments])
+        self._answers[number] = asked, question
+        self._say(Kind.ASK, question)
         try:
             return await asked
         finally:
             self._answers.pop(number, None)
 
     def _say(self, kind: Kind, *frames: Any) -> None:
-        if not self._is_gone:
+        if not self._is_gone and not self._is_lost:
             self._writer.writelines(message(kind, *frames))
+
+
+async def _greet(address: Path, name: str) -> tuple[Ends, Welcome]:
+    """Greet the core at an address. Raises BadInput where it is not there, or refuses this gateway."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(address, limit=1 << 20)
+        writer.writelines(message(Kind.HELLO, pack([WIRE_VERSION, vllm_version, name])))
+        _, frames = await next_message(reader)
+    except (EOFError, OSError) as error:
+        raise BadInput(f"gateway {name}: {GONE}") from error
+    welcome = msgspec.msgpack.decode(frames[0], type=Welcome)
+    if welcome.refused:
+        raise BadInput(f"gateway {name}: {welcome.refused}")
+    return (reader, writer), welcome

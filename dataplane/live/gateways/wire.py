@@ -2,7 +2,9 @@
 
 Requests and outputs travel in vLLM's own msgpack encoding, everything else as msgpack of plain values. Both
 ends are on one machine, run as one user, and find each other in a folder that only that user can enter, so
-that nothing more is asked of who connects. A gateway that dies, or a core, is an end of the stream.
+that nothing more is asked of who connects. A gateway that dies, or a core, is an end of the stream. A core's
+successor listens where it did: gateways greet it, claim again what they had claimed, add again what is open
+there, with its tokens so far, and ask again what was not answered.
 
     gateway → core   hello    [wire version, vllm version, name]
                      add      NewRequest, EngineCoreRequest (vLLM's frames)
@@ -30,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MOST_FRAME_BYTES = 1 << 30
 
 
@@ -45,6 +47,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """What the core needs to know of an HTTP request beside the engine's request, and when it was sent.
 
     `ticket` counts the gateway's tickets. `sent_s` is of the monotonic clock, which is the machine's.
+    `tokens`: its output so far, of one that an earlier core was given, and `first_s` when it had its first.
     """
 
     ticket: int
@@ -55,6 +58,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     priority: int
     sent_s: float
     session: str
+    tokens: list[int] | None = None
+    first_s: float | None = None
 
 
 class TicketNews(msgspec.Struct, array_like=True, frozen=True):
@@ -68,7 +73,10 @@ class TicketNews(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """What a gateway needs of the fleet before it serves; `refused` is why it is not welcome, or empty."""
+    """What a gateway needs of the fleet before it serves; `refused` is why it is not welcome, or empty.
+
+    `core`: the number of this core in its fleet's life.
+    """
 
     refused: str
     slots: int
@@ -76,6 +84,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     ttft_s: float
     tpot_s: float
     closing: str
+    core: int
 
 
 def pack(value: Any) -> bytes:

@@ -11,7 +11,7 @@ from dataplane.live.emulated.engine import EmulatedEngine, Fabric
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice, read_notice
-from dataplane.live.pool.member import Revision
+from dataplane.live.pool.member import Adopted, Revision
 
 
 class EmulatedHost:
@@ -56,6 +56,10 @@ class EmulatedHost:
 
     async def leave_node(self, address: str, seconds: float) -> None:
         """Emulated engines are on no node."""
+
+    async def adopt(self) -> Mapping[WorkerId, Adopted]:
+        """None: emulated engines are in their core's process, and end with it."""
+        return {}
 
     def kill(self, worker: WorkerId) -> None:
         """End a worker as `kill -9` would, for fault injection."""

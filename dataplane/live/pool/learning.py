@@ -112,8 +112,11 @@ class Learning:
         """Why some kinds could not be measured, in one line."""
         return "; ".join(self.reasons.values()) or "no worker has started yet"
 
-    async def measure(self, link: EngineLink, kind: str) -> None:
-        """Take part in measuring a worker's kind; returns once its step times are known, or cannot be."""
+    async def measure(self, link: EngineLink, kind: str, serves: bool = False) -> None:
+        """Take part in measuring a worker's kind; returns once its step times are known, or cannot be.
+
+        One that `serves` already is not measured: what was learned of its kind is read, where it was kept.
+        """
         if kind not in self._types or kind in self.learnt:
             return
         course = self._courses.get(kind)
@@ -121,6 +124,9 @@ class Learning:
             kept = None if self._kept is None else self._kept.read(self._key(link, kind))
             if kept is not None:
                 self._take(kind, kept, f"{kind}: step times learned on {kept.source.date} are still there")
+                return
+            if serves:
+                self.reasons[kind] = "its workers were adopted, and what was learned of them was not kept"
                 return
             course = self._courses[kind] = _course_of(link)
         course.workers += 1

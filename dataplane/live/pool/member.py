@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -40,8 +40,19 @@ class Host(Protocol):
     async def leave_node(self, address: str, seconds: float) -> None:
         """Start nothing more on the node at an address, which goes away."""
 
+    async def adopt(self) -> Mapping[WorkerId, Adopted]:
+        """Take over the workers that an earlier core has left; those that do not serve end."""
+
     async def close(self) -> None:
         """End everything this host has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A worker that an earlier core has left, and the segments that were under way on it."""
+
+    link: EngineLink
+    segments: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +82,5 @@ class Member:
     task: asyncio.Task[None] | None = None
     is_tried: bool = False  # a rollout's new worker, before its gate
     is_leaving: bool = False  # evacuated or retired: does not count among the wanted any more
+    until_s: float | None = None  # when an evacuated one must be empty (Unix time)
     is_stopping: bool = False  # drained, and past being taken back

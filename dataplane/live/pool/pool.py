@@ -4,18 +4,23 @@ A worker is `starting`, `serving`, `draining`, or gone. The steps to the wanted 
 scaler.reconcile, as in the simulated plane. The number is kept: a lost worker is replaced, with growing
 pauses when its replacements fail early, so that a model that cannot run does not relaunch without end; a
 start that takes too long is given up.
+
+What must be known of workers to take them over is written down at every change. The pool of a core's
+successor adopts those that serve, and walks what had begun to its end: a worker that was starting is ended
+and another launched, one that was draining or being evacuated goes on to do so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from controlplane.errors import BadInput, ControlPlaneError
@@ -24,6 +29,7 @@ from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.link import EngineLink
+from dataplane.live.engine_api.processes import Record
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -34,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FIRST = Revision(1, "")
 Gate = Callable[[Member], Awaitable[None]]
+Measure = Callable[[EngineLink, str, bool], Awaitable[None]]
 LONGEST_PAUSE_S = 30.0
 YOUNG_S = 30.0
 MISSED_CHECKS = 3
@@ -43,7 +50,8 @@ START_LIMIT_S = 1800.0  # a large model loads for minutes
 class WorkerPool:
     """Keeps the wanted number of workers of each kind running behind one FleetCore.
 
-    `measure`: what is done with a worker that has warmed up, before it serves (learning.py).
+    `measure`: what is done with a worker that has warmed up, before it serves (learning.py). `record`: where
+    it writes down what its successor must know.
     """
 
     def __init__(
@@ -56,11 +64,13 @@ class WorkerPool:
         revision: Revision = FIRST,
         health_every_s: float = 5.0,
         start_limit_s: float = START_LIMIT_S,
-        measure: Callable[[EngineLink, str], Awaitable[None]] | None = None,
+        measure: Measure | None = None,
+        record: Record | None = None,
     ) -> None:
         self.host, self.core, self.events = host, core, events
         self.max_workers, self.types = max_workers, types
         self.start_limit_s = start_limit_s
+        self._record_file = record
         self._measure = measure
         self.wanted_kinds = dict.fromkeys(types.names, 0)
         self.revision = revision  # of those launched from now on
@@ -69,7 +79,7 @@ class WorkerPool:
         self.cold_start_s = 0.0  # what the last launch took, and
         self.drain_s = 0.0  # the last drain
         self._members: dict[WorkerId, Member] = {}
-        self._numbers = itertools.count()
+        self._next = 0  # worker's number
         self._pause_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -97,7 +107,13 @@ class WorkerPool:
         return sum(member.state == "starting" for member in self._members.values())
 
     async def start(self) -> None:
-        """Launch each kind's first workers, side by side. Raises RuntimeError if one cannot start."""
+        """Adopt what an earlier core has left, else launch each kind's first workers, side by side.
+
+        Raises RuntimeError if one of those cannot start.
+        """
+        if self._record_file is not None and (before := self._record_file.found.get("pool")) is not None:
+            await self._adopt(before)
+            return
         self.wanted_kinds = self._checked(self.types.workers)
         # The widest first, while there are nodes with so many free GPUs.
         launches = [
@@ -112,6 +128,32 @@ class WorkerPool:
                 launch.cancel()
             await asyncio.gather(*launches, return_exceptions=True)
             raise
+
+    async def _adopt(self, before: Mapping[str, Any]) -> None:
+        """Take over the workers of the core before, and walk what it had begun to its end."""
+        self._next = before["next"]
+        self.cold_start_s, self.drain_s = before["cold_start_s"], before["drain_s"]
+        found = await self.host.adopt()
+        for worker, (kind, _, reason, revision, _) in before["members"].items():
+            left = found.get(WorkerId(worker))
+            if left is None:
+                continue
+            member = self.enroll(kind, reason, revision, WorkerId(worker))
+            if self._measure is not None:
+                await self._measure(left.link, kind, True)
+            self.core.attach(left.link, kind, self.types[kind].role)
+            self.core.was_running(member.worker, left.segments)
+            self.become(member, "serving", "adopted from the core before")
+        self.wanted_kinds = dict(before["wanted"])
+        for worker, (_, state, reason, _, until_s) in before["members"].items():
+            drained = self._members.get(WorkerId(worker)) if state == "draining" else None
+            if drained is not None and until_s is None:
+                self._begin_drain(drained, reason)
+            elif drained is not None:
+                with suppress(BadInput):  # nowhere to go: it serves until it is gone
+                    self.evacuate([drained.worker], max(0.0, until_s - time.time()), reason)
+        for kind in self.wanted_kinds:
+            self.settle(kind, "a new core looks after the fleet")
 
     def scale(self, kinds: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
@@ -202,7 +244,7 @@ class WorkerPool:
         for member, way_out in ways:
             if member.task is not None:
                 member.task.cancel()  # its drain
-            member.is_leaving = True
+            member.is_leaving, member.until_s = True, time.time() + seconds
             self.become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
             self.core.set_open(member.worker, False)
             member.task = self.spawn(self._evacuate(member, way_out, deadline_s, reason))
@@ -231,23 +273,31 @@ class WorkerPool:
 
     def _want(self, wanted: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the wanted numbers, and leave an event where they change."""
-        if wanted != self.wanted_kinds:
-            details: dict[str, object] = {"workers": sum(wanted.values()), "before": self.wanted}
+        before, was = self.wanted, self.wanted_kinds
+        self.wanted_kinds = dict(wanted)
+        if wanted != was:
+            details: dict[str, object] = {"workers": sum(wanted.values()), "before": before}
             if len(self.types) > 1:
                 details["kinds"] = dict(wanted)
             details |= {str(part): said for part, said in (facts or {}).items()}
             self._record("scale", reason, **details)
-        self.wanted_kinds = dict(wanted)
 
     # Lives.
 
-    def enroll(self, kind: str, reason: str, revision: int | None = None) -> Member:
-        worker = WorkerId(f"w{next(self._numbers)}")
+    def enroll(
+        self, kind: str, reason: str, revision: int | None = None, adopted: WorkerId | None = None
+    ) -> Member:
+        worker = adopted or WorkerId(f"w{self._take_number()}")
         number = self.revision.number if revision is None else revision
         member = Member(worker, kind, "starting", time.monotonic(), reason, number)
         self._members[worker] = member
-        self._record("launch", reason, worker=worker, worker_kind=kind)
+        if adopted is None:
+            self._record("launch", reason, worker=worker, worker_kind=kind)
         return member
+
+    def _take_number(self) -> int:
+        self._next += 1
+        return self._next - 1
 
     def _steps(self, kind: str, reason: str) -> list[Step]:
         now_s = time.monotonic()
@@ -302,7 +352,7 @@ class WorkerPool:
             cold_start_s = time.monotonic() - member.since_s  # without a measurement, which the next has not
             if self._measure is not None:
                 member.phase = "measuring its step times"
-                await self._measure(link, member.kind)
+                await self._measure(link, member.kind, False)
             self.core.attach(link, member.kind, self.types[member.kind].role)
             if gate is not None:
                 self.core.set_open(member.worker, False)
@@ -444,6 +494,14 @@ class WorkerPool:
 
     def _record(self, kind: str, reason: str, **facts: object) -> None:
         self.events.record(time.time(), kind, reason, **facts)
+        if self._record_file is not None and not self._closing:
+            members = {
+                m.worker: (m.kind, m.state, m.reason, m.revision, m.until_s) for m in self._members.values()
+            }
+            now = {"next": self._next, "wanted": self.wanted_kinds, "members": members}
+            now |= {"cold_start_s": self.cold_start_s, "drain_s": self.drain_s}
+            revision = self.revision.number, self.revision.model, self.revision.flags
+            self._record_file.note(pool=now | {"revision": revision})
 
     def spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(what)

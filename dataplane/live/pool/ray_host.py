@@ -1,12 +1,16 @@
-"""Workers on Ray: a local Ray started for this fleet, or the cluster that RAY_ADDRESS names."""
+"""Workers on Ray: a local Ray started for this fleet, or the cluster that RAY_ADDRESS names.
+
+Workers are detached actors in the fleet's namespace: they outlive the core that has started them, and the
+next one finds them there by name.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import shutil
-import tempfile
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,43 +24,46 @@ from controlplane.types import WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
-from dataplane.live.engine_api.processes import free_memory_bytes, resident_bytes
+from dataplane.live.engine_api.processes import free_memory_bytes, replace_text, resident_bytes
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
-from dataplane.live.pool.member import Revision
+from dataplane.live.pool.member import Adopted, Revision
 from dataplane.live.worker.door import new_key, public_key
-from dataplane.live.worker.launch import Place, RayWorker, launch_worker
+from dataplane.live.worker.launch import Place, RayWorker, adopt_worker, end_worker, launch_worker
 from dataplane.live.worker.link import WorkerLink, link_context
 
 log = logging.getLogger("tokenfleet.ray")
 STARTS_OF_RAY = 3
 ANSWER_S = 2.0
 NODES_LOOK_S = 5.0
+OWN_RAY_S, LOOK_S = 180.0, 0.05
+NAMESPACE = "tokenfleet-"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
 
 
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, types: FleetTypes, folder: Path | None) -> None:
+    def __init__(self, types: FleetTypes, core: int) -> None:
         self._types = types
-        self._folder = folder
+        self._core = core
+        self._is_own = "RAY_ADDRESS" not in os.environ
         self._key = new_key()
         self._context = link_context()
         self._workers: dict[WorkerId, RayWorker] = {}
         self._nodes: dict[WorkerId, str] = {}
 
     @classmethod
-    async def start(cls, types: FleetTypes, nodes_wait_s: float = 0.0) -> RayHost:
-        """Initialise Ray for workers of these types.
+    async def start(cls, types: FleetTypes, nodes_wait_s: float, core: int, own: Path) -> RayHost:
+        """Join Ray as the core of this number, for workers of these types.
 
-        Raises BadInput when the GPUs that are asked for are not there within `nodes_wait_s`.
+        `own`: the file in which the fleet's own Ray says where it is. Raises BadInput when the GPUs that are
+        asked for are not there within `nodes_wait_s`.
         """
-        address = os.environ.get("RAY_ADDRESS")
-        folder = None if address else Path(tempfile.mkdtemp(prefix="tokenfleet-ray-", dir="/tmp"))
-        host = cls(types, folder)
+        host = cls(types, core)
         try:
-            await asyncio.to_thread(_initialise, address, folder)
+            address = os.environ.get("RAY_ADDRESS") or await _address_of(own)
+            await asyncio.to_thread(_join, address, NAMESPACE + own.parent.name)
             if not current_platform.is_cpu():
                 await _until_gpus(types, time.monotonic() + nodes_wait_s)
         except BaseException:
@@ -70,7 +77,8 @@ class RayHost:
         worker_type = self._types[kind]
         engine_settings = self._types.engine_settings(kind, revision.settings, current_platform.is_cpu())
         place = await self._place(worker, worker_type)
-        started = await launch_worker(worker, engine_settings, public_key(self._key), place, say)
+        key = public_key(self._key)
+        started = await launch_worker(worker, engine_settings, key, place, say, self._core)
         self._workers[worker] = started
         return await WorkerLink.connect(started.info, self._key, self._context)
 
@@ -85,7 +93,7 @@ class RayHost:
 
     def _lack_of_memory(self) -> str | None:
         """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
-        if self._folder is None:
+        if not self._is_own:
             return None
         needs = max((resident_bytes(w.info.pid) for w in self._workers.values()), default=0)
         free = free_memory_bytes()
@@ -118,9 +126,29 @@ class RayHost:
             found |= {name: notice for name, notice in zip(names, read, strict=True) if notice is not None}
         return found
 
+    async def adopt(self) -> Mapping[WorkerId, Adopted]:
+        names = await asyncio.to_thread(ray.util.list_named_actors)
+        found = await asyncio.gather(*(self._adopt(WorkerId(name)) for name in names))
+        return {at.link.info.worker: at for at in found if at is not None}
+
+    async def _adopt(self, worker: WorkerId) -> Adopted | None:
+        left = await adopt_worker(worker, self._core, public_key(self._key))
+        if left is None:
+            return None
+        self._workers[worker], segments = left
+        try:
+            link = await WorkerLink.connect(self._workers[worker].info, self._key, self._context)
+        except BadInput as error:
+            log.warning("%s is not adopted: %s", worker, error)
+            await self.stop(worker)
+            return None
+        if not self._is_own:
+            self._nodes[worker] = self._workers[worker].node
+        return Adopted(link, segments)
+
     async def leave_node(self, address: str, seconds: float) -> None:
         """Let Ray start nothing more on the node at an address. A Ray of our own has but this one."""
-        if self._folder is not None:
+        if self._is_own:
             return
         gcs = ray._private.worker.global_worker.gcs_client
         for node in await asyncio.to_thread(ray.nodes):
@@ -135,17 +163,15 @@ class RayHost:
         await asyncio.gather(*(self.stop(worker) for worker in tuple(self._workers)))
         self._context.destroy(linger=0)
         await asyncio.to_thread(ray.shutdown)
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
     async def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
         # A cluster's workers are reached at their nodes' addresses; those of a Ray of our own never leave it.
-        host = "" if self._folder is None else "127.0.0.1"
+        host = "127.0.0.1" if self._is_own else ""
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
             return Place(gpus=worker_type.tp_degree, accelerator=name, host=host)
         node, nodes = "", 1
-        if self._folder is None:
+        if not self._is_own:
             there = await _answering_nodes()
             # Ray sends an actor that asks for nothing to any node.
             used = list(self._nodes.values())
@@ -196,26 +222,56 @@ async def _answering_nodes() -> list[str]:
     return there
 
 
-def _initialise(address: str | None, folder: Path | None) -> None:
-    """Join the cluster at `address`, or start a local Ray in `folder`. Raises BadInput with Ray's reason."""
-    if address is not None:
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise BadInput(f"RAY_ADDRESS: no Ray cluster at {address}: {error}") from error
-        return
+def _join(address: str, namespace: str) -> None:
+    """Join the cluster at `address`. Raises BadInput with Ray's reason."""
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="WARNING")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise BadInput(f"RAY_ADDRESS: no Ray cluster at {address}: {error}") from error
+
+
+async def _address_of(own: Path) -> str:
+    """Where the fleet's own Ray is, once it is up. Raises BadInput with what hinders it."""
+    until_s = time.monotonic() + OWN_RAY_S
+    while not own.exists():
+        if time.monotonic() > until_s:
+            raise BadInput(f"Ray: did not start within {OWN_RAY_S:g} s")
+        await asyncio.sleep(LOOK_S)
+    address, _, why = own.read_text().partition("\n")
+    if why:
+        raise BadInput(f"Ray: {why}")
+    return address
+
+
+def keep_own_ray(own: Path) -> None:
+    """Run a local Ray until SIGTERM, in a process of its own, which must have no threads yet.
+
+    The file `own` says where it is: its address, or a line of nothing and what has hindered it.
+    """
+    said, done = "", threading.Event()
     for attempt in range(1, STARTS_OF_RAY + 1):
         try:
-            _start_local(folder)
-            return
+            said = _start_local(own.parent / "ray")
+            break
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             ray.shutdown()  # its processes are slow to come up on a busy host; what did come up ends here
-            if attempt == STARTS_OF_RAY:
-                raise BadInput(f"Ray: did not start in {attempt} attempts: {error}") from error
+            said = f"\ndid not start in {attempt} attempts: {error}"
             log.warning("Ray did not start (%s); trying again", error)
+    signal.signal(signal.SIGTERM, lambda *_: done.set())
+    replace_text(own, said)
+    done.wait()
+    ray.shutdown()
 
 
-def _start_local(folder: Path | None) -> None:
+def sweep(own: Path) -> None:
+    """End the workers that a core has left on the cluster that RAY_ADDRESS names."""
+    _join(os.environ["RAY_ADDRESS"], NAMESPACE + own.parent.name)
+    for name in ray.util.list_named_actors():
+        end_worker(WorkerId(name))
+    ray.shutdown()
+
+
+def _start_local(folder: Path) -> str:
     ray.init(
         address="local",
         include_dashboard=False,
@@ -227,3 +283,4 @@ def _start_local(folder: Path | None) -> None:
         # core besides, 80 MB and half a percent of a core each.
         _system_config={"prestart_worker_first_driver": False},
     )
+    return str(ray.get_runtime_context().gcs_address)

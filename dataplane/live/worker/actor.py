@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
@@ -46,22 +47,24 @@ log = logging.getLogger(__name__)
 TELEMETRY_EVERY_S = 0.05  # at most this often while steps go on
 SHUTDOWN_S = 10.0
 LINGER_MS = 200
+ALONE_S = 300.0  # without a core; a fleet's next one comes within seconds
 ANSWERS = {"leased": FinishReason.ABORT, "gone": FinishReason.ERROR, "loaded": FinishReason.STOP}
 
 
 class Worker:
     """One engine. Its asynchronous methods are called by Ray; `start` first, and once."""
 
-    def __init__(self, worker: str, gateways: str) -> None:
-        """`gateways`: the public key of those that may link to it."""
+    def __init__(self, worker: str, gateways: str, core: int = 0) -> None:
+        """`gateways`: the public key of those that may link to it; `core`: the number of their core."""
         self._worker = WorkerId(worker)
-        self._gateways = gateways
+        self._gateways, self._core_number = gateways, core
         self._tasks: list[asyncio.Task[None]] = []
         self._shared: set[Path] = set()
         self._adapters: frozenset[int] = frozenset()
         self._lost = ""
         self._phase = "loading the model"
         self._daemon = RayDaemon()
+        self._needed_s = time.monotonic()
 
     async def phase(self) -> str:
         """What its start is at."""
@@ -84,7 +87,7 @@ class Worker:
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
         host = host or str(ray.util.get_node_ip_address())
         if shares:
-            self._cores = Cores(ranks, shares, self._gateways)
+            self._cores = Cores(ranks, shares, str(ray.get_runtime_context().namespace))
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.binding  # which vLLM reads as it starts
         addresses, release = reserve_addresses(host, ranks)
         kv_door = KvDoor(addresses, secrets.token_hex(32))
@@ -106,6 +109,21 @@ class Worker:
         self._tasks = [self._spawn(work) for work in (self._listen, self._pump, self._beat)]
         return replace(self._info, kv_secret="")
 
+    async def adopt(self, core: int, gateways: str) -> tuple[WorkerInfo, list[str]]:
+        """Serve the core of this number from now on, and none before it.
+
+        Returns what `start` did, and the segments that earlier cores have left: they are aborted. Raises
+        RuntimeError for a core that is not newer, and where the engine does not serve.
+        """
+        if core <= self._core_number:
+            raise RuntimeError(f"{self._worker} serves core {self._core_number}")
+        if not self._tasks or self._lost:
+            raise RuntimeError(f"{self._worker} does not serve: {self._lost or self._phase}")
+        self._core_number = core
+        self._door.let_in(gateways)
+        await self._peers.dismiss_all(f"core {core} has taken its place")
+        return replace(self._info, kv_secret=""), self._peers.take_left()
+
     async def health(self) -> bool:
         """Whether the engine is alive and this actor answers."""
         return not self._lost and not self._core.resources.engine_dead
@@ -122,8 +140,12 @@ class Worker:
         """Forget cached prefixes; False while blocks are in use."""
         return bool(await self._core.reset_prefix_cache_async())
 
-    async def stop(self) -> None:
-        """Tell the gateways, end the engine, close the door."""
+    async def stop(self, core: int = 0) -> bool:
+        """Tell the gateways, end the engine, close the door. False, and nothing of it, for a core whose
+        successor it serves."""
+        if core < self._core_number:
+            return False
+        self._lost = self._lost or "it was stopped"
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -133,6 +155,7 @@ class Worker:
         if hasattr(self, "_core"):
             await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
         unlink(self._shared)
+        return True
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
         async def run() -> None:
@@ -271,15 +294,19 @@ class Worker:
             for peer in self._peers.silent(now_s):
                 log.warning("gateway %s fell silent; its requests are aborted", peer.name.hex())
                 await self._peers.drop(peer, "silent for too long")
-            if self._daemon.is_gone and not self._peers.has_gateways:
+            if self._peers.has_gateways:
+                self._needed_s = now_s
+            elif self._daemon.is_gone or (self._core_number and now_s - self._needed_s > ALONE_S):
                 await self._leave()
 
     async def _leave(self) -> None:
-        """End this process, which nobody needs and nobody can reach any more."""
-        log.warning("%s has no gateway, and Ray's daemon on its node is gone: it ends itself", self._worker)
+        """End this process, which nobody needs or can reach any more, and what Ray reserves for it."""
+        log.warning("%s: no gateway for %g s, or Ray's daemon is gone: it ends itself", self._worker, ALONE_S)
         with suppress(Exception):  # however the engine takes it
             await asyncio.to_thread(self._core.shutdown, SHUTDOWN_S)
         unlink(self._shared)
+        if not self._daemon.is_gone and (group := ray.util.get_current_placement_group()) is not None:
+            remove_placement_group(group)
         os._exit(1)
 
 

@@ -69,6 +69,7 @@ class GatewayPeers:
         self._abort = abort
         self._peers: dict[bytes, GatewayPeer] = {}
         self._owner: dict[str, GatewayPeer] = {}
+        self._left: list[str] = []
         self._encoder = MsgpackEncoder()
 
     def __len__(self) -> int:
@@ -78,6 +79,11 @@ class GatewayPeers:
     @property
     def has_gateways(self) -> bool:
         return bool(self._peers)
+
+    def take_left(self) -> list[str]:
+        """The segments that were under way when their gateways were lost, since they were last asked for."""
+        left, self._left = self._left, []
+        return left
 
     def get(self, name: bytes) -> GatewayPeer | None:
         return self._peers.get(name)
@@ -131,6 +137,8 @@ class GatewayPeers:
         """Disconnect a gateway and end its segments; an empty reason means that it closed the link."""
         self._peers.pop(peer.name, None)
         peer.sender.cancel()
+        if reason:
+            self._left += peer.segments
         await self.abort(peer, tuple(peer.segments))
         if reason:
             try:

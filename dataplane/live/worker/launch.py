@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from controlplane.errors import BadInput
@@ -63,12 +63,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RayWorker:
-    """A started worker. `actor`, `group` and `node` are Ray's names; `group` is None without GPUs."""
+    """A started worker. `actor`, `group` and `node` are Ray's names; `group` is None without GPUs. `core` is
+    the number of the core that runs it."""
 
     actor: Any
     group: Any
     info: WorkerInfo
     node: str = ""
+    core: int = 0
 
     async def is_healthy(self) -> bool:
         """Whether actor and engine answer in time."""
@@ -88,10 +90,45 @@ class RayWorker:
         return notice
 
     async def stop(self) -> None:
-        """End the engine, then the actor; its processes end with it however it went."""
+        """End the engine, then the actor; its processes end with it however it went.
+
+        Nothing ends where another core has adopted it.
+        """
         with suppress(ray.exceptions.RayError, TimeoutError):  # dead or stuck: killed below
-            await asyncio.wait_for(self.actor.stop.remote(), STOP_S)
+            if not await asyncio.wait_for(self.actor.stop.remote(self.core), STOP_S):
+                return
         _end(self.actor, self.group)
+
+
+async def adopt_worker(worker: WorkerId, core: int, gateways: str) -> tuple[RayWorker, list[str]] | None:
+    """Take a worker over from the core before; also the segments that it has left there.
+
+    None where it does not serve: it was starting, hangs or is lost, and is ended.
+    """
+    actor = ray.get_actor(worker)
+    group = _group_of(worker)
+    try:
+        async with asyncio.timeout(HEALTH_S):
+            info, segments = await actor.adopt.remote(core, gateways)
+            node = await actor.node.remote()
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        log.warning("%s is not adopted: %s", worker, getattr(error, "cause", None) or error)
+        _end(actor, group)
+        return None
+    return RayWorker(actor, group, info, node, core), segments
+
+
+def end_worker(worker: WorkerId) -> None:
+    """End a worker of this fleet by its name, however it is."""
+    with suppress(ValueError):
+        _end(ray.get_actor(worker), _group_of(worker))
+
+
+def _group_of(worker: WorkerId) -> Any:
+    """Ray's reservation for a worker; None without one."""
+    with suppress(ValueError):
+        return get_placement_group(worker)
+    return None
 
 
 async def launch_worker(
@@ -100,16 +137,19 @@ async def launch_worker(
     gateways: str,
     place: Place = Place(),
     say: Callable[[str], None] = lambda phase: None,
+    core: int = 0,
 ) -> RayWorker:
     """Start one worker and return when it has warmed up; Ray must be initialised.
 
     `engine_settings` are vLLM engine arguments, `gateways` the public key of those that may link to it;
-    `say` is told each phase of the start. Raises BadInput when its devices are not to be had, RuntimeError
-    with the engine's reason when it does not start.
+    `say` is told each phase of the start. With `core`, the number of a fleet's core, it outlives this
+    process. Raises BadInput when its devices are not to be had, RuntimeError with the engine's reason when it
+    does not start.
     """
     if place.gpus:
         say("waiting for its GPUs")
-    group = await _reserve(place) if place.gpus else None
+    lasting: dict[str, Any] = {"name": worker, "lifetime": "detached"} if core else {}
+    group = await _reserve(place, lasting) if place.gpus else None
     actor = None
     try:
         options: dict[str, Any] = {
@@ -117,13 +157,14 @@ async def launch_worker(
             "num_gpus": place.gpus,
             "max_restarts": 0,
             "runtime_env": {"env_vars": _environment(place)},
+            **lasting,
         }
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
         elif place.node:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
         say("starting its process")
-        actor = ray.remote(Worker).options(**options).remote(worker, gateways)
+        actor = ray.remote(Worker).options(**options).remote(worker, gateways, core)
         # A node that has just died is one that Ray waits for.
         await asyncio.wait_for(actor.phase.remote(), PROCESS_S)
         start = actor.start.remote(dict(engine_settings), place.host, place.shares)
@@ -140,7 +181,7 @@ async def launch_worker(
         if isinstance(error, ray.exceptions.RayError | TimeoutError):
             raise RuntimeError(f"worker {worker}: {error or 'did not start in time'}") from error
         raise
-    return RayWorker(actor, group, info, await actor.node.remote())
+    return RayWorker(actor, group, info, await actor.node.remote(), core)
 
 
 async def _follow_phases(actor: Any, say: Callable[[str], None]) -> None:
@@ -151,9 +192,9 @@ async def _follow_phases(actor: Any, say: Callable[[str], None]) -> None:
             await asyncio.sleep(PHASE_EVERY_S)
 
 
-async def _reserve(place: Place) -> Any:
+async def _reserve(place: Place, lasting: Mapping[str, Any]) -> Any:
     """All GPUs of a worker on one node: tensor parallelism across nodes would wait for the network."""
-    group = placement_group([place.bundle], strategy="STRICT_PACK")
+    group = placement_group([place.bundle], strategy="STRICT_PACK", **lasting)
     try:
         await asyncio.wait_for(group.ready(), PLACE_S)
     except TimeoutError:
