@@ -182,7 +182,7 @@ def summed(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def victim_of(server: Server, kind: str) -> int:
     """The process to kill: a worker's engine or actor, or the controller."""
     if kind == "controller":
-        children = psutil.Process(server.process.pid).children()
+        children = psutil.Process(server.process.pid).children(recursive=True)
         return next(c.pid for c in children if "dataplane.live.control.controller" in c.cmdline())
     actor = int(server.workers()[0]["pid"])
     if kind == "worker":

@@ -135,7 +135,8 @@ def kills(model: Path, rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any
 
 def cpu_s(server: Server) -> float:
     """CPU seconds of the core and its gateways so far."""
-    pids = [server.process.pid, *(g["pid"] for g in server.ask("GET", "/v1/fleet")["gateways"])]
+    fleet = server.ask("GET", "/v1/fleet")
+    pids = [fleet["core"]["pid"], *(g["pid"] for g in fleet["gateways"])]
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 

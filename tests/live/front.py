@@ -133,6 +133,11 @@ class FrontHost:
         if worker in self.front.engines:
             await self.front.engines[worker].close()
 
+    async def adopt(self):
+        from dataplane.live.pool.member import Adopted
+
+        return {w: Adopted(engine, ()) for w, engine in self.front.engines.items() if not engine.is_lost}
+
     async def is_healthy(self, worker):
         return not self.front.engines[worker].is_lost
 

@@ -66,13 +66,18 @@ class World:
     """A core with two emulated engines, and gateways before it."""
 
     def __init__(self, folder, queue):
-        self.front = Front([A, B], profile(), QueueSettings(queue, 30.0))
+        self.queue, self.limits, self.gateways, self.fronts = queue, {}, [], []
+        self.address = Path(folder) / "core"
+
+    async def start(self, number=1, awaited=()):
+        """A core of this number listens, in the place of one that was there."""
+        self.front = Front([A, B], profile(), QueueSettings(self.queue, 30.0))
+        self.fronts.append(self.front)
         self.front.pump.cancel()
         self.core = self.front.core
-        self.limits = {}
-        self.address = Path(folder) / "core"
-        self.server = CoreServer(self.core, 64, lambda key: self.limits.get(key, 0.0))
-        self.gateways = []
+        self.server = CoreServer(self.core, 64, lambda key: self.limits.get(key, 0.0), number)
+        self.server.await_gateways(awaited)
+        await self.server.start(self.address)
 
     async def gateway(self, name):
         self.gateways.append(Gateway(await RemoteCore.connect(self.address, name)))
@@ -90,14 +95,15 @@ def play(story, queue=64):
     async def run():
         with tempfile.TemporaryDirectory() as folder:
             world = World(folder, queue)
-            await world.server.start(world.address)
+            await world.start()
             try:
                 await asyncio.wait_for(story(world), STORY_S)
             finally:
                 await world.server.close()
                 for gateway in world.gateways:
                     gateway.die()
-                await world.front.close()
+                for front in world.fronts:
+                    await front.close()
                 await asyncio.sleep(0.01)  # for transports to close
 
     asyncio.run(run())
@@ -195,7 +201,79 @@ def test_the_requests_of_a_gateway_that_dies_end_and_no_others():
     play(story)
 
 
-def test_when_the_core_is_gone_every_request_ends_in_an_error_and_no_question_waits():
+def test_a_lost_cores_successor_takes_over_every_request_and_no_token_is_lost_or_comes_twice():
+    prompts = [[i + 1, 7] for i in range(12)]
+
+    async def story(world):
+        gateways = [await world.gateway(name) for name in ("g0", "g1")]
+        for i, prompt in enumerate(prompts):
+            await gateways[i % 2].send(f"r{i}", prompt)
+        await gateways[0].until("r0", 20)
+        await world.server.close()
+        late = await gateways[0].send("late", [9, 9])  # while there is no core
+        left = await gateways[1].send("left", tokens=100_000)
+        await gateways[1].core.abandon(left)
+        await world.start(2)
+        for i, prompt in enumerate(prompts):
+            await gateways[i % 2].ended(f"r{i}")
+            assert gateways[i % 2].tokens[f"r{i}"] == alone(prompt, 100)
+        await gateways[0].ended("late")
+        assert gateways[0].tokens["late"] == alone([9, 9], 100)
+        assert late.failure is None
+        await world.until(lambda: not len(world.core.requests))
+        assert world.outcomes("aborted") == 1  # whose client left meanwhile
+        assert not gateways[0].closed
+
+    play(story)
+
+
+def test_what_was_claimed_or_asked_of_a_lost_core_is_asked_of_its_successor():
+    async def story(world):
+        first, second = [await world.gateway(name) for name in ("g0", "g1")]
+        assert await first.core.claim("k", b"d") is None
+        waiting = asyncio.ensure_future(second.core.claim("k", b"d"))
+        await asyncio.sleep(0.01)
+        again = first.core._find_successor
+        may_return = asyncio.Event()
+
+        async def late():
+            await may_return.wait()
+            return await again()
+
+        first.core._find_successor = late
+        await world.server.close()
+        await world.start(2, ["g0", "g1"])
+        await world.until(lambda: world.server.connected("g1"))
+        await asyncio.sleep(0.05)  # for what it should not be told
+        assert not waiting.done()
+        may_return.set()
+        await first.core.settle("k", Kept(200, [], b"answer"))
+        assert (await waiting).body == b"answer"
+
+    play(story)
+
+
+def test_a_core_that_comes_back_after_its_successor_gets_no_gateway():
+    async def story(world):
+        gateway = await world.gateway("g0")
+        await gateway.send("r", [3, 4], tokens=400)
+        await gateway.until("r", 5)
+        await world.server.close()
+        await world.start(1)  # as if it had only been paused
+        back = world.core
+        await asyncio.sleep(0.1)
+        assert not len(back.requests)
+        await world.server.close()
+        await world.start(2)
+        await gateway.ended("r")
+        assert gateway.tokens["r"] == alone([3, 4], 400)
+
+    play(story)
+
+
+def test_when_no_core_comes_every_request_ends_in_an_error_and_no_question_waits(monkeypatch):
+    monkeypatch.setattr("dataplane.live.gateways.remote_core.SUCCESSOR_S", 0.0)
+
     async def story(world):
         gateway = await world.gateway("g0")
         ticket = await gateway.send("r", tokens=5000)

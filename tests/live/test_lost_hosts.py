@@ -9,6 +9,7 @@ import quiet_vllm  # noqa: F401  # first
 import zmq.asyncio
 from front import B, Front, profile
 
+from controlplane.errors import BadInput
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import WorkerId
 from dataplane.live.emulated.engine import EmulatedEngine, Fabric
@@ -150,6 +151,47 @@ class Engine:
 
     def shutdown(self, seconds):
         self.shut.append(seconds)
+
+
+def test_a_worker_serves_its_newest_core_alone_and_an_older_one_changes_nothing(monkeypatch):
+    aborted, _ended = [], []
+
+    async def abort(segments):
+        aborted.extend(segments)
+
+    async def scene():
+        context, old, new = zmq.asyncio.Context(), new_key(), new_key()
+        far = FarWorker(public_key(old), EmulatedEngine(FAR, profile(), Fabric()).info)
+        far._reader.cancel()
+        worker = Worker("far", public_key(old), core=1)
+        worker._core, worker._door, worker._socket = Engine(), far._door, far._door.socket
+        worker._info, worker._peers = far.info, GatewayPeers(worker._socket, abort)
+        with pytest.raises(RuntimeError, match="does not serve"):  # it is still starting
+            await worker.adopt(2, public_key(new))
+        worker._tasks = [asyncio.ensure_future(worker._listen())]
+        paused = await WorkerLink.connect(far.info, old, context)
+        (peer,) = worker._peers._peers.values()
+        worker._peers.admit(peer, "r#1")
+        info, left = await worker.adopt(2, public_key(new))
+        assert (info.kv_secret, left, aborted) == ("", ["r#1"], ["r#1"])
+        assert isinstance(await paused.receive(), Lost)
+        # Its connection is still there, and says what it likes.
+        await paused._socket.send_multipart([wire.ABORT, wire.pack(["r#2"])])
+        link = await WorkerLink.connect(far.info, new, context)
+        (peer,) = worker._peers._peers.values()
+        worker._peers.admit(peer, "r#2")
+        assert not await worker.stop(1)
+        with pytest.raises(RuntimeError, match="serves core 2"):
+            await worker.adopt(1, public_key(old))
+        with pytest.raises(BadInput, match="no answer"):
+            await WorkerLink.connect(far.info, old, context, timeout_s=0.3)
+        assert peer.segments == {"r#2"}
+        for one in (paused, link):
+            await one.close()
+        assert await worker.stop(2)
+        context.destroy(linger=0)
+
+    asyncio.run(scene())
 
 
 class Silent:

@@ -202,3 +202,121 @@ def test_a_gateway_links_to_a_thousand_workers(live_extra):
         asyncio.run(story())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Deaths:
+    """A fleet whose core dies and gets a successor, with the engines that it leaves and its record."""
+
+    def __init__(self, folder):
+        self.file = folder / "record.json"
+        self.engines, self.cores = {}, []
+
+    async def core(self, workers=3):
+        from controlplane.placement.queue import QueueSettings
+        from controlplane.worker_type import WorkerGroup, WorkerType
+        from dataplane.live.engine_api.processes import Record
+        from dataplane.live.pool.fleet_types import FleetTypes
+        from dataplane.live.pool.pool import WorkerPool
+
+        front = Front((), profile(), QueueSettings())
+        front.engines = self.engines
+        types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
+        pool = WorkerPool(FrontHost(front), front.core, front.events, 6, types, record=Record(self.file))
+        self.cores.append((front, pool))
+        await pool.start()
+        return front, pool
+
+    async def die(self):
+        """As kill -9: nothing of the core runs on, and its engines do."""
+        front, pool = self.cores[-1]
+        tasks = [*pool._tasks, front.core._admission._dispatcher, front.pump]
+        tasks += [at.reader for at in front.core.attached()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def played(self, story):
+        async def scene():
+            try:
+                await asyncio.wait_for(story(), 60)
+            finally:
+                front, pool = self.cores[-1]
+                await pool.close()
+                await front.close()
+
+        asyncio.run(scene())
+
+
+@pytest.fixture
+def deaths(live_extra, tmp_path):
+    return Deaths(tmp_path)
+
+
+def test_the_next_core_adopts_the_workers_and_keeps_the_wanted_number(deaths):
+    async def story():
+        front, pool = await deaths.core()
+        pool.scale({pool.types.names[0]: 4}, "an operator asked")
+        await until(lambda: len(names(pool)) == 4)
+        before = names(pool)
+        await deaths.die()
+        front, pool = await deaths.core()
+        assert names(pool) == before
+        assert pool.wanted == 4
+        await front.send("r", [1, 2], max_tokens=20)
+        await front.ended("r")
+        assert not [e for e in front.events if e.kind == "launch"]
+        pool.scale({pool.types.names[0]: 5}, "an operator asked")
+        await until(lambda: len(names(pool)) == 5)
+        assert len(set(names(pool))) == 5  # no name is given twice
+
+    deaths.played(story)
+
+
+def test_a_worker_that_was_starting_when_its_core_died_is_replaced(deaths):
+    async def story():
+        _, pool = await deaths.core()
+        pool.host.launch = lambda *_: asyncio.sleep(3600)
+        pool.scale({pool.types.names[0]: 4}, "an operator asked")
+        await until(lambda: pool.starting == 1)
+        await deaths.die()
+        _front, pool = await deaths.core()
+        await until(lambda: len(names(pool)) == 4)
+        assert "w3" not in names(pool)
+
+    deaths.played(story)
+
+
+@pytest.mark.parametrize("how", ["drained", "evacuated"])
+def test_a_worker_that_was_leaving_when_its_core_died_leaves(deaths, how):
+    async def story():
+        front, pool = await deaths.core()
+        await front.send("r", [1, 2], max_tokens=100_000)
+        await front.until("r", 2)
+        leaving = front.core.requests.get("r").worker
+        pool.host.stop = pool.core.detach = lambda *_: asyncio.sleep(3600)  # it gets no further
+        if how == "drained":
+            pool.drain(leaving, "an operator asked")
+        else:
+            pool.evacuate([leaving], 3600.0, "its machine goes away")
+        assert pool.state_of(leaving) == "draining"
+        await deaths.die()
+        front, pool = await deaths.core()
+        await until(lambda: pool.state_of(leaving) is None)
+        assert pool.host.stopped == [leaving]
+        await until(lambda: len(names(pool)) == (2 if how == "drained" else 3))
+        assert pool.wanted == len(names(pool))
+
+    deaths.played(story)
+
+
+def test_a_worker_that_died_with_its_core_is_replaced(deaths):
+    async def story():
+        _, pool = await deaths.core()
+        lost = names(pool)[0]
+        await deaths.die()
+        deaths.engines[lost].kill("kill -9")
+        _front, pool = await deaths.core()
+        assert lost not in names(pool)
+        await until(lambda: len(names(pool)) == 3)
+
+    deaths.played(story)

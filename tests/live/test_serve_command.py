@@ -20,10 +20,10 @@ from tokenfleet.cli.main import main
 MODEL = "tiny-llama"
 
 
-def refused(capsys, *words):
+def refused(capfd, *words):
     """The one line that `tokenfleet serve` refuses these flags with."""
     assert main(["serve", *words]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
 
 
@@ -47,9 +47,9 @@ def refused(capsys, *words):
         (["--policy", "fastest"], "--policy"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_folder, capsys, flags, says):
+def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_folder, capfd, flags, says):
     model = [] if "--model" in flags else ["--model", str(model_folder)]
-    assert says in refused(capsys, *model, *flags)
+    assert says in refused(capfd, *model, *flags)
 
 
 @pytest.mark.parametrize(
@@ -60,31 +60,31 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_fold
         (["--ssl-certfile", "tls.crt"], "--tls-cert"),
     ],
 )
-def test_vllms_own_refusals_are_one_line_too(model_folder, capsys, monkeypatch, flags, says):
+def test_vllms_own_refusals_are_one_line_too(model_folder, capfd, monkeypatch, flags, says):
     monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
-    assert says in refused(capsys, "--model", str(model_folder), "--engine", "emulated", "--", *flags)
+    assert says in refused(capfd, "--model", str(model_folder), "--engine", "emulated", "--", *flags)
 
 
 def test_the_exact_policy_is_refused_where_its_program_does_not_cover_the_fleet(
-    model_folder, capsys, monkeypatch
+    model_folder, capfd, monkeypatch
 ):
     monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
     two = ["--kind", "gpu=h100-sxm,workers=1", "--kind", "gpu=a100-sxm,workers=1"]
     words = ["--model", str(model_folder), "--engine", "emulated", "--policy", "exact", *two]
-    assert "--policy: exact: needs one kind" in refused(capsys, *words)
+    assert "--policy: exact: needs one kind" in refused(capfd, *words)
 
 
-def test_a_taken_port_is_named(model_folder, capsys, monkeypatch):
+def test_a_taken_port_is_named(model_folder, capfd, monkeypatch):
     monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = ["--model", str(model_folder), "--engine", "emulated", "--port", str(port)]
-        assert f"127.0.0.1:{port}" in refused(capsys, *flags)
+        assert f"127.0.0.1:{port}" in refused(capfd, *flags)
 
 
 def controllers(fleet):
-    """The controllers that the fleet's process has started and that run."""
-    children = psutil.Process(fleet.process.pid).children()
+    """The controllers that the fleet's processes have started and that run."""
+    children = psutil.Process(fleet.process.pid).children(recursive=True)
     alive = [c for c in children if c.status() != psutil.STATUS_ZOMBIE]
     return [c.pid for c in alive if "dataplane.live.control.controller" in c.cmdline()]
 

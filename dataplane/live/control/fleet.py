@@ -188,14 +188,10 @@ async def run_fleet(
         await cluster.start()
         telling.cancel()
         profiles |= learning.learnt
-        before = estate.record.found
-        slo = Slo(**before["slo"]) if before else _targets(settings.slo, profiles.values(), events)
+        slo, kv_blocks = _basis(settings, core, profiles.values(), estate, events)
         core.settings = replace(core.settings, default_slo=slo)
         if settings.policy == Policy.EXACT and not placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
-        found = [at.link.info.kv_blocks for at in core.attached()]
-        kv_blocks = before["kv_blocks"] if before else min(found)
-
         certificate = gateway.certificate
         gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
         control_url = address(settings.control_host, settings.control_port, certificate)
@@ -266,10 +262,7 @@ async def run_fleet(
         cleanup.push_async_callback(controller.close)
         controller.start()
         cluster.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
-        estate.record.note(slo=asdict(slo), kv_blocks=kv_blocks)
         announce(f"ready {gateway_url} control {control_url}")
-        if before:
-            events.record(time.time(), "core", f"core {estate.number} serves in place of one that was lost")
         cluster.spawn(estate.pulse.show())
         await serving
 
@@ -369,6 +362,20 @@ def _know(placement: Placement, step_times: StepTimes, kind: str, profile: Profi
     """Place by a learned profile from now on, and refit it."""
     placement.know(kind, profile)
     step_times.know(kind, profile).on_refit.append(partial(placement.refit, kind))
+
+
+def _basis(
+    settings: FleetSettings, core: FleetCore, profiles: Collection[Profile], estate: Estate, events: EventLog
+) -> tuple[Slo, int]:
+    """The default targets, and the KV blocks of the smallest worker, as they were at the fleet's start."""
+    before = estate.record.found
+    if before:
+        events.record(time.time(), "core", f"core {estate.number} is here in place of one that was lost")
+        return Slo(**before["slo"]), before["kv_blocks"]
+    slo = _targets(settings.slo, profiles, events)
+    kv_blocks = min(at.link.info.kv_blocks for at in core.attached())
+    estate.record.note(slo=asdict(slo), kv_blocks=kv_blocks)
+    return slo, kv_blocks
 
 
 def _targets(asked: Slo | None, profiles: Collection[Profile], events: EventLog) -> Slo:

@@ -78,6 +78,7 @@ class Operations:
         self.arrived, self.step_times, self._unmeasured = arrived, step_times, unmeasured or {}
         self._gateways, self._estate = gateways, facts.estate
         before = {} if facts.estate is None else facts.estate.record.found
+        self.core_number = 1 if facts.estate is None else facts.estate.number
         self.auto: bool = facts.autoscale is not None and before.get("auto", True)
         self._began_s = time.time()
         self._revised = revised
@@ -139,7 +140,7 @@ class Operations:
                 "waiting": self.core.waiting,
             },
             "workers": views,
-            "core": {"pid": os.getpid(), "number": 1 if self._estate is None else self._estate.number},
+            "core": {"pid": os.getpid(), "number": self.core_number},
             # Those in processes of their own.
             "gateways": [] if self._gateways is None else self._gateways.views(),
             "arrivals": self.arrived.as_json(),

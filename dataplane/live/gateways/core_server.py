@@ -43,6 +43,7 @@ from dataplane.live.gateways.wire import (
 )
 
 log = logging.getLogger(__name__)
+BACK_S = 10.0  # within which an earlier core's gateways come, or are gone
 MOST_UNSENT = 64 << 20  # bytes of outputs that a gateway may leave untaken
 Told = tuple[str | None, str | None, str | None]  # worker, refusal and failure, as a gateway knows them
 
@@ -87,6 +88,8 @@ class CoreServer:
         self.answers = Answers()
         self._kv_blocks = kv_blocks
         self.on_gone: list[Callable[[str], None]] = []
+        self._awaited: set[str] = set()
+        self._all_back = asyncio.Event()
         self.knows: Callable[[str], bool] = lambda name: True
         self._gateways: dict[str, Connected] = {}
         self._owners: dict[RequestId, Connected] = {}
@@ -100,6 +103,11 @@ class CoreServer:
         """Listen at `address`, and pass outputs on."""
         self._server = await asyncio.start_unix_server(self._serve, address, limit=1 << 20)
         self._spawn(self._pump())
+
+    def await_gateways(self, names: Sequence[str]) -> None:
+        """Of these an earlier core has let go: until they are here, for BACK_S, nobody's claim is new."""
+        self._awaited = set(names)
+        asyncio.get_running_loop().call_later(BACK_S, self._all_back.set)
 
     def connected(self, name: str) -> Connected | None:
         return self._gateways.get(name)
@@ -174,6 +182,12 @@ class CoreServer:
                     await self.core.abandon(at.ticket)
             elif kind == Kind.GIVE_UP:
                 await self.core.fail(tuple(gateway.requests), msgspec.msgpack.decode(frames[0]))
+            elif kind == Kind.CLAIMED:
+                for name, digest in msgspec.msgpack.decode(frames[0]).items():
+                    await self.answers.claim(name, digest, gateway)
+                self._awaited.discard(gateway.name)
+                if not self._awaited:
+                    self._all_back.set()
             elif kind == Kind.ASK:
                 number, verb, arguments = msgspec.msgpack.decode(frames[0])
                 task = asyncio.ensure_future(self._answer(gateway, number, verb, arguments))
@@ -280,6 +294,8 @@ class CoreServer:
                 value = self._allow(*arguments)
             elif verb == "claim":
                 name, digest = arguments
+                if self._awaited:
+                    await self._all_back.wait()
                 value = await self.answers.claim(name, digest, gateway)
             elif verb == "settle":
                 name, answer = arguments

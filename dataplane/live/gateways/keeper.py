@@ -119,8 +119,8 @@ class Gateways:
 
         Raises RuntimeError where one ends before it does.
         """
-        await self._server.start(self._told.core)
         self._inherit()
+        await self._server.start(self._told.core)
         for index in set(range(MOST_GATEWAYS)) - {kept.index for kept in self}:
             self._loads[index] = NOT_ACCEPTING
         while sum(kept.state != "leaving" for kept in self) < self.count:
@@ -180,6 +180,9 @@ class Gateways:
                     if state == "starting":
                         _signal(kept, signal.SIGKILL)
                         self._forget(kept)
+
+        if self._before:
+            self._server.await_gateways([kept.name for kept in self._kept])
 
     def _note(self) -> None:
         kept = [(one.name, one.index, one.process.pid, one.state) for one in self._kept]

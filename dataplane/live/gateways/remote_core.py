@@ -193,9 +193,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
 
     async def settle(self, name: str, answer: Kept | None) -> None:
         """As `idempotency.Claims` has it."""
-        self._claims.pop(name, None)
         with suppress(CoreGone):  # and with it all keys
             await self._ask("settle", name, answer)
+        self._claims.pop(name, None)
 
     # What comes from the core.
 
@@ -233,8 +233,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
 
     def _tell_all(self) -> None:
         """Claims first: an answer that is being made is not made twice."""
-        for name, digest in self._claims.items():
-            self._say(Kind.ASK, pack([0, "claim", (name, digest)]))
+        self._say(Kind.CLAIMED, pack(self._claims))
         for at in self._requests.values():
             again = msgspec.structs.replace(at.new, tokens=at.tokens, first_s=at.first_s)
             self._say(Kind.ADD, pack(again), *self._encoder.encode(at.request))

@@ -12,6 +12,7 @@ there, with its tokens so far, and ask again what was not answered.
                      abandon  ticket: its client has left
                      give up  why: all its requests end in an error that says so
                      ask      [number, verb, arguments]; an answer follows
+                     claimed  {name: digest}, first of all to a core's successor: what it has claimed
     core → gateway   welcome  Welcome
                      tickets  [TicketNews, …]: what the fleet has written on tickets, before the outputs
                      outputs  EngineCoreOutputs (vLLM's frames)
@@ -41,6 +42,7 @@ class Kind(IntEnum):
 
     HELLO, ADD, ABORT, ABANDON, GIVE_UP, ASK = range(1, 7)
     WELCOME, TICKETS, OUTPUTS, CLOSING, RETIRE, ANSWER = range(7, 13)
+    CLAIMED = 13
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
