@@ -159,6 +159,30 @@ def test_engine_metrics_are_those_of_all_gateways_together(fleet):
     fleet.until(lambda: fleet.metric("vllm:generation_tokens_total") == before + 4 * 24)
 
 
+def test_a_killed_core_gets_a_successor_and_every_stream_goes_on_where_it_was(fleet):
+    fleet.until(lambda: len(gateways(fleet)) == 2)
+
+    async def story():
+        async with session() as http:
+            undisturbed = await ends(await streams(fleet, http, 12))
+            fleet.ask("POST", "/v1/fleet/scale", {"workers": 3})
+            before = {g["gateway"]: g["pid"] for g in gateways(fleet)}
+            tasks = await streams(fleet, http, 12)
+            held = asyncio.ensure_future(asyncio.to_thread(ask, fleet, headers={"idempotency-key": "kill"}))
+            os.kill(fleet.ask("GET", "/v1/fleet")["core"]["pid"], signal.SIGKILL)
+            assert await ends(tasks) == undisturbed
+            assert (await held).status_code == 200
+            return before
+
+    before = asyncio.run(story())
+    view = fleet.ask("GET", "/v1/fleet")
+    assert (view["core"]["number"], view["wanted_workers"]) == (2, 3)
+    assert {g["gateway"]: g["pid"] for g in gateways(fleet)} == before
+    os.kill(next(iter(before.values())), signal.SIGKILL)  # the new core looks after them, too
+    fleet.until(lambda: {g["gateway"] for g in gateways(fleet)} - set(before) and len(gateways(fleet)) == 2)
+    assert ask(fleet).status_code == 200
+
+
 def test_the_end_of_serve_ends_every_gateway_and_cuts_streams_with_an_error(fleet):
     async def story():
         async with session() as http:
