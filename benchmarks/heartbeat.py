@@ -190,7 +190,8 @@ async def measured(asked: Any) -> dict[str, Any]:
         if i % 50 == 0:
             await asyncio.sleep(0)
     settings = ControllerSettings(f"http://127.0.0.1:{port}", None, False, os.getpid(), (kind,), None, None)
-    controller = ControllerProcess(settings, events)
+    controller = ControllerProcess(events)
+    controller.tell(settings)
     of("control", controller.start)
     await asyncio.sleep(asked.warm_s)
     probing = asyncio.ensure_future(account.probe())

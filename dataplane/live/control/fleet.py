@@ -185,6 +185,9 @@ async def run_fleet(
         cleanup.push_async_callback(cluster.close)
         telling = asyncio.create_task(tell_start(cluster, tell))
         cleanup.callback(telling.cancel)
+        controller = ControllerProcess(events)
+        cleanup.push_async_callback(controller.close)
+        controller.start()
         await cluster.start()
         telling.cancel()
         profiles |= learning.learnt
@@ -258,9 +261,8 @@ async def run_fleet(
             settings.policy,
             settings.headroom,
         )
-        controller = ControllerProcess(controller_settings, events)
-        cleanup.push_async_callback(controller.close)
-        controller.start()
+        cleanup.push_async_callback(controller.close)  # before the control API that it asks
+        controller.tell(controller_settings)
         cluster.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
         announce(f"ready {gateway_url} control {control_url}")
         cluster.spawn(estate.pulse.show())

@@ -171,10 +171,13 @@ def _done(work: Callable[[Path], None], file: Path) -> int:
 
 
 class ControllerProcess:
-    """Keeps one controller running; `pid` is its process while there is one."""
+    """Keeps one controller running; `pid` is its process while there is one.
 
-    def __init__(self, settings: ControllerSettings, events: EventLog) -> None:
-        self._settings = settings
+    It is started while workers are, and told later: what it loads then slows no request.
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        self._settings: asyncio.Future[ControllerSettings] = asyncio.get_running_loop().create_future()
         self._events = events
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -187,6 +190,10 @@ class ControllerProcess:
     def start(self) -> None:
         """Begin to keep it running."""
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    def tell(self, settings: ControllerSettings) -> None:
+        """Let it begin to decide."""
+        self._settings.set_result(settings)
 
     async def close(self) -> None:
         """End it."""
@@ -225,6 +232,6 @@ class ControllerProcess:
         )
         assert self._process.stdin is not None
         # The settings carry a key, and other users can read a command line but no pipe.
-        self._process.stdin.write(CONTROLLER_SETTINGS.dump_json(self._settings))
+        self._process.stdin.write(CONTROLLER_SETTINGS.dump_json(await asyncio.shield(self._settings)))
         self._process.stdin.close()
         return await self._process.wait()
