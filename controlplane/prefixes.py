@@ -50,10 +50,10 @@ class Prefixes:
 
     def pick(self, rows: NDArray[np.int64]) -> Prefixes:
         """Those of the given requests, in the given order."""
-        lengths = np.diff(self.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        starts = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
-        return replace(self, offsets=offsets, ids=self.ids[starts + np.arange(offsets[-1])])
+        begins, ends = self.offsets[:-1][rows], self.offsets[1:][rows]
+        lists = [self.ids[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+        offsets = np.concatenate([[0], np.cumsum(ends - begins)])
+        return replace(self, offsets=offsets, ids=np.concatenate([self.ids[:0], *lists]))
 
     def seen_before(self) -> NDArray[np.int64]:
         """Of each request's blocks, how many a request before it has in its list."""

@@ -37,8 +37,8 @@ SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio: multiplying 
 COPY = np.dtype(
     [
         ("id", np.int64),
-        ("users", np.int32),
-        ("blocks", np.int32),  # the engine's, of which it consists
+        ("users", np.int16),
+        ("blocks", np.int16),  # the engine's, of which it consists
         ("sooner", np.int32),  # of those asleep: the one that is evicted before it,
         ("later", np.int32),  # and after it; of unused records: the next
         (
@@ -46,6 +46,7 @@ COPY = np.dtype(
             np.int32,
         ),  # of the copies of its id: the one stored before it (of the oldest: the youngest)
         ("younger", np.int32),
+        ("next", np.int32),  # where the block behind it was found last
     ],
     align=True,
 )
@@ -113,7 +114,7 @@ def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: 
     multiple = prefixes.block_tokens // block_tokens
     room = np.where(multiple == 1, kv_blocks, np.minimum(SHORT * (kv_blocks // multiple + 1), kv_blocks))
     copies = max(int(room.max()), 1)
-    bits = int(2 * copies - 1).bit_length()
+    bits = int(copies).bit_length()  # more places than copies; most copies that fit are short, and in none
     lists = tokens // prefixes.block_tokens
     requests = np.zeros(len(tokens), HOLDING)
     requests["at"] = np.cumsum(lists) - lists
@@ -197,6 +198,22 @@ def find(caches: Caches, w: int, key: int) -> int:
         if copy == NOTHING or caches.copies[w, copy].id == key:
             return copy
         at = (at + 1) & last
+
+
+@compiled
+def find_next(caches: Caches, w: int, before: int, key: int) -> int:
+    """As `find`, for the block behind a copy; most often it is where it was the last time.
+
+    A request's copies lie side by side, so that this is read from memory in order, and not from a table.
+    """
+    if before == NOTHING:
+        return find(caches, w, key)
+    copy = caches.copies[w, before].next
+    if copy != NOTHING and caches.copies[w, copy].id == key and caches.copies[w, copy].older == copy:
+        return copy  # the only one of its id
+    copy = find(caches, w, key)
+    caches.copies[w, before].next = copy
+    return copy
 
 
 @compiled
@@ -294,6 +311,7 @@ def new_copy(caches: Caches, w: int, key: int, blocks: int) -> int:
     caches.copies[w, copy].blocks = blocks
     caches.copies[w, copy].older = copy
     caches.copies[w, copy].younger = NOTHING
+    caches.copies[w, copy].next = NOTHING
     return copy
 
 
@@ -320,10 +338,12 @@ def drop(caches: Caches, w: int, copy: int) -> None:
     key = caches.copies[w, copy].id
     if key != UNKNOWN:
         at, last = place(caches, key), caches.table.shape[1] - 1
-        while caches.copies[w, caches.table[w, at] - 1].id != key:
+        older, younger = caches.copies[w, copy].older, caches.copies[w, copy].younger
+        while caches.table[w, at] != copy + 1 and (
+            older == copy or caches.copies[w, caches.table[w, at] - 1].id != key
+        ):
             at = (at + 1) & last
         oldest = caches.table[w, at] - 1
-        older, younger = caches.copies[w, copy].older, caches.copies[w, copy].younger
         if copy != oldest:
             caches.copies[w, older].younger = younger
             caches.copies[w, oldest if younger == NOTHING else younger].older = older
@@ -332,6 +352,7 @@ def drop(caches: Caches, w: int, copy: int) -> None:
             caches.copies[w, younger].older = older
         else:
             close_gap(caches, w, at)
+        caches.copies[w, copy].id = UNKNOWN
     caches.copies[w, copy].later = caches.workers[w].unused
     caches.workers[w].unused = copy
 

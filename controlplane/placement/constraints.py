@@ -285,6 +285,8 @@ def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
     just then, and no choice of where to do least harm.
     """
     due_s = led.requests[r].arrival_s + led.requests[r].ttft_s
+    if now_s > due_s:
+        return True
     if now_s + least_prefill_s(led, r, 0, busy) <= due_s:
         return False
     return led.caches.tokens == 0 or now_s + least_prefill_s(led, r, most_cached(led, r), busy) > due_s

@@ -16,6 +16,7 @@ from controlplane.placement.caches import (
     drop,
     enter,
     find,
+    find_next,
     most_hits,
     new_copy,
 )
@@ -25,9 +26,9 @@ from controlplane.placement.caches import (
 def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
     """List the copies that a waiting request would hit: how many, and the engine blocks of them asleep."""
     at = caches.requests[r].at
-    hits, asleep = 0, 0
+    hits, asleep, copy = 0, 0, NOTHING
     while hits < most:
-        copy = find(caches, w, block_id(caches, r, hits))
+        copy = find_next(caches, w, copy, block_id(caches, r, hits))
         if copy == NOTHING:
             break
         if caches.copies[w, copy].users == 0:
@@ -70,9 +71,9 @@ def disuse(caches: Caches, w: int, copy: int) -> None:
 @compiled
 def peek(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
     """As `look_up`, for a request that is on another worker: nothing is listed."""
-    hits, asleep = 0, 0
+    hits, asleep, copy = 0, 0, NOTHING
     while hits < most:
-        copy = find(caches, w, block_id(caches, r, hits))
+        copy = find_next(caches, w, copy, block_id(caches, r, hits))
         if copy == NOTHING:
             break
         if caches.copies[w, copy].users == 0:
@@ -161,6 +162,8 @@ def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
         if copy == NOTHING:
             return
         enter(caches, w, copy)
+        if number > 0:
+            caches.copies[w, caches.held[caches.requests[r].at + number - 1]].next = copy
         caches.copies[w, copy].users = 1
         caches.held[caches.requests[r].at + number] = copy
         caches.requests[r].copies += 1

@@ -206,6 +206,14 @@ def assign(
 
 
 @compiled
+def refuses(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, phase_role: int) -> bool:
+    """Whether the constraints forbid a worker to take a request now."""
+    return not serves(led, w, phase_role) or not fits(
+        led, knobs, w, r, cached_tokens(led, w, r, 0, False), now_s, late
+    )
+
+
+@compiled
 def pick(led: Ledger, policy: int, r: int, now_s: float, phase_role: int, draw: NDArray[np.float64]) -> int:
     """The choice of the baselines that are no order of workers by one number."""
     if policy == P2C:
@@ -318,15 +326,16 @@ def decide(
     patience: float,
     phase_role: int,
     draw: NDArray[np.float64],
+    refused: bool,
 ) -> int:
     """Return the worker for request `r`, or NONE to hold it until the next try.
 
-    The policy's choice; without one, for a request whose TTFT a busy worker could not meet any more by the
-    next try, the worker where it does least harm; and after `patience` of its TTFT targets the least loaded
-    worker with a seat, whatever it breaks.
+    `refused`: it is known that the policy would choose none. Else the policy's choice; without one, for a
+    request whose TTFT a busy worker could not meet any more by the next try, the worker where it does least
+    harm; and after `patience` of its TTFT targets the least loaded worker with a seat, whatever it breaks.
     """
     late = not np.isnan(led.requests[r].first_s) or hopeless(led, r, now_s, False)
-    w = assign(led, policy, knobs, r, now_s, late, phase_role, draw)
+    w = NONE if refused else assign(led, policy, knobs, r, now_s, late, phase_role, draw)
     if w == NONE and not late and policy in CONSTRAINED and hopeless(led, r, now_s + retry_s, True):
         w = last_chance(led, knobs, r, now_s, phase_role)
     if w == NONE and now_s - led.requests[r].arrival_s >= patience * led.requests[r].ttft_s:

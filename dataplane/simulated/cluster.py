@@ -13,6 +13,7 @@ from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import KV_BLOCKS
 from controlplane.placement.baselines import in_turn
 from controlplane.placement.caches import forget
+from controlplane.placement.constraints import hopeless
 from controlplane.placement.ledger import (
     ANY_PHASE,
     DECODING,
@@ -28,7 +29,7 @@ from controlplane.placement.ledger import (
     queue_first,
     stop_decoding,
 )
-from controlplane.placement.policies import EXACT, decide, decode_worker
+from controlplane.placement.policies import CONSTRAINED, EXACT, decide, decode_worker, refuses
 from controlplane.placement.queue import (
     begin_round,
     hold,
@@ -50,6 +51,8 @@ from dataplane.simulated.sending import next_send, release, send
 def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: float) -> bool:
     """Run to `until_s`, or until too many missed; True while something is left to happen."""
     pool = PREFILL_ONLY if rules.split else ANY_PHASE
+    for w in range(len(eng.workers)):
+        eng.workers[w].changed_s = np.inf  # whatever was done to it since
     while True:
         if len(clu.sending.left) > 0:
             release(led, eng, clu.sending, clu.clock[0].now_s)
@@ -95,7 +98,7 @@ def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
     now_s, r = clu.clock[0].now_s, send(led, clu.sending)
     view_all(led, eng, now_s)
     if rules.policy != EXACT and is_empty(clu.queue):
-        w = choose(led, clu, rules, r)
+        w = choose(led, clu, rules, r, False)
         if w != NONE:
             arrive(led, eng, w, r, now_s, False)
             return
@@ -158,7 +161,7 @@ def view_all(led: Ledger, eng: Engines, now_s: float) -> None:
 
 
 @compiled
-def choose(led: Ledger, clu: Cluster, rules: Rules, r: int) -> int:
+def choose(led: Ledger, clu: Cluster, rules: Rules, r: int, refused: bool) -> int:
     """The worker for a request, or NONE when the policy would rather hold it."""
     role = PREFILL_ONLY if rules.split else ANY_PHASE
     return decide(
@@ -171,13 +174,32 @@ def choose(led: Ledger, clu: Cluster, rules: Rules, r: int) -> int:
         rules.patience,
         role,
         rules.draws[r],
+        refused,
     )
+
+
+@compiled
+def refused_still(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> bool:
+    """Whether every worker refuses a request that waits; only those that have changed are asked again.
+
+    Between a worker's steps time alone makes no constraint easier to keep.
+    """
+    now_s, job = clu.clock[0].now_s, eng.requests[r]
+    late = not np.isnan(led.requests[r].first_s) or hopeless(led, r, now_s, False)
+    since_s = job.refused_s if late == (job.refused_late > 0) else -np.inf
+    role = PREFILL_ONLY if rules.split else ANY_PHASE
+    for w in range(len(led.workers)):
+        if eng.workers[w].changed_s >= since_s and not refuses(led, rules.knobs, w, r, now_s, late, role):
+            return False
+    job.refused_s, job.refused_late = now_s, int(late)
+    return True
 
 
 @compiled
 def place_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> None:
     """Put a request that waits on the worker chosen for it, or note that it found none."""
-    w = choose(led, clu, rules, r)
+    is_held = rules.policy in CONSTRAINED and refused_still(led, eng, clu, rules, r)
+    w = choose(led, clu, rules, r, is_held)
     if w == NONE:
         refuse(clu.queue, r)
     else:
@@ -224,6 +246,7 @@ def offer_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
 @compiled
 def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) -> None:
     """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue anew."""
+    eng.workers[w].changed_s = clu.clock[0].now_s
     if what == READY:
         led.workers[w].status = SERVING
         for i in range(clu.clock[0].transit_n):  # what found no worker tries again

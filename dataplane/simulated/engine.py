@@ -61,6 +61,7 @@ def view(workers: Records, engines: Records, w: int, now_s: float) -> None:
         return  # no step ended since
     done = steps_within(engines[w].first_step_s, engines[w].growth_s, now_s - engines[w].start_s)
     done = min(done, engines[w].run_steps)
+    engines[w].changed_s = now_s
     workers[w].step = engines[w].start_step + done
     workers[w].context = engines[w].start_context + done * workers[w].decoding
     workers[w].boundary_s = engines[w].start_s + run_s(engines[w].first_step_s, engines[w].growth_s, done + 1)
@@ -78,6 +79,7 @@ def report(workers: Records, w: int) -> None:
 def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
     """Put a request into a worker's queue; it is considered when the step in progress ends."""
     enqueue(led, w, r, at_head)
+    eng.workers[w].changed_s = now_s
     tokens = led.requests[r].prompt + led.requests[r].key
     led.workers[w].unreported += 1
     led.workers[w].unreported_context += tokens
@@ -209,6 +211,7 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     led.workers[w].unnoted = 0
     led.workers[w].unnoted_context = 0
     eng.workers[w].start_s = now_s
+    eng.workers[w].changed_s = now_s
     eng.workers[w].blocked = 0
     if led.caches.tokens > 0:
         begin_cached(led, eng, w, now_s)

@@ -123,6 +123,7 @@ ENGINE = np.dtype(
         ("reserved_blocks", np.int64),  # KV and
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
+        ("changed_s", np.float64),  # when last something changed that placement looks at
     ],
     align=True,
 )
@@ -136,6 +137,8 @@ JOB = np.dtype(
         ("preemptions", np.int64),
         ("migrations", np.int64),
         ("missed", np.int64),  # 1 once it is known that a target is not met
+        ("refused_s", np.float64),  # when last every worker refused it,
+        ("refused_late", np.int64),  # and whether its TTFT was lost then
     ],
     align=True,
 )

@@ -129,7 +129,7 @@ class Placement(Account):
         # The exact policy places a heartbeat's requests together; one by itself goes by its greedy form.
         code = POLICY_CODE[Policy.BEST_FIT if policy == Policy.EXACT else policy]
         led, draw = self._led, self._rng.random(2)
-        w = int(decide(led, code, self._knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw))
+        w = int(decide(led, code, self._knobs, r, now_s, RETRY_S, PATIENCE, ANY_PHASE, draw, False))
         return w if w == NONE or has_seat(led, w) else NONE  # nor do the baselines overfill one here
 
     def haven(self, request: Tracked, now_s: float) -> WorkerId | None:

@@ -225,6 +225,29 @@ def test_coarse_blocks_hit_nearly_what_blocks_of_the_engine_hit():
     assert hits[4] == pytest.approx(hits[1], rel=0.02)
 
 
+@pytest.mark.parametrize("policy", ["spread", "best-fit", "slack-fit"])
+def test_asking_only_the_workers_that_changed_leads_to_the_same_bytes(policy):
+    """An advance by pieces asks every worker anew at each piece; one go asks those that have changed."""
+    waited = 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        texts = [text for _ in range(12) for text in shared_texts(rng, 16, 900)]
+        prompt = np.array([p for _, p in texts])
+        output = np.array([len(tokens) - p for tokens, p in texts])
+        arrival_s = np.sort(rng.uniform(0, 1.5, len(texts)))
+        workload = Workload(arrival_s, prompt, output, prefixes=prefixes_of(texts, 16))
+        runs = [prepare(workload, [WorkerSpec(profile_of())] * 3, Slo(0.4, 0.02), policy) for _ in range(2)]
+        to_the_end(runs[0])
+        now_s = 0.0
+        while advance(runs[1].ledger, runs[1].engines, runs[1].cluster, runs[1].rules, now_s):
+            now_s += 0.003
+        one, pieces = (run.outcome() for run in runs)
+        assert one.finish_s.tobytes() == pieces.finish_s.tobytes()
+        assert (one.worker == pieces.worker).all()
+        waited += int((runs[0].ledger.requests["held_s"] > 0).sum())
+    assert waited > 20, "a load on which nobody waits shows nothing"
+
+
 def test_a_worker_that_fails_or_is_stopped_comes_back_with_an_empty_cache():
     profile = profile_of()
     workload = pair(100)
