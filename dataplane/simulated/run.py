@@ -306,6 +306,7 @@ class Outcome:
     misses: int = 0  # finished outside their targets
     # Of each prompt, what its engine had when it first admitted it; -1: none did. None: nothing was cached.
     cached_tokens: NDArray[np.int64] | None = None
+    session_target_s: float | None = None  # of whole sessions
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
@@ -325,8 +326,18 @@ class Outcome:
 
     @property
     def attainment(self) -> float:
-        """Share of requests within both targets; 1 for none at all."""
-        return float(self.met.mean()) if len(self.workload) else 1.0
+        """Share of requests within both targets, or of sessions within theirs if that is less."""
+        requests = float(self.met.mean()) if len(self.workload) else 1.0
+        sessions = self.session_attainment
+        return requests if sessions is None else min(requests, sessions)
+
+    @property
+    def session_attainment(self) -> float | None:
+        """Share of sessions within their target; None where they have none."""
+        if self.session_target_s is None:
+            return None
+        took_s = self.session_s
+        return float((took_s <= self.session_target_s).mean()) if len(took_s) else 1.0
 
     @property
     def session_s(self) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from controlplane.errors import BadInput
 from controlplane.types import EngineMode
 from tokenfleet.cli.flags import takes_request
 from tokenfleet.cli.plan import OutputFormat
-from tokenfleet.durations import duration_text, parse_duration_s
+from tokenfleet.durations import duration_text
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
@@ -46,23 +46,17 @@ class OneWorker:
 
 @dataclass(frozen=True, slots=True)
 class SessionFlags:
-    """Sessions as load: turns that wait for answers, agents that take one session after the other."""
+    """Sessions as load: turns that wait for answers, or do not."""
 
     open_loop: Annotated[
         bool, typer.Option("--open-loop", help="turns of sessions at their recorded times, answered or not")
     ] = False
-    agents: Annotated[
-        int | None,
-        typer.Option(min=1, help="so many sessions run at once, each followed by the next of the trace"),
-    ] = None
-    session_time: Annotated[
-        str | None,
-        typer.Option(help="target of a whole session: 10m from its first request to its last answer"),
-    ] = None
 
 
 @takes_request(
     "slo",
+    "session_s",
+    "agents",
     "model",
     "policy",
     "priority_headroom",
@@ -101,19 +95,16 @@ def simulate_command(
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, show, warn
     from tokenfleet.files import refuse_unwritable, write_files
+    from tokenfleet.planning.inputs import refuse_without_sessions
 
     profile = _profile(worker, request)
-    target_s = (
-        None
-        if as_sessions.session_time is None
-        else parse_duration_s(as_sessions.session_time, "--session-time")
-    )
-    usd_per_h = None if as_sessions.agents is None else _usd_per_h(profile, workers, request)
+    usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
     specs = _specs(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
         workload, warnings = _workload(trace, request, profile)
-    workload = _as_asked(workload, as_sessions)
+    refuse_without_sessions(workload, request)
+    workload = _as_asked(workload, as_sessions, request)
     warn(warnings)
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
@@ -125,32 +116,30 @@ def simulate_command(
             settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
             prefix_caching=not request.no_prefix_cache,
-            agents=as_sessions.agents,
+            agents=request.agents,
         )
+    outcome = replace(outcome, session_target_s=request.session_s)
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
     if output_format == OutputFormat.JSON:
         told = simulation_json(outcome, wall_s)
-        told["sessions"] = sessions_json(outcome, target_s, as_sessions.agents, usd_per_h)
+        told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
         print(json.dumps(told, indent=1))
     else:
         table = simulation_table(outcome)
-        for name, words in sessions_rows(sessions_json(outcome, target_s, as_sessions.agents, usd_per_h)):
+        for name, words in sessions_rows(sessions_json(outcome, request.agents, usd_per_h)):
             table.add_row(name, words)
         show([table])
     return 0
 
 
-def _as_asked(workload: Workload, flags: SessionFlags) -> Workload:
-    """The workload with its sessions as the flags have them. Raises BadInput where it has none."""
+def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> Workload:
+    """The workload with its sessions as the flags have them. Raises BadInput."""
     sessions = workload.sessions
-    asked = [f"--{name.replace('_', '-')}" for name in ("agents", "session_time") if getattr(flags, name)]
-    if asked and (sessions is None or (sessions.session < 0).all()):
-        raise BadInput(f"{asked[0]}: the trace has no sessions; a column `session` names them")
     if not flags.open_loop or sessions is None:
         return workload
-    if flags.agents is not None:
+    if request.agents is not None:
         raise BadInput("--open-loop: contradicts --agents, who wait for answers")
     nothing = np.zeros(0, np.int64)
     at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
@@ -220,9 +209,7 @@ def _specs(
     return [prefill] * prefill_workers + [decode] * (workers - prefill_workers)
 
 
-def sessions_json(
-    outcome: Outcome, target_s: float | None, agents: int | None, usd_per_h: float | None
-) -> dict[str, Any] | None:
+def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None) -> dict[str, Any] | None:
     """What became of the sessions; None for a workload without any.
 
     With agents, sessions an hour are counted while all agents work: until the last session begins, or, where
@@ -240,8 +227,8 @@ def sessions_json(
         "session_s": {f"p{q}": float(np.percentile(ended_s, q)) if len(ended_s) else None for q in (50, 90)},
         "turns_attainment": round(float(outcome.met[of_sessions].mean()), 6),
     }
-    if target_s is not None:
-        told |= {"session_target_s": target_s, "within_target": round(float((took_s <= target_s).mean()), 6)}
+    if (within := outcome.session_attainment) is not None:
+        told |= {"session_target_s": outcome.session_target_s, "within_target": round(within, 6)}
     if agents is not None:
         ends_s, until_s = outcome.session_ends(agents)
         an_hour = float((ends_s <= until_s).sum()) / until_s * 3600.0 if until_s > 0 else 0.0

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from controlplane.perfmodel.capacity import fluid_workers_of
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
-from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.sizing import (
     PER_REQUEST,
@@ -28,6 +27,7 @@ from tokenfleet.planning.sizing import (
     broken_off,
     ceiling,
     confirm,
+    fluid_workers,
     nearest_possible,
     passes_on_trace,
     size_on_trace,
@@ -70,6 +70,8 @@ def demand_line(
 ) -> DemandLine | None:
     """The line for one kind of worker on this trace; None where too few rates say something."""
     assert sizing.workers is not None
+    if replicates.agents is not None:
+        return None  # they set the rate
     rate = replicates.workload.rate_rps
     scales = FOR_FEW if sizing.workers <= sizing.fewest + 1 else RATE_SCALES
     counts = pool.map(lambda scale: crossing(replicates, question, sizing, scale), scales)
@@ -103,7 +105,7 @@ def crossing(
 
     def passes(workers: int) -> bool:
         outcome = replicates.replay(sizing.fleet(workers), workload=workload, max_misses=max(int(stop), 1))
-        misses[workers] = float((~outcome.met).sum()) if outcome.complete else math.inf
+        misses[workers] = float(missed(outcome)) if outcome.complete else math.inf
         return misses[workers] <= allowed
 
     fewest = sizing.fewest
@@ -169,7 +171,10 @@ def cost_by_slo(
         slo = Slo(replicates.slo.ttft_s * scale, replicates.slo.tpot_s * scale)
         if scale == 1.0:
             return Costed(scale, slo, sizing.fleet(workers))
-        if ceiling(sizing.worker_type.profile, replicates.workload, slo) < question.attainment:
+        if (
+            ceiling(sizing.worker_type.profile, replicates.workload, slo, replicates.session_s)
+            < question.attainment
+        ):
             return Costed(scale, slo, None)
         return Costed(scale, slo, _fewest(replace(replicates, slo=slo), question, sizing, 4 * workers + 4))
 
@@ -225,7 +230,7 @@ def nearest_of_kind(
     fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
         return None
-    bound = fluid_workers_of(replicates.workload, profile, base, question.attainment)
+    bound = fluid_workers(replace(replicates, slo=base), question, sizing.worker_type)
     plenty = max(min(_PLENTY * bound, PER_REQUEST * len(replicates.workload)), 2 * fewest)
     fleet = of_one_kind(
         sizing.worker_type, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5

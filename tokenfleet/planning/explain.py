@@ -1,8 +1,9 @@
 """The explanation of a plan: the constraint that binds one worker short of the answer, and when.
 
 The binding constraint is the one whose relief helps most: one worker short, the trace is replayed with the
-TTFT target, the TPOT target or the KV memory a quarter larger, or with prefill a fifth cheaper, and each
-relief is worth the attainment it adds. So the answer needs no theory of queues, and says what to buy.
+TTFT target, the TPOT target, that of sessions or the KV memory a quarter larger, or with prefill a fifth
+cheaper, and each relief is worth the attainment it adds. So the answer needs no theory of queues, and says
+what to buy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ RELIEF = 1.25
 WINDOW_S = 60.0
 FLAT = 0.1  # of the allowed misses: a curve that falls by less over three counts is flat
 CONSTRAINTS = ("ttft", "tpot", "kv", "prefill")
+OF_SESSIONS = (*CONSTRAINTS, "session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,17 @@ class Binding:
 
 def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: float = 1.0) -> Binding:
     """The constraint that stops `fleet`, which fails the trace at `rate_scale`."""
-    workload = replicates.workload if rate_scale == 1.0 else replicates.units.busier(rate_scale)
-    trials = [(replicates, fleet), *(_relieved(replicates, fleet, c) for c in CONSTRAINTS)]
-    outcomes = pool.map(lambda trial: trial[0].replay(trial[1], workload=workload), trials)
+    constraints = CONSTRAINTS if replicates.session_s is None else OF_SESSIONS
+    trials = [(replicates, fleet), *(_relieved(replicates, fleet, c) for c in constraints)]
+    outcomes = pool.map(lambda trial: trial[0].replay(trial[1], growth=rate_scale), trials)
     failing = outcomes[0]
     relief = {
         name: outcome.attainment - failing.attainment
-        for name, outcome in zip(CONSTRAINTS, outcomes[1:], strict=True)
+        for name, outcome in zip(constraints, outcomes[1:], strict=True)
     }
     most = max(relief.values())
     # Where no relief helps (it can be noise below one request), what was missed decides.
-    constraint = max(CONSTRAINTS, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
+    constraint = max(constraints, key=lambda c: relief[c]) if most > 0 else _missed_most(failing)
     start_s, end_s, attained = worst_window(failing)
     faster = time_scale(replicates.workload, rate_scale)
     return Binding(
@@ -143,6 +145,8 @@ def _span(on_trace: Mapping[int, float], counts: Sequence[int]) -> float:
 
 
 def _missed_most(outcome: Outcome) -> str:
+    if (sessions := outcome.session_attainment) is not None and sessions < float(outcome.met.mean()):
+        return "session"
     late = int((~(outcome.ttft_s <= outcome.ttft_target_s)).sum())
     slow = int((outcome.tpot_s > outcome.tpot_target_s).sum())
     return "ttft" if late >= slow else "tpot"
@@ -151,6 +155,9 @@ def _missed_most(outcome: Outcome) -> str:
 def _relieved(replicates: Replicates, fleet: Fleet, constraint: str) -> tuple[Replicates, Fleet]:
     """The same trial with one constraint eased."""
     slo = replicates.slo
+    if constraint == "session":
+        assert replicates.session_s is not None
+        return replace(replicates, session_s=replicates.session_s * RELIEF), fleet
     if constraint == "ttft":
         return replace(replicates, slo=Slo(slo.ttft_s * RELIEF, slo.tpot_s)), fleet
     if constraint == "tpot":
@@ -193,9 +200,8 @@ def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
     """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
     scale = 1.25
     while scale < 64.0:
-        workload = replicates.units.busier(scale)
-        most = int((1.0 - target) * len(workload))
-        outcome = replicates.replay(fleet, workload=workload, max_misses=most)
+        most = int((1.0 - target) * len(replicates.units.busier(scale)))
+        outcome = replicates.replay(fleet, growth=scale, max_misses=most)
         if not outcome.complete or outcome.attainment < target:
             return scale
         scale *= 1.25

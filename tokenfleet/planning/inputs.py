@@ -70,6 +70,7 @@ def gather(
     worker, and is said among the warnings, as is what the trace doctor says of the trace.
     """
     request.consistent()
+    refuse_without_sessions(trace.workload, request)
     profiles = chosen_profiles(request)
     if bias is not None:
         profiles = [with_times(profile, bias.decode, bias.prefill) for profile in profiles]
@@ -100,6 +101,16 @@ def gather(
     inputs = described(trace.name, workload, warnings)
     faster = time_scale(trace.workload, request.rate_scale)
     return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=faster))
+
+
+def refuse_without_sessions(workload: Workload, request: PlanRequest) -> None:
+    """Raise BadInput where what is asked of sessions is asked of a workload without any."""
+    sessions = workload.sessions
+    if sessions is not None and (sessions.session >= 0).any():
+        return
+    for flag, value in (("agents", request.agents), ("session-time", request.session_s)):
+        if value is not None:
+            raise BadInput(f"--{flag}: the trace has no sessions; a column `session` names them")
 
 
 def chosen_profiles(request: PlanRequest) -> list[Profile]:

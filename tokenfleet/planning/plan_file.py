@@ -198,6 +198,8 @@ class PlanFile(PlanBrief):
     prefix_cache: bool | None = None
     engine_mode: Mode | None
     slo: Targets
+    session_s: Annotated[float, Field(gt=0)] | None = None
+    agents: Annotated[int, Field(ge=1)] | None = None
     attainment: Attainment
     ttft_s: Quantiles | None
     tpot_s: Quantiles | None

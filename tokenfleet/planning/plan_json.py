@@ -33,6 +33,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "priority_headroom": question.priority_headroom,
         "engine_mode": str(engine) if engine else None,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
+        "session_s": question.session_s,
+        "agents": question.agents,
         "attainment": attainment_json(
             best.estimate if best else None, best.on_trace if best else None, question.attainment
         ),

@@ -33,13 +33,14 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.schedule import make_schedule, paid
-from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
+from tokenfleet.planning.schedule import Schedule, make_schedule, paid
+from tokenfleet.planning.sizing import Sizing, confirm, far_above, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 
 CONFIRMED_KINDS = (
     4  # the cheapest so many are confirmed in other replicates; dearer ones are sized on the trace
 )
+NEAR = 1.5  # and where prefixes are known, no kind whose floor costs more than so many times the cheapest
 DOUBT_REPLICATES = 6
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
@@ -78,7 +79,13 @@ def make_plan(
             watch.simulated,
         )
         settings = PlacementSettings(headroom=request.priority_headroom)
-        replicates = replace(replicates, drifts=request.drift, settings=settings)
+        replicates = replace(
+            replicates,
+            drifts=request.drift,
+            settings=settings,
+            session_s=request.session_s,
+            agents=request.agents,
+        )
         return _serving(
             Plan(request, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
         )
@@ -137,9 +144,17 @@ def _serving(
     if explained:
         return _explained(plan, replicates, winner, best, pool, watch)
     if scheduled:
-        full = winner.fleet(winner.confirmed or 0)
-        return replace(plan, schedule=make_schedule(replicates, question, winner, full, pool))
+        return replace(plan, schedule=_schedule(replicates, winner, question, pool))
     return plan
+
+
+def _schedule(
+    replicates: Replicates, winner: Sizing, question: PlanRequest, pool: Threads
+) -> Schedule | None:
+    """The schedule of a fleet; None for agents, whose sessions know no time of day."""
+    if question.agents is not None:
+        return None
+    return make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
 
 
 def _confirm_cheapest(
@@ -151,10 +166,12 @@ def _confirm_cheapest(
     """
     cheapest: tuple[float, int, int] | None = None
     for i, sizing in enumerate(possible):
-        floor = sizing.fleet(sizing.workers or 0).cost
-        if i >= kinds and cheapest is not None and floor >= cheapest:
+        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds
+        if cheapest is not None and not replicates.units.is_plain:
+            is_spare = is_spare or far_above(floor, cheapest, NEAR)
+        if is_spare and cheapest is not None and floor.cost >= cheapest:
             continue
-        most = None if i < kinds or cheapest is None else _below(sizing, cheapest)
+        most = None if not is_spare or cheapest is None else _below(sizing, cheapest)
         confirm(replicates, question, sizing, pool, most)
         if sizing.confirmed:
             cost = sizing.fleet(sizing.confirmed).cost
@@ -182,7 +199,7 @@ def _explained(
     watch.stage("fitting the worker line", 0.65)
     line = demand_line(replicates, question, winner, pool)
     watch.stage("making the schedule", 0.75)
-    schedule = make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
+    schedule = _schedule(replicates, winner, question, pool)
     watch.stage("comparing policies", 0.85)
     others = baselines(replicates, question, winner, pool)
     watch.stage("looking for the cliff of prefix caches", 0.9)

@@ -40,6 +40,7 @@ even for traffic that never changes; for traffic that keeps the trace's shape dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -73,6 +74,8 @@ class Replicates:
     told: Callable[[], None] = field(default=lambda: None)  # called after each simulation
     drifts: bool = False
     settings: PlacementSettings = PlacementSettings()  # noqa: RUF009 - frozen
+    session_s: float | None = None  # target of whole sessions
+    agents: int | None = None  # so many sessions run at once
     known: Units | None = None  # of the workload; found where they are not given
     # The share that was missed in each replicate by the fleet that met it last.
     hardness: dict[int, float] = field(default_factory=dict, compare=False)
@@ -93,15 +96,19 @@ class Replicates:
         replicate: int = AS_IT_IS,
         *,
         workload: Workload | None = None,
+        growth: float = 1.0,
         max_misses: int | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
         """The outcome of the requests, or of `workload` instead, on `fleet` in a replicate.
 
+        `growth`: so many times the traffic, and where agents run the sessions so many times the agents.
         Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
         `doubted`: what is drawn there, the rest being as it was.
         """
-        requests = self.requests(replicate, self.workload if workload is None else workload, doubted)
+        if workload is None:
+            workload = self.workload if growth == 1.0 else self.units.busier(growth)
+        requests = self.requests(replicate, workload, doubted)
         unsure = replicate != AS_IT_IS and "coefficients" in doubted
         outcome = simulate(
             requests,
@@ -112,9 +119,10 @@ class Replicates:
             predictor=self.predictor,
             seed=self.seed + replicate,
             max_misses=max_misses,
+            agents=None if self.agents is None else max(round(self.agents * growth), 1),
         )
         self.told()
-        return outcome
+        return replace(outcome, session_target_s=self.session_s)
 
     def requests(
         self, replicate: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING
@@ -149,8 +157,10 @@ class Replicates:
 
 
 def missed(outcome: Outcome) -> int:
-    """Requests outside their targets, unfinished ones included."""
-    return len(outcome.workload) - int(outcome.met.sum())
+    """Requests outside their targets, unfinished ones included; as many more as sessions miss theirs."""
+    if outcome.session_target_s is None:
+        return len(outcome.workload) - int(outcome.met.sum())
+    return math.ceil((1.0 - outcome.attainment) * len(outcome.workload) - 1e-6)
 
 
 SPANS = 24

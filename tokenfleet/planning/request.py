@@ -187,6 +187,22 @@ class PlanRequest:
             key="headroom",
         ),
     ] = 0.0
+    session_s: Annotated[
+        float | None,
+        Field(gt=0, le=1e8),
+        About(
+            "time of a session",
+            "target of whole sessions: 10m from first request to last answer, times to think counted",
+            "promise",
+            "session-time",
+            kind="duration",
+        ),
+    ] = None
+    agents: Annotated[
+        int | None,
+        Field(ge=1, le=1_000_000),
+        About("agents", "so many sessions run at once, each followed by the next of the trace"),
+    ] = None
     rate_scale: Annotated[Scale, About("traffic", "so many times the traffic", key="rate")] = 1.0
     prompt_scale: Annotated[
         Scale, About("prompt lengths", "prompts are this many times as long", key="lengths.prompt")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from controlplane.worker_type import WorkerType
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates
@@ -54,12 +55,16 @@ class Cliff:
 
 @dataclass(frozen=True, slots=True)
 class SessionCost:
-    """Sessions of the trace on the fleet: how many, the most at once, their mean time, and one's price."""
+    """Sessions of the trace on the fleet: how many, the most at once, their mean time, and one's price.
+
+    `within`: the share of them within the target for their time, where there is one.
+    """
 
     sessions: int
     at_once: int
     mean_s: float
     usd: float | None
+    within: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +98,20 @@ def reuse_of(
         float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
         working_set_tokens(outcome),
         sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
-        cliff_of(replicates, fleet, target, pool),
+        cliff_of(replicates, fleet, target, pool, outcome),
         session_cost(outcome, fleet),
     )
 
 
-def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads) -> Cliff:
-    """The growth that `fleet` bears."""
+def cliff_of(
+    replicates: Replicates, fleet: Fleet, target: float, pool: Threads, as_it_is: Outcome | None = None
+) -> Cliff:
+    """The growth that `fleet` bears; `as_it_is`: its outcome on the trace, where it is known."""
     tried: dict[float, Grown] = {}
 
     def one(scale: float) -> Grown:
-        outcome = replicates.replay(fleet, workload=replicates.units.busier(scale))
+        known = as_it_is if scale == 1.0 else None
+        outcome = known or replicates.replay(fleet, growth=scale)
         return Grown(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
 
     def try_all(scales: Sequence[float]) -> list[Grown]:
@@ -153,6 +161,24 @@ def _around(
     return middle / aside, middle * aside
 
 
+def by_memory(replicates: Replicates, worker_type: WorkerType) -> float:
+    """Workers whose memory keeps what all sessions of ten minutes have said: a first guess, no bound."""
+    workload, sessions = replicates.workload, replicates.workload.sessions
+    if workload.prefixes is None or sessions is None:
+        return 0.0
+    tokens = workload.prompt_tokens + workload.output_tokens
+    window = (workload.arrival_s // WINDOW_S).astype(np.int64)
+    order = np.lexsort((tokens, sessions.session, window))
+    last = np.flatnonzero(
+        (np.diff(window[order], append=-1) != 0) | (np.diff(sessions.session[order], append=-2) != 0)
+    )
+    held = np.unique(window[order[last]], return_inverse=True)[1]
+    most = float(np.bincount(held, tokens[order[last]]).max(initial=0.0))
+    if replicates.agents is not None:
+        most *= min(replicates.agents / (sessions.session.max(initial=0) + 1), 1.0)
+    return most / worker_type.profile.kv.capacity_tokens
+
+
 def working_set_tokens(outcome: Outcome) -> int:
     """The most that requests sent within ten minutes bring to memory."""
     workload, sent_s = outcome.workload, outcome.arrival_s
@@ -170,7 +196,7 @@ def working_set_tokens(outcome: Outcome) -> int:
 def session_cost(outcome: Outcome, fleet: Fleet) -> SessionCost | None:
     """The price of a session; None where none waits for its answers."""
     sessions = outcome.workload.sessions
-    if sessions is None or len(sessions.before) == 0:
+    if sessions is None or (len(sessions.before) == 0 and outcome.session_target_s is None):
         return None
     rows = np.flatnonzero((sessions.session >= 0) & np.isfinite(outcome.finish_s))
     names, which = np.unique(sessions.session[rows], return_inverse=True)
@@ -185,4 +211,5 @@ def session_cost(outcome: Outcome, fleet: Fleet) -> SessionCost | None:
     hours = float(end_s.max() - begin_s.min()) / 3600.0
     usd = fleet.usd_per_hour
     mean_s = float((end_s - begin_s).mean())
-    return SessionCost(len(names), at_once, mean_s, None if usd is None else usd * hours / len(names))
+    price = None if usd is None else usd * hours / len(names)
+    return SessionCost(len(names), at_once, mean_s, price, outcome.session_attainment)

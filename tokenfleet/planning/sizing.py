@@ -14,16 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import Infeasible
-from controlplane.perfmodel.capacity import decode_throughput, fluid_workers_of
+from controlplane.perfmodel.capacity import answered_s, decode_throughput, fluid_workers_of
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
+from tokenfleet.durations import duration_text
 from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, verdict_on
 from tokenfleet.planning.fleet import Fleet, apportioned, of_one_kind
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.reuse import by_memory
 from tokenfleet.planning.threads import Threads
 
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
@@ -119,14 +121,11 @@ def size_on_trace(
     `guess`: where to begin, when a similar question has been answered.
     """
     workload, profile = replicates.workload, worker_type.profile
-    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, replicates.slo))
+    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, replicates.slo, replicates.session_s))
     if sizing.ceiling < question.attainment:
-        sizing.reason = (
-            f"alone on a worker, {1 - sizing.ceiling:.2%} of the requests already break the target:"
-            " more workers cannot mend that"
-        )
+        sizing.reason = _alone_text(replicates, question, profile)
         return sizing
-    sizing.fluid = fluid_workers_of(workload, profile, replicates.slo, question.attainment)
+    sizing.fluid = fluid_workers(replicates, question, worker_type)
     fewest = sizing.fewest
     if worker_type.is_split:
         sizing.prefill_share = prefill_share(worker_type, replicates)
@@ -134,7 +133,8 @@ def size_on_trace(
     far = past_hope(sizing, workload)
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
-    guess = guess or math.ceil(HEADROOM * max(sizing.fluid, by_decode(replicates, worker_type)))
+    decode, memory = by_decode(replicates, worker_type), by_memory(replicates, worker_type)
+    guess = guess or math.ceil(max(HEADROOM * max(sizing.fluid, decode), memory))
     count = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
     sizing.workers = count
     if count is None:
@@ -163,7 +163,7 @@ def size_all(
     sizings = pool.map(lambda i: size_on_trace(replicates, question, worker_types[i]), first)
     costs = [s.fleet(s.workers).cost for s in sizings if s.workers is not None]
     cheapest = min(costs, default=None)
-    near = [i for i in rest if cheapest is None or not _far_above(floors[i], cheapest)]
+    near = [i for i in rest if cheapest is None or not far_above(floors[i], cheapest)]
     sizings += pool.map(lambda i: size_on_trace(replicates, question, worker_types[i]), near)
     for i in rest:
         if i not in near:
@@ -175,17 +175,39 @@ def size_all(
 def floor(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
-    if ceiling(worker_type.profile, replicates.workload, replicates.slo) < question.attainment:
+    most = ceiling(worker_type.profile, replicates.workload, replicates.slo, replicates.session_s)
+    if most < question.attainment:
         return of_one_kind(worker_type, fewest, 0.5)
-    bound = fluid_workers_of(replicates.workload, worker_type.profile, replicates.slo, question.attainment)
+    bound = fluid_workers(replicates, question, worker_type)
     return of_one_kind(worker_type, max(bound, fewest), 0.5)
 
 
-def _far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
+def fluid_workers(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> int:
+    """The bound from below; 1 for agents, since they send when they come to it, in whatever time."""
+    if replicates.agents is not None:
+        return 1
+    profile = worker_type.profile
+    return fluid_workers_of(replicates.workload, profile, replicates.slo, question.attainment)
+
+
+def _alone_text(replicates: Replicates, question: PlanRequest, profile: Profile) -> str:
+    """How many requests, or else sessions, break their target with workers to themselves."""
+    requests = ceiling(profile, replicates.workload, replicates.slo)
+    told = f"alone on a worker, {1 - requests:.2%} of the requests already break the target"
+    if requests >= question.attainment and (asked_s := replicates.session_s) is not None:
+        took_s = alone_session_s(profile, replicates.workload)
+        most_s = _quantile(took_s, question.attainment)
+        told = f"alone on workers, {float((took_s > asked_s).mean()):.2%} of the sessions already take longer"
+        told += f" than {duration_text(asked_s)}, and {question.attainment:g} of them {duration_text(most_s)}"
+    return f"{told}: more workers cannot mend that"
+
+
+def far_above(fleet: Fleet, cheapest: tuple[float, int, int], times: float = PAST_HOPE) -> bool:
+    """Whether a fleet costs more than so many times the cheapest, in dollars or else in GPUs."""
     usd, gpus, _ = fleet.cost
     if math.isfinite(usd) and math.isfinite(cheapest[0]):
-        return usd > PAST_HOPE * cheapest[0]
-    return gpus > PAST_HOPE * cheapest[1]
+        return usd > times * cheapest[0]
+    return gpus > times * cheapest[1]
 
 
 def broken_off(replicates: Replicates, question: PlanRequest, requests: int) -> int:
@@ -270,7 +292,8 @@ def workers_could_hold(replicates: Replicates, question: PlanRequest, worker_typ
 
     def reaches(replicate: int) -> bool:
         requests = replicates.requests(replicate, replicates.workload)
-        most = ceiling(replicates.profile(replicate, worker_type.profile), requests, replicates.slo)
+        profile = replicates.profile(replicate, worker_type.profile)
+        most = ceiling(profile, requests, replicates.slo, replicates.session_s)
         return most >= question.attainment
 
     return sum(map(reaches, range(1, last + 1))) >= min(rank(last, question.confidence), last)
@@ -327,11 +350,28 @@ def alone_tpot_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
     return np.where(workload.output_tokens > 1, profile.step.step_s(0, 1, context), np.nan)
 
 
-def ceiling(profile: Profile, workload: Workload, slo: Slo) -> float:
+def ceiling(profile: Profile, workload: Workload, slo: Slo, session_s: float | None = None) -> float:
     """The attainment that even endless workers do not exceed."""
-    late = alone_ttft_s(profile, workload) > slo.ttft_s
-    slow = alone_tpot_s(profile, workload) > slo.tpot_s  # NaN compares false
-    return float(1.0 - (late | slow).mean())
+    ttft_s, tpot_s = alone_ttft_s(profile, workload), alone_tpot_s(profile, workload)
+    slow = tpot_s > slo.tpot_s  # NaN compares false
+    requests = float(1.0 - ((ttft_s > slo.ttft_s) | slow).mean())
+    if session_s is None:
+        return requests
+    return min(requests, float((alone_session_s(profile, workload) <= session_s).mean()))
+
+
+def alone_session_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
+    """Seconds [sessions] from the first request to the last answer where each has an idle worker."""
+    sessions = workload.sessions
+    assert sessions is not None
+    more = np.nan_to_num(alone_tpot_s(profile, workload)) * (workload.output_tokens - 1)
+    end_s = answered_s(workload, alone_ttft_s(profile, workload) + more)
+    rows = np.flatnonzero(sessions.session >= 0)
+    names, which = np.unique(sessions.session[rows], return_inverse=True)
+    first_s, last_s = np.full(len(names), np.inf), np.full(len(names), -np.inf)
+    np.minimum.at(first_s, which, workload.arrival_s[rows])
+    np.maximum.at(last_s, which, end_s[rows])
+    return np.asarray(last_s - first_s)
 
 
 def nearest_possible(profile: Profile, workload: Workload, slo: Slo, attainment: float) -> Slo:

@@ -23,6 +23,7 @@ from tokenfleet.report.tables import (
     gpus_text,
     headline,
     least_text,
+    session_text,
     share_text,
     usd_text,
 )
@@ -32,12 +33,12 @@ PAGE = Path(__file__).with_name("report_page.html")
 
 def plan_report(plan: Plan) -> str:
     """The report's HTML text."""
-    slo = plan.question.slo
+    slo, of_sessions = plan.question.slo, session_text(plan.question)
     return page(
         f"Tokenfleet plan: {plan.inputs.trace}",
         headline(plan),
         f"{share_text(plan.question.attainment)} of {plan.inputs.requests:,} requests within"
-        f" TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}.",
+        f" TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}{of_sessions}.",
         f"{_tiles(plan)}\n{_facts(plan)}",
         list(figures(plan)),
         _tables(plan),

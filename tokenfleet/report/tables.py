@@ -13,6 +13,7 @@ from tokenfleet.durations import duration_text
 from tokenfleet.planning.comparisons import Nearest
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Plan
 from tokenfleet.planning.reuse import LOST, Reuse
 
@@ -21,6 +22,7 @@ _BINDS = {
     "tpot": "the TPOT target",
     "kv": "KV memory",
     "prefill": "prefill compute",
+    "session": "the time of sessions",
 }
 
 
@@ -95,7 +97,8 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "target",
         f"{share_text(question.attainment)} within TTFT {duration_text(question.slo.ttft_s)}"
-        f" and TPOT {duration_text(question.slo.tpot_s)}, at confidence {question.confidence:g}",
+        f" and TPOT {duration_text(question.slo.tpot_s)}{session_text(question)},"
+        f" at confidence {question.confidence:g}",
     )
     if plan.best is not None:
         yield from _best_facts(plan, plan.best)
@@ -148,10 +151,18 @@ def _reuse_facts(plan: Plan, reuse: Reuse) -> Iterator[tuple[str, str]]:
         yield (
             "sessions",
             f"{cost.sessions:,}, at most {cost.at_once:,} at once, {duration_text(cost.mean_s)} on average"
-            f"{price}",
+            f"{'' if cost.within is None else f' ({share_text(cost.within)} in time)'}{price}",
         )
     if (text := affinity_text(plan)) is not None:
         yield "affinity", text
+
+
+def session_text(question: PlanRequest) -> str:
+    """What is asked of whole sessions, and how many there are at once."""
+    target = (
+        "" if question.session_s is None else f", and of sessions within {duration_text(question.session_s)}"
+    )
+    return target + ("" if question.agents is None else f", for {question.agents:,} agents")
 
 
 def cliff_text(reuse: Reuse) -> str:

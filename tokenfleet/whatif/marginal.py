@@ -95,7 +95,7 @@ def _sentence(
 ) -> str:
     """The step as people think of it: a tighter target, more traffic, dearer prices."""
     what = AXES[key].name
-    if key in ("slo.ttft", "slo.tpot"):
+    if key in ("slo.ttft", "slo.tpot", "session-time"):
         # Towards the tighter target, since that is what is bought.
         gain = f"{duration_text(x1 - x0)} of {what} ({duration_text(x1)} to {duration_text(x0)})"
         return f"{gain} {_costs(None if usd is None else -usd, -gpus)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.report.figures import Figure, Spec
@@ -61,7 +62,8 @@ def _promise(one: Scenario) -> tuple[float, ...]:
     """The promise of a scenario, each figure the larger the better."""
     assert one.plan is not None
     slo, attained = one.plan.slo, one.plan.attainment
-    return (-slo.ttft_s, -slo.tpot_s, attained.target, attained.confidence or 0.0)
+    session_s = inf if one.plan.session_s is None else one.plan.session_s
+    return (-slo.ttft_s, -slo.tpot_s, -session_s, attained.target, attained.confidence or 0.0)
 
 
 def cost_figure(scenarios: Sequence[Scenario]) -> Figure:

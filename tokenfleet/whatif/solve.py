@@ -180,6 +180,7 @@ class _Remembering(Replicates):
         replicate: int = AS_IT_IS,
         *,
         workload: Workload | None = None,
+        growth: float = 1.0,
         max_misses: int | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
@@ -189,13 +190,15 @@ class _Remembering(Replicates):
         )
         of = "" if workload is None else workload_digest(workload)
         drawn = (frozenset(), False) if replicate == AS_IT_IS else (doubted, self.drifts)
-        key = (self._digest, of, self.slo, self.policy, self.settings, self.seed, groups, replicate, *drawn)
+        asked = self.slo, self.session_s, self.agents, growth, self.policy, self.settings, self.seed
+        key = (self._digest, of, *asked, groups, replicate, *drawn)
 
         def simulate() -> Outcome:
             return super(_Remembering, self).replay(
                 fleet,
                 replicate,
                 workload=workload,
+                growth=growth,
                 max_misses=max_misses,
                 doubted=doubted,
             )

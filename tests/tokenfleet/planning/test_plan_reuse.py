@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_builders import SLO, planned, talks, worker, worker_type
+from planning_builders import SLO, planned, poisson, talks, worker, worker_type
 
+from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes
+from controlplane.types import Slo
 from controlplane.workload import Workload
 from tokenfleet.planning.draws import in_sessions, units_of
+from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_json import plan_json
@@ -144,3 +147,79 @@ def test_workloads_that_share_differently_are_told_apart() -> None:
         replace(workload, prefixes=replace(workload.prefixes, block_tokens=32)),
     ]
     assert len({workload_digest(one) for one in [workload, *others]}) == 4
+
+
+def crowd(sessions: int) -> Workload:
+    """Talks of people who wait for answers, too many for one worker."""
+    workload = busy_talks(sessions, waits=True)
+    return replace(workload, arrival_s=workload.arrival_s / 8.0)
+
+
+def test_a_fleet_is_judged_by_its_hardest_replicates_as_by_all() -> None:
+    """A trial that breaks off what is lost comes to the verdict of one that replays everything."""
+    workload = crowd(150)
+    question = PlanRequest(SLO, attainment=0.9, confidence=0.8)
+    verdicts = set()
+    with threads(2) as pool:
+        replicates = replicates_of(workload)
+        for workers in (5, 1, 3, 2, 4):
+            fleet = of_one_kind(worker_type(worker(kv=KV)), workers)
+            trial = Trial(replicates, question, fleet, pool)
+            may = trial.holds(screening=True)
+            held = trial.holds()
+            whole = verdict_on(look(replicates, fleet, trial.numbers, pool), question)
+            assert held == (whole.low >= question.attainment)
+            assert may or not held
+            if held:
+                assert trial.verdict() == whole
+            verdicts.add(held)
+    assert verdicts == {True, False}, "a load on which all are alike shows nothing"
+
+
+def test_a_plan_holds_the_time_of_sessions_too() -> None:
+    workload, easy = crowd(120), Slo(20.0, 0.5)
+    types = [worker_type(worker(kv=KV))]
+    loose = planned(workload, types, slo=easy, attainment=0.9)
+    assert loose.best is not None
+    replicates = replace(replicates_of(workload), slo=easy, policy="spread")
+    one, endless = (replicates.replay(f) for f in (loose.best.fleet, of_one_kind(types[0], 60)))
+    least_s, took_s = (float(np.quantile(o.session_s, 0.9)) for o in (endless, one))
+    assert least_s < 0.98 * took_s, "a load on which workers do not help shows nothing"
+    target_s = (least_s + took_s) / 2
+    tight = planned(workload, types, slo=easy, attainment=0.9, session_s=target_s, explained=True)
+    assert tight.best is not None
+    assert tight.best.fleet.workers > loose.best.fleet.workers
+    assert tight.reuse is not None
+    assert tight.reuse.sessions is not None
+    assert tight.reuse.sessions.within is not None
+    assert tight.reuse.sessions.within >= 0.9
+    assert "in time" in dict(facts(tight))["sessions"]
+    assert json.loads(json.dumps(plan_json(tight)))["session_s"] == target_s
+    never = planned(workload, types, slo=easy, attainment=0.9, session_s=least_s / 4)
+    assert never.best is None
+    assert "of the sessions already take longer than" in never.reason
+
+
+def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
+    workload = busy_talks(80, waits=True)
+    types = [worker_type(worker(kv=KV))]
+    few, many = (planned(workload, types, agents=n, attainment=0.9, explained=n == 40) for n in (2, 40))
+    assert few.best is not None
+    assert many.best is not None
+    assert few.best.fleet.workers < many.best.fleet.workers
+    assert many.schedule is None
+    assert many.line is None
+    assert many.reuse is not None
+    assert many.reuse.sessions is not None
+    assert many.reuse.sessions.at_once == 40
+    assert dict(facts(many))["target"].endswith("for 40 agents, at confidence 0.9")
+
+
+@pytest.mark.parametrize("asked", [{"agents": 3}, {"session_s": 60.0}])
+def test_sessions_are_asked_for_only_of_traces_that_have_some(asked: dict[str, float]) -> None:
+    request = replace(PlanRequest(SLO, model="llama-3.1-8b", gpu=("h100",), tp=(1,)), **asked)
+    flag = "--agents" if "agents" in asked else "--session-time"
+    for trace in (poisson(), talks(2, 30, told=False)):
+        with pytest.raises(BadInput, match=f"{flag}: the trace has no sessions"):
+            gather(Trace("made", "plain", trace), request)
+    assert gather(Trace("made", "plain", talks(2, 30)), request).workload.sessions is not None
