@@ -1,13 +1,14 @@
 """Plans in sessions: 120 recorded coding sessions on four types of GPU, their cliff, and their confidence.
 
-    python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence] [--cases N] [--seed 0]
+    python experiments/planning/sessions.py [--quick] [--part plan|cliff|confidence] [--sessions N]
+        [--cases N] [--seed 0] [--resume FOLDER]
 
 `plan`: `tokenfleet plan` as a user would run it, in a closed loop with prefix caches, on A100, H100, H200 and
-RTX PRO 6000 (Llama-3.1-8B, TP 1), with everything that the report explains, and its wall time. Requests
-beyond the model's context are left out, and nobody thinks for more than a minute.
+RTX PRO 6000 (Llama-3.1-8B, TP 1), with everything that the report explains, and its wall time on two threads,
+kernels loaded. Requests beyond the model's context are left out, and nobody thinks for more than a minute.
 
 `cliff`: the growth at which the planned fleet loses half of its hits, and its target, against a sweep in
-steps of 5 % that knows no search.
+steps of 5 % that knows no search, until both are lost.
 
 `confidence`: sessions are halved at random. One half is planned for (one type, confidence 0.9), the other is
 held out and replayed on the planned fleet with coefficients drawn as they may be wrong. `covered`: the share
@@ -19,6 +20,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,9 @@ from controlplane.perfmodel.profile import draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.results import bar, flags, show
+from tokenfleet.planning.comparisons import BASELINES
 from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import Replicates
@@ -78,12 +81,16 @@ def swept(plan: Plan, workload: Workload, pool: Threads) -> tuple[float | None, 
     lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     replicates = Replicates(workload, asked.slo, asked.policy, asked.seed, lengths)
     fleet = plan.best.fleet
-    scales = np.arange(1.0, MOST_GROWTH + STEP / 2, STEP)
-    outcomes = pool.map(lambda s: replicates.replay(fleet, workload=replicates.units.busier(s)), scales)
-    rates = [outcome.prefix_hit_rate or 0.0 for outcome in outcomes]
-    cold = [s for s, rate in zip(scales, rates, strict=True) if rate < LOST * rates[0]]
-    late = [s for s, o in zip(scales, outcomes, strict=True) if o.attainment < asked.attainment]
-    return (float(cold[0]) if cold else None, float(late[0]) if late else None)
+    kept = LOST * (replicates.replay(fleet).prefix_hit_rate or 0.0)
+    cold, late = [], []
+    for first in np.arange(1.0, MOST_GROWTH + STEP / 2, 2 * STEP):
+        scales = (float(first), float(first) + STEP)
+        outcomes = pool.map(lambda s: replicates.replay(fleet, growth=s), scales)
+        cold += [s for s, o in zip(scales, outcomes, strict=True) if (o.prefix_hit_rate or 0.0) < kept]
+        late += [s for s, o in zip(scales, outcomes, strict=True) if o.attainment < asked.attainment]
+        if cold and late:
+            break
+    return (cold[0] if cold else None, late[0] if late else None)
 
 
 def off(found: float | None, known: float | None) -> float:
@@ -91,6 +98,13 @@ def off(found: float | None, known: float | None) -> float:
     if found is None or known is None:
         return 0.0 if found is known else 1.0
     return abs(found / known - 1.0)
+
+
+def load_kernels(gathered: Gathered) -> None:
+    """Compile what a plan runs, or load it from disk."""
+    few = gathered.workload.take(np.arange(len(gathered.workload)) < 40)
+    for policy in (ASKED.policy, *BASELINES):
+        simulate(few, [WorkerSpec(gathered.worker_types[0].profile)] * 2, ASKED.slo, policy)
 
 
 def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
@@ -113,14 +127,15 @@ def held_out(trace: Trace, seed: int, pool: Threads) -> dict[str, Any]:
         "low": low,
         "attained": outcome.attainment,
         "hits": outcome.prefix_hit_rate,
-        "covered": outcome.attainment >= low,
+        "covered": bool(outcome.attainment >= low),
     }
 
 
 def main() -> int:
-    parser = flags(__doc__, WEKA)
+    parser = flags(__doc__, WEKA, resumes=True)
     parser.add_argument("--part", choices=PARTS, help="only one of them")
     parser.add_argument("--cases", type=int, default=40, help="held-out halves")
+    parser.add_argument("--sessions", type=int, default=120, help="planned for")
     asked = parser.parse_args()
     trace = capped(read_trace(asked.data / WEKA))
     if asked.quick:
@@ -131,8 +146,10 @@ def main() -> int:
     with threads(2) as pool:
         if "plan" in parts or "cliff" in parts:
             request = replace(ASKED, gpu=GPUS, seed=asked.seed)
+            known = of_sessions(trace, np.arange(asked.sessions))
+            load_kernels(gather(known, request))
             began = time.perf_counter()
-            gathered = gather(trace, request)
+            gathered = gather(known, request)
             plan = answer(gathered, request, pool)
             wall_s = time.perf_counter() - began
             assert plan.best is not None, plan.reason
@@ -155,7 +172,8 @@ def main() -> int:
                 bars["target off"] = bar(off(cliff.target_lost, target), OFF)
             rows.append(row)
         if "confidence" in parts:
-            cases = [held_out(trace, asked.seed + i, pool) for i in range(2 if asked.quick else asked.cases)]
+            numbers = range(asked.seed, asked.seed + (2 if asked.quick else asked.cases))
+            cases = [asked.resume.part(f"case {i}", partial(held_out, trace, i, pool)) for i in numbers]
             planned = [case for case in cases if case["workers"] is not None]
             rows += cases
             covered = float(np.mean([case["covered"] for case in planned])) if planned else 0.0
