@@ -7,9 +7,10 @@ minutes bring to memory, what they share counted once. Where it outgrows the fle
 blocks are evicted before its next turn, which then computes them anew, evicts more, and takes longer.
 
 The **cliff** is found by replaying the fleet under more sessions, of the trace's own (draws.busier): the
-growth at which hits fall below half of what they were, and that at which attainment falls below the target,
-each to 5 %. An overloaded fleet takes long to replay, so the next growths to be tried lie to both sides of
-where the straight line through what is known (in logarithms) would cross.
+growth at which hits fall below half of what they were, and that at which attainment falls below the target.
+An overloaded fleet takes long to replay, so the next growths to be tried lie to both sides of where the
+straight line through what is known (in logarithms) would cross; once they are within a tenth of each other,
+the answer is where the line between them does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GROWTHS = (1.25, 1.6)  # tried first
 MOST_GROWTH = 3.0  # past which nothing is looked for
 FARTHEST = 1.4  # times what was tried already: so far the straight line is followed
 ENDS = 0.15  # of what is left to be searched: so far from its ends the next ones are tried
-WITHIN = 1.05
+WITHIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _past(value: float, level: float) -> float:
 
 
 def _first(past: Callable[[Grown], float], try_all: Callable[[Sequence[float]], list[Grown]]) -> float | None:
-    """The smallest growth at which something is lost, to `WITHIN`; None where nowhere."""
+    """The growth at which something is lost, known to `WITHIN`; None where nowhere."""
     while True:
         known = try_all(())
         at = next((i for i, grown in enumerate(known) if past(grown) > 0.0), len(known))
@@ -143,9 +144,12 @@ def _first(past: Callable[[Grown], float], try_all: Callable[[Sequence[float]], 
             scales = _around(past, known[-2], known[-1], known[-1].scale, farthest)
             try_all([min(scale, farthest) for scale in scales if scale > known[-1].scale])
             continue
-        low, high = known[max(at - 1, 0)].scale, known[at].scale
-        if at == 0 or high <= WITHIN * low:
-            return high
+        if at == 0:
+            return known[0].scale
+        low, high = known[at - 1].scale, known[at].scale
+        if high <= WITHIN * low:
+            share = past(known[at - 1]) / (past(known[at - 1]) - past(known[at]))
+            return float(low * (high / low) ** share)
         try_all([s for s in _around(past, known[at - 1], known[at], low, high) if low < s < high])
 
 
