@@ -91,10 +91,11 @@ MEMORY_UTILIZATION = 0.9  # vLLM's default
 OTHER_BYTES = 2.5 * GIB  # activations of an 8k-token step, CUDA graphs, NCCL, on each GPU
 SMALLEST_KV = 8192  # a worker with less KV than this serves nobody
 
-# The grids hold kernel time. vLLM V1 with CUDA graphs adds scheduling, input preparation and sampling. The
-# one public figure for a grid's own case, llm-d's 6.97 ms decode intercept of Llama-3.1-8B on H100, is
-# 0.83 ms above the grid's 6.14 ms.
-HOST_S = 0.001
+# The grids hold kernel time. vLLM V1 with CUDA graphs adds scheduling, input preparation and sampling. On the
+# H100 llm-d's decode intercept of Llama-3.1-8B, 6.97 ms, is 0.83 ms above the grid's 6.14. On the A100 the
+# grid's kernels alone take as long as whole steps of LMBench's development ladders: 11.8 ms of 8B for 11.5 to
+# 11.7 measured, 51.5 of 70B on two for 50 to 52.
+HOST_S = {"a100-sxm": 0.0, "h100-sxm": 0.001, "h200-sxm": 0.001}
 GRID_NAMES = {
     "llama-3.1-8b": "llama3.1-8b",
     "llama-3.1-70b": "llama3.1-70b",
@@ -119,9 +120,9 @@ def table_rows(path: Path) -> list[dict[str, str]]:
 
 
 def grid_samples(
-    data: Path, model: str, gpu: str, tp_degree: int, capacity_tokens: int, host_s: float = HOST_S
+    data: Path, model: str, gpu: str, tp_degree: int, capacity_tokens: int, host_s: float | None = None
 ) -> StepSamples:
-    """A variant's grid as step samples, host time added.
+    """A variant's grid as step samples, host time added (`host_s` instead of the GPU's).
 
     Rows longer than the model's context, and batches that the worker's KV cannot hold, are left out.
     """
@@ -137,4 +138,5 @@ def grid_samples(
         if int(row["tp"]) == tp_degree and total <= capacity_tokens and int(row["context"]) <= limit:
             rows.append((0, batch, total, float(row["latency_ms"]), 0))
     table = np.array(rows, float)
-    return StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] / 1e3 + host_s, table[:, 4])
+    step_s = table[:, 3] / 1e3 + (HOST_S[gpu] if host_s is None else host_s)
+    return StepSamples(table[:, 0], table[:, 1], table[:, 2], step_s, table[:, 4])

@@ -74,6 +74,23 @@ def markdown(rows: list[dict[str, str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row.values()) + " |" for row in rows)]) + "\n"
 
 
+def bars_of(found: list[dict[str, Any]], calibrates: bool, words: str) -> dict[str, dict[str, Any]]:
+    """The medians of all ladders and of those judged, and the knees met, beside what they are to be."""
+    bars = {}
+    parts = {"all": found, "judged": [one for one in found if one["runs"] in JUDGED]}
+    for part, ladders in parts.items():
+        medians = overall(ladders) if ladders else None
+        for (figure, what), limit in zip(FIGURES, BARS[calibrates], strict=True) if medians else ():
+            value = float(np.round(medians["errors"][figure][what], 4))
+            bars[f"{words}: {figure} {what}, median over {part} ladders"] = bar(value, limit)
+    knees = overall(found)["knees"]
+    for name, limit in zip(("met", "within_one"), KNEES[calibrates], strict=True):
+        share = knees[name] / max(knees["ladders"], 1)
+        what = f"{words}: knees {name.replace('_', ' ')}, of {knees['ladders']} ladders that have one"
+        bars[what] = bar(float(np.round(share, 2)), limit, at_least=True)
+    return bars
+
+
 def main() -> int:
     parser = flags(__doc__, LMBENCH, resumes=True)
     parser.add_argument("--only", choices=(*DEVELOPMENT, *JUDGED), help="this ladder")
@@ -88,13 +105,7 @@ def main() -> int:
             for name in ((asked.only,) if asked.only else names)
         ]
         rows += [row_of(one) for one in found]
-        medians = overall(found)
-        for (figure, what), limit in zip(FIGURES, BARS[calibrates], strict=True):
-            value = float(np.round(medians["errors"][figure][what], 4))
-            bars[f"{words}: {figure} {what}, median over ladders"] = bar(value, limit)
-        for knee, limit in zip(("met", "within_one"), KNEES[calibrates], strict=True):
-            name = f"{words}: knees {knee.replace('_', ' ')}"
-            bars[name] = bar(medians["knees"][knee], limit, at_least=True)
+        bars |= bars_of(found, calibrates, words)
     if asked.write:
         path = ROOT / "docs" / "accuracy.md"
         before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)

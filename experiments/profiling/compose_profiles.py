@@ -82,12 +82,12 @@ def composed_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profil
         source=Source(
             "composed",
             f"aiconfigurator-core 0.12.0 grids over vLLM {GRID_ENGINE[gpu]} operation tables: kernel time"
-            f" only, {HOST_S * 1e3:g} ms a step added for the host; a mixed step is one base + its parts;"
+            f" only, {HOST_S[gpu] * 1e3:g} ms a step added for the host; a mixed step is one base + parts;"
             f" KV from {MEMORY_UTILIZATION:g} of {GPU_BYTES[gpu] / GIB:.2f} GiB less weights and"
             f" {OTHER_BYTES / GIB:g} GiB a GPU",
             "Apache-2.0",
             GRID_DATE[gpu],
-            HOST_S,
+            HOST_S[gpu],
         ),
         prefill=prefill.model,
         context_limit_tokens=shape.context_limit_tokens,
@@ -139,6 +139,7 @@ def rounded(profile: Profile) -> Profile:
         step=six(profile.step),
         prefill=None if profile.prefill is None else six(profile.prefill),
         residuals=six(profile.residuals),
+        frontend=six(profile.frontend),
     )
 
 

@@ -315,13 +315,12 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def overall(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over ladders, and the shares of their knees that are met and that are one rate off."""
-    apart = np.abs([one["knee"]["rates_apart"] for one in found])
+    """The medians over ladders; of those with a knee, seen or predicted, how many are met or one rate off."""
+    knees = [one["knee"] for one in found]
+    apart = [abs(k["rates_apart"]) for k in knees if k["measured_rps"] or k["predicted_rps"]]
     errors = {
         name: {what: float(np.nanmedian([one["errors"][name][what] for one in found])) for what in row}
         for name, row in found[0]["errors"].items()
     }
-    return {
-        "errors": errors,
-        "knees": {"met": float(np.mean(apart == 0)), "within_one": float(np.mean(apart <= 1))},
-    }
+    near = {"met": sum(n == 0 for n in apart), "within_one": sum(n <= 1 for n in apart)}
+    return {"errors": errors, "knees": {"ladders": len(apart)} | near}

@@ -1,6 +1,7 @@
 """The fit of a step model to a request log that records no steps: simulate the log, compare, adjust.
 
-One worker serves the log's requests in the simulator; the four coefficients are those for which
+One worker serves the log's requests in the simulator. The four plain coefficients, that of length² and the
+constant of a first token are those for which
 
     Σ ρ(log e2e / e2e') + ρ(log tpot / tpot') + ρ(log (ttft + FLOOR_S) / (ttft' + FLOOR_S))
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, minimize
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import FittedRange, Profile, Residuals, with_times
+from controlplane.perfmodel.profile import FittedRange, Frontend, Profile, Residuals, with_times
 from controlplane.perfmodel.step import StepModel
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
@@ -29,13 +30,16 @@ from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.profiles.measurements import RequestLog
 
-FLOOR_S = 0.25
+FLOOR_S = 0.15
 OUTLIER = 0.01  # errors past a hundredth count linearly
-STARTS = 12
+STARTS, FOLLOWED = 12, 3
 STEPS = (3e-2, 1e-2)  # of a logarithm, for the gradient: one changed admission must not hide the slope
-SIMPLEX = (0.4, -0.2, 0.05)  # sides of the simplex searches that follow, of a logarithm
+SIMPLEX = (0.8, -0.4, 0.4, -0.2, 0.1, 0.03)  # sides of the simplex searches that follow, of a logarithm
 FEWEST_REQUESTS = 30
 REST_S = 60.0
+# Where the searches for the last two begin: attention within a prompt costs as much as its tokens' other work
+# at some 40,000 tokens, and an engine's own log has next to no frontend.
+SUM_SQ, PER_REQUEST_S = -10.6, 0.001
 # Standard deviations of a calibration's corrections (of the logarithms of decode and prefill, and seconds),
 # and of a mean latency of the log.
 CALIBRATION_DOUBT, CALIBRATION_NOISE = (0.2, 0.3, 0.02), 0.02
@@ -175,22 +179,34 @@ def _least(errors: Callable[[Columns], Columns], first: Columns, rng: np.random.
                 max_nfev=40,
             ).x
         minima.append((cost(x), k, x))
-    best = min(minima, key=lambda row: row[:2])[2]
-    for size in SIMPLEX:
-        corners = np.vstack([best, best + size * np.eye(4)])
-        best = minimize(
-            cost,
-            best,
-            method="Nelder-Mead",
-            options={"initial_simplex": corners, "maxfev": 300, "xatol": 1e-4, "fatol": 1e-6},
-        ).x
-    return np.asarray(best, float)
+    best = [_descended(cost, x) for _, _, x in sorted(minima, key=lambda row: row[:2])[:FOLLOWED]]
+    return min(best, key=cost)
+
+
+def _descended(cost: Callable[[Columns], float], x: Columns) -> Columns:
+    """From the plain four coefficients down to a minimum of all six.
+
+    Attention within prompts and the frontend are told from the four only once those are near.
+    """
+    for more in ([], [x[1] + SUM_SQ, np.log(PER_REQUEST_S)]):
+        x = np.append(x, more)
+        for size in SIMPLEX:
+            corners = np.vstack([x, x + size * np.eye(len(x))])
+            x = minimize(
+                cost,
+                x,
+                method="Nelder-Mead",
+                options={"initial_simplex": corners, "maxfev": 600, "xatol": 1e-4, "fatol": 1e-6},
+            ).x
+    return np.asarray(x, float)
 
 
 def _with(profile: Profile, x: Columns) -> Profile:
-    """A profile with the coefficients whose logarithms are `x`."""
-    base, prefill, sequence, context = (float(v) for v in np.exp(x))
-    return replace(profile, step=StepModel(base, prefill, sequence, context))
+    """A profile with the coefficients whose logarithms are `x`: the plain four, or all six."""
+    base, prefill, sequence, context, *more = (float(v) for v in np.exp(x))
+    sum_sq, request_s = more or (0.0, 0.0)
+    step = StepModel(base, prefill, sequence, context, sum_sq)
+    return replace(profile, step=step, frontend=Frontend(request_s))
 
 
 def _first_guess(log: RequestLog) -> Columns:

@@ -73,7 +73,8 @@ def test_a_profile_that_is_too_fast_is_told_so_and_is_right_once_calibrated(tmp_
         assert calibrated["errors"][name]["mean"] < 0.02, name
     assert all(row["errors"]["tpot"]["mean"] < 0 for row in as_it_is["rates"])
     assert calibrated["judged"] < as_it_is["judged"]
-    assert overall([calibrated])["knees"]["within_one"] == 1.0
+    assert overall([as_it_is, calibrated])["knees"]["ladders"] == 2
+    assert overall([calibrated])["knees"] == {"ladders": 1, "met": 1, "within_one": 1}
 
 
 def test_what_the_engines_had_is_taken_from_the_file(tmp_path: Path) -> None:
