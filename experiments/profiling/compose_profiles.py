@@ -119,7 +119,7 @@ def library(data: Path) -> Iterator[tuple[Path, Profile]]:
         held_out_mean=half.residuals.held_out_mean,
         held_out_max=half.residuals.held_out_max,
     )
-    alone = PrefillModel(whole.step.base_s, whole.step.per_prefill_token_s)
+    alone = PrefillModel.of_step(whole.step)
     yield Path("rtx-pro-6000") / "llama-3.1-8b_tp1.yaml", replace(whole, residuals=held, prefill=alone)
 
 
