@@ -37,6 +37,7 @@ from controlplane.placement.policies import Policy
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup, WorkerType
+from dataplane.http.keys import KeyRing
 from dataplane.http.server import bind, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.operations import FleetFacts, Operations
@@ -176,7 +177,7 @@ async def measured(asked: Any) -> dict[str, Any]:
     await pool.start()
     facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
     operations = Operations(facts, core, pool, metrics, events, arrived, step_times)
-    server = control_server(control_app(operations, None))
+    server = control_server(control_app(operations, KeyRing(())))
     listening = bind("127.0.0.1", 0, "port")
     port = listening.getsockname()[1]
     serving = of("control", asyncio.ensure_future, server.serve(sockets=[listening]))

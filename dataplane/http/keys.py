@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,12 +110,12 @@ class KeyRing:
         self._limits: dict[str, Limits] = {}
         self._take(keys)
 
-    def reload(self, file: Path) -> None:
+    def reload(self, file: Path, read: Callable[[Path], Sequence[ApiKey]] | None = None) -> None:
         """Take a file's keys in place of those that came from it before. Raises BadInput for a faulty one.
 
-        Whose limits are as before goes on with what is left of them.
+        Whose limits are as before goes on with what is left of them. `read`: by default `read_keys`.
         """
-        self._take([*(key for key in self.keys if not key.is_filed), *read_keys(file)])
+        self._take([*(key for key in self.keys if not key.is_filed), *(read or read_keys)(file)])
 
     def _take(self, keys: Sequence[ApiKey]) -> None:
         names = [key.name for key in keys]
@@ -221,6 +221,25 @@ def read_keys(path: Path) -> list[ApiKey]:
     if not entries or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadInput(f"{path}: expected a list of keys, each with at least a name and a key")
     return [key_from_mapping(f"{path}: {i}", entry) for i, entry in enumerate(entries)]
+
+
+def control_keys_of(given: str | None, file: Path | None, hosts: Mapping[str, str]) -> tuple[ApiKey, ...]:
+    """The keys of operators; raises BadInput where others reach one of `hosts` (by flag) without any."""
+    keys = [] if given is None else [ApiKey("control", given)]
+    keys += [] if file is None else read_control_keys(file)
+    for flag, host in hosts.items():
+        if not is_loopback(host) and not keys:
+            raise BadInput(f"{flag}: {host} is reachable by others, so give --control-key or --control-keys")
+    return tuple(keys)
+
+
+def read_control_keys(path: Path) -> list[ApiKey]:
+    """Keys of a YAML list, as `read_keys` has them; raises BadInput for one with more than name and key."""
+    keys = read_keys(path)
+    for i, key in enumerate(keys):
+        if key != ApiKey(key.name, key.secret, is_filed=True):
+            raise BadInput(f"{path}: {i}: a control key has a name and a key alone")
+    return keys
 
 
 def keys_of(given: Sequence[str], file: Path | None, host: str) -> tuple[ApiKey, ...]:

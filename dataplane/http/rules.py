@@ -8,7 +8,6 @@ it.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from controlplane.errors import BadInput, ControlPlaneError
+from dataplane.http.keys import KeyRing
 from dataplane.http.tls import is_loopback
 
 Message = MutableMapping[str, Any]
@@ -81,30 +81,30 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def keep_house_rules(
     app: FastAPI,
-    key: str | None,
+    keys: KeyRing,
     open_paths: frozenset[str] = OPEN_PATHS,
     body_bytes: Mapping[str, int] | None = None,
 ) -> None:
-    """Put the rules before an app. `key` None lets loopback callers in without one; `body_bytes` allows the
-    paths it names more than BODY_BYTES."""
-    app.add_middleware(HouseRules, key=key, open_paths=open_paths, body_bytes=body_bytes or {})
+    """Put the rules before an app. Without keys loopback callers are let in; `body_bytes` allows the paths it
+    names more than BODY_BYTES."""
+    app.add_middleware(HouseRules, keys=keys, open_paths=open_paths, body_bytes=body_bytes or {})
     app.add_exception_handler(ControlPlaneError, _bad_input)
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _http_error)
 
 
-def documented_key(key: str | None) -> list[Depends]:
+def documented_key(keys: KeyRing) -> list[Depends]:
     """Dependencies that tell OpenAPI, and so a generated client, of the key; HouseRules looks at it."""
-    return [] if key is None else [Security(HTTPBearer(auto_error=False, description="the control key"))]
+    return [Security(HTTPBearer(auto_error=False, description="a control key"))] if keys.keys else []
 
 
 class HouseRules:
     """ASGI middleware: refuses callers without a right to call, and bodies beyond their bounds."""
 
     def __init__(
-        self, app: App, key: str | None, open_paths: frozenset[str], body_bytes: Mapping[str, int]
+        self, app: App, keys: KeyRing, open_paths: frozenset[str], body_bytes: Mapping[str, int]
     ) -> None:
-        self._app, self._key = app, key
+        self._app, self._keys = app, keys
         self._open_paths, self._body_bytes = open_paths, body_bytes
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -112,7 +112,7 @@ class HouseRules:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        refusal = None if request.url.path in self._open_paths else _refusal(request, self._key)
+        refusal = None if request.url.path in self._open_paths else _refusal(request, self._keys)
         most = self._body_bytes.get(request.url.path, BODY_BYTES)
         stated = request.headers.get("content-length", "")
         if refusal is None and stated.isdigit() and int(stated) > most:
@@ -153,10 +153,9 @@ def error_reply(
     return JSONResponse({"error": error}, status_code=status, headers=named)
 
 
-def _refusal(request: Request, key: str | None) -> JSONResponse | None:
-    if key is not None:
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(secret.encode(), key.encode()):
+def _refusal(request: Request, keys: KeyRing) -> JSONResponse | None:
+    if keys.keys:
+        if keys.find(request.headers.get("authorization", "")) is not None:
             return None
         return error_reply(401, "the control key is missing or wrong", www_authenticate="Bearer")
     if not is_loopback(request.url.hostname or ""):

@@ -34,18 +34,23 @@ class ServedFleet:
     control: str
     log: Path
     trust: ssl.SSLContext | None = None
+    key: str = ""
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
         """The control API's JSON; raises urllib's HTTPError."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.control + path, data, headers or {}, method=method)
+        headers = {"authorization": f"Bearer {self.key}"} | (headers or {})
+        request = urllib.request.Request(self.control + path, data, headers, method=method)
         request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=20, context=self.trust) as reply:
             return json.load(reply)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
-        with urllib.request.urlopen(f"{self.control}/metrics", timeout=20, context=self.trust) as reply:
+        request = urllib.request.Request(
+            f"{self.control}/metrics", headers={"authorization": f"Bearer {self.key}"}
+        )
+        with urllib.request.urlopen(request, timeout=20, context=self.trust) as reply:
             lines = reply.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
@@ -84,8 +89,11 @@ def serve(
     folder: Path,
     environment: dict[str, str] | None = None,
     trust: ssl.SSLContext | None = None,
+    key: str = "",
 ) -> ServedFleet:
-    """Start `tokenfleet serve` and return once it says that it is ready; over TLS it is asked with `trust`.
+    """Start `tokenfleet serve` and return once it says that it is ready.
+
+    Over TLS its control API is asked with `trust`, and with `key` where it has keys.
 
     It keeps its things under `folder`, unless `environment` (of its process, beside ours) says otherwise.
     """
@@ -112,4 +120,4 @@ def serve(
     line = process.stdout.readline()
     assert line.startswith("ready "), f"serve said {line!r}; log:\n{log.read_text()[-4000:]}"
     _, gateway_url, _, control_url = line.split()
-    return ServedFleet(process, gateway_url, control_url, log, trust)
+    return ServedFleet(process, gateway_url, control_url, log, trust, key)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import ssl
+import urllib.error
 
 import httpx
 import psutil
@@ -91,7 +92,9 @@ def controllers(fleet):
 
 @pytest.fixture(scope="module")
 def guarded_fleet(model_folder, scratch):
-    """One worker with room for three requests and no queue, two keys, and a certificate."""
+    """One worker with room for three requests and no queue, two keys, an operator's, and a certificate."""
+    operators = scratch / "operators.yaml"
+    operators.write_text("- {name: one, key: o}\n")
     keys = scratch / "keys.yaml"
     keys.write_text(
         "- {name: gold, key: g, priority: high}\n"
@@ -103,6 +106,7 @@ def guarded_fleet(model_folder, scratch):
     assert "max_seqs: 3" in text
     profile.write_text(text)
     flags = ("--workers", "1", "--queue", "0", "--api-keys", str(keys), "--shutdown-wait", "1s")
+    flags += ("--control-keys", str(operators))
     # No data folder is named, and what it might write to by itself is ours to look into.
     own = {"TOKENFLEET_DATA": "", "XDG_DATA_HOME": str(scratch / "home"), "TMPDIR": str(scratch / "tmp")}
     (scratch / "tmp").mkdir()
@@ -110,7 +114,8 @@ def guarded_fleet(model_folder, scratch):
     emulated = ("--engine", "emulated", "--profile", str(profile))
     tls = ("--tls-cert", str(certificate), "--tls-key", str(key))
     trust = client_context(certificate)
-    fleet = serve(model_folder, *emulated, *flags, *tls, folder=scratch, environment=own, trust=trust)
+    asked = {"folder": scratch, "environment": own, "trust": trust, "key": "o"}
+    fleet = serve(model_folder, *emulated, *flags, *tls, **asked)
     yield fleet
     fleet.stop()
 
@@ -215,6 +220,27 @@ def test_a_key_over_its_tokens_waits_and_the_file_is_read_anew_while_it_serves(g
 
 def decisions(fleet):
     return fleet.ask("GET", "/v1/fleet")["decisions"]
+
+
+def test_the_operators_keys_change_while_it_serves_and_its_own_controller_stays(guarded_fleet, scratch):
+    def code(key):
+        try:
+            guarded_fleet.ask("GET", "/v1/fleet", headers={"authorization": f"Bearer {key}"})
+        except urllib.error.HTTPError as error:
+            return error.code
+        return 200
+
+    file = scratch / "operators.yaml"
+    assert (code("o"), code("n"), code("")) == (200, 401, 401)
+    controller = controllers(guarded_fleet)
+    file.write_text("- {name: one, key: n}\n- {name: two, key: p}\n")
+    guarded_fleet.until(lambda: code("n") == 200)
+    guarded_fleet.key = "n"
+    assert (code("o"), code("p")) == (401, 200)
+    file.write_text("- {name: one, key: n, priority: normal}\n")
+    guarded_fleet.until(lambda: any("key alone" in d["reason"] for d in decisions(guarded_fleet)))
+    assert code("p") == 200
+    assert controllers(guarded_fleet) == controller
 
 
 def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, post):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from controlplane.errors import BadInput
-from dataplane.http.tls import certificate_of, is_loopback
-from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
+from dataplane.http.keys import KeyRing, control_keys_of, read_control_keys
+from dataplane.http.tls import certificate_of
+from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from dataplane.http.tls import ServerCertificate
+
+    Followed = tuple[Sequence[Path], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,8 @@ class ApiFlags:
     data: Annotated[
         Path | None, typer.Option(help="folder for jobs, plans and uploads (default: $TOKENFLEET_DATA)")
     ] = None
-    control_key: Annotated[
-        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="the key callers must send")
-    ] = None
+    control_key: ControlKey = None
+    control_keys: ControlKeys = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Insecure = False
@@ -54,8 +57,7 @@ def api_command(flags: ApiFlags) -> None:
     if job_timeout_s <= 0:
         raise BadInput(f"--job-timeout: must be positive, got {flags.job_timeout}")
     host, port = flags.host, flags.port
-    if not is_loopback(host) and not flags.control_key:
-        raise BadInput(f"--host: {host} is reachable by others, so give --control-key")
+    keys = KeyRing(control_keys_of(flags.control_key, flags.control_keys, {"--host": host}))
     certificate = certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, {"--host": host})
 
     from dataplane.http.server import address, bind
@@ -68,16 +70,25 @@ def api_command(flags: ApiFlags) -> None:
     listening = bind(host, port, "--port")
     limits = ServiceLimits(flags.parallel, flags.queue, job_timeout_s, flags.max_upload_mb << 20)
     service = PlanService(flags.data or default_data_folder(), limits)
-    app = plan_app(flags.control_key, [plan_extension(service), console_extension()])
+    app = plan_app(keys, [plan_extension(service), console_extension()])
     try:
-        _answer(app, listening, certificate, f"ready {address(host, port, certificate)}")
+        followed: list[Followed] = []
+        if certificate is not None:
+            followed.append((certificate.files, certificate.reload))
+        if (file := flags.control_keys) is not None:
+            followed.append(((file,), partial(keys.reload, file, read_control_keys)))
+        _answer(app, listening, certificate, followed, f"ready {address(host, port, certificate)}")
     finally:
         service.close()
         listening.close()
 
 
 def _answer(
-    app: FastAPI, listening: socket.socket, certificate: ServerCertificate | None, ready: str
+    app: FastAPI,
+    listening: socket.socket,
+    certificate: ServerCertificate | None,
+    followed: Sequence[Followed],
+    ready: str,
 ) -> None:
     """Serve until SIGTERM or SIGINT, both of which end it cleanly; `ready` is printed once it answers."""
     import uvicorn
@@ -89,9 +100,8 @@ def _answer(
             await super().startup(sockets)
             if self.started:
                 print(ready, flush=True)
-            if certificate is not None:
-                following = follow(certificate.files, certificate.reload, lambda line: warn([line]))
-                self.following = asyncio.create_task(following)  # ends with the loop
+            works = [follow(files, reload, lambda line: warn([line])) for files, reload in followed]
+            self.following = [asyncio.create_task(work) for work in works]  # they end with the loop
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -29,6 +29,12 @@ TlsCert = Annotated[
     typer.Option(help="PEM certificate (with its chain) to serve HTTPS with; read anew when it changes"),
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="and its private key")]
+ControlKey = Annotated[
+    str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
+]
+ControlKeys = Annotated[
+    Path | None, typer.Option(help="YAML list of more keys of it (name, key), read anew when it changes")
+]
 Insecure = Annotated[
     bool,
     typer.Option(

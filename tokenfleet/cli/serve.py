@@ -22,11 +22,11 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
 from controlplane.types import Slo
-from dataplane.http.keys import keys_of
-from dataplane.http.tls import certificate_of, is_loopback
+from dataplane.http.keys import control_keys_of, keys_of
+from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
 from dataplane.live.engine_api.processes import QUIET
-from tokenfleet.cli.flags import Insecure, TlsCert, TlsKey, takes
+from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
     WORKERS,
@@ -97,9 +97,8 @@ class ServeFlags:
         Path | None,
         typer.Option(help="YAML list of keys with bounds and limits, read anew when it changes"),
     ] = None
-    control_key: Annotated[
-        str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="key of the control API")
-    ] = None
+    control_key: ControlKey = None
+    control_keys: ControlKeys = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Insecure = False
@@ -252,6 +251,7 @@ def serve_command(flags: ServeFlags) -> None:
     checked = _checked(flags)
     _needs_live_extra()
     keys = keys_of(flags.api_key or [], flags.api_keys, flags.host)
+    control_keys_of(flags.control_key, flags.control_keys, {"--control-host": flags.control_host})
     certificate = _certificate(flags)
     _look_at_host(flags, checked.model)
     _prepare_process(flags.verbose)
@@ -333,8 +333,6 @@ def _model(name: str) -> str:
 
 
 def _certificate(flags: ServeFlags) -> ServerCertificate | None:
-    if not is_loopback(flags.control_host) and not flags.control_key:
-        raise BadInput(f"--control-host: {flags.control_host} is reachable by others, so give --control-key")
     hosts = {"--host": flags.host, "--control-host": flags.control_host}
     return certificate_of(flags.tls_cert, flags.tls_key, flags.insecure, hosts)
 
@@ -359,7 +357,10 @@ def _settings(
         max_workers=checked.max_workers,
         control_host=asked.control_host,
         control_port=asked.control_port,
-        control_key=asked.control_key,
+        control_keys=control_keys_of(
+            asked.control_key, asked.control_keys, {"--control-host": asked.control_host}
+        ),
+        control_keys_file=asked.control_keys,
         slo=checked.slo,
         attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
         waiting=QueueSettings(asked.queue, checked.queue_wait_s),

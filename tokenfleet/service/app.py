@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
+from dataplane.http.keys import KeyRing
 from dataplane.http.rules import ERRORS, OPEN_PATHS, documented_key, keep_house_rules
 from dataplane.http.server import Extension
 from tokenfleet.planning.plan_file import PlanFile
@@ -23,8 +24,8 @@ from tokenfleet.service.routes import plan_extension
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def plan_app(key: str | None, extensions: Sequence[Extension]) -> FastAPI:
-    """The application; `key` None lets loopback callers in without one."""
+def plan_app(keys: KeyRing, extensions: Sequence[Extension]) -> FastAPI:
+    """The application; without keys loopback callers are let in."""
     registry = CollectorRegistry()
     for extension in extensions:
         for collector in extension.collectors:
@@ -44,11 +45,11 @@ def plan_app(key: str | None, extensions: Sequence[Extension]) -> FastAPI:
         docs_url="/docs",
         redoc_url=None,
         lifespan=running,
-        dependencies=documented_key(key),
+        dependencies=documented_key(keys),
     )
     keep_house_rules(
         app,
-        key,
+        keys,
         OPEN_PATHS.union(*(extension.open_paths for extension in extensions)),
         {path: most for extension in extensions for path, most in extension.body_bytes.items()},
     )

@@ -15,6 +15,7 @@ from sse_starlette.sse import EventSourceResponse
 from controlplane.errors import BadInput
 from controlplane.snapshot import Fact, Note, Scale
 from controlplane.types import Role
+from dataplane.http.keys import KeyRing
 from dataplane.http.rules import (
     ERRORS,
     OPEN_PATHS,
@@ -103,20 +104,20 @@ class MoveDecision(BaseModel):
     advisory: bool = False
 
 
-def control_app(operations: Operations, key: str | None, extensions: Sequence[Extension] = ()) -> FastAPI:
-    """The application; `key` None lets loopback callers in without one."""
+def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Extension] = ()) -> FastAPI:
+    """The application; without keys loopback callers are let in."""
     app = FastAPI(
         title="Tokenfleet control",
         version="1",
         responses=ERRORS,
         docs_url="/docs",
         redoc_url=None,
-        dependencies=documented_key(key),
+        dependencies=documented_key(keys),
     )
     app.state.operations = operations
     keep_house_rules(
         app,
-        key,
+        keys,
         OPEN_PATHS.union(*(extension.open_paths for extension in extensions)),
         {path: most for extension in extensions for path, most in extension.body_bytes.items()},
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,8 +32,8 @@ from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Polic
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import Slo
 from dataplane.history.files import HistoryLimits
-from dataplane.http.keys import ApiKey, KeyRing
-from dataplane.http.server import Extension, address, until_answering
+from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
+from dataplane.http.server import Extension, address, follow, until_answering
 from dataplane.live.control.api import control_app, control_server
 from dataplane.live.control.operations import FleetFacts, Operations
 from dataplane.live.control.processes import ControllerProcess
@@ -90,7 +91,7 @@ class FleetSettings:
     max_workers: int
     control_host: str
     control_port: int
-    control_key: str | None
+    control_keys: tuple[ApiKey, ...]
     slo: Slo | None
     attainment: float
     waiting: QueueSettings
@@ -109,6 +110,7 @@ class FleetSettings:
     nodes_wait_s: float = 0.0
     extensions: tuple[Extension, ...] = ()
     keys: tuple[ApiKey, ...] = ()
+    control_keys_file: Path | None = None
     gateways: int = 1
 
 
@@ -228,7 +230,13 @@ async def run_fleet(
         _register(metrics, core, gateways, settings.extensions)
         for extension in settings.extensions:
             await cleanup.enter_async_context(extension.running())
-        app = control_app(operations, settings.control_key, settings.extensions)
+        # The controller has one of its own, which no change of the operators' takes away.
+        own = (ApiKey("the controller", secrets.token_hex(32)),) if settings.control_keys else ()
+        operators = KeyRing((*settings.control_keys, *own))
+        app = control_app(operations, operators, settings.extensions)
+        if (file := settings.control_keys_file) is not None:
+            reload = partial(operators.reload, file, read_control_keys)
+            cluster.spawn(follow((file,), reload, partial(_say, events, "control keys")))
         control = control_server(app, certificate)
         answering = asyncio.create_task(control.serve(sockets=[estate.control]))
         cleanup.push_async_callback(_end_server, control, answering)
@@ -251,7 +259,7 @@ async def run_fleet(
         await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
         controller_settings = ControllerSettings(
             control_url,
-            settings.control_key,
+            own[0].secret if own else None,
             settings.advisory,
             os.getpid(),
             tuple(replace(t, known_profile=profiles.get(t.name)) for t in settings.types),

@@ -13,6 +13,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,16 @@ class HostFindings:
     host: str
     findings: tuple[Finding, ...]
     clock_s: float
+
+
+# The package is called nixl where its meta package is installed, else by its CUDA.
+ASK_NIXL = """
+from importlib import import_module, util
+names = [name for name in ("nixl", "nixl_cu12", "nixl_cu13") if util.find_spec(name) is not None]
+api = import_module(names[0] + "._api")
+agent = api.nixl_agent("tokenfleet doctor", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+print(", ".join(agent.get_plugin_list()) or "none")
+"""
 
 
 def look(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
@@ -220,9 +231,23 @@ def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Finding:
 
 
 def _nixl() -> Finding:
+    """NIXL and the backends that it can load, asked in a process of its own: they are native libraries."""
     version = next(filter(None, map(_version, ("nixl", "nixl-cu12", "nixl-cu13"))), None)
-    there = "not installed" if version is None else f"{version}, which no fleet uses yet"
+    there = "not installed"
+    if version is not None:
+        there = f"{version}, {_nixl_backends()}; no fleet uses it yet"
     return Finding("NIXL", "fine", f"{there}; KV goes by memory on a host and by sockets between hosts")
+
+
+def _nixl_backends(limit_s: float = 30.0) -> str:
+    command = [sys.executable, "-c", ASK_NIXL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"which does not say its backends within {limit_s:g} s"
+    lines = done.stdout.splitlines() if done.returncode == 0 else done.stderr.splitlines()
+    last = lines[-1] if lines else f"exit code {done.returncode}"
+    return f"backends {last}" if done.returncode == 0 else f"which cannot be imported ({last})"
 
 
 def _nics(address: str, wanted: str) -> list[Finding]:

@@ -26,6 +26,7 @@ ORDER = {"trace": {"sample": True}, "slo": {"ttft_s": 0.4, "tpot_s": 0.03}}
 
 ONE_MORE = """
 import dataclasses, json, sys, tempfile
+from dataplane.http.keys import KeyRing
 from pathlib import Path
 from typing import Annotated
 from pydantic import Field
@@ -53,11 +54,12 @@ folder = Path(tempfile.mkdtemp(dir=sys.argv[1]))
 cell = changed(Wider(Slo(0.4, 0.03)), {"zone-count": "3"})
 service = PlanService(folder, ServiceLimits())
 order = {"trace": {"sample": True}, "slo": {"ttft_s": 0.4, "tpot_s": 0.03}, "zone_count": 3}
+app = plan_app(KeyRing(()), [plan_extension(service)])
 print("ANSWER" + json.dumps({
     "config": with_config(_command(VERBS["plan"]), str(folder / "flags.yaml"), []),
     "axis": AXES["zone-count"].name,
     "command": request.command_line(cell, ["--trace", "x"]),
-    "openapi": plan_app(None, [plan_extension(service)]).openapi()["components"]["schemas"]["PlanOrder"],
+    "openapi": app.openapi()["components"]["schemas"]["PlanOrder"],
     "ordered": PlanOrder.model_validate(order).request().zone_count,
     "catalogue": service.catalogue()["options"],
 }))

