@@ -1,4 +1,4 @@
-"""The loss of a fleet's core under 40 streams before two gateways, in rounds; each successor is the next victim.
+"""The loss of a core under 40 streams before two gateways, in rounds; each successor is the next victim.
 
 In every round the core is killed with SIGKILL (`--hang`: stopped with SIGSTOP, and never let go on) while all
 streams decode. Each stream's tokens are compared with those of an undisturbed run. A request that is sent at
