@@ -133,10 +133,11 @@ class FrontHost:
         if worker in self.front.engines:
             await self.front.engines[worker].close()
 
-    async def adopt(self):
+    async def adopt(self, workers):
         from dataplane.live.pool.member import Adopted
 
-        return {w: Adopted(engine, ()) for w, engine in self.front.engines.items() if not engine.is_lost}
+        engines = self.front.engines
+        return {w: Adopted(engines[w], ()) for w in workers if not engines[w].is_lost}
 
     async def is_healthy(self, worker):
         return not self.front.engines[worker].is_lost

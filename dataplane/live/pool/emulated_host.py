@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import WorkerId
@@ -57,7 +57,7 @@ class EmulatedHost:
     async def leave_node(self, address: str, seconds: float) -> None:
         """Emulated engines are on no node."""
 
-    async def adopt(self) -> Mapping[WorkerId, Adopted]:
+    async def adopt(self, workers: Collection[WorkerId]) -> Mapping[WorkerId, Adopted]:
         """None: emulated engines are in their core's process, and end with it."""
         return {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -40,8 +40,8 @@ class Host(Protocol):
     async def leave_node(self, address: str, seconds: float) -> None:
         """Start nothing more on the node at an address, which goes away."""
 
-    async def adopt(self) -> Mapping[WorkerId, Adopted]:
-        """Take over the workers that an earlier core has left; those that do not serve end."""
+    async def adopt(self, workers: Collection[WorkerId]) -> Mapping[WorkerId, Adopted]:
+        """Take over these workers of an earlier core; others, and those that do not serve, end."""
 
     async def close(self) -> None:
         """End everything this host has started."""

@@ -133,8 +133,9 @@ class WorkerPool:
         """Take over the workers of the core before, and walk what it had begun to its end."""
         self._next = before["next"]
         self.cold_start_s, self.drain_s = before["cold_start_s"], before["drain_s"]
-        found = await self.host.adopt()
-        for worker, (kind, _, reason, revision, _) in before["members"].items():
+        members = before["members"].items()
+        found = await self.host.adopt([WorkerId(name) for name, its in members if its[1] != "starting"])
+        for worker, (kind, _, reason, revision, _) in members:
             left = found.get(WorkerId(worker))
             if left is None:
                 continue
@@ -145,7 +146,7 @@ class WorkerPool:
             self.core.was_running(member.worker, left.segments)
             self.become(member, "serving", "adopted from the core before")
         self.wanted_kinds = dict(before["wanted"])
-        for worker, (_, state, reason, _, until_s) in before["members"].items():
+        for worker, (_, state, reason, _, until_s) in members:
             drained = self._members.get(WorkerId(worker)) if state == "draining" else None
             if drained is not None and until_s is None:
                 self._begin_drain(drained, reason)

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,11 @@ class RayHost:
             found |= {name: notice for name, notice in zip(names, read, strict=True) if notice is not None}
         return found
 
-    async def adopt(self) -> Mapping[WorkerId, Adopted]:
-        names = await asyncio.to_thread(ray.util.list_named_actors)
-        found = await asyncio.gather(*(self._adopt(WorkerId(name)) for name in names))
+    async def adopt(self, workers: Collection[WorkerId]) -> Mapping[WorkerId, Adopted]:
+        there: set[WorkerId] = set(await asyncio.to_thread(ray.util.list_named_actors))
+        for worker in there - set(workers):
+            end_worker(worker)
+        found = await asyncio.gather(*(self._adopt(worker) for worker in there & set(workers)))
         return {at.link.info.worker: at for at in found if at is not None}
 
     async def _adopt(self, worker: WorkerId) -> Adopted | None:

@@ -29,6 +29,7 @@ PLACE_S = 30.0
 START_S = 1800.0  # a large model loads for minutes
 PROCESS_S = 300.0  # and until its process is there, importing vLLM
 HEALTH_S = 5.0
+ADOPT_S = 20.0  # a worker that is worth waiting for: its model is loaded
 PHASE_EVERY_S = 0.5
 STOP_S = 20.0
 ROOT = (
@@ -108,7 +109,7 @@ async def adopt_worker(worker: WorkerId, core: int, gateways: str) -> tuple[RayW
     actor = ray.get_actor(worker)
     group = _group_of(worker)
     try:
-        async with asyncio.timeout(HEALTH_S):
+        async with asyncio.timeout(ADOPT_S):
             info, segments = await actor.adopt.remote(core, gateways)
             node = await actor.node.remote()
     except (ray.exceptions.RayError, TimeoutError) as error:
