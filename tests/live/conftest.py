@@ -91,7 +91,7 @@ def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
     fp32: batching changes a bf16 result, also without any move.
     """
     flags = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
-    scaling = ("--workers", "2", "--autoscale", "1..2", "--scale-in-after", "3s", "--gateways", "2")
+    scaling = ("--workers", "2", "--autoscale", "1..2", "--scale-in-after", "3s")
     fleet = serve(model_folder, *scaling, engine_flags=flags, folder=scratch)
     fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     yield fleet
