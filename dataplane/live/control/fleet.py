@@ -230,13 +230,9 @@ async def run_fleet(
         _register(metrics, core, gateways, settings.extensions)
         for extension in settings.extensions:
             await cleanup.enter_async_context(extension.running())
-        # The controller has one of its own, which no change of the operators' takes away.
-        own = (ApiKey("the controller", secrets.token_hex(32)),) if settings.control_keys else ()
-        operators = KeyRing((*settings.control_keys, *own))
+        operators, own_key = _operators(settings)
         app = control_app(operations, operators, settings.extensions)
-        if (file := settings.control_keys_file) is not None:
-            reload = partial(operators.reload, file, read_control_keys)
-            cluster.spawn(follow((file,), reload, partial(_say, events, "control keys")))
+        cluster.spawn(_follow_operators(operators, settings.control_keys_file, events))
         control = control_server(app, certificate)
         answering = asyncio.create_task(control.serve(sockets=[estate.control]))
         cleanup.push_async_callback(_end_server, control, answering)
@@ -259,7 +255,7 @@ async def run_fleet(
         await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
         controller_settings = ControllerSettings(
             control_url,
-            own[0].secret if own else None,
+            own_key,
             settings.advisory,
             os.getpid(),
             tuple(replace(t, known_profile=profiles.get(t.name)) for t in settings.types),
@@ -275,6 +271,20 @@ async def run_fleet(
         announce(f"ready {gateway_url} control {control_url}")
         cluster.spawn(estate.pulse.show())
         await serving
+
+
+def _operators(settings: FleetSettings) -> tuple[KeyRing, str | None]:
+    """The keys of the control API, and the controller's own, which no change of the operators' takes away."""
+    if not settings.control_keys:
+        return KeyRing(()), None
+    own = ApiKey("the controller", secrets.token_hex(32))
+    return KeyRing((*settings.control_keys, own)), own.secret
+
+
+async def _follow_operators(operators: KeyRing, file: Path | None, events: EventLog) -> None:
+    if file is not None:
+        reload = partial(operators.reload, file, read_control_keys)
+        await follow((file,), reload, partial(_say, events, "control keys"))
 
 
 def _charge(keys: KeyRing, request: Tracked, outcome: str) -> None:
