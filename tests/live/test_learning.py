@@ -71,7 +71,7 @@ def play(live_extra, monkeypatch):
             types = FleetTypes([WorkerGroup(worker_type, workers)])
             spoiled = learning.measure if spoil is None else spoil(learning.measure)
 
-            async def measure(link, kind):
+            async def measure(link, kind, serves):
                 tells_exact_times(link)
                 await spoiled(link, kind)
 
