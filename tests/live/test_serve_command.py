@@ -16,9 +16,23 @@ from made_certificates import made_certificate
 from served_fleet import serve
 
 from dataplane.http.tls import client_context
+from dataplane.live.control.processes import Supervisor
+from dataplane.live.engine_api.processes import Estate, Record
 from tokenfleet.cli.main import main
 
 MODEL = "tiny-llama"
+
+
+@pytest.fixture
+def unforked(monkeypatch, tmp_path):
+    """`serve` runs its core in this process, whose threads a fork would leave behind."""
+
+    def run(self):
+        record = Record(tmp_path / "record.json")
+        return self._run_core(Estate(1, tmp_path, *self._doors, self._loads, record, self._pulse))
+
+    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
+    monkeypatch.setattr(Supervisor, "run", run)
 
 
 def refused(capfd, *words):
@@ -61,22 +75,19 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_fold
         (["--ssl-certfile", "tls.crt"], "--tls-cert"),
     ],
 )
-def test_vllms_own_refusals_are_one_line_too(model_folder, capfd, monkeypatch, flags, says):
-    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
+def test_vllms_own_refusals_are_one_line_too(model_folder, capfd, unforked, flags, says):
     assert says in refused(capfd, "--model", str(model_folder), "--engine", "emulated", "--", *flags)
 
 
 def test_the_exact_policy_is_refused_where_its_program_does_not_cover_the_fleet(
-    model_folder, capfd, monkeypatch
+    model_folder, capfd, unforked
 ):
-    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
     two = ["--kind", "gpu=h100-sxm,workers=1", "--kind", "gpu=a100-sxm,workers=1"]
     words = ["--model", str(model_folder), "--engine", "emulated", "--policy", "exact", *two]
     assert "--policy: exact: needs one kind" in refused(capfd, *words)
 
 
-def test_a_taken_port_is_named(model_folder, capfd, monkeypatch):
-    monkeypatch.setattr("tokenfleet.cli.serve._prepare_process", lambda verbose: None)
+def test_a_taken_port_is_named(model_folder, capfd, unforked):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = ["--model", str(model_folder), "--engine", "emulated", "--port", str(port)]
