@@ -1,12 +1,18 @@
-"""One-line messages for faulty input: the first pydantic fault, and names near to an unknown one."""
+"""One-line messages for faulty input: YAML, the first pydantic fault, and names near to an unknown one."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+import yaml
+from pydantic import BaseModel, ValidationError
 
+from controlplane.errors import BadInput
+
+Model = TypeVar("Model", bound=BaseModel)
 LONGEST = 80  # characters of a value that are worth repeating
 
 
@@ -21,6 +27,30 @@ def fault_line(where: str, error: ValidationError) -> str:
     """`where: field: what is wrong`, as a refusal of a file says it."""
     field, fault = first_fault(error)
     return f"{where}: {field or '(top)'}: {fault}"
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises BadInput."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8: {error.reason}") from error
+
+
+def parse_yaml(text: str, where: str, model: type[Model], is_no: str) -> Model:
+    """The YAML in `text` as the model; `is_no` is said of what has no fields. Raises BadInput."""
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise BadInput(f"{where}: not YAML: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(content, dict):
+        raise BadInput(f"{where}: {is_no}")
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise BadInput(fault_line(where, error)) from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -251,7 +251,7 @@ def serve_command(flags: ServeFlags) -> None:
     checked = _checked(flags)
     _needs_live_extra()
     keys = keys_of(flags.api_key or [], flags.api_keys, flags.host)
-    control_keys_of(flags.control_key, flags.control_keys, {"--control-host": flags.control_host})
+    operators = control_keys_of(flags.control_key, flags.control_keys, {"--control-host": flags.control_host})
     certificate = _certificate(flags)
     _look_at_host(flags, checked.model)
     _prepare_process(flags.verbose)
@@ -269,7 +269,7 @@ def serve_command(flags: ServeFlags) -> None:
         settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
         files = None if certificate is None else certificate.files
         gateway = replace(settings.gateway, certificate=files, keys_file=flags.api_keys)
-        settings = replace(settings, keys=keys, gateway=gateway)
+        settings = replace(settings, keys=keys, control_keys=operators, gateway=gateway)
         code = _supervise(settings, partial(_run_core, settings, run_fleet, tell))
     if code:
         raise typer.Exit(code)
@@ -357,9 +357,6 @@ def _settings(
         max_workers=checked.max_workers,
         control_host=asked.control_host,
         control_port=asked.control_port,
-        control_keys=control_keys_of(
-            asked.control_key, asked.control_keys, {"--control-host": asked.control_host}
-        ),
         control_keys_file=asked.control_keys,
         slo=checked.slo,
         attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,

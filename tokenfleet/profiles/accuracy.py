@@ -20,16 +20,15 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import polars as pl
-import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.field_errors import fault_line
+from tokenfleet.field_errors import parse_yaml, read_text
 from tokenfleet.profiles.fit_log import calibrated, joined, replay
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.measurements import RequestLog
@@ -116,18 +115,8 @@ class Ladder:
 
 def read_ladder(path: Path) -> Ladder:
     """A file of runs and its requests. Raises BadInput naming the file, the row and the field."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise BadInput(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: not a file of runs: expected `schema: {SCHEMA}` and its fields")
-    try:
-        settings = RunsFile.model_validate(content)
-    except ValidationError as error:
-        raise BadInput(fault_line(str(path), error)) from error
+    no_runs = f"not a file of runs: expected `schema: {SCHEMA}` and its fields"
+    settings = parse_yaml(read_text(path), str(path), RunsFile, no_runs)
     table = path.parent / settings.requests
     return Ladder(path.stem, settings, tuple(_runs(_table(table), table, settings.engine.block_tokens)))
 

@@ -10,7 +10,7 @@ from datetime import date
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import (
@@ -33,7 +33,7 @@ from controlplane.perfmodel.step import (
     coefficients,
 )
 from controlplane.types import EngineMode
-from tokenfleet.field_errors import fault_line
+from tokenfleet.field_errors import parse_yaml
 
 SCHEMA = "tokenfleet.profile/1"
 
@@ -144,16 +144,8 @@ _ProfileFile = create_model("_ProfileFile", __base__=_ProfileContent, **_MODELS)
 
 def parse_profile(text: str, where: str) -> Profile:
     """The profile in YAML `text`; `where` names it in errors."""
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise BadInput(f"{where}: not YAML: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(content, dict):
-        raise BadInput(f"{where}: not a profile: expected `schema: {SCHEMA}` and its fields")
-    try:
-        part = _ProfileFile.model_validate(content)
-    except ValidationError as error:
-        raise BadInput(fault_line(where, error)) from error
+    no_profile = f"not a profile: expected `schema: {SCHEMA}` and its fields"
+    part = parse_yaml(text, where, _ProfileFile, no_profile)
     try:
         return _noun(part)
     except BadInput as error:

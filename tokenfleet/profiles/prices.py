@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from controlplane.errors import BadInput
-from tokenfleet.field_errors import fault_line
+from tokenfleet.field_errors import parse_yaml, read_text
 from tokenfleet.profiles.library import canonical_gpus, library_folder
 
 SCHEMA = "tokenfleet.prices/1"
@@ -97,17 +96,10 @@ def read_prices(path: Path | str | None = None) -> PriceList:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, no price list")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        raise BadInput(f"{path}: not YAML: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: not a price list: expected `schema: {SCHEMA}` and `prices`")
-    try:
-        file = _PriceFile.model_validate(content)
-    except ValidationError as error:
-        raise BadInput(fault_line(str(path), error)) from error
+    no_prices = f"not a price list: expected `schema: {SCHEMA}` and `prices`"
+    file = parse_yaml(read_text(path), str(path), _PriceFile, no_prices)
     prices: dict[tuple[str, bool], GpuPrice] = {}
     for row in file.prices:
         gpu = canonical_gpus(row.gpu)[0]

@@ -91,7 +91,6 @@ class FleetSettings:
     max_workers: int
     control_host: str
     control_port: int
-    control_keys: tuple[ApiKey, ...]
     slo: Slo | None
     attainment: float
     waiting: QueueSettings
@@ -110,6 +109,7 @@ class FleetSettings:
     nodes_wait_s: float = 0.0
     extensions: tuple[Extension, ...] = ()
     keys: tuple[ApiKey, ...] = ()
+    control_keys: tuple[ApiKey, ...] = ()
     control_keys_file: Path | None = None
     gateways: int = 1
 

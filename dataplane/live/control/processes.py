@@ -47,7 +47,9 @@ ROOT = str(Path(__file__).resolve().parents[3])  # our packages, also in a check
 
 
 class Supervisor:
-    """Runs a fleet to its end with `run`, once, in a process without threads of its own.
+    """Runs a fleet to its end with `run`, once, in a process that has started no pool of threads yet.
+
+    A core is forked from it, and threads do not come along: a pool that was used before would wait for ever.
 
     `run_core(estate)` is a whole core and returns its exit code; `own_ray(file)` runs the fleet's own Ray,
     and `sweep(file)` ends the workers that a core has left on another one.
