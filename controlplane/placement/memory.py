@@ -1,8 +1,9 @@
-"""A simulated worker's KV memory with a prefix cache: what requests take, fill, share and leave behind.
+"""A worker's KV memory with a prefix cache: what requests take, fill, share and leave behind.
 
 As vLLM's block pool does it. Blocks that hold nothing are given out first, then those of the copy that has
 slept longest. A copy counts its users; when the last one leaves it falls asleep, at the end of the line, a
-request's last copy before its first. A hit takes a copy out of the line again.
+request's last copy before its first. A hit takes a copy out of the line again. Of an engine that tells what
+it stores and removes (`learn`), only who uses what is kept account of (`hold`, `let_go`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from controlplane.placement.caches import (
     NOTHING,
     UNKNOWN,
     Caches,
+    Ints,
     block_id,
     drop,
     enter,
@@ -214,3 +216,50 @@ def grow(caches: Caches, w: int, r: int, block: int, tokens: int) -> None:
         take(caches, w, blocks)
         caches.requests[r].own += blocks
     store(caches, w, r, block, tokens)
+
+
+@compiled
+def learn(caches: Caches, w: int, stored: Ints, removed: Ints) -> None:
+    """An engine has said which blocks it has stored and removed; its own memory decides what goes."""
+    for key in removed:
+        copy = find(caches, w, key)
+        if copy == NOTHING:
+            continue
+        users, blocks = caches.copies[w, copy].users, caches.copies[w, copy].blocks
+        if users == 0:
+            wake(caches, w, copy)
+        else:  # of a request that was preempted, or has ended there and not yet here
+            caches.workers[w].shared -= (users - 1) * blocks
+        caches.workers[w].empty += blocks
+        drop(caches, w, copy)
+    for key in stored:
+        copy = new_copy(caches, w, key, 1) if find(caches, w, key) == NOTHING else NOTHING
+        if copy != NOTHING:
+            enter(caches, w, copy)
+            fall_asleep(caches, w, copy)
+            caches.workers[w].empty -= 1
+
+
+@compiled
+def hold(caches: Caches, w: int, r: int, most: int) -> None:
+    """A request uses those of its first blocks that an engine has said to be cached."""
+    at, most, copies, copy = caches.requests[r].begins, min(most, caches.requests[r].listed), 0, NOTHING
+    while copies < most:
+        copy = find_next(caches, w, copy, caches.ids[at + copies])
+        if copy == NOTHING:
+            break
+        use(caches, w, copy)
+        copies += 1
+    caches.requests[r].copies = copies
+    caches.requests[r].own = 0
+
+
+@compiled
+def let_go(caches: Caches, w: int, r: int) -> None:
+    """A request uses them no more; some may be gone by now."""
+    at = caches.requests[r].begins
+    for i in range(at, at + caches.requests[r].copies):
+        copy = find(caches, w, caches.ids[i])
+        if copy != NOTHING and caches.copies[w, copy].users > 0:
+            disuse(caches, w, copy)
+    caches.requests[r].copies = 0

@@ -1,6 +1,7 @@
 """Conversations on real workers that cache prefixes: hits, first tokens, and a worker that dies midway.
 
-    python experiments/serving/conversations.py [--quick] [--resume FOLDER] [--format table|json]
+    python experiments/serving/conversations.py [--quick] [--only conversations|evictions] [--resume FOLDER]
+        [--format table|json]
 
 30 conversations of 6 turns begin with one system prompt of 1,000 tokens; a turn sends all that was said
 before and some 60 tokens more, gets 24, and the next one follows after a think time. Three vLLM workers serve
@@ -10,6 +11,10 @@ the hits that its turns would have there, with memory for all of them.
 
 Then once more under `spread`, with `kill -9` of a worker and a drain of another as the middle turns run.
 Answers are compared with those of the first run (greedy).
+
+`evictions`: the same conversations at a quarter of the memory, so that most of what is cached is evicted
+again, with caches told by the engines' events, and predicted: `off` is by how many tokens of prompts what was
+expected cached at placement and what the engine found differ, over all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +44,9 @@ SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "round-robin": (("--policy", "round-robin"), ("-m", "tokenfleet")),
 }
 DYING = "spread, a worker killed, another drained"
+TIGHT = ("--kv-cache-memory-bytes", str(1 << 28))
+UNTOLD = ("--kv-events-config", '{"enable_kv_cache_events": false}')
+EVICTING = {"evictions, caches told": TIGHT, "evictions, caches predicted": (*TIGHT, *UNTOLD)}
 
 
 async def conversation(
@@ -90,11 +98,12 @@ async def talked(server: Server, conversations: int, turns: int, seed: int, dies
 
 
 def served(setting: str, conversations: int, turns: int, seed: int) -> dict[str, Any]:
-    words, program = SETTINGS["spread" if setting == DYING else setting]
+    words, program = SETTINGS["spread" if setting == DYING or setting in EVICTING else setting]
+    engine = (*ENGINE, *EVICTING.get(setting, ()))
     slo = ("--slo", "ttft=5s,tpot=500ms")
     with (
         tiny_model("--fat") as model,
-        fleet(model, "--workers", str(WORKERS), *words, *slo, engine_flags=ENGINE, program=program) as server,
+        fleet(model, "--workers", str(WORKERS), *words, *slo, engine_flags=engine, program=program) as server,
     ):
         return asyncio.run(talked(server, conversations, turns, seed, setting == DYING))
 
@@ -112,11 +121,14 @@ def oracle(turns: list[list[tuple[int, float | None, list[int]]]]) -> float:
 
 
 def main() -> int:
-    asked = flags(__doc__, resumes=True).parse_args()
+    parser = flags(__doc__, resumes=True)
+    parser.add_argument("--only", choices=("conversations", "evictions"))
+    asked = parser.parse_args()
     size = (QUICK_CONVERSATIONS, QUICK_TURNS) if asked.quick else (CONVERSATIONS, TURNS)
     rows: list[dict[str, Any]] = []
     found: dict[str, dict[str, Any]] = {}
-    for setting in (*SETTINGS, DYING):
+    parts = {"conversations": (*SETTINGS, DYING), "evictions": tuple(EVICTING)}
+    for setting in (s for part in parts if asked.only in (None, part) for s in parts[part]):
         part = asked.resume.part(
             f"{setting} {size} {asked.seed}", partial(served, setting, *size, asked.seed)
         )
@@ -134,6 +146,20 @@ def main() -> int:
         row |= {"off": told["off"] / told["queried"] if told["queried"] else None}
         rows.append(row)
         found[setting] = part | row
+    bars: dict[str, Any] = {}
+    if asked.only != "evictions":
+        bars |= judged(found, rows)
+    if asked.only != "conversations":
+        told, predicted = (found[setting]["off"] for setting in EVICTING)
+        bars["tokens told wrong, over those predicted wrong"] = bar(told / predicted, 1.0)
+    for setting, part in found.items():
+        for error in part["errors"]:
+            print(f"{setting}: {error}", file=sys.stderr)
+    return show("conversations", rows, bars, asked)
+
+
+def judged(found: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The bars of conversations that memory does not bind; adds the oracle and what changed to `rows`."""
     kept = [answer for one in found["spread"]["turns"] for _, _, answer in one]
     again = [answer for one in found[DYING]["turns"] for _, _, answer in one]
     changed = sum(a != b for a, b in zip(kept, again, strict=True))
@@ -141,15 +167,11 @@ def main() -> int:
     rows.append({"name": "sticky oracle", "hit rate": best})
     rows.append({"name": "answers changed by the kill and the drain", "failed": changed})
     faster = found["spread"]["TTFT p90"] / found["spread, caches not known"]["TTFT p90"]
-    bars = {
+    return {
         "hit rate below the oracle's, points": bar(100 * (best - found["spread"]["hit rate"]), 3.0),
         "TTFT p90 over that of caches not known": bar(faster, 0.6),
         "turns failed": bar(sum(found[s]["failed"] for s in found), 0),
     }
-    for setting, part in found.items():
-        for error in part["errors"]:
-            print(f"{setting}: {error}", file=sys.stderr)
-    return show("conversations", rows, bars, asked)
 
 
 if __name__ == "__main__":

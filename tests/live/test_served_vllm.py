@@ -150,6 +150,7 @@ def test_what_workers_have_cached_is_known_before_they_are_asked(vllm_fleet):
     assert told["queried"] == 3 * (550 + 700 + 850 + 1000)
     assert told["expected"] == told["hit"] > 0.6 * told["queried"]
     assert told["off"] == 0
+    assert {w["cache_known"] for w in workers(vllm_fleet)} == {"told"}  # by the engines' own events
 
 
 def wanted(fleet):

@@ -98,8 +98,12 @@ class Operations:
 
     def _kept_by(self, worker: WorkerId) -> dict[str, Any]:
         """A worker's LoRA adapters, and what it had cached of prompts."""
-        hits = self.core.placement.prefix_hits(worker)
-        return {"adapters": sorted(self.core.adapters.of(worker)), "prefix_tokens": asdict(hits)}
+        placement = self.core.placement
+        return {
+            "adapters": sorted(self.core.adapters.of(worker)),
+            "prefix_tokens": asdict(placement.prefix_hits(worker)),
+            "cache_known": "told" if placement.tells_cached(worker) else "predicted",
+        }
 
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""

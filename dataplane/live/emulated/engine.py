@@ -143,6 +143,9 @@ class EmulatedEngine:
         self._adapters.add(adapter.lora_int_id)
         await self._events.put(Adapters(tuple(sorted(self._adapters)), adapter.lora_int_id))
 
+    async def ask_cached(self) -> None:
+        """It caches nothing."""
+
     async def receive(self) -> Event:
         if self._lost is not None and self._events.empty():
             return self._lost

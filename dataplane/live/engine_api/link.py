@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from controlplane.types import WorkerId
+from dataplane.live.engine_api.cache_events import CacheChange
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, EngineCoreRequest, LoRARequest
@@ -133,7 +134,7 @@ class Lost:
     reason: str
 
 
-Event = Outputs | Telemetry | SegmentRefused | Adapters | Silence | Lost
+Event = Outputs | Telemetry | CacheChange | SegmentRefused | Adapters | Silence | Lost
 
 
 class EngineLink(Protocol):
@@ -150,6 +151,9 @@ class EngineLink(Protocol):
 
     async def load_adapter(self, adapter: LoRARequest) -> None:
         """Have the engine load an adapter; `Adapters` follows. A request brings its own if it is missing."""
+
+    async def ask_cached(self) -> None:
+        """Have the engine say all that it has cached, where it says such things; a `CacheChange` follows."""
 
     async def receive(self) -> Event:
         """Return the next event."""

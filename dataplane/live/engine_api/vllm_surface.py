@@ -28,6 +28,7 @@ if vllm_version.split("+")[0] != SUPPORTED_VERSION:
         f"vllm: version {vllm_version} is installed, the live plane is built on {SUPPORTED_VERSION}"
     )
 
+from vllm.config import KVEventsConfig  # noqa: E402
 from vllm.distributed import utils as _utils  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -85,6 +86,7 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
+    "KVEventsConfig",
     "LoRARequest",
     "LogprobsLists",
     "MsgpackDecoder",

@@ -7,6 +7,7 @@ encoding, so nothing is lost or copied by field; everything else is msgpack of p
                        add     segment, EngineCoreRequest (vLLM's frames)
                        abort   [segment, …]
                        adapter LoRARequest (vLLM's array): load it
+                       cached  -, to be told all that is cached
                        alive   -
                        bye     -
     worker → gateway   welcome WorkerInfo as a map
@@ -14,6 +15,7 @@ encoding, so nothing is lost or copied by field; everything else is msgpack of p
                        load    Telemetry as a map
                        refused [segment, reason]
                        adapters Adapters as a map
+                       cached  CacheChange as a map: what changes, and all of it when asked
                        lost    reason
 
 Both sides bound their queues. A worker that cannot deliver a gateway's outputs disconnects that gateway: its
@@ -32,7 +34,7 @@ from controlplane.errors import BadInput
 WIRE_VERSION = 2
 HELLO, ADD, ABORT, ALIVE, BYE = b"hello", b"add", b"abort", b"alive", b"bye"
 WELCOME, OUTPUTS, LOAD, REFUSED, LOST = b"welcome", b"outputs", b"load", b"refused", b"lost"
-ADAPTER, ADAPTERS = b"adapter", b"adapters"
+ADAPTER, ADAPTERS, CACHED = b"adapter", b"adapters", b"cached"
 
 ALIVE_EVERY_S = 1.0  # either side says something at least this often
 SUSPECT_S = 2.5  # a worker gets no new requests after this long without a word,

@@ -57,6 +57,7 @@ from controlplane.placement.ledger import (
 )
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import RequestId, Role, WorkerId
+from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.mirrors import Hits, Mirrors
 from dataplane.live.gateway.request import Tracked
@@ -113,6 +114,14 @@ class Account:
     def prefix_hits(self, worker: WorkerId) -> Hits:
         """What a worker had cached of what it was given, and what was expected."""
         return self._mirrors.hits.get(self._worker_rows.get(worker, NONE), Hits())
+
+    def tells_cached(self, worker: WorkerId) -> bool:
+        """Whether what a worker has cached is known from its engine, and not predicted."""
+        return self._mirrors.is_told(self._worker_rows.get(worker, NONE))
+
+    def take_cached(self, worker: WorkerId, change: CacheChange) -> str:
+        """A worker tells what it has cached; return why it must be asked for all of it, or nothing."""
+        return self._mirrors.take(self._led, self._worker_rows[worker], change)
 
     def learn(self, lengths: LengthTable) -> None:
         """Use another table for requests that outlive their prediction."""

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Role, Slo, WorkerId
+from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
 from dataplane.live.engine_api.link import (
     Adapters,
@@ -353,6 +354,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     # Tokens.
 
     async def _read(self, at: Attached) -> None:
+        await at.link.ask_cached()
         while True:
             try:
                 event = await at.link.receive()
@@ -367,6 +369,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 for take in self.on_step:
                     take(event)
                 self._admission.look()
+            elif isinstance(event, CacheChange):
+                await self._take_cached(at, event)
             elif isinstance(event, SegmentRefused):
                 tracked = self.requests.listening_to(event.segment)
                 if tracked is not None:
@@ -382,6 +386,13 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 for tell in self.on_lost:
                     tell(at.worker, event.reason)
                 return
+
+    async def _take_cached(self, at: Attached, change: CacheChange) -> None:
+        fault = self.placement.take_cached(at.worker, change)
+        if fault:
+            log.warning("%s: %s; all of it is asked for", at.worker, fault)
+            self.events.record(time.time(), "resync", f"{fault}; all of it is asked for", worker=at.worker)
+            await at.link.ask_cached()
 
     def _suspect(self, at: Attached, is_silent: bool) -> None:
         at.is_silent = is_silent

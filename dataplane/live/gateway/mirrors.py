@@ -1,8 +1,12 @@
-"""The gateway's account of what each worker has cached, by the tokens that pass through it.
+"""The gateway's account of what each worker has cached: told by its engine, or predicted from tokens.
 
 A request's blocks are named by hashes of its tokens; a cache salt or a LoRA adapter makes another tree. A
 request with more than text in its prompt, or whose prompt's log probabilities are asked for, is a tree of its
 own.
+What an engine tells comes as numbered changes, after all of it was asked for. Where numbers are missing it is
+asked for anew, and until it has come nothing else is believed. The cache of an engine that tells nothing is
+taken to be one of vLLM's, with what it was given here.
+
 Workers whose engine caches no prefixes, or in blocks that the first one's do not divide into, have no mirror.
 """
 
@@ -13,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,17 +24,18 @@ from numpy.typing import NDArray
 
 from controlplane.compiled import compile_now
 from controlplane.placement.caches import Caches, chain, forget, new_mirrors
-from controlplane.placement.ledger import Ledger
-from controlplane.placement.memory import begin, end
+from controlplane.placement.ledger import DECODING, Ledger
+from controlplane.placement.memory import begin, end, hold, learn, let_go
+from dataplane.live.engine_api.cache_events import ROOT, CacheChange, number_of, tree
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.request import Tracked
 
 if TYPE_CHECKING:
     from dataplane.live.engine_api.vllm_surface import EngineCoreRequest
 
-ROOT = 1  # the id before a first block
 LEAST_BLOCK = 16  # tokens
 ROOM = 2
+ASK_AGAIN = 64  # changes after which what was asked for is taken to be lost
 
 
 @dataclass(slots=True)
@@ -98,6 +102,8 @@ class Mirrors:
         self._engine_block = self._most_tokens = 0
         self.hits: dict[int, Hits] = {}
         self._room: dict[int, int] = {}  # tokens, by worker
+        self._told: dict[int, int] = {}  # the last change, by worker that tells
+        self._asked: dict[int, int] = {}  # the change at which all was asked for, until it comes
         self.texts = Texts()
 
     def compile(self, caches: Caches) -> None:
@@ -106,6 +112,9 @@ class Mirrors:
         compile_now(forget, caches, 0, 0)
         compile_now(begin, caches, 0, 0, LEAST_BLOCK, 0)
         compile_now(end, caches, 0, 0, LEAST_BLOCK, 0)
+        compile_now(learn, caches, 0, *CacheChange(0, b"").ids())
+        compile_now(hold, caches, 0, 0, 0)
+        compile_now(let_go, caches, 0, 0)
 
     def attach(self, caches: Caches, w: int, info: WorkerInfo, requests: int) -> Caches:
         """A worker is in row `w` and has cached nothing yet; return the caches, laid out if they were not."""
@@ -125,7 +134,8 @@ class Mirrors:
 
     def detach(self, caches: Caches, w: int) -> None:
         """A worker is gone; nothing is on it any more."""
-        self.hits.pop(w, None)
+        for book in (self.hits, self._told, self._asked):
+            book.pop(w, None)
         if caches.tokens:
             forget(caches, w, 0)
             self._room.pop(w, None)
@@ -164,8 +174,40 @@ class Mirrors:
             tokens = array("q", [*prompt, *tracked.output_token_ids])
             self.texts.add(Ended(template, tokens, caches.ids[at : at + blocks].copy()))
 
+    def is_told(self, w: int) -> bool:
+        """Whether a worker's engine tells what it has cached."""
+        return w in self._told
+
+    def take(self, led: Ledger, w: int, change: CacheChange) -> str:
+        """An engine tells what it has cached; return why it must be asked for all of it, or nothing."""
+        caches, last = led.caches, self._told.get(w, 0)
+        if w not in self._room or caches.tokens != self._engine_block:
+            return ""
+        if change.is_all and change.number >= last:
+            self._asked.pop(w, None)
+            forget(caches, w, min(self._room[w] // caches.tokens, caches.copies.shape[1]))
+            learn(caches, w, *change.ids())
+            self._told[w] = change.number
+            for r in (r for r in self._requests if led.requests[r]["worker"] == w):
+                caches.requests[r]["copies"] = caches.requests[r]["own"] = 0
+                if led.requests[r]["phase"] == DECODING:
+                    hold(caches, w, r, int(caches.requests[r]["listed"]))
+        elif w in self._asked or w not in self._told:  # it is asked as it comes
+            if change.number - self._asked.setdefault(w, change.number) >= ASK_AGAIN:
+                self._asked[w] = change.number
+                return "all that it has cached was asked for, and has not come"
+        elif change.number == last + 1:
+            learn(caches, w, *change.ids())
+            self._told[w] = change.number
+        elif change.number > last:
+            self._asked[w] = change.number
+            return f"it was told up to change {last} of its cache, and then of change {change.number}"
+        return ""
+
     def bring(self, led: Ledger, w: int, r: int, ids: NDArray[np.int64]) -> None:
         """These blocks are cached at a worker from now on; `r` is a row that no request has."""
+        if w in self._told:  # it says so itself
+            return
         row, tokens = led.caches.requests[r], len(ids) * led.caches.tokens
         at = int(row["begins"])
         row["listed"], row["copies"], row["own"] = len(ids), 0, 0
@@ -199,7 +241,11 @@ class Mirrors:
             counted.hit += found
             counted.expected += expected
             counted.off += abs(found - expected)
-        begin(led.caches, w, r, self._engine_block, min(tokens, self._most_tokens))
+        tokens = min(tokens, self._most_tokens)
+        if w in self._told:
+            hold(led.caches, w, r, tokens // led.caches.tokens)
+        else:
+            begin(led.caches, w, r, self._engine_block, tokens)
 
     def end(self, led: Ledger, w: int, r: int) -> None:
         """A request leaves a worker on which it decoded."""
@@ -207,26 +253,22 @@ class Mirrors:
             return
         self._list(led.caches, r)
         tokens = min(self._requests[r].context_tokens - 1, self._most_tokens)
-        end(led.caches, w, r, self._engine_block, tokens)
+        if w in self._told:
+            let_go(led.caches, w, r)
+        else:
+            end(led.caches, w, r, self._engine_block, tokens)
 
 
 def is_shared(request: EngineCoreRequest) -> bool:
     """Whether another request may have the same text: its tree is not its own alone."""
-    return root_of(request) != _number_of(request.request_id)
+    return root_of(request) != number_of(request.request_id)
 
 
 def root_of(request: EngineCoreRequest) -> int:
     """The id before a request's first block: its tree's, or its own where nothing is known of its blocks."""
     params = request.sampling_params
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
-        return _number_of(request.request_id)
+        return number_of(request.request_id)
     if params is None or params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
-        return _number_of(request.request_id)
-    if request.cache_salt is None and request.lora_request is None:
-        return ROOT
-    adapter = None if request.lora_request is None else request.lora_request.lora_name
-    return _number_of(repr((request.cache_salt, adapter)))
-
-
-def _number_of(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+        return number_of(request.request_id)
+    return tree(request.cache_salt, None if request.lora_request is None else request.lora_request.lora_name)

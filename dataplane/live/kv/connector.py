@@ -247,12 +247,16 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._role != KVConnectorRole.SCHEDULER:
             fetched = self._loads.fetched() if self._loads is not None else {}
             return StepStats(data={"fetched": fetched}) if fetched else None
+        # What the pool has told since the last step: vLLM publishes and forgets it right after this.
+        events = [] if self._kv_cache_manager is None else self._kv_cache_manager.block_pool.kv_event_queue
         if not self._begun:
-            return None
+            return StepStats(data={"events": list(events)}) if events else None
         answers, self._answers = self._answers, {}
         load, began_s = self._begun.popleft()
         stats: dict[str, Any] = {"load": load, "began_s": began_s, "answers": answers}
         stats |= {"loaders": self._holds.loaders, "cache": self._cache}
+        if events:
+            stats["events"] = list(events)
         if self._settings.get("cpu_clock"):
             if self._ranks is None:  # looked for once: it takes longer than a step
                 self._ranks = descendants()

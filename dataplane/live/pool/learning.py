@@ -274,8 +274,9 @@ class _Linked(Measured):
             return (), event.batch.outputs
         if isinstance(event, SegmentRefused):
             raise EngineDied(f"{self._link.info.worker} refused a request: {event.reason}")
-        assert isinstance(event, Lost)
-        raise EngineDied(f"{self._link.info.worker} was lost: {event.reason}")
+        if isinstance(event, Lost):
+            raise EngineDied(f"{self._link.info.worker} was lost: {event.reason}")
+        return (), ()  # nothing of steps
 
     async def settled(self, steps: list[Executed]) -> None:
         """Wait for telemetry of the burst's last step."""

@@ -22,6 +22,7 @@ from ray.util.placement_group import remove_placement_group
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.cache_events import CacheChange, CachedBlocks
 from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_load
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
@@ -40,7 +41,14 @@ from dataplane.live.engine_api.vllm_surface import (
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.door import Door
-from dataplane.live.worker.engine import KvDoor, engine_args, start_engine, warm_up, worker_info
+from dataplane.live.worker.engine import (
+    KvDoor,
+    engine_args,
+    start_engine,
+    tells_cached,
+    warm_up,
+    worker_info,
+)
 from dataplane.live.worker.gateway_peers import GatewayPeer, GatewayPeers
 
 log = logging.getLogger(__name__)
@@ -105,6 +113,8 @@ class Worker:
         self._info = worker_info(self._worker, self._core, kv, self._door, kv_door, os.getpid())
         self._peers = GatewayPeers(self._socket, self._core.abort_requests_async)
         self._trace = StepTrace(self._worker, self._info.kv_blocks)
+        tells = kv["groups"] == 1 and tells_cached(self._core)
+        self._cached = CachedBlocks(self._info.block_tokens) if tells else None
         self._told_s = 0.0
         self._tasks = [self._spawn(work) for work in (self._listen, self._pump, self._beat)]
         return replace(self._info, kv_secret="")
@@ -192,6 +202,8 @@ class Worker:
                 await self._add(peer, decoder, frames)
             elif kind == wire.ADAPTER:
                 await self._load_adapter(wire.noun_from(frames[0].bytes, LoRARequest))
+            elif kind == wire.CACHED and self._cached is not None:
+                peer.offer(_told(self._cached.all()))
             elif kind == wire.ABORT:
                 await self._peers.abort(peer, wire.unpack(frames[0].bytes))
             elif kind == wire.BYE:
@@ -259,6 +271,7 @@ class Worker:
             did_something = bool(batch.outputs)
             if stats is not None:
                 connector_stats = stats.kv_connector_stats or {}
+                self._tell_cached(connector_stats.get("events", ()))
                 batch.outputs += [_answer(*answer) for answer in connector_stats.get("answers", {}).items()]
                 did_something = bool(batch.outputs) | self._observe(stats, batch.timestamp)
                 stats.kv_connector_stats = step_stats(connector_stats.get("load", {}))
@@ -281,6 +294,12 @@ class Worker:
         if fell_idle or ended_s - self._told_s > TELEMETRY_EVERY_S:
             self._tell_load(ended_s)
         return changed
+
+    def _tell_cached(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Tell what a step has stored and removed, before its outputs."""
+        change = self._cached.take(events) if events and self._cached is not None else None
+        if change is not None:
+            self._peers.offer_all(_told(change))
 
     def _tell_load(self, now_s: float) -> None:
         self._told_s = now_s
@@ -308,6 +327,10 @@ class Worker:
         if not self._daemon.is_gone and (group := ray.util.get_current_placement_group()) is not None:
             remove_placement_group(group)
         os._exit(1)
+
+
+def _told(change: CacheChange) -> list[bytes]:
+    return [wire.CACHED, wire.pack(asdict(change))]
 
 
 def _answer(segment: str, answer: tuple[str, int]) -> EngineCoreOutput:

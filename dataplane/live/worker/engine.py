@@ -26,6 +26,7 @@ from dataplane.live.engine_api.vllm_surface import (
     EngineCoreClient,
     EngineCoreRequest,
     Executor,
+    KVEventsConfig,
     OMPProcessManager,
     SamplingParams,
     UsageContext,
@@ -92,6 +93,9 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
         # In a placement group vLLM would take Ray, which refuses one bundle with all GPUs of a worker. Child
         # processes of the engine also share memory with the KV doors, and a step has no hop through Ray.
         settings |= {"distributed_executor_backend": "mp"}
+    if engine_settings.get("enable_prefix_caching") is not False:
+        # Read by our connector, so that nothing needs to be published.
+        settings |= {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
     settings |= {
         # What enters an engine's cache of images, a gateway would have to know of each engine.
@@ -167,6 +171,14 @@ def worker_info(
         kv_dtype=str(cache.cache_dtype),
         device=device_name() + _cores(parallel.tensor_parallel_size),
     )
+
+
+def tells_cached(core: Any) -> bool:
+    """Whether a started engine tells of the blocks that it caches."""
+    config = core.vllm_config
+    events = config.kv_events_config
+    is_on = events is not None and events.enable_kv_cache_events
+    return bool(is_on and config.cache_config.enable_prefix_caching)
 
 
 def weights_digest(model: Any) -> str:

@@ -15,6 +15,7 @@ from zmq.error import Again
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import wire
+from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.link import (
     Adapters,
     Event,
@@ -107,6 +108,10 @@ class WorkerLink:
         if self._lost is None:
             await self._socket.send_multipart([wire.ADAPTER, wire.pack(adapter)])
 
+    async def ask_cached(self) -> None:
+        if self._lost is None:
+            await self._socket.send_multipart([wire.CACHED])
+
     async def receive(self) -> Event:
         if self._lost is not None and self._events.empty():
             return self._lost
@@ -154,6 +159,8 @@ class WorkerLink:
             return Outputs(self._decoder.decode(frames))
         if kind == wire.LOAD:
             return wire.noun_from(frames[0].bytes, Telemetry)
+        if kind == wire.CACHED:
+            return wire.noun_from(frames[0].bytes, CacheChange)
         if kind == wire.ADAPTERS:
             return wire.noun_from(frames[0].bytes, Adapters)
         if kind == wire.REFUSED:

@@ -11,9 +11,10 @@ from controlplane.placement.caches import chain
 from controlplane.placement.ledger import cached_tokens
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
+from dataplane.live.engine_api.cache_events import ROOT, CacheChange
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.account import ROWS
-from dataplane.live.gateway.mirrors import ROOT
+from dataplane.live.gateway.mirrors import ASK_AGAIN
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
@@ -207,3 +208,103 @@ def test_ids_are_those_of_whole_prefixes():
         assert ((ids == others) == (np.arange(10) < at // 16)).all()
     assert len(set(ids.tolist())) == 10
     assert ids.min() >= 0
+
+
+def ids_of(tokens: list[int]) -> list[int]:
+    ids = np.zeros(len(tokens) // 16, np.int64)
+    chain(np.array(tokens, np.int64), 16, ROOT, ids)
+    return ids.tolist()
+
+
+def change(number: int, stored=(), removed=(), is_all=False) -> CacheChange:
+    return CacheChange(
+        number, np.array(stored, np.int64).tobytes(), np.array(removed, np.int64).tobytes(), is_all
+    )
+
+
+def test_what_an_engine_tells_is_believed_and_nothing_else():
+    placement = fleet()
+    assert not placement.tells_cached(A)
+    assert placement.take_cached(A, change(0, is_all=True)) == ""
+    assert (placement.tells_cached(A), placement.tells_cached(B)) == (True, False)
+    serve(placement, request(0, TEXT[:320]), A, [1, 2])
+    assert expected(placement, request(1, TEXT[:321]), A) == 0  # it has not said that it stored any of it
+    blocks = ids_of(TEXT[:320])
+    placement.take_cached(A, change(1, blocks))
+    assert expected(placement, request(2, TEXT[:321]), A) == 320
+    placement.take_cached(A, change(2, [], blocks[12:]))
+    assert expected(placement, request(3, TEXT[:321]), A) == 192
+
+
+def test_blocks_that_are_gone_while_a_request_uses_them_are_missed_and_nothing_breaks():
+    placement = fleet()
+    placement.take_cached(A, change(0, is_all=True))
+    blocks = ids_of(TEXT[:320])
+    both = [request(0, TEXT[:330]), request(1, TEXT[:340])]
+    for tracked in both:
+        placement.put(tracked, A, has_kv=False, now_s=0.0)
+        placement.take_cached(A, change(1 + both.index(tracked), blocks))
+        placement.advance(A, [(tracked, 1)], 0.0)
+    caches = placement.ledger.caches
+    assert caches.workers[0]["shared"] == 20
+    placement.take_cached(A, change(3, [], blocks[10:]))  # both were preempted, and their ends evicted
+    assert (caches.workers[0]["shared"], caches.workers[0]["empty"]) == (10, 190)
+    for tracked in both:
+        placement.forget(tracked)
+    assert (caches.workers[0]["shared"], caches.workers[0]["asleep"]) == (0, 10)
+    assert expected(placement, request(2, TEXT[:330]), A) == 160
+
+
+@pytest.mark.parametrize("fault", ["none", "lost", "repeated", "reordered"])
+def test_after_lost_repeated_or_reordered_changes_the_mirror_is_what_the_engine_has(fault):
+    rng = np.random.default_rng(["none", "lost", "repeated", "reordered"].index(fault))
+    for _ in range(20):
+        placement, has, asked = fleet(), set[int](), 0
+        placement.take_cached(A, change(0, is_all=True))
+        sent: list[CacheChange] = []
+        for number in range(1, 60):
+            stored = set(rng.integers(1, 300, 6).tolist()) - has
+            removed = set(rng.permutation(sorted(has))[: max(len(has | stored) - 150, 0)].tolist())
+            has = (has | stored) - removed
+            sent.append(change(number, list(stored), list(removed)))
+            if number % 7 or fault == "none":
+                order = [-1]
+            else:
+                order = {"lost": [], "repeated": [-1, -1], "reordered": [-1, -2]}[fault]
+            if fault == "reordered" and number % 7 == 6:
+                order = []  # it comes after the next one
+            for i in order:
+                if placement.take_cached(A, sent[i]):
+                    asked += 1
+                    assert placement.take_cached(A, change(number, list(has), is_all=True)) == ""
+        placement.take_cached(A, change(60))
+        if placement.take_cached(A, change(61)):
+            placement.take_cached(A, change(61, list(has), is_all=True))
+        caches = placement.ledger.caches
+        there = {int(copy["id"]) for copy in caches.copies[0] if copy["id"] > 0}
+        assert there == has
+        assert caches.workers[0]["empty"] == 200 - len(has)
+        assert (asked > 0) == (fault in ("lost", "reordered"))
+
+
+def test_what_was_asked_for_and_does_not_come_is_asked_for_again():
+    placement = fleet()
+    placement.take_cached(A, change(0, is_all=True))
+    assert "up to change 0 of its cache, and then of change 5" in placement.take_cached(A, change(5, [7]))
+    assert [n for n in range(6, 6 + 2 * ASK_AGAIN) if placement.take_cached(A, change(n, [7]))] == [
+        5 + ASK_AGAIN,
+        5 + 2 * ASK_AGAIN,
+    ]
+    assert placement.take_cached(A, change(200, [9], is_all=True)) == ""
+    assert placement.take_cached(A, change(201, [10])) == ""
+
+
+def test_a_worker_that_comes_in_the_row_of_one_that_told_is_predicted_until_it_tells():
+    placement = fleet()
+    placement.take_cached(A, change(3, ids_of(TEXT[:320]), is_all=True))
+    placement.detach(A)
+    placement.attach(replace(INFO, worker=C), "")
+    assert not placement.tells_cached(C)
+    serve(placement, request(0, TEXT[1000:1160]), C, [1, 2])
+    assert expected(placement, request(1, TEXT[:321]), C) == 0
+    assert expected(placement, request(2, TEXT[1000:1161]), C) == 160

@@ -1,0 +1,121 @@
+"""What an engine has cached, as its KV events tell: vLLM's own events, made changes of a set of block ids.
+
+vLLM names a block by a hash that only engines compute. A gateway names it by `caches.chain` over its tokens,
+from the id of its tree (`tree`): that of its cache salt and LoRA adapter. What holds more than text has no
+such id, and nor has what follows it. An engine that caches a block twice tells of both; it is there until
+both are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import compile_now
+from controlplane.placement.caches import chain
+
+ROOT = 1  # the id before the first block of plain text
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """The `number`-th change of what a worker has cached; with `is_all`, all that it has after that one.
+
+    `stored` and `removed` are ids, as the bytes of int64.
+    """
+
+    number: int
+    stored: bytes
+    removed: bytes = b""
+    is_all: bool = False
+
+    def ids(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Those stored, and those removed. Raises ValueError for bytes that are no ids."""
+        return np.frombuffer(self.stored, np.int64).copy(), np.frombuffer(self.removed, np.int64).copy()
+
+
+def tree(salt: str | None, adapter: str | None) -> int:
+    """The id before the first block of requests with this cache salt and LoRA adapter."""
+    return ROOT if salt is None and adapter is None else number_of(repr((salt, adapter)))
+
+
+def number_of(text: str) -> int:
+    """A number of 56 bits that stands for a text."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+class CachedBlocks:
+    """The blocks that one engine has cached, in blocks of so many tokens. It begins with none."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._blocks: dict[int | bytes, tuple[int, int]] = {}  # by vLLM's hash: the id, and how many copies
+        self._number = 0
+        self._news: dict[int, bool] = {}  # of ids: stored or removed since the last change
+        compile_now(chain, np.zeros(1, np.int64), block_tokens, ROOT, np.zeros(1, np.int64))
+
+    def take(self, events: Iterable[Mapping[str, Any]]) -> CacheChange | None:
+        """The change that these events are, in vLLM's form; None where they change nothing."""
+        is_cleared = False
+        for event in events:
+            if event["type"] == "BlockStored":
+                self._store(event)
+            elif event["type"] == "BlockRemoved":
+                for name in event["block_hashes"]:
+                    self._remove(name)
+            else:
+                self._blocks.clear()
+                is_cleared = True
+        news, self._news = self._news, {}
+        if not news and not is_cleared:
+            return None
+        self._number += 1
+        if is_cleared:
+            return self.all()
+        more = np.array([i for i, is_stored in news.items() if is_stored], np.int64)
+        fewer = np.array([i for i, is_stored in news.items() if not is_stored], np.int64)
+        return CacheChange(self._number, more.tobytes(), fewer.tobytes())
+
+    def all(self) -> CacheChange:
+        """All that is cached now."""
+        ids = np.fromiter((i for i, _ in self._blocks.values()), np.int64, len(self._blocks))
+        return CacheChange(self._number, ids.tobytes(), is_all=True)
+
+    def _store(self, event: Mapping[str, Any]) -> None:
+        names, before = event["block_hashes"], event.get("parent_block_hash")
+        adapter, extra = event.get("lora_name"), event.get("extra_keys") or [None] * len(names)
+        # Of each block: what enters its hash beside its tokens and its adapter.
+        keys = [[key for key in of or () if key != adapter] for of in extra]
+        if before is None:
+            salt = keys[0].pop() if keys and len(keys[0]) == 1 and isinstance(keys[0][0], str) else None
+            root: int | None = tree(salt, adapter)
+        else:
+            root = self._blocks.get(before, (None, 0))[0]
+        if root is None or event["block_size"] != self._block_tokens:
+            return
+        plain = next((b for b, of in enumerate(keys) if of), len(names))  # blocks of text alone
+        ids = np.zeros(plain, np.int64)
+        chain(np.array(event["token_ids"], np.int64), self._block_tokens, root, ids)
+        for name, key in zip(names, ids.tolist(), strict=False):
+            copies = self._blocks.get(name, (key, 0))[1]
+            self._blocks[name] = key, copies + 1
+            if copies == 0:
+                self._note(key, True)
+
+    def _remove(self, name: int | bytes) -> None:
+        key, copies = self._blocks.get(name, (0, 0))
+        if copies > 1:
+            self._blocks[name] = key, copies - 1
+        elif copies == 1:
+            del self._blocks[name]
+            self._note(key, False)
+
+    def _note(self, key: int, is_stored: bool) -> None:
+        """What goes and comes back between two changes has not changed."""
+        if self._news.pop(key, is_stored) is is_stored:
+            self._news[key] = is_stored
