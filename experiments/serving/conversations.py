@@ -12,7 +12,7 @@ the hits that its turns would have there, with memory for all of them.
 Then once more under `spread`, with `kill -9` of a worker and a drain of another as the middle turns run.
 Answers are compared with those of the first run (greedy).
 
-`evictions`: the same conversations at a quarter of the memory, so that most of what is cached is evicted
+`evictions`: the same conversations at three eighths of the memory, so that most of what is cached is evicted
 again, with caches told by the engines' events, and predicted: `off` is by how many tokens of prompts what was
 expected cached at placement and what the engine found differ, over all of them.
 """
@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "round-robin": (("--policy", "round-robin"), ("-m", "tokenfleet")),
 }
 DYING = "spread, a worker killed, another drained"
-TIGHT = ("--kv-cache-memory-bytes", str(1 << 28))
+TIGHT = ("--kv-cache-memory-bytes", str(3 << 27))
 UNTOLD = ("--kv-events-config", '{"enable_kv_cache_events": false}')
 EVICTING = {"evictions, caches told": TIGHT, "evictions, caches predicted": (*TIGHT, *UNTOLD)}
 
