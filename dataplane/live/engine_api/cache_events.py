@@ -1,4 +1,4 @@
-"""What an engine has cached, as its KV events tell: vLLM's own events, made changes of a set of block ids.
+"""KV events: the blocks that an engine has cached, by vLLM's own events, as changes of a set of ids.
 
 vLLM names a block by a hash that only engines compute. A gateway names it by `caches.chain` over its tokens,
 from the id of its tree (`tree`): that of its cache salt and LoRA adapter. What holds more than text has no
@@ -87,25 +87,28 @@ class CachedBlocks:
         return CacheChange(self._number, ids.tobytes(), is_all=True)
 
     def _store(self, event: Mapping[str, Any]) -> None:
-        names, before = event["block_hashes"], event.get("parent_block_hash")
-        adapter, extra = event.get("lora_name"), event.get("extra_keys") or [None] * len(names)
+        names, adapter = event["block_hashes"], event.get("lora_name")
         # Of each block: what enters its hash beside its tokens and its adapter.
-        keys = [[key for key in of or () if key != adapter] for of in extra]
-        if before is None:
-            salt = keys[0].pop() if keys and len(keys[0]) == 1 and isinstance(keys[0][0], str) else None
-            root: int | None = tree(salt, adapter)
-        else:
-            root = self._blocks.get(before, (None, 0))[0]
-        if root is None or event["block_size"] != self._block_tokens:
+        keys = [[key for key in of or () if key != adapter] for of in event.get("extra_keys") or [None]]
+        before = self._before(event, keys[0])
+        if before is None or event["block_size"] != self._block_tokens:
             return
-        plain = next((b for b, of in enumerate(keys) if of), len(names))  # blocks of text alone
-        ids = np.zeros(plain, np.int64)
-        chain(np.array(event["token_ids"], np.int64), self._block_tokens, root, ids)
+        text = next((b for b, of in enumerate(keys) if of), len(names))  # blocks of text alone
+        ids = np.zeros(text, np.int64)
+        chain(np.array(event["token_ids"], np.int64), self._block_tokens, before, ids)
         for name, key in zip(names, ids.tolist(), strict=False):
             copies = self._blocks.get(name, (key, 0))[1]
             self._blocks[name] = key, copies + 1
             if copies == 0:
                 self._note(key, True)
+
+    def _before(self, event: Mapping[str, Any], keys: list[Any]) -> int | None:
+        """The id before an event's first block, whose salt is taken out of its keys; None where unknown."""
+        parent = event.get("parent_block_hash")
+        if parent is not None:
+            return self._blocks.get(parent, (None, 0))[0]
+        salt = keys.pop() if len(keys) == 1 and isinstance(keys[0], str) else None
+        return tree(salt, event.get("lora_name"))
 
     def _remove(self, name: int | bytes) -> None:
         key, copies = self._blocks.get(name, (0, 0))

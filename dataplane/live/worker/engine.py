@@ -93,9 +93,9 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
         # In a placement group vLLM would take Ray, which refuses one bundle with all GPUs of a worker. Child
         # processes of the engine also share memory with the KV doors, and a step has no hop through Ray.
         settings |= {"distributed_executor_backend": "mp"}
-    if engine_settings.get("enable_prefix_caching") is not False:
-        # Read by our connector, so that nothing needs to be published.
-        settings |= {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+    # Read by our connector, so that nothing needs to be published.
+    tells = engine_settings.get("enable_prefix_caching") is not False
+    settings |= {"kv_events_config": KVEventsConfig(enable_kv_cache_events=tells, publisher="null")}
     settings |= {name: value for name, value in engine_settings.items() if value is not None}
     settings |= {
         # What enters an engine's cache of images, a gateway would have to know of each engine.
