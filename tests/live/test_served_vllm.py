@@ -11,6 +11,8 @@ import psutil
 from raw_stream import session, stream
 
 from experiments.lib.served import begun
+from tokenfleet.cli.main import main
+from tokenfleet.profiles.library import read_profile
 
 STREAMS = 50
 
@@ -48,6 +50,34 @@ def test_without_a_profile_it_was_measured_before_it_served_and_places_by_target
     assert "learned from" in times["source"]
     assert times["step"]["base_s"] > 0
     assert times["step"]["per_prefill_token_s"] > 0
+
+
+def test_its_metrics_calibrate_a_profile_of_another_machine(vllm_fleet, tmp_path, capsys):
+    async def traffic():
+        calibrate = [
+            "calibrate",
+            "--metrics",
+            vllm_fleet.control,
+            "--profile",
+            "llama-3.1-8b",
+            "--gpu",
+            "h100",
+        ]
+        calibrate += ["--tp", "1", "--minutes", "0.17", "--output", str(tmp_path / "made.yaml")]
+        watch = asyncio.create_task(asyncio.to_thread(main, calibrate))
+        async with session() as http:
+            while not watch.done():
+                waves = [stream(http, vllm_fleet.gateway, **body(i, 30 + 20 * i)) for i in range(8)]
+                await asyncio.gather(*waves)
+        return await watch
+
+    assert asyncio.run(traffic()) == 0, capsys.readouterr().err
+    made = read_profile(tmp_path / "made.yaml")
+    assert made.kv.capacity_tokens == vllm_fleet.ask("GET", "/v1/fleet")["workers"][0]["kv_tokens"]
+    # Another judge of the same engines: what the fleet learned of itself, step by step.
+    step = vllm_fleet.ask("GET", "/v1/fleet")["step_times"][0]["step"]
+    learned = step["base_s"] + 4 * step["per_sequence_s"] + 400 * step["per_context_token_s"]
+    assert 0.5 < float(made.step.step_s(0, 4, 400)) / learned < 2.0
 
 
 def test_text_is_the_same_moved_or_not_and_a_stop_string_ends_it_across_moves(vllm_fleet):

@@ -42,6 +42,9 @@ VERBS = {
         "tokenfleet.cli.export", "export_command", "a plan as KubeRay, Helm, KEDA, rules, systemd"
     ),
     "fit": Verb("tokenfleet.cli.fit", "fit_command", "measurements: a profile with its errors"),
+    "calibrate": Verb(
+        "tokenfleet.cli.calibrate", "calibrate_command", "a profile corrected by any vLLM in service"
+    ),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.cli.serve", "serve_command", "run a fleet behind one OpenAI endpoint"),
     "doctor": Verb("tokenfleet.cli.doctor", "doctor_command", "what here would stop a fleet"),

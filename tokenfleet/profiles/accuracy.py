@@ -256,7 +256,7 @@ def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str,
         learn = ladder.runs[:CALIBRATED_ON]
         log = joined([run.log for run in learn])
         known = np.concatenate([run.measured for run in learn])
-        profile = calibrated(log, profile, known, workers, caches)
+        profile, _ = calibrated(log, profile, known, workers, caches)
     target = target_of(ladder)
     rows, seen, said = [], [], []
     for run in ladder.runs:

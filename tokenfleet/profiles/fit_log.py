@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, minimize
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.calibration import TOLD, Correction
 from controlplane.perfmodel.profile import FittedRange, Frontend, Profile, Residuals, with_times
 from controlplane.perfmodel.step import StepModel
 from controlplane.prefixes import Prefixes
@@ -114,7 +115,7 @@ def fit_log(
         )
 
     best = _least(errors, _first_guess(log), np.random.default_rng(seed))
-    return _judged(log, _with(around, best), rows)
+    return judged(log, _with(around, best), rows)
 
 
 def calibrated(
@@ -123,7 +124,7 @@ def calibrated(
     measured: NDArray[np.bool_],
     workers: int = 1,
     prefix_caching: bool = True,
-) -> Profile:
+) -> tuple[Profile, list[Correction]]:
     """`around` corrected by a short log: decode and prefill so many times as long, the first token's rest.
 
     Three numbers that a few minutes can tell, each drawn to what it was by CALIBRATION_DOUBT: the four
@@ -151,7 +152,17 @@ def calibrated(
         least_squares(errors, start, diff_step=[0.01, 0.03, 0.05], max_nfev=25)
         for start in (np.ones(3), np.array([0.9, 1.2, 1.5]))
     ]
-    return made(min(found, key=lambda one: one.cost).x)
+    best = min(found, key=lambda one: one.cost)
+    profile = made(best.x)
+    error = CALIBRATION_NOISE * np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
+    told = error < TOLD * np.array([*CALIBRATION_DOUBT[:2], 1.0])
+    factors = np.exp(best.x - 1.0)
+    corrections = [
+        Correction(name, float(factors[k]), float(factors[k] * error[k]), bool(told[k]))
+        for k, name in enumerate(("decode", "prefill"))
+    ]
+    doubt = max(float(error[:2].max()), CALIBRATION_NOISE)
+    return replace(profile, residuals=replace(profile.residuals, unseen_relative=doubt)), corrections
 
 
 def _moments(ttft_s: Columns, tpot_s: Columns, e2e_s: Columns) -> Columns:
@@ -226,9 +237,9 @@ def _first_guess(log: RequestLog) -> Columns:
     return np.log(guess)
 
 
-def _judged(log: RequestLog, profile: Profile, rows: NDArray[np.bool_]) -> Profile:
+def judged(log: RequestLog, profile: Profile, rows: NDArray[np.bool_], workers: int = 1) -> Profile:
     """The profile with the errors of its requests' TPOT: a log has no steps to judge singly."""
-    outcome = replay(log, profile)
+    outcome = replay(log, profile, workers)
     error = np.abs(outcome.tpot_s / log.tpot_s - 1)
     finite = ~np.isnan(error)
     in_sample, held_out = error[finite & rows], error[finite & ~rows]

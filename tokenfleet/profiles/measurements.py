@@ -3,8 +3,8 @@
 A table has one row a step: `prefill_tokens, sequences, context_tokens, step_s`, optionally
 `prefill_sum_sq`, `prefill_sequences`, the labels `point` and `repeat` (of `tokenfleet profile`) or `worker`
 (of a running fleet's `steps.csv`), and `at_s`, Unix time: when that visit began, or the step was over.
-A log has one request a line with its arrival, first-token and last-token times and its token counts, under
-Tokenfleet's names or those of common vLLM benchmarks.
+A log has one request a line with its arrival, first-token and last-token times (or, as access logs have them,
+TTFT and E2E since its arrival) and its token counts, in Tokenfleet's names or those of common benchmarks.
 
 `tokenfleet profile` appends to its table `M.csv` one visit to a grid point at a time. `M.csv.json` has the
 environment, how often each point was visited and the CSV's length after the last visit; anything beyond that
@@ -46,6 +46,10 @@ LOG_FIELDS = {
     "last_token_s": ("last_token_ts", "last_token_s", "finish_s", "finished_ts"),
     "prompt_tokens": ("input_toks", "prompt_tokens", "input_tokens", "num_prefill_tokens"),
     "output_tokens": ("output_toks", "output_tokens", "num_decode_tokens"),
+}
+SINCE_ARRIVAL = {  # as access logs have them
+    "first_token_s": ("ttft_s", "ttft"),
+    "last_token_s": ("e2e_s", "e2e_latency_s", "e2e_latency", "latency_s"),
 }
 SCHEMA = "tokenfleet.measurements/3"
 
@@ -191,7 +195,8 @@ def read_request_log(path: Path) -> RequestLog:
             raise BadInput(f"{path}: line {number}: not JSON: {error}") from error
         if not isinstance(entry, dict):
             raise BadInput(f"{path}: line {number}: expected an object, got {str(entry)[:40]!r}")
-        rows.append([_field(path, number, entry, name) for name in LOG_FIELDS])
+        arrival_s = _field(path, number, entry, "arrival_s")
+        rows.append([_field(path, number, entry, name, arrival_s) for name in LOG_FIELDS])
     if not rows:
         raise BadInput(f"{path}: no requests in it")
     table = np.array(sorted(rows), float)
@@ -205,15 +210,16 @@ def read_request_log(path: Path) -> RequestLog:
     return RequestLog(workload, first, last)
 
 
-def _field(path: Path, number: int, entry: dict[str, Any], name: str) -> float:
-    for spelling in LOG_FIELDS[name]:
+def _field(path: Path, number: int, entry: dict[str, Any], name: str, arrival_s: float = 0.0) -> float:
+    since = SINCE_ARRIVAL.get(name, ())
+    for spelling in (*LOG_FIELDS[name], *since):
         if spelling in entry:
             value = entry[spelling]
             good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
             if not good or math.isnan(value):
                 raise BadInput(f"{path}: line {number}: {spelling}: must be a number, got {value!r:.60}")
-            return float(value)
-    raise BadInput(f"{path}: line {number}: no {' or '.join(LOG_FIELDS[name])} in it")
+            return float(value) + (arrival_s if spelling in since else 0.0)
+    raise BadInput(f"{path}: line {number}: no {' or '.join((*LOG_FIELDS[name], *since))} in it")
 
 
 def _text(path: Path) -> str:

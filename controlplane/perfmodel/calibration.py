@@ -1,0 +1,279 @@
+"""The calibration of a profile by what an engine in service counts: factors on its step times, with errors.
+
+An engine that counts for Prometheus tells of no single step. Between two scrapes it tells how many gaps
+between tokens there were and their sum, how many first tokens came and what prompt tokens were computed. With
+G gaps of mean y in an interval of T seconds, K chunks of prompts and p(batch)_j what term j of the profile
+adds to a step, the factors a_j are those of
+
+    y ≈ Σ_j a_j · ((1 - q) · p(0, b, C)_j + q · p(P/n, b, C)_j)        n = N·(1 - exp(-K/N)),  N = T/y
+
+n steps prefill, and q = n·y/T of the gaps have such a step in them (arrivals see time averages). Gaps are met
+by how many decode beside them: b = L + φ where L = G·y/T decode at a time and φ is the variance of the
+running requests over their mean, from scrape to scrape (1 of Poisson arrivals, 0 of a closed loop). Where
+next to nothing decodes, the time from a request's start to its first token is its own steps' alone, and is
+a second equation.
+
+Each a_j is drawn to a common factor s with a relative doubt of TERM, s to the median of what was seen over
+what the profile says. So what the traffic cannot tell stays in the profile's proportions. Errors are standard
+deviations of that posterior, widened by how alike the residuals of neighbouring intervals are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import lsq_linear
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
+from controlplane.perfmodel.step import STEP_TERMS, Batch, Hinge, PrefillModel, Term, coefficients
+from controlplane.types import EngineMode
+
+TERM = 0.5  # doubt of a term beside the others
+SCALE = 3.0  # and of all together
+FEWEST_GAPS, FEWEST_INTERVALS = 300, 6
+ENOUGH = 20  # gaps of an interval that tell half as much as any number
+QUIET = 0.4  # decode at a time, at most, where a first token waits for nothing but itself
+CLIP = 2.5  # residuals past so many standard deviations count linearly
+ROUNDS = 6
+BLOCKS = 5  # consecutive parts of the time, each judged by the others
+LEAST_SPREAD = 0.005
+PART = 0.02  # of the common factor, at least, and at most 1 / PART times it
+TOLD = 0.6  # of its doubt, at most, is left of a term that the traffic tells
+
+Rows = NDArray[np.float64]
+
+
+class Interval(NamedTuple):
+    """What one engine did between two scrapes; sums over the interval, gauges as means of its two ends."""
+
+    seconds: float
+    gaps: float  # between tokens of one request
+    gaps_s: float
+    first_tokens: float
+    first_tokens_s: float  # since arrival
+    prefill_tokens: float  # computed, not cached
+    running: float
+    running_change: float
+    context_tokens: float
+    finished: float = 0.0
+    finished_prefill_s: float = 0.0  # of the requests that finished: from their start to the first token
+    finished_prefill_tokens: float = 0.0
+    finished_queue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A factor on a part of a profile, its standard deviation, and whether the traffic `told` it."""
+
+    name: str
+    factor: float
+    error: float
+    told: bool
+
+
+class _Equations(NamedTuple):
+    """What each term of the profile adds, over what was seen, and weights: shapes [rows, terms], [rows]."""
+
+    parts: Rows
+    weight: Rows
+
+
+def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profile, list[Correction]]:
+    """`around` with the step times of an engine, whose intervals are in order of time, and its corrections.
+
+    The profile's residuals are of intervals, each block of them judged by the others; how far the factors
+    themselves are in doubt is its `unseen_relative`. Raises BadInput for too little traffic.
+    """
+    busy = [one for one in intervals if one.gaps > 0 and one.gaps_s > 0 and one.seconds > 0]
+    gaps = sum(one.gaps for one in busy)
+    if gaps < FEWEST_GAPS or len(busy) < FEWEST_INTERVALS:
+        raise BadInput(
+            f"calibration: {gaps:.0f} tokens in {len(busy)} intervals with traffic;"
+            f" {FEWEST_GAPS} in {FEWEST_INTERVALS} are needed"
+        )
+    if around.engine.mode != EngineMode.CHUNKED:
+        raise BadInput(
+            f"calibration: {around.label}: is of a {around.engine.mode} engine, vLLM's are chunked"
+        )
+    prior = np.array([*coefficients(around.step).values(), *(h.per_unit_s for h in around.step.hinges)])
+    if not prior.any():
+        raise BadInput(f"calibration: {around.label}: step: every coefficient is 0")
+    equations = _equations(busy, around, prior)
+    factors, covariance = _solved(equations)
+    step = _with(around, prior, factors)
+    errors = np.sqrt(np.diag(covariance))[:-1]
+    known = np.flatnonzero(prior > 0)
+    names = [*(term.name for term in STEP_TERMS), *(f"hinge of {h.of}" for h in around.step.hinges)]
+    alone = [TERM * factors[-1]] * len(known)
+    corrections = [
+        Correction(names[j], float(a), float(error), bool(error < TOLD * doubt))
+        for j, a, error, doubt in zip(known, factors[:-1], errors, alone, strict=True)
+    ]
+    residual = np.abs(equations.parts @ factors[:-1] - 1.0)
+    counted = np.average(residual, weights=equations.weight)
+    doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance[:-1, :-1], equations.parts))
+    prefill_doubt = _prefill_doubt(busy, around, prior, factors, covariance)
+    made = replace(
+        around,
+        step=step,
+        prefill=PrefillModel.of_step(step),
+        residuals=Residuals(
+            mean_relative=float(counted),
+            p95_relative=float(np.quantile(residual, 0.95)),
+            max_relative=float(residual.max()),
+            samples=len(residual),
+            held_out_mean=_held_out(equations),
+            unseen_relative=max(float(np.median(doubt)), prefill_doubt),
+        ),
+        fitted=FittedRange(
+            max(one.prefill_tokens / max(_prefilling(one, around), 1.0) for one in busy),
+            max(max(one.running, _decoding(one)) for one in busy),
+            max(one.context_tokens for one in busy),
+        ),
+    )
+    return _with_frontend(made, busy, around), corrections
+
+
+def _decoding(one: Interval) -> float:
+    """L: sequences that decode at a time, by Little's law."""
+    return one.gaps_s / one.seconds
+
+
+def _chunks(one: Interval, profile: Profile) -> float:
+    """K: chunks of prompts that were computed."""
+    per_prompt = one.prefill_tokens / max(one.first_tokens, 1.0)
+    return one.first_tokens * max(1.0, np.ceil(per_prompt / profile.engine.max_batched_tokens))
+
+
+def _prefilling(one: Interval, profile: Profile) -> float:
+    """n: steps that prefilled; chunks that came in one step share it."""
+    slots = one.seconds * one.gaps / one.gaps_s
+    return float(-slots * np.expm1(-_chunks(one, profile) / slots))
+
+
+def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equations:
+    varied = sum(one.running_change**2 / 2 for one in busy) / max(sum(one.running for one in busy), 1e-9)
+    rows, seen, weight = [], [], []
+    for one in busy:
+        beside = max(1.0, _decoding(one) + min(varied, 2.0))
+        steps, mean_s = _prefilling(one, around), one.gaps_s / one.gaps
+        share = min(steps * mean_s / one.seconds, 1.0)
+        context = one.context_tokens * beside / max(one.running, beside)
+        row = (1.0 - share) * _parts(around, Batch(0.0, beside, context))
+        if steps > 0:
+            tokens = one.prefill_tokens / steps
+            squares = (one.prefill_tokens / max(one.first_tokens, 1.0)) * tokens
+            row = row + share * _parts(around, Batch(tokens, beside, context, squares))
+        rows.append(row)
+        seen.append(mean_s)
+        weight.append(one.gaps / (one.gaps + ENOUGH))
+        if one.finished > 0 and _decoding(one) < QUIET and one.finished_prefill_s > 0:
+            rows.append(_alone(one, around))
+            seen.append(one.finished_prefill_s / one.finished)
+            weight.append(one.finished / (one.finished + ENOUGH))
+    parts = np.array(rows) * prior / np.array(seen)[:, None]
+    return _Equations(parts[:, prior > 0], np.array(weight))
+
+
+def _alone(one: Interval, around: Profile) -> Rows:
+    """What terms add up to from a request's start to its first token, where it has the engine to itself."""
+    prompt = one.finished_prefill_tokens / one.finished
+    chunks = max(1.0, np.ceil(prompt / around.engine.max_batched_tokens))
+    beside = _decoding(one)
+    context = one.context_tokens * beside / max(one.running, 1.0)
+    return chunks * _parts(around, Batch(prompt / chunks, beside, context, prompt**2 / chunks))
+
+
+def _parts(profile: Profile, batch: Batch) -> Rows:
+    """The factor of each coefficient in such a step, shape [terms + hinges]."""
+    parts: list[Term | Hinge] = [*STEP_TERMS, *profile.step.hinges]
+    return np.array([float(part.regressor(batch)) for part in parts])
+
+
+def _solved(equations: _Equations) -> tuple[Rows, Rows]:
+    """Factors with the common one last, and their covariance."""
+    parts, weight = equations
+    terms = parts.shape[1]
+    start = float(np.median(1.0 / parts.sum(axis=1)))
+    like = np.column_stack([np.eye(terms), -np.ones(terms)]) / (TERM * start)
+    common = np.append(np.zeros(terms), 1.0)[None] / (SCALE * start)
+    low = np.append(np.full(terms, PART), 0.0) * start
+    high = np.append(np.full(terms, 1.0 / PART), 1.0 / PART) * start
+    factors, spread, robust = np.full(terms + 1, start), 0.1, np.ones(len(parts))
+    for _ in range(ROUNDS):
+        scaled = (np.sqrt(weight * robust) / spread)[:, None]
+        matrix = np.vstack([np.column_stack([parts, np.zeros(len(parts))]) * scaled, like, common])
+        wanted = np.concatenate([scaled[:, 0], np.zeros(terms), common[0, -1:] * start])
+        factors = lsq_linear(matrix, wanted, bounds=(low, high)).x
+        residual = parts @ factors[:-1] - 1.0
+        size = np.abs(residual) * np.sqrt(weight)
+        spread = max(1.4826 * float(np.median(size)), LEAST_SPREAD)
+        robust = np.minimum(1.0, CLIP * spread / np.maximum(size, 1e-12))
+    alike = 0.0
+    if len(residual) > 2 and min(residual[:-1].std(), residual[1:].std()) > 1e-12:
+        alike = float(np.clip(np.corrcoef(residual[:-1], residual[1:])[0, 1], 0.0, 0.9))
+    data = matrix[: len(parts)].T @ matrix[: len(parts)] * ((1.0 - alike) / (1.0 + alike))
+    rest = matrix[len(parts) :]
+    return factors, np.linalg.inv(data + rest.T @ rest)
+
+
+def _held_out(equations: _Equations) -> float:
+    """The mean relative error of the intervals of each block under a calibration by the others."""
+    parts, weight = equations
+    block = np.arange(len(parts)) * BLOCKS // len(parts)
+    error = np.empty(len(parts))
+    for k in range(BLOCKS):
+        test = block == k
+        factors, _ = _solved(_Equations(parts[~test], weight[~test]))
+        error[test] = np.abs(parts[test] @ factors[:-1] - 1.0)
+    return float(np.average(error, weights=weight))
+
+
+def _prefill_doubt(
+    busy: Sequence[Interval], around: Profile, prior: Rows, factors: Rows, covariance: Rows
+) -> float:
+    """The relative standard deviation of the time of a usual prompt alone; 0 where none came."""
+    prompts = sum(one.first_tokens for one in busy)
+    tokens = sum(one.prefill_tokens for one in busy) / max(prompts, 1.0)
+    if tokens <= 0:
+        return 0.0
+    parts = (_parts(around, Batch(tokens, 0.0, 0.0, tokens**2)) * prior)[prior > 0]
+    return float(np.sqrt(parts @ covariance[:-1, :-1] @ parts) / (parts @ factors[:-1]))
+
+
+def _with(around: Profile, prior: Rows, factors: Rows) -> Any:
+    values = prior.copy()
+    values[prior > 0] *= factors[:-1]
+    slopes = [float(x) for x in values[len(STEP_TERMS) :]]
+    hinges = tuple(replace(h, per_unit_s=x) for h, x in zip(around.step.hinges, slopes, strict=True))
+    named: dict[str, Any] = {t.name: float(x) for t, x in zip(STEP_TERMS, values, strict=False)}
+    return replace(around.step, **named, hinges=hinges)
+
+
+def _with_frontend(made: Profile, busy: Sequence[Interval], around: Profile) -> Profile:
+    """With what first tokens took beside their wait and their own steps, where the engine told their wait."""
+    first, finished = sum(one.first_tokens for one in busy), sum(one.finished for one in busy)
+    queue_s = sum(one.finished_queue_s for one in busy) / max(finished, 1.0)
+    if finished < ENOUGH or first < ENOUGH or queue_s <= 0:
+        return made
+    prompt = sum(one.prefill_tokens for one in busy) / first
+    own_s = sum(_own_s(one, made) for one in busy) / first
+    rest_s = sum(one.first_tokens_s for one in busy) / first - queue_s - own_s
+    rest_s -= around.frontend.per_prompt_token_s * prompt
+    return replace(made, frontend=replace(around.frontend, per_request_s=max(rest_s, 0.0)))
+
+
+def _own_s(one: Interval, made: Profile) -> float:
+    """Seconds of the steps that made the interval's first tokens, those of other prompts beside them too."""
+    chunks = _chunks(one, made)
+    if chunks == 0:
+        return 0.0
+    alike = 1.0 + chunks * one.gaps_s / (one.gaps * one.seconds)  # prompts a step, as each of them meets it
+    tokens = alike * one.prefill_tokens / chunks
+    squares = tokens * one.prefill_tokens / one.first_tokens
+    return chunks * float(made.step.step_s(tokens, _decoding(one), one.context_tokens, squares))

@@ -1,0 +1,158 @@
+"""A profile calibrated from a running engine's metrics, against the steps and requests that it serves next.
+
+    python experiments/profiling/calibrate_live.py [--quick] [--resume DIR] [--format table|json]
+
+One real vLLM engine on a CPU serves Poisson arrivals at a rate that rises and falls, with log-normal lengths.
+`tokenfleet calibrate` reads its `/metrics` for fifteen minutes (`--quick`: two) and corrects the library's
+profile of an 8B model on an H100, which is wrong here in every term. Then ten windows of a minute follow
+(`--quick`: four of twenty seconds). Every step of theirs, as the fleet wrote it down, is predicted; the row
+`noise` is the least mean error that a model of these steps could have. The attainment of each window is
+simulated under DRAWS profiles drawn from the calibrated one, and as many binomial draws of its requests each;
+the targets are the 0.9 quantiles of TTFT and TPOT while it was calibrated, so that they can be missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from controlplane.perfmodel.profile import Profile, draw_profile
+from controlplane.types import Slo
+from controlplane.workload import Workload
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.public_data import ROOT
+from experiments.lib.results import bar, flags, show
+from experiments.lib.served import ENGINE_FLAGS, fleet, tiny_model
+from experiments.profiling.learned_profile import errors, noise
+from tokenfleet.compare.replay import replay, served_model
+from tokenfleet.profiles.form import parse_profile, profile_text
+from tokenfleet.profiles.library import find_profiles
+
+RATE_RPS, SWING, PERIOD_S = 3.0, 0.8, 150.0
+PROMPT, OUTPUT, SPREAD = 150.0, 40.0, 0.7
+MINUTES, WINDOWS, WINDOW_S = 15.0, 10, 60.0
+QUICK_MINUTES, QUICK_WINDOWS, QUICK_WINDOW_S = 2.0, 4, 20.0
+DRAWS = 40
+MOST_ERROR, LEAST_WITHIN = 0.08, 0.9
+COLUMNS = ("sent_s", "first_token_s", "last_token_s", "prompt_tokens", "output_tokens")
+
+
+def traffic(seconds: float, seed: int) -> Workload:
+    """Poisson arrivals whose rate swings, and log-normal lengths."""
+    rng = np.random.default_rng(seed)
+    most = RATE_RPS * (1 + SWING)
+    at = np.cumsum(rng.exponential(1 / most, int(3 * most * seconds)))
+    rate = RATE_RPS * (1 + SWING * np.sin(2 * np.pi * at / PERIOD_S))
+    at = at[(at < seconds) & (rng.uniform(0, most, len(at)) < rate)]
+    sizes = [
+        np.clip(np.round(m * np.exp(SPREAD * rng.standard_normal(len(at)))), 2, 1500).astype(np.int64)
+        for m in (PROMPT, OUTPUT)
+    ]
+    return Workload(at, *sizes)
+
+
+def served(minutes: float, windows: int, window_s: float, seed: int) -> dict[str, Any]:
+    """The calibrated profile, the steps after it, and all requests as their client saw them."""
+    (prior,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
+    with tiny_model("--fat") as model:
+        there = model.parent
+        (there / "prior.yaml").write_text(profile_text(prior))
+        serving = ("--workers", "1", "--policy", "round-robin", "--data", str(there / "data"))
+        with fleet(model, *serving, engine_flags=ENGINE_FLAGS) as server:
+            calibrate = [
+                sys.executable, "-m", "tokenfleet", "calibrate", "--metrics", f"{server.gateway}/metrics",
+                "--profile", str(there / "prior.yaml"), "--minutes", str(minutes), "--max-seqs", "256",
+                "--output", str(there / "made.yaml"), "--format", "json",
+            ]  # fmt: skip
+
+            async def serve() -> tuple[Any, str]:
+                endpoint = await served_model(server.gateway, None)
+                rng = np.random.default_rng(seed)
+                await replay(traffic(5.0, seed + 1), endpoint, rng)  # what is loaded first
+                watch = await asyncio.create_subprocess_exec(*calibrate, cwd=ROOT, stdout=subprocess.PIPE)
+                seconds = 60 * minutes + windows * window_s + 10
+                done = await replay(traffic(seconds, seed), endpoint, rng)
+                said, _ = await watch.communicate()
+                return done, said.decode()
+
+            done, said = asyncio.run(serve())
+        steps = pl.read_csv(there / "data" / "steps.csv")
+        made = (there / "made.yaml").read_text()
+    since_s = done.began_unix_s + 60 * minutes + 8
+    later = steps.filter(pl.col("at_s") > since_s).sort("at_s")
+    return {
+        "profile": made,
+        "said": json.loads(said),
+        "steps": later.to_dicts(),
+        "requests": {name: getattr(done, name).tolist() for name in COLUMNS},
+    }
+
+
+def within(
+    profile: Profile, part: dict[str, Any], since_s: float, window_s: float, windows: int
+) -> list[Any]:
+    """Each window's measured attainment, and the simulated one's interval at 0.9."""
+    sent, first, last, prompt, output = (np.array(part["requests"][name]) for name in COLUMNS)
+    ttft_s, tpot_s = first - sent, (last - first) / np.maximum(output - 1, 1)
+    before = sent < since_s
+    slo = Slo(*(float(np.nanquantile(x[before], 0.9)) for x in (ttft_s, tpot_s)))
+    good = (ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)
+    rng = np.random.default_rng(0)
+    order = np.argsort(sent)
+    work = Workload(sent[order], prompt[order], output[order])
+    begins = [since_s + k * window_s for k in range(windows)]
+    said: list[list[float]] = [[] for _ in begins]
+    for _ in range(DRAWS):
+        outcome = simulate(work, [WorkerSpec(draw_profile(profile, rng))], slo, "round-robin")
+        met = (outcome.ttft_s <= slo.ttft_s) & ~(outcome.tpot_s > slo.tpot_s)
+        for k, begin in enumerate(begins):
+            rows = (work.arrival_s >= begin) & (work.arrival_s < begin + window_s)
+            said[k] += (rng.binomial(rows.sum(), met[rows].mean(), DRAWS) / rows.sum()).tolist()
+    found = []
+    for k, begin in enumerate(begins):
+        rows = (sent >= begin) & (sent < begin + window_s)
+        low, high = np.quantile(said[k], (0.05, 0.95))
+        found.append((float(good[rows].mean()), float(low), float(high), int(rows.sum())))
+    return found
+
+
+def main() -> int:
+    asked = flags(__doc__, resumes=True).parse_args()
+    minutes, windows, window_s = (
+        (QUICK_MINUTES, QUICK_WINDOWS, QUICK_WINDOW_S) if asked.quick else (MINUTES, WINDOWS, WINDOW_S)
+    )
+    part = asked.resume.part(
+        f"calibrate {minutes} {asked.seed}", lambda: served(minutes, windows, window_s, asked.seed)
+    )
+    profile = parse_profile(part["profile"], "made.yaml")
+    (prior,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
+    fixed, _ = errors(profile, part["steps"])
+    seen = within(profile, part, 60 * minutes + 8, window_s, windows)
+    inside = sum(low <= share <= high for share, low, high, _ in seen) / len(seen)
+    rows: list[dict[str, Any]] = [
+        {"name": f"{one['name']}, factor", "value": one["factor"]} for one in part["said"]["corrections"]
+    ]
+    rows += [
+        {"name": "steps predicted", "value": float(len(part["steps"]))},
+        {"name": "mean error of the prior", "value": errors(prior, part["steps"])[0]},
+        {"name": "mean error, calibrated", "value": fixed},
+        {"name": "noise of equal batches", "value": noise(part["steps"])},
+        {"name": "error of intervals, held out", "value": profile.residuals.held_out_mean or float("nan")},
+    ]
+    for k, (share, low, high, requests) in enumerate(seen):
+        rows.append({"name": f"window {k + 1}: {low:.3f} to {high:.3f} of {requests}", "value": share})
+    bars = {
+        "step error mean": bar(fixed, MOST_ERROR),
+        "windows within": bar(inside, LEAST_WITHIN, at_least=True),
+    }
+    return show("calibrate_live", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
