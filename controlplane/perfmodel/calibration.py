@@ -20,6 +20,7 @@ deviations of that posterior, widened by how alike the residuals of neighbouring
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -131,9 +132,9 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
             unseen_relative=max(float(np.median(doubt)), prefill_doubt),
         ),
         fitted=FittedRange(
-            max(one.prefill_tokens / max(_prefilling(one, around), 1.0) for one in busy),
-            max(max(one.running, _decoding(one)) for one in busy),
-            max(one.context_tokens for one in busy),
+            float(max(one.prefill_tokens / max(_prefilling(one, around), 1.0) for one in busy)),
+            float(max(max(one.running, _decoding(one)) for one in busy)),
+            float(max(one.context_tokens for one in busy)),
         ),
     )
     return _with_frontend(made, busy, around), corrections
@@ -147,7 +148,7 @@ def _decoding(one: Interval) -> float:
 def _chunks(one: Interval, profile: Profile) -> float:
     """K: chunks of prompts that were computed."""
     per_prompt = one.prefill_tokens / max(one.first_tokens, 1.0)
-    return one.first_tokens * max(1.0, np.ceil(per_prompt / profile.engine.max_batched_tokens))
+    return one.first_tokens * max(1.0, math.ceil(per_prompt / profile.engine.max_batched_tokens))
 
 
 def _prefilling(one: Interval, profile: Profile) -> float:
@@ -183,7 +184,7 @@ def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equat
 def _alone(one: Interval, around: Profile) -> Rows:
     """What terms add up to from a request's start to its first token, where it has the engine to itself."""
     prompt = one.finished_prefill_tokens / one.finished
-    chunks = max(1.0, np.ceil(prompt / around.engine.max_batched_tokens))
+    chunks = max(1.0, math.ceil(prompt / around.engine.max_batched_tokens))
     beside = _decoding(one)
     context = one.context_tokens * beside / max(one.running, 1.0)
     return chunks * _parts(around, Batch(prompt / chunks, beside, context, prompt**2 / chunks))
@@ -265,7 +266,7 @@ def _with_frontend(made: Profile, busy: Sequence[Interval], around: Profile) -> 
     own_s = sum(_own_s(one, made) for one in busy) / first
     rest_s = sum(one.first_tokens_s for one in busy) / first - queue_s - own_s
     rest_s -= around.frontend.per_prompt_token_s * prompt
-    return replace(made, frontend=replace(around.frontend, per_request_s=max(rest_s, 0.0)))
+    return replace(made, frontend=replace(around.frontend, per_request_s=float(max(rest_s, 0.0))))
 
 
 def _own_s(one: Interval, made: Profile) -> float:
