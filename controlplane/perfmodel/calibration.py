@@ -220,7 +220,7 @@ def _solved(equations: _Equations) -> tuple[Rows, Rows]:
         alike = float(np.clip(np.corrcoef(residual[:-1], residual[1:])[0, 1], 0.0, 0.9))
     data = matrix[: len(parts)].T @ matrix[: len(parts)] * ((1.0 - alike) / (1.0 + alike))
     rest = matrix[len(parts) :]
-    return factors, np.linalg.inv(data + rest.T @ rest)
+    return factors, np.asarray(np.linalg.inv(data + rest.T @ rest), np.float64)
 
 
 def _held_out(equations: _Equations) -> float:

@@ -154,7 +154,8 @@ def calibrated(
     ]
     best = min(found, key=lambda one: one.cost)
     profile = made(best.x)
-    error = CALIBRATION_NOISE * np.sqrt(np.diag(np.linalg.inv(best.jac.T @ best.jac)))
+    slopes = np.asarray(best.jac, float)
+    error = CALIBRATION_NOISE * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
     told = error < TOLD * np.array([*CALIBRATION_DOUBT[:2], 1.0])
     factors = np.exp(best.x - 1.0)
     corrections = [
