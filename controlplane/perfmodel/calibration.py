@@ -90,13 +90,7 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
     The profile's residuals are of intervals, each block of them judged by the others; how far the factors
     themselves are in doubt is its `unseen_relative`. Raises BadInput for too little traffic.
     """
-    busy = [one for one in intervals if one.gaps > 0 and one.gaps_s > 0 and one.seconds > 0]
-    gaps = sum(one.gaps for one in busy)
-    if gaps < FEWEST_GAPS or len(busy) < FEWEST_INTERVALS:
-        raise BadInput(
-            f"calibration: {gaps:.0f} tokens in {len(busy)} intervals with traffic;"
-            f" {FEWEST_GAPS} in {FEWEST_INTERVALS} are needed"
-        )
+    busy = _with_traffic(intervals)
     if around.engine.mode != EngineMode.CHUNKED:
         raise BadInput(
             f"calibration: {around.label}: is of a {around.engine.mode} engine, vLLM's are chunked"
@@ -107,14 +101,6 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
     equations = _equations(busy, around, prior)
     factors, covariance = _solved(equations)
     step = _with(around, prior, factors)
-    errors = np.sqrt(np.diag(covariance))[:-1]
-    known = np.flatnonzero(prior > 0)
-    names = [*(term.name for term in STEP_TERMS), *(f"hinge of {h.of}" for h in around.step.hinges)]
-    alone = [TERM * factors[-1]] * len(known)
-    corrections = [
-        Correction(names[j], float(a), float(error), bool(error < TOLD * doubt))
-        for j, a, error, doubt in zip(known, factors[:-1], errors, alone, strict=True)
-    ]
     residual = np.abs(equations.parts @ factors[:-1] - 1.0)
     counted = np.average(residual, weights=equations.weight)
     doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance[:-1, :-1], equations.parts))
@@ -137,7 +123,29 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
             float(max(one.context_tokens for one in busy)),
         ),
     )
-    return _with_frontend(made, busy, around), corrections
+    return _with_frontend(made, busy, around), _corrections(around, prior, factors, covariance)
+
+
+def _with_traffic(intervals: Sequence[Interval]) -> list[Interval]:
+    """Those in which the engine decoded. Raises BadInput for too few."""
+    busy = [one for one in intervals if one.gaps > 0 and one.gaps_s > 0 and one.seconds > 0]
+    gaps = sum(one.gaps for one in busy)
+    if gaps < FEWEST_GAPS or len(busy) < FEWEST_INTERVALS:
+        raise BadInput(
+            f"calibration: {gaps:.0f} tokens in {len(busy)} intervals with traffic;"
+            f" {FEWEST_GAPS} in {FEWEST_INTERVALS} are needed"
+        )
+    return busy
+
+
+def _corrections(around: Profile, prior: Rows, factors: Rows, covariance: Rows) -> list[Correction]:
+    errors = np.sqrt(np.diag(covariance))[:-1]
+    names = [*(term.name for term in STEP_TERMS), *(f"hinge of {h.of}" for h in around.step.hinges)]
+    most = TOLD * TERM * factors[-1]
+    return [
+        Correction(names[j], float(factor), float(error), bool(error < most))
+        for j, factor, error in zip(np.flatnonzero(prior > 0), factors[:-1], errors, strict=True)
+    ]
 
 
 def _decoding(one: Interval) -> float:

@@ -1,13 +1,14 @@
-"""`tokenfleet fit`: fits a profile, with its errors and intervals, to measurements of a real engine."""
+"""`tokenfleet fit` and `calibrate`: profiles, with errors, from measurements of engines or their service."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.calibration import Correction, calibrated_by
 from controlplane.perfmodel.fit import OUTLYING, StepFit, fit_phases, fit_prefill, fit_step, outlying, pooled
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source, relative_error
 from controlplane.perfmodel.samples import StepSamples, concatenated
@@ -22,11 +24,18 @@ from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
 from tokenfleet.cli.flags import takes
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
-from tokenfleet.profiles.fit_log import fit_log
-from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, write_profile
+from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
+from tokenfleet.profiles.library import (
+    canonical_gpus,
+    canonical_model,
+    find_profiles,
+    read_profile,
+    write_profile,
+)
 from tokenfleet.profiles.measurements import RequestLog, is_request_log, read_measurements, read_request_log
 
 CONFIDENCES = (0.5, 0.9, 0.99)
+FEWEST_LOGGED = 30  # requests of an access log
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +236,153 @@ def _say(
     for cell in breaks:
         print(f"the linear form breaks: {cell.text}")
     Console(stderr=True).print(f"wrote {out}", soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateFlags:
+    """What `tokenfleet calibrate` is asked."""
+
+    profile: Annotated[str, typer.Option(help="what is corrected: a profile file, or a model of the library")]
+    output: Annotated[Path, typer.Option(help="the profile to write, for plan, simulate and serve --profile")]
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(help="address of an engine's metrics, e.g. http://host:8000/metrics; repeat for more"),
+    ] = None
+    log: Annotated[
+        Path | None, typer.Option(help="instead: an access log (JSONL: arrival, tokens, TTFT, E2E)")
+    ] = None
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="to watch, with --metrics")] = 15.0
+    gpu: Annotated[str | None, typer.Option(help="with a model's name: the GPU, e.g. h100")] = None
+    tp: Annotated[int | None, typer.Option(min=1, help="with a model's name: GPUs of a worker")] = None
+    workers: Annotated[int, typer.Option(min=1, help="with --log: engines that took them in turn")] = 1
+    max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's, where not the profile's")] = None
+    max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the same")] = None
+    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+
+
+@takes(CalibrateFlags)
+def calibrate_command(flags: CalibrateFlags) -> None:
+    """Correct a profile by the traffic that any vLLM serves: no benchmark, nothing sent to it.
+
+    Metrics are read every 3 seconds; an access log has arrival_s, prompt_tokens, output_tokens and either
+    ttft_s and e2e_s or first_token_s and last_token_s, a request a line. What the traffic cannot tell stays
+    in the profile's proportions, and that is said.
+
+    tokenfleet calibrate --metrics host:8000 --profile llama-3.1-8b --gpu h100 --tp 1 --output mine.yaml
+    tokenfleet calibrate --metrics a:8000 --metrics b:8000 --profile old.yaml --minutes 30 --output new.yaml
+    tokenfleet calibrate --log requests.jsonl --profile old.yaml --output new.yaml
+    tokenfleet plan --trace trace.csv --profile mine.yaml --slo ttft=400ms,tpot=30ms
+    """
+    if flags.output_format not in ("table", "json"):
+        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
+    if (flags.log is None) == (not flags.metrics):
+        raise BadInput("calibrate: give --metrics ADDRESS (or several), or --log FILE")
+    if flags.output.is_dir():
+        raise BadInput(f"--output: {flags.output}: is a folder, expected a file")
+    around = _around(flags).with_engine(max_batched_tokens=flags.max_batched_tokens, max_seqs=flags.max_seqs)
+    said: list[str] = []
+    if flags.log is not None:
+        made, corrections = _by_log(flags.log, around, flags.workers)
+    else:
+        made, corrections = _by_metrics(flags.metrics or [], around, flags.minutes, said)
+    write_profile(made, flags.output)
+    said += _untold(corrections)
+    _say_calibrated(made, corrections, said, flags)
+
+
+def _around(flags: CalibrateFlags) -> Profile:
+    path = Path(flags.profile)
+    if path.is_file() or path.suffix in (".yaml", ".yml"):
+        return read_profile(path)
+    found = find_profiles(flags.profile, [flags.gpu] if flags.gpu else [], [flags.tp] if flags.tp else [])
+    if len(found) > 1:
+        names = ", ".join(one.type_name for one in found)
+        raise BadInput(f"--profile: {flags.profile}: there are {names}; choose with --gpu and --tp")
+    return found[0]
+
+
+def _by_metrics(
+    urls: Sequence[str], around: Profile, minutes: float, said: list[str]
+) -> tuple[Profile, list[Correction]]:
+    """Watch the engines and calibrate by what they did; a page that fails meanwhile is a gap, and said."""
+    from tokenfleet.profiles.engine_metrics import drafts, intervals_of, kv_of, watched
+
+    with Console(stderr=True).status(f"watching {', '.join(urls)} for {minutes:g} minutes"):
+        scrapes, missed = watched(urls, 60.0 * minutes)
+    if missed:
+        said.append(f"{len(missed)} looks failed and were left out, the last: {missed[-1]}")
+    if drafts(scrapes):
+        said.append("the engine decodes speculatively: steps are learned, their tokens beyond one are not")
+    kv_tokens, block_tokens = kv_of(scrapes[-1] or scrapes[0])
+    if kv_tokens:
+        around = around.with_kv(None, kv_tokens)
+        around = replace(around, kv=replace(around.kv, block_tokens=block_tokens))
+    else:
+        said.append("the engines do not say one size of their KV; the profile's is kept")
+    found = intervals_of(scrapes)
+    made, corrections = calibrated_by(found, around)
+    gaps = sum(one.gaps for one in found)
+    what = f"calibrated by /metrics over {minutes:g} minutes ({gaps:.0f} tokens), from {around.label}"
+    return _sourced(made, around, what), corrections
+
+
+def _by_log(path: Path, around: Profile, workers: int) -> tuple[Profile, list[Correction]]:
+    log = read_request_log(path)
+    requests = len(log.workload)
+    if requests < FEWEST_LOGGED:
+        raise BadInput(f"{path}: {requests} requests, at least {FEWEST_LOGGED} are needed")
+    known = np.ones(requests, np.bool_)
+    made, corrections = calibrated(log, around, known, workers)
+    what = f"calibrated by the log of {requests} requests, {path.name}, from {around.label}"
+    return _sourced(judged(log, made, known, workers), around, what), corrections
+
+
+def _sourced(made: Profile, around: Profile, what: str) -> Profile:
+    source = replace(
+        around.source,
+        kind="measured",
+        what=what[:2000],
+        licence="own measurements",
+        date=_day(None),
+        host_s=0.0,
+    )
+    return replace(made, source=source)
+
+
+def _untold(corrections: Sequence[Correction]) -> list[str]:
+    """What the traffic could not tell, in a sentence."""
+    untold = [one.name for one in corrections if not one.told]
+    if not untold:
+        return []
+    if len(untold) == len(corrections):
+        return ["the traffic was too uniform to tell the terms apart: all are scaled alike"]
+    return [f"the traffic does not tell {', '.join(untold)}: in the profile's proportion to the others"]
+
+
+def _say_calibrated(
+    made: Profile, corrections: Sequence[Correction], said: Sequence[str], flags: CalibrateFlags
+) -> None:
+    residuals = made.residuals
+    if flags.output_format == "json":
+        answer: dict[str, Any] = {
+            "schema": "tokenfleet.calibration/1",
+            "profile": str(flags.output),
+            "corrections": [asdict(one) for one in corrections],
+            "frontend_s": made.frontend.per_request_s,
+            "kv_tokens": made.kv.capacity_tokens,
+            "mean_error": residuals.mean_relative,
+            "held_out_error": residuals.held_out_mean,
+            "doubt": residuals.unseen_relative,
+            "says": list(said),
+        }
+        print(json.dumps(answer))
+        return
+    print(f"{made.label}: in {flags.output}")
+    for one in corrections:
+        print(f"  {one.name:24} x {one.factor:.3g} ± {one.error:.2g}{'' if one.told else ' (not told)'}")
+    held = "" if residuals.held_out_mean is None else f", {residuals.held_out_mean:.1%} held out"
+    print(f"error {residuals.mean_relative:.1%}{held}; doubt of the factors {residuals.unseen_relative:.1%}")
+    frontend_ms = made.frontend.per_request_s * 1e3
+    print(f"KV {made.kv.capacity_tokens:,} tokens; frontend {frontend_ms:.1f} ms a request")
+    for line in said:
+        print(line)

@@ -43,7 +43,7 @@ VERBS = {
     ),
     "fit": Verb("tokenfleet.cli.fit", "fit_command", "measurements: a profile with its errors"),
     "calibrate": Verb(
-        "tokenfleet.cli.calibrate", "calibrate_command", "a profile corrected by any vLLM in service"
+        "tokenfleet.cli.fit", "calibrate_command", "a profile corrected by any vLLM in service"
     ),
     "trace": Verb("tokenfleet.cli.trace", "trace_app", "check, synth, convert a trace"),
     "serve": Verb("tokenfleet.cli.serve", "serve_command", "run a fleet behind one OpenAI endpoint"),

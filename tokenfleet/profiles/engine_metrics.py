@@ -9,14 +9,17 @@ LONGEST_S passed say nothing.
 from __future__ import annotations
 
 import math
+import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.calibration import Interval
 
+EVERY_S = 3.0
 LONGEST_S = 60.0
 TIMEOUT_S = 10.0
 MOST_BYTES = 50_000_000
@@ -68,38 +71,40 @@ def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, E
     """The engines of a metrics page. Raises BadInput where it is none, or lacks what calibration needs."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[str, dict[str, float]] = {}
+    found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     blocks: dict[str, tuple[int, int]] = {}
-    by_name = {f"vllm:{alias}": name for name, aliases in NAMES.items() for alias in reversed(aliases)}
-    rank = {f"vllm:{alias}": k for aliases in NAMES.values() for k, alias in enumerate(aliases)}
-    ranks: dict[tuple[str, str], int] = {}
     try:
         for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
             engine = " ".join(sample.labels[name] for name in ENGINE_LABELS if sample.labels.get(name))
             if sample.name == "vllm:cache_config_info":
                 blocks[sample.labels.get("engine", "")] = _blocks(sample.labels)
-            name = by_name.get(sample.name)
-            if name is None:
-                continue
-            best = ranks.setdefault((engine, name), rank[sample.name])
-            if rank[sample.name] < best:
-                found[engine].pop(name)
-                ranks[engine, name] = rank[sample.name]
-            if rank[sample.name] <= best:
-                values = found.setdefault(engine, {})
-                values[name] = values.get(name, 0.0) + float(sample.value)
+            elif sample.name.startswith("vllm:"):
+                found[engine][sample.name.removeprefix("vllm:")] += float(sample.value)
     except (ValueError, KeyError, IndexError) as error:
         raise BadInput(f"{where}: not Prometheus metrics: {error}") from None
-    whole = {e: values for e, values in found.items() if all(name in values for name in NEEDED)}
-    if not whole:
-        some = next(iter(found.values()), {})
-        missing = next(name for name in NEEDED if name not in some)
-        raise BadInput(f"{where}: no metrics of vLLM's: vllm:{NAMES[missing][0]} is missing")
+    whole = _whole(found, where)
     any_kv = next(iter(blocks.values()), (0, 0))
     return {
         engine: EngineCounts(at_s, values, *blocks.get(engine.split(" ")[0], any_kv))
         for engine, values in whole.items()
     }
+
+
+def _whole(found: Mapping[str, Mapping[str, float]], where: str) -> dict[str, dict[str, float]]:
+    """The engines that tell all that is needed. Raises BadInput where there is none."""
+    named = {engine: _named(values) for engine, values in found.items()}
+    whole = {engine: values for engine, values in named.items() if set(NEEDED) <= set(values)}
+    if not whole:
+        some = next(iter(named.values()), {})
+        missing = next(name for name in NEEDED if name not in some)
+        raise BadInput(f"{where}: no metrics of vLLM's: vllm:{NAMES[missing][0]} is missing")
+    return whole
+
+
+def _named(values: Mapping[str, float]) -> dict[str, float]:
+    """An engine's counters by our names, each from the newest of theirs that there is."""
+    newest = {name: next((a for a in aliases if a in values), None) for name, aliases in NAMES.items()}
+    return {name: values[alias] for name, alias in newest.items() if alias is not None}
 
 
 def _blocks(labels: Mapping[str, str]) -> tuple[int, int]:
@@ -127,20 +132,13 @@ def intervals_of(scrapes: Iterable[Mapping[str, EngineCounts]]) -> list[Interval
 
 def _between(before: EngineCounts, now: EngineCounts) -> Interval | None:
     seconds = now.at_s - before.at_s
-    if not 0 < seconds <= LONGEST_S:
+    both = now.values.keys() & before.values.keys()
+    more = {name: now.values[name] - before.values[name] for name in both}
+    mean = {name: (now.values[name] + before.values[name]) / 2 for name in both}
+    counted = [value for name, value in more.items() if name not in GAUGES]
+    if not 0 < seconds <= LONGEST_S or not all(map(math.isfinite, more.values())) or min(counted) < 0:
         return None
-    more = {
-        name: now.values[name] - before.values[name]
-        for name in now.values
-        if name in before.values and name not in GAUGES
-    }
-    ends = {name: [one.values.get(name, 0.0) for one in (before, now)] for name in GAUGES}
-    if any(value < 0 for value in more.values()):
-        return None
-    if not all(map(math.isfinite, [*more.values(), *(x for pair in ends.values() for x in pair)])):
-        return None
-    running = sum(ends["running"]) / 2
-    told = more.get("finished_prefill_tokens") is not None
+    told = "finished_prefill_tokens" in more
     return Interval(
         seconds=seconds,
         gaps=more["gaps"],
@@ -148,9 +146,9 @@ def _between(before: EngineCounts, now: EngineCounts) -> Interval | None:
         first_tokens=more["first_tokens"],
         first_tokens_s=more["first_tokens_s"],
         prefill_tokens=max(more["prompt_tokens"] - more.get("cached_tokens", 0.0), more["first_tokens"]),
-        running=running,
-        running_change=ends["running"][1] - ends["running"][0],
-        context_tokens=sum(ends["kv_share"]) / 2 * now.kv_tokens,
+        running=mean["running"],
+        running_change=more["running"],
+        context_tokens=mean.get("kv_share", 0.0) * now.kv_tokens,
         finished=more.get("finished", 0.0) if told else 0.0,
         finished_prefill_s=more.get("finished_prefill_s", 0.0),
         finished_prefill_tokens=more.get("finished_prefill_tokens", 0.0),
@@ -167,3 +165,28 @@ def kv_of(scrape: Mapping[str, EngineCounts]) -> tuple[int, int]:
 def drafts(scrapes: Sequence[Mapping[str, EngineCounts]]) -> bool:
     """Whether engines decode speculatively: then a step makes more than the one token that profiles know."""
     return any(one.values.get("drafted", 0.0) > 0 for scrape in scrapes for one in scrape.values())
+
+
+def watched(urls: Sequence[str], watch_s: float) -> tuple[list[dict[str, EngineCounts]], list[str]]:
+    """Look at the engines every EVERY_S for so long; what they told each time, and which looks failed.
+
+    Raises BadInput where the first look fails.
+    """
+    scrapes: list[dict[str, EngineCounts]] = []
+    missed: list[str] = []
+    until_s = time.monotonic() + watch_s
+    while True:
+        seen: dict[str, EngineCounts] = {}
+        for url in urls:
+            try:
+                counts = engine_counts(scraped(url), time.monotonic(), url)
+            except BadInput as error:
+                if not scrapes:
+                    raise
+                missed.append(str(error))
+            else:
+                seen |= {f"{url} {engine}": one for engine, one in counts.items()}
+        scrapes.append(seen)
+        if time.monotonic() >= until_s:
+            return scrapes, missed
+        time.sleep(min(EVERY_S, until_s - time.monotonic()))

@@ -18,7 +18,6 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
-from tokenfleet.cli import calibrate
 from tokenfleet.cli.main import main
 from tokenfleet.profiles import engine_metrics
 from tokenfleet.profiles.engine_metrics import NAMES, drafts, engine_counts, intervals_of, kv_of
@@ -137,7 +136,8 @@ def watched(monkeypatch, texts, fails=()):
             raise BadInput(f"--metrics: {url}: does not answer: refused")
         return text
 
-    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    fake = SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep)
+    monkeypatch.setattr(engine_metrics, "time", fake)
     monkeypatch.setattr(engine_metrics, "scraped", scraped)
 
 
