@@ -119,10 +119,8 @@ def _kv_round(hosts: Hosts) -> dict[str, Any]:
             for way, port in (("kv", 7000), ("clear", 7002)):
                 _speak(is_clear=way == "clear")
                 began_s = time.perf_counter()
-                views, commit = memory.write(list(range(BLOCKS)))
                 fetch = Fetch("secret", "s", 0, BLOCKS)
-                transport.fetch(f"tcp://{hosts[1].ip}:{port}", fetch, views, memory.block_bytes, 60.0)
-                commit()
+                transport.fetch(f"tcp://{hosts[1].ip}:{port}", fetch, memory, range(BLOCKS), 60.0)
                 seconds[way].append(time.perf_counter() - began_s)
             began_s = time.perf_counter()
             plain.sendall(b"1")

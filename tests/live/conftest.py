@@ -128,10 +128,11 @@ class TwoWorkers:
 
 @pytest.fixture(scope="module")
 def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
-    """Room for 8192 tokens of KV each, in fp32."""
+    """Room for 8192 tokens of KV each, in fp32; KV by NIXL, where it is (served fleets do without)."""
     import quiet_vllm  # noqa: F401  # first
     import ray
 
+    from dataplane.live.kv.nixl import installed
     from dataplane.live.worker.door import new_key, public_key
     from dataplane.live.worker.launch import Place, launch_worker
     from experiments.lib.two_workers import start_ray
@@ -146,13 +147,14 @@ def two_workers(model_folder: Path) -> Iterator[TwoWorkers]:
         "max_model_len": 4096,
         "kv_cache_memory_bytes": 8192 * 2048,
     }
+    transport = "nixl" if installed() else "auto"
     loop, key = asyncio.new_event_loop(), new_key()
     start_ray(address="local", include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
 
     async def launch() -> list[Any]:
         return await asyncio.gather(
             *(
-                launch_worker(name, asked, public_key(key), Place(cores=core))
+                launch_worker(name, asked, public_key(key), Place(cores=core, transport=transport))
                 for name, core in (("a", "0"), ("b", "1"))
             )
         )

@@ -11,6 +11,7 @@ import quiet_vllm  # noqa: F401  # first
 
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.vllm_surface import FinishReason
+from dataplane.live.kv.nixl import NIXL, installed
 
 pytestmark = pytest.mark.live
 A, B = WorkerId("a"), WorkerId("b")
@@ -112,6 +113,7 @@ def test_a_move_sends_what_the_target_has_not_cached_and_all_of_it_once_that_is_
             while sum(fleet.telemetry[B].kv_fetched.values()) - before < move.bytes:
                 await asyncio.sleep(0.05)
             assert sum(fleet.telemetry[B].kv_fetched.values()) - before == move.bytes
+            assert set(fleet.telemetry[B].kv_fetched) == {NIXL if installed() else "process memory"}
             return move
 
         assert (await took(evicted=3)).cached_tokens == 0  # 9,000 tokens since, in memory for 8,192

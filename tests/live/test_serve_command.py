@@ -60,6 +60,7 @@ def refused(capfd, *words):
         (["--plan", "/nowhere/plan.json"], "plan.json"),
         (["--queue-wait", "soon"], "--queue-wait"),
         (["--policy", "fastest"], "--policy"),
+        (["--kv-transport", "pigeons"], "--kv-transport"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(model_folder, capfd, flags, says):

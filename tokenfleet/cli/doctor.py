@@ -26,7 +26,13 @@ import typer
 from rich.table import Table
 
 from controlplane.errors import BadInput
-from dataplane.live.worker.host_checks import Finding, first_stop, hosts_of_cluster, look_at_host
+from dataplane.live.worker.host_checks import (
+    Finding,
+    compare_ways,
+    first_stop,
+    hosts_of_cluster,
+    look_at_host,
+)
 from tokenfleet.cli.fleet import ControlClient
 from tokenfleet.cli.plan import OutputFormat
 from tokenfleet.durations import duration_text
@@ -71,6 +77,7 @@ def doctor_command(
     tokenfleet doctor --engine --model /models/llama --tp 2 -- --max-model-len 8192
     """
     found = _looked_at(cluster, model, nic, [(host, port), ("127.0.0.1", control_port)])
+    found.append((socket.gethostname(), compare_ways()))
     if engine and not any(finding.state == "stops" for _, finding in found):
         found += [("engines", finding) for finding in _tried(model, tp, engine_flags or [])]
     if output_format == OutputFormat.JSON:

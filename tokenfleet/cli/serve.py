@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -26,6 +26,7 @@ from dataplane.http.keys import control_keys_of, keys_of
 from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
 from dataplane.live.engine_api.processes import QUIET
+from dataplane.live.kv.nixl import Asked, check_installed
 from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
@@ -193,6 +194,14 @@ class ServeFlags:
             min=0.001, max=1, help="and share of a core's time they may take (default: 0.01 on CPUs)"
         ),
     ] = None
+    kv_transport: Annotated[
+        str,
+        typer.Option(
+            metavar="auto, nixl or sockets",
+            help="how KV moves between workers; auto takes NIXL between GPUs of one host, where it is"
+            " installed, and sockets between hosts (nixl does not encrypt there)",
+        ),
+    ] = "auto"
     reclaim_notice: Annotated[
         str | None,
         typer.Option(
@@ -230,6 +239,7 @@ class Checked:
     shutdown_s: int
     policy: Policy
     moves: bool
+    kv_transport: Asked
     headroom: float
     autoscale: Autoscale | None
 
@@ -313,6 +323,7 @@ def _checked(flags: ServeFlags) -> Checked:
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
         policy=policy,
         moves=moves,
+        kv_transport=_kv_transport(flags),
         headroom=headroom_of(flags.priority_headroom, plan),
         autoscale=None
         if flags.autoscale is None
@@ -330,6 +341,21 @@ def _model(name: str) -> str:
     if not (folder / "config.json").is_file():
         raise BadInput(f"--model: {name}: has no config.json, so it is not a model folder")
     return str(folder.resolve())
+
+
+def _kv_transport(flags: ServeFlags) -> Asked:
+    """How KV moves. Raises BadInput for a way that is not known, not there or not safe."""
+    asked: Asked | None = next((each for each in get_args(Asked) if each == flags.kv_transport), None)
+    if asked is None:
+        raise BadInput(f"--kv-transport: expected auto, nixl or sockets, got {flags.kv_transport!r}")
+    if asked == "nixl" and "RAY_ADDRESS" not in os.environ:
+        check_installed(asked)
+    elif asked == "nixl" and not flags.insecure:
+        raise BadInput(
+            "--kv-transport nixl: KV would go between hosts in the clear, and who reaches UCX's ports can"
+            " write it; on a network of the fleet's own, add --insecure"
+        )
+    return asked
 
 
 def _certificate(flags: ServeFlags) -> ServerCertificate | None:
@@ -365,6 +391,7 @@ def _settings(
         advisory=asked.advisory,
         policy=checked.policy,
         moves=checked.moves,
+        kv_transport=checked.kv_transport,
         data=None if asked.history is False else folder,
         history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
         history_prefixes=asked.history_prefixes,

@@ -54,6 +54,7 @@ from dataplane.live.gateway.server import Gateway, GatewaySettings, engine_setti
 from dataplane.live.gateways.core_server import CoreServer
 from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.gateways.process import ProcessSettings
+from dataplane.live.kv.nixl import Asked
 from dataplane.live.migration.move import MoveBudget
 from dataplane.live.pool.fleet_types import FleetTypes
 from dataplane.live.pool.learning import KeptProfiles, Learning
@@ -107,6 +108,7 @@ class FleetSettings:
     kept: KeptProfiles | None = None
     headroom: float = 0.0
     nodes_wait_s: float = 0.0
+    kv_transport: Asked = "auto"
     extensions: tuple[Extension, ...] = ()
     keys: tuple[ApiKey, ...] = ()
     control_keys: tuple[ApiKey, ...] = ()
@@ -432,7 +434,9 @@ async def _host(
     from dataplane.live.pool.ray_host import RayHost
 
     wait_s = settings.nodes_wait_s
-    host: Host = await RayHost.start(settings.types, wait_s, estate.number, estate.own_ray)
+    host: Host = await RayHost.start(
+        settings.types, wait_s, estate.number, estate.own_ray, settings.kv_transport
+    )
     return host
 
 

@@ -42,6 +42,7 @@ from dataplane.live.engine_api.vllm_surface import (
 )
 from dataplane.live.kv.holds import Holds, StepOrders
 from dataplane.live.kv.loads import Loads
+from dataplane.live.kv.nixl import bypasses
 from dataplane.live.kv.transport import SocketTransport
 
 
@@ -73,7 +74,8 @@ class StepStats(KVConnectorStats):  # type: ignore[misc]
 class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Live migration of running requests. Settings in `kv_connector_extra_config`:
 
-    `addresses`: where each TP rank serves its blocks; `secret`: asked of readers; `lease_s`, `hold_s`.
+    `addresses`: where each TP rank serves its blocks; `secret`: asked of readers; `lease_s`, `hold_s`;
+    `transport`: `auto`, `nixl` or `sockets` (nixl.py).
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -202,8 +204,11 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
         # A kernel may split the blocks that the scheduler counts in.
         layers = [group_kernel_blocks(tensor, blocks) for tensor in kv_caches.values()]
-        transport = SocketTransport(self._settings["secret"])
-        self._loads = Loads(layers, transport, self._settings["addresses"][self._rank], self._rank)
+        address = self._settings["addresses"][self._rank]
+        is_on_gpu = any(tensor.device.type != "cpu" for tensor in layers)
+        around = bypasses(self._settings.get("transport", "auto"), address, is_on_gpu)
+        transport = SocketTransport(self._settings["secret"], around)
+        self._loads = Loads(layers, transport, address, self._rank)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

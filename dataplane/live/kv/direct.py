@@ -1,5 +1,6 @@
 """One-copy transport of KV bytes: reading the memory of another process of the machine, at a limited rate.
 
+A `Bypass` is a way for a payload around the connection on which it is asked for; here, the kernel's:
 `process_vm_readv` (Linux) needs nothing of the process that is read, whose core may be busy computing, and
 takes half the work of a socket. The kernel allows it between processes of one user, unless a policy forbids
 it (Yama's ptrace_scope, a container's seccomp profile); then the socket carries the bytes.
@@ -17,22 +18,28 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.live.engine_api.kv_messages import Pace
+from dataplane.live.kv.memory import KvMemory
+
+log = logging.getLogger(__name__)
 
 Places = NDArray[np.uint64]  # [runs, 2]: address and bytes of each, as the kernel's iovec has them
 PIECE = 1 << 20  # bytes per call, between two looks at the pace; more at once is no cheaper
 MAX_RUNS = 1024  # per call, Linux' IOV_MAX
+MAX_PLACES = 32_768  # runs of bytes; more are sent
+MEMORY = "process memory"
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
@@ -75,6 +82,76 @@ class Pacer:
         if rest_s > 0:
             time.sleep(rest_s)
         self._worked_s = worked_s
+
+
+class Bypass(Protocol):
+    """A way for the payload of a fetch beside the connection, between two processes that both have it."""
+
+    @property
+    def way(self) -> str:
+        """Its name, the same at both ends."""
+
+    def reaches(self, connection: socket.socket) -> bool:
+        """Whether the process at the other end may be reached this way, which is asked of the reader."""
+
+    def offer(self, memory: KvMemory, blocks: Sequence[int]) -> tuple[bytes, Any]:
+        """Where the blocks lie, empty if they are not to be had; and what must live until they are read."""
+
+    def lend(self, connection: socket.socket) -> None:
+        """The holder has told where they lie; return when the reader has something to say."""
+
+    def take(
+        self,
+        connection: socket.socket,
+        offer: bytes,
+        memory: KvMemory,
+        blocks: Sequence[int],
+        pacer: Pacer,
+        timeout_s: float,
+    ) -> bool:
+        """Fill these blocks; False where it cannot be done this way. Raises OSError if it has failed."""
+
+
+class ProcessMemory:
+    """The bypass between two processes of one host and user."""
+
+    way = MEMORY
+
+    def __init__(self) -> None:
+        self._is_allowed = True  # until the kernel says no
+
+    def reaches(self, connection: socket.socket) -> bool:
+        return self._is_allowed and peer(connection) != 0
+
+    def offer(self, memory: KvMemory, blocks: Sequence[int]) -> tuple[bytes, Any]:
+        views, wait = memory.read(blocks)
+        if len(views) > MAX_PLACES:
+            return b"", None
+        for view in range(len(views)):
+            wait(view)  # the reader will not ask
+        return places(views).tobytes(), views
+
+    def lend(self, connection: socket.socket) -> None:
+        """The kernel needs nothing of who is read."""
+
+    def take(
+        self,
+        connection: socket.socket,
+        offer: bytes,
+        memory: KvMemory,
+        blocks: Sequence[int],
+        pacer: Pacer,
+        timeout_s: float,
+    ) -> bool:
+        views, commit = memory.write(blocks)
+        try:
+            read(peer(connection), np.frombuffer(offer, np.uint64).reshape(-1, 2), views, pacer)
+        except NotAllowed as error:
+            log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
+            self._is_allowed = False
+            return False
+        commit()
+        return True
 
 
 class NotAllowed(OSError):

@@ -101,13 +101,11 @@ class Loads:
             for at in range(0, len(job.blocks), piece):
                 blocks = job.blocks[at : at + piece]
                 first = job.first + at
-                views, commit = self._memory.write(blocks)
                 pace = UNBOUND if load.inline else load.pace
                 fetch = Fetch(load.secret, load.segment, first, first + len(blocks), wait_s, pace)
                 size, way = self._transport.fetch(
-                    load.addresses[self._rank], fetch, views, self._memory.block_bytes, timeout_s
+                    load.addresses[self._rank], fetch, self._memory, blocks, timeout_s
                 )
-                commit()
                 with self._lock:
                     self._fetched[way] += size
             ok = True

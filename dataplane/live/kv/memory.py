@@ -21,6 +21,9 @@ after the next may be planned before they have run. Three rules keep the two str
 3. Blocks that are loaded belong to no step until `commit` has returned, which waits for the stream. Kernels
    of steps begun before, which may still write for the blocks' last owner, are before the event of rule 1.
 
+Who reads the cache without this module (nixl.py) has no stream: it waits for that event on the host
+(`settle`).
+
 **Block tables** of running segments are shared between the engine's thread and the transfer threads.
 The engine's thread learns the tables at the start of each step, before anything is written in it. A reader
 takes a `Grant`, reads the blocks, and then asks whether the grant still holds. A grant ends when the segment
@@ -34,7 +37,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any, Protocol
@@ -111,17 +114,27 @@ class KvMemory(Protocol):
     """Read and write blocks. Views are flat byte views: layer by layer, blocks in the order asked."""
 
     @property
+    def layers(self) -> Sequence[torch.Tensor]:
+        """The caches themselves, of shape [blocks, ...]."""
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
 
     def step_begins(self) -> None:
         """Called by the engine's thread before it launches a step, and before the step's orders are known."""
 
+    def settle(self) -> None:
+        """Return once all that was launched before the last step began has been computed."""
+
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
         """Views whose concatenation is the blocks' bytes, and what waits until one of them is filled."""
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
         """Writable views to fill, and what to call when they are full."""
+
+    def beside_steps(self) -> AbstractContextManager[None]:
+        """What is launched inside writes after all steps begun so far, and is done when the context ends."""
 
 
 def kv_memory(caches: Sequence[torch.Tensor]) -> KvMemory:
@@ -140,11 +153,12 @@ class DirectMemory:
     """Blocks of host tensors, without a copy."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        self._layers: list[memoryview] = []
+        self.layers = layers
+        self._views_of: list[memoryview] = []
         self._strides: list[int] = []
         for tensor in layers:
             flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            self._layers.append(memoryview(flat).cast("B"))
+            self._views_of.append(memoryview(flat).cast("B"))
             self._strides.append(tensor[0].numel() * tensor.element_size())
 
     @property
@@ -154,15 +168,21 @@ class DirectMemory:
     def step_begins(self) -> None:
         """A host's step has been computed when the next begins."""
 
+    def settle(self) -> None:
+        """Nothing is computed late."""
+
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
         return self._views(blocks), lambda view: None
 
     def write(self, blocks: Sequence[int]) -> tuple[Views, Callable[[], None]]:
         return self._views(blocks), lambda: None
 
+    def beside_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def _views(self, blocks: Sequence[int]) -> Views:
         views = []
-        for layer, stride in zip(self._layers, self._strides, strict=True):
+        for layer, stride in zip(self._views_of, self._strides, strict=True):
             views += [layer[start * stride : end * stride] for start, end in _runs(blocks)]
         return views
 
@@ -171,7 +191,8 @@ class StagedMemory:
     """Blocks of any tensors, through host buffers; `cuda`: torch.cuda's streams and events, or another's."""
 
     def __init__(self, layers: Sequence[torch.Tensor], cuda: Any = None) -> None:
-        self._layers = [_wide(t) for t in layers]
+        self.layers = layers
+        self._words = [as_words(t) for t in layers]
         self._device = layers[0].device
         is_pinned = self._device.type == "cuda"
         # A read that was given up may still be copied into its buffer: only a later read, which the stream
@@ -183,7 +204,7 @@ class StagedMemory:
 
     @property
     def block_bytes(self) -> int:
-        return sum(t[0].numel() * t.element_size() for t in self._layers)
+        return sum(t[0].numel() * t.element_size() for t in self._words)
 
     def step_begins(self) -> None:
         if self._cuda:
@@ -191,11 +212,15 @@ class StagedMemory:
             launched.record(self._cuda.current_stream(self._device))
             self._launched = launched
 
+    def settle(self) -> None:
+        if self._launched is not None:
+            self._launched.synchronize()
+
     def read(self, blocks: Sequence[int]) -> tuple[Views, Callable[[int], None]]:
         host, copied = self._parts(self._read, len(blocks)), []
         with self._side_stream():
             index = torch.tensor(list(blocks), device=self._device)
-            for tensor, part in zip(self._layers, host, strict=True):
+            for tensor, part in zip(self._words, host, strict=True):
                 if self._cuda:
                     part.copy_(tensor.index_select(0, index), non_blocking=True)
                     copied.append(self._cuda.Event())
@@ -213,23 +238,28 @@ class StagedMemory:
         host = self._parts(self._written, len(blocks))
 
         def commit() -> None:
-            with self._side_stream():
+            with self.beside_steps():
                 index = torch.tensor(list(blocks), device=self._device)
-                for tensor, part in zip(self._layers, host, strict=True):
+                for tensor, part in zip(self._words, host, strict=True):
                     tensor.index_copy_(0, index, part.to(self._device, non_blocking=True))
-            if self._cuda:
-                self._stream.synchronize()
 
         return [_bytes_of(t) for t in host], commit
 
+    @contextmanager
+    def beside_steps(self) -> Iterator[None]:
+        with self._side_stream():
+            yield
+        if self._cuda:
+            self._stream.synchronize()
+
     def _parts(self, buffers: HostBuffers, blocks: int) -> list[torch.Tensor]:
         """A host buffer for each layer, which a GPU fills and empties while the host goes on."""
-        sizes = [blocks * t[0].numel() * t.element_size() for t in self._layers]
+        sizes = [blocks * t[0].numel() * t.element_size() for t in self._words]
         begins = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
         taken = torch.from_numpy(buffers.take(begins.pop()))
         return [
             taken[begin : begin + size].view(t.dtype).view(blocks, *t.shape[1:])
-            for begin, size, t in zip(begins, sizes, self._layers, strict=True)
+            for begin, size, t in zip(begins, sizes, self._words, strict=True)
         ]
 
     @contextmanager
@@ -275,7 +305,7 @@ class HostBuffers:
         return taken
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as words of eight bytes where they fit, since a copy of single bytes takes longer."""
     fits = tensor.stride(-1) == 1 and tensor.shape[-1] % 8 == 0 and tensor.storage_offset() % 8 == 0
     return tensor.view(torch.int64) if fits and all(s % 8 == 0 for s in tensor.stride()[:-1]) else tensor

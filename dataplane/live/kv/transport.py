@@ -3,17 +3,17 @@
 `KvTransport` is the seam: serving blocks and fetching them. `SocketTransport` is for hosts: TCP between
 machines (`tcp://host:port`), within TLS (sealed.py); Linux abstract Unix sockets on one (`unix://name`, no
 file, no port). A server at a TCP address has such a socket as well, named after the address; abstract names
-are a host's own, so who reaches it is on the same host. A GPU transport (NIXL, NCCL) would implement the same
-two functions.
+are a host's own, so who reaches it is on the same host.
 
 One exchange on a connection, all integers big-endian:
 
-    fetch   u32 length, msgpack [secret, segment, first, last, block_bytes, wait_s, pace, direct]
-    answer  u32 length, msgpack [ok, reason, payload bytes, places]
+    fetch   u32 length, msgpack [secret, segment, first, last, block_bytes, wait_s, pace, ways]
+    answer  u32 length, msgpack [ok, reason, payload bytes, way, offer]
     then, if ok, the payload, and one byte: 1 if the blocks were the segment's own until the end
 
-A reader on the same machine asks for `direct`. If the answer has `places` in memory (direct.py), no payload
-follows: the reader takes it itself and sends a byte, 1 if it could; after a 0 the payload comes all the same.
+`ways` are those around the connection that the reader has (direct.py, nixl.py). If the answer names one of
+them, no payload follows: the reader takes it itself from where the `offer` says, and sends a byte, 1 if it
+could; after a 0 the payload comes all the same. The last byte is asked after the payload has been taken.
 
 The reader pulls. A connection carries one fetch at a time and concurrent fetches take one connection each:
 two fetches in one byte stream would wait for each other.
@@ -29,28 +29,25 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
-from dataplane.live.kv import direct as kv_direct
-from dataplane.live.kv.direct import Pacer, Share
+from dataplane.live.kv.direct import Bypass, Pacer, ProcessMemory, Share, peer_user
 from dataplane.live.kv.memory import BlockTables, KvMemory, Views
 from dataplane.live.kv.sealed import sealed
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 512  # per system call; Linux allows 1024
 MAX_HEADER = 1 << 20
-MAX_PLACES = 32_768  # runs of bytes; more are sent
 PIECE = 1 << 20  # bytes between two looks at the pace
 MAX_CONNECTIONS = 64
 HANDSHAKE_S = 5.0  # after which a connection that has not proven to be a reader's is closed
-MEMORY, LOCAL_SOCKETS, SOCKETS = "process memory", "local sockets", "TCP"
+LOCAL_SOCKETS, SOCKETS = "local sockets", "TCP"
 
 
 class FetchFailed(Exception):
@@ -76,19 +73,20 @@ class KvTransport(Protocol):
         """Start to answer fetches at an address; returns what stops it."""
 
     def fetch(
-        self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float
+        self, address: str, fetch: Fetch, memory: KvMemory, blocks: Sequence[int], timeout_s: float
     ) -> tuple[int, str]:
-        """Fill `into` and return the bytes moved and the way they took. Raises FetchFailed."""
+        """Fill these blocks; return the bytes moved and the way they took. Raises FetchFailed."""
 
 
 class SocketTransport:
-    """KV over stream sockets, with a pool of idle connections per server. Readers must know `secret`."""
+    """KV over stream sockets, with a pool of idle connections per server, or by the first of the ways around
+    them that both ends have. Readers must know `secret`."""
 
-    def __init__(self, secret: str = "") -> None:
+    def __init__(self, secret: str = "", bypasses: Sequence[Bypass] = ()) -> None:
         self._secret = secret
+        self._bypasses = {each.way: each for each in (*bypasses, ProcessMemory())}
         self._idle: dict[tuple[str, str], list[socket.socket]] = {}
         self._lock = threading.Lock()
-        self._is_direct = True  # until the kernel says no
         self._share = Share()  # of all that this process copies
 
     def serve(self, address: str, tables: BlockTables, memory: KvMemory) -> Callable[[], None]:
@@ -120,12 +118,12 @@ class SocketTransport:
         return stop
 
     def fetch(
-        self, address: str, fetch: Fetch, into: Views, block_bytes: int, timeout_s: float
+        self, address: str, fetch: Fetch, memory: KvMemory, blocks: Sequence[int], timeout_s: float
     ) -> tuple[int, str]:
         try:
             connection = self._connect(address, fetch.secret, timeout_s)
             try:
-                moved = self._exchange(connection, fetch, into, block_bytes)
+                moved = self._exchange(connection, fetch, memory, blocks, timeout_s)
             except BaseException:
                 connection.close()  # its stream may be in the middle of an answer
                 raise
@@ -153,48 +151,43 @@ class SocketTransport:
         return connection
 
     def _exchange(
-        self, connection: socket.socket, fetch: Fetch, into: Views, block_bytes: int
+        self,
+        connection: socket.socket,
+        fetch: Fetch,
+        memory: KvMemory,
+        blocks: Sequence[int],
+        timeout_s: float,
     ) -> tuple[int, str]:
-        pid = kv_direct.peer(connection) if self._is_direct else 0
+        ways = [way for way, bypass in self._bypasses.items() if bypass.reaches(connection)]
         ask = [
             fetch.secret,
             fetch.segment,
             fetch.first,
             fetch.last,
-            block_bytes,
+            memory.block_bytes,
             fetch.wait_s,
             astuple(fetch.pace),
-            pid != 0,
+            ways,
         ]
         _send_header(connection, ask)
-        ok, reason, size, places = _receive_header(connection)
+        ok, reason, size, way, offer = _receive_header(connection)
         if not ok:
             raise FetchFailed(reason)
-        if size != sum(view.nbytes for view in into):
-            raise ConnectionError(f"{size} bytes offered, {sum(v.nbytes for v in into)} expected")
+        if size != len(blocks) * memory.block_bytes:
+            raise ConnectionError(f"{size} bytes offered, {len(blocks) * memory.block_bytes} expected")
         pacer = Pacer(fetch.pace, self._share)
-        way = SOCKETS if connection.family == socket.AF_INET else LOCAL_SOCKETS
-        if not places:
-            _receive_views(connection, into, pacer)
-        elif self._took(pid, places, into, pacer):
-            way = MEMORY
-            connection.sendall(b"\x01")
-        else:
-            connection.sendall(b"\x00")
-            _receive_views(connection, into, pacer)
+        is_taken = False
+        if way:
+            is_taken = self._bypasses[way].take(connection, offer, memory, blocks, pacer, timeout_s)
+            connection.sendall(b"\x01" if is_taken else b"\x00")
+        if not is_taken:
+            way = SOCKETS if connection.family == socket.AF_INET else LOCAL_SOCKETS
+            views, commit = memory.write(blocks)
+            _receive_views(connection, views, pacer)
+            commit()
         if _receive_exactly(connection, 1) != b"\x01":
             raise FetchFailed("the blocks changed while they were read")
         return int(size), way
-
-    def _took(self, pid: int, places: Any, into: Views, pacer: Pacer) -> bool:
-        """Whether the payload could be read out of the other process' memory."""
-        try:
-            kv_direct.read(pid, np.frombuffer(places, np.uint64).reshape(-1, 2), into, pacer)
-        except kv_direct.NotAllowed as error:
-            log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
-            self._is_direct = False
-            return False
-        return True
 
     def _accept(self, listener: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
         slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -233,25 +226,36 @@ class SocketTransport:
             slots.release()
 
     def _answer(self, connection: socket.socket, tables: BlockTables, memory: KvMemory) -> None:
-        secret, segment, first, last, block_bytes, wait_s, pace, direct = _receive_header(connection)
+        secret, segment, first, last, block_bytes, wait_s, pace, ways = _receive_header(connection)
         if not hmac.compare_digest(str(secret), self._secret):
             raise ConnectionError("wrong secret")
         if block_bytes != memory.block_bytes:
             reason = f"blocks of {memory.block_bytes} bytes here, {block_bytes} there"
-            _send_header(connection, [False, reason, 0, b""])
+            _send_header(connection, [False, reason, 0, "", b""])
             return
         grant = tables.grant(segment, first, last, wait_s)
         if grant is None:
-            _send_header(connection, [False, f"no blocks [{first}, {last}) of {segment} here", 0, b""])
+            reason = f"no blocks [{first}, {last}) of {segment} here"
+            _send_header(connection, [False, reason, 0, "", b""])
             return
-        views, wait = memory.read(grant.blocks)
-        places = kv_direct.places(views).tobytes() if direct and len(views) <= MAX_PLACES else b""
-        for view in range(len(views)) if places else ():
-            wait(view)  # the reader will not ask
-        _send_header(connection, [True, "", sum(view.nbytes for view in views), places])
-        if not places or _receive_exactly(connection, 1) != b"\x01":
+        way, offer, kept = self._offer(ways, memory, grant.blocks)
+        _send_header(connection, [True, "", len(grant.blocks) * memory.block_bytes, way, offer])
+        if way:
+            self._bypasses[way].lend(connection)
+        if not way or _receive_exactly(connection, 1) != b"\x01":
+            views, wait = memory.read(grant.blocks)
             _send_views(connection, views, wait, Pacer(Pace(*pace), self._share))
+        del kept  # which the reader has read
         connection.sendall(b"\x01" if tables.holds(grant) else b"\x00")
+
+    def _offer(self, ways: Sequence[str], memory: KvMemory, blocks: Sequence[int]) -> tuple[str, bytes, Any]:
+        """The first of these ways that the blocks can be had by, empty for the connection; and `kept`."""
+        for way in ways:
+            if way in self._bypasses:
+                offer, kept = self._bypasses[way].offer(memory, blocks)
+                if offer:
+                    return way, offer, kept
+        return "", b"", None
 
 
 def reserve_addresses(host: str, ranks: int) -> tuple[tuple[str, ...], Callable[[], None]]:
@@ -308,7 +312,7 @@ def _dial_nearest(address: str, secret: str, timeout_s: float) -> socket.socket:
         with suppress(OSError):  # on another host, as a rule
             connection = _dial(beside, timeout_s)
             # Anybody may bind an abstract name; whoever is not us must not be told the secret.
-            if kv_direct.peer_user(connection) == os.getuid():
+            if peer_user(connection) == os.getuid():
                 return connection
             connection.close()
     return sealed(_dial(address, timeout_s), secret)

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import free_memory_bytes, replace_text, resident_bytes
 from dataplane.live.engine_api.vllm_surface import current_platform
+from dataplane.live.kv.nixl import Asked
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from dataplane.live.pool.member import Adopted, Revision
 from dataplane.live.worker.door import new_key, public_key
@@ -44,8 +46,8 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, types: FleetTypes, core: int) -> None:
-        self._types = types
+    def __init__(self, types: FleetTypes, core: int, transport: Asked) -> None:
+        self._types, self._transport = types, transport
         self._core = core
         self._is_own = "RAY_ADDRESS" not in os.environ
         self._key = new_key()
@@ -54,13 +56,15 @@ class RayHost:
         self._nodes: dict[WorkerId, str] = {}
 
     @classmethod
-    async def start(cls, types: FleetTypes, nodes_wait_s: float, core: int, own: Path) -> RayHost:
-        """Join Ray as the core of this number, for workers of these types.
+    async def start(
+        cls, types: FleetTypes, nodes_wait_s: float, core: int, own: Path, transport: Asked
+    ) -> RayHost:
+        """Join Ray as the core of this number, for workers of these types that fetch KV by this transport.
 
         `own`: the file in which the fleet's own Ray says where it is. Raises BadInput when the GPUs that are
         asked for are not there within `nodes_wait_s`.
         """
-        host = cls(types, core)
+        host = cls(types, core, transport)
         try:
             address = os.environ.get("RAY_ADDRESS") or await _address_of(own)
             await asyncio.to_thread(_join, address, NAMESPACE + own.parent.name)
@@ -76,7 +80,7 @@ class RayHost:
     ) -> EngineLink:
         worker_type = self._types[kind]
         engine_settings = self._types.engine_settings(kind, revision.settings, current_platform.is_cpu())
-        place = await self._place(worker, worker_type)
+        place = replace(await self._place(worker, worker_type), transport=self._transport)
         key = public_key(self._key)
         started = await launch_worker(worker, engine_settings, key, place, say, self._core)
         self._workers[worker] = started

@@ -38,6 +38,7 @@ from dataplane.live.engine_api.vllm_surface import (
     MsgpackDecoder,
     vllm_version,
 )
+from dataplane.live.kv.nixl import Asked
 from dataplane.live.kv.transport import reserve_addresses
 from dataplane.live.worker.cause import own_log, start_failure
 from dataplane.live.worker.door import Door
@@ -86,10 +87,12 @@ class Worker:
         """What a source of reclaim notices says of this machine."""
         return await asyncio.to_thread(read_notice, source, self._worker)
 
-    async def start(self, engine_settings: Mapping[str, Any], host: str, shares: int = 0) -> WorkerInfo:
+    async def start(
+        self, engine_settings: Mapping[str, Any], host: str, shares: int = 0, transport: Asked = "auto"
+    ) -> WorkerInfo:
         """Start the engine, warm it up, open the door; return what gateways need to find it, and no secret.
 
-        `engine_settings` are vLLM engine arguments; `host` and `shares` as in launch.py's `Place`. Raises
+        `engine_settings` are vLLM engine arguments; the others as in launch.py's `Place`. Raises
         BadInput for an argument that cannot be, and whatever vLLM raises for a model it cannot load.
         """
         ranks = int(engine_settings.get("tensor_parallel_size") or 1)
@@ -98,7 +101,7 @@ class Worker:
             self._cores = Cores(ranks, shares, str(ray.get_runtime_context().namespace))
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cores.binding  # which vLLM reads as it starts
         addresses, release = reserve_addresses(host, ranks)
-        kv_door = KvDoor(addresses, secrets.token_hex(32))
+        kv_door = KvDoor(addresses, secrets.token_hex(32), transport=transport)
         # In a thread, so that the actor answers while a large model loads.
         try:
             self._core = await asyncio.to_thread(start_engine, engine_args(engine_settings, kv_door))

@@ -35,6 +35,7 @@ from dataplane.live.engine_api.vllm_surface import (
     has_prompt_logprobs,
     vllm_version,
 )
+from dataplane.live.kv.nixl import Asked, check_installed
 from dataplane.live.worker.door import Door
 from dataplane.live.worker.host_checks import files_digest, model_files
 
@@ -48,7 +49,8 @@ DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 class KvDoor:
     """Where this engine's ranks serve their KV, and the secret that a reader must know.
 
-    `cpu_clock`: steps also tell the processor time of the engine so far (profiling.py).
+    `cpu_clock`: steps also tell the processor time of the engine so far (profiling.py). `transport`: how
+    ranks fetch (nixl.py).
     """
 
     addresses: tuple[str, ...]
@@ -56,6 +58,7 @@ class KvDoor:
     lease_s: float = 60.0
     hold_s: float = 30.0
     cpu_clock: bool = False
+    transport: Asked = "auto"
 
 
 def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngineArgs:
@@ -77,6 +80,7 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
         raise BadInput(
             "engine argument distributed_executor_backend: ranks share one host, so it cannot be ray"
         )
+    check_installed(door.transport)
     names = {field.name for field in fields(AsyncEngineArgs)}
     unknown = sorted(set(engine_settings) - names)
     if unknown:
@@ -112,6 +116,7 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
                 "lease_s": door.lease_s,
                 "hold_s": door.hold_s,
                 "cpu_clock": door.cpu_clock,
+                "transport": door.transport,
             },
         },
     }

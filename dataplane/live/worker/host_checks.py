@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from controlplane.errors import BadInput
 from dataplane.live.engine_api import RAY_VERSION, VLLM_VERSION
+from dataplane.live.kv.nixl import installed as nixl_package
 
 State = Literal["fine", "warns", "stops"]
 LEAST_SHARED_BYTES = 1 << 30  # ranks of a worker talk through shared memory
@@ -32,6 +33,7 @@ BUSY_SHARE = 0.1  # of a GPU's memory, used by others
 LOOK_S = 10.0
 NODE_S = 120.0  # a Ray process may have to start first
 REACH_S = 3.0
+LOOK_NIXL_S, COMPARE_S = 30.0, 120.0
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLE_BYTES = 1 << 16
 ADDRESS_OF = 0x8915  # SIOCGIFADDR
@@ -56,14 +58,13 @@ class HostFindings:
     clock_s: float
 
 
-# The package is called nixl where its meta package is installed, else by its CUDA.
 ASK_NIXL = """
-from importlib import import_module, util
-names = [name for name in ("nixl", "nixl_cu12", "nixl_cu13") if util.find_spec(name) is not None]
-api = import_module(names[0] + "._api")
+from importlib import import_module
+api = import_module("{package}._api")
 agent = api.nixl_agent("tokenfleet doctor", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
 print(", ".join(agent.get_plugin_list()) or "none")
 """
+COMPARE_WAYS = "from dataplane.live.kv.nixl import compare; print(*compare(), sep='\\n')"
 
 
 def look(model: str = "", ports: Sequence[tuple[str, int]] = ()) -> tuple[Finding, ...]:
@@ -232,22 +233,38 @@ def _reads(scope: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Finding:
 
 def _nixl() -> Finding:
     """NIXL and the backends that it can load, asked in a process of its own: they are native libraries."""
-    version = next(filter(None, map(_version, ("nixl", "nixl-cu12", "nixl-cu13"))), None)
-    there = "not installed"
-    if version is not None:
-        there = f"{version}, {_nixl_backends()}; no fleet uses it yet"
-    return Finding("NIXL", "fine", f"{there}; KV goes by memory on a host and by sockets between hosts")
+    package = nixl_package()
+    if not package:
+        return Finding("NIXL", "fine", "not installed; KV goes by memory on a host, by sockets between hosts")
+    version = _version(package.replace("_", "-"))
+    try:
+        said = f"backends {_said(ASK_NIXL.format(package=package), LOOK_NIXL_S)[-1]}"
+    except OSError as error:
+        said = f"which cannot be used ({error})"
+    return Finding("NIXL", "fine", f"{version}, {said}; --kv-transport auto: between GPUs of one host")
 
 
-def _nixl_backends(limit_s: float = 30.0) -> str:
-    command = [sys.executable, "-c", ASK_NIXL]
+def compare_ways() -> Finding:
+    """How fast KV moves on this host, by NIXL and without; takes some ten seconds where NIXL is there."""
+    if not nixl_package():
+        return Finding("KV ways", "fine", "without NIXL there is nothing to choose between")
+    try:
+        return Finding("KV ways", "fine", "; ".join(_said(COMPARE_WAYS, COMPARE_S)))
+    except OSError as error:
+        return Finding("KV ways", "warns", f"NIXL moves nothing here: {error}")
+
+
+def _said(program: str, limit_s: float) -> list[str]:
+    """The lines that a Python program prints, in a process of its own. Raises OSError with its last words."""
+    command = [sys.executable, "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return f"which does not say its backends within {limit_s:g} s"
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from error
     lines = done.stdout.splitlines() if done.returncode == 0 else done.stderr.splitlines()
-    last = lines[-1] if lines else f"exit code {done.returncode}"
-    return f"backends {last}" if done.returncode == 0 else f"which cannot be imported ({last})"
+    if done.returncode or not lines:
+        raise OSError(lines[-1] if lines else f"exit code {done.returncode}")
+    return lines
 
 
 def _nics(address: str, wanted: str) -> list[Finding]:

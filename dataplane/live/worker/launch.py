@@ -21,6 +21,7 @@ from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import QUIET
+from dataplane.live.kv.nixl import Asked
 from dataplane.live.worker.actor import Worker
 from dataplane.live.worker.cause import StartFailure
 
@@ -45,7 +46,7 @@ class Place:
     `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|". Without it, `shares` says
     in how many parts the worker is to cut its node's cores, one for each rank; 0 leaves them to vLLM.
     `host` is the address other machines reach the worker's node by; empty is the one that Ray has for it.
-    `node` is Ray's id of the node it must run on; empty leaves that to Ray.
+    `node` is Ray's id of the node it must run on; empty leaves that to Ray. `transport`: how it fetches KV.
     """
 
     gpus: int = 0
@@ -54,6 +55,7 @@ class Place:
     accelerator: str | None = None
     node: str = ""
     shares: int = 0
+    transport: Asked = "auto"
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -168,7 +170,7 @@ async def launch_worker(
         actor = ray.remote(Worker).options(**options).remote(worker, gateways, core)
         # A node that has just died is one that Ray waits for.
         await asyncio.wait_for(actor.phase.remote(), PROCESS_S)
-        start = actor.start.remote(dict(engine_settings), place.host, place.shares)
+        start = actor.start.remote(dict(engine_settings), place.host, place.shares, place.transport)
         starting = asyncio.wrap_future(start.future())
         following = asyncio.create_task(_follow_phases(actor, say))
         try:

@@ -4,57 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="vLLM is not installed (requirements/live-cpu.txt)")
 
-from contextlib import contextmanager  # noqa: E402
+from late_cuda import Cuda  # noqa: E402
 
 from dataplane.live.kv.holds import StepOrders  # noqa: E402
 from dataplane.live.kv.loads import Loads  # noqa: E402
 from dataplane.live.kv.memory import KEPT_BYTES, BlockTables, HostBuffers, StagedMemory  # noqa: E402
 from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses  # noqa: E402
-
-
-class Cuda:
-    """CUDA as far as streams go: what the engine launches is done only when somebody waits for it.
-
-    `log` has every call; the next event that is waited for on the host raises `fails`.
-    """
-
-    def __init__(self):
-        self.log, self.launched, self.fails = [], [], None
-        self.engine = object()
-        cuda = self
-
-        class Event:
-            def record(self, stream):
-                self.after = len(cuda.launched) if stream is cuda.engine else None
-                self.place = len(cuda.log)
-                cuda.log.append(("record", "engine" if stream is cuda.engine else "side"))
-
-            def synchronize(self):
-                cuda.log.append(("synchronize", self.place))
-                if cuda.fails:
-                    raise cuda.fails
-
-        class Stream:
-            def __init__(self, device):
-                pass
-
-            def wait_event(self, event):
-                cuda.log.append(("wait", "engine" if event.after is not None else "side"))
-                for work in cuda.launched[: event.after]:
-                    work()
-                cuda.launched[: event.after] = []
-
-            def synchronize(self):
-                cuda.log.append(("synchronize", "side"))
-
-        self.Event, self.Stream = Event, Stream
-
-    def current_stream(self, device):
-        return self.engine
-
-    @contextmanager
-    def stream(self, side):
-        yield
 
 
 @pytest.fixture
@@ -138,12 +93,11 @@ def test_a_copy_that_fails_fails_the_fetch_and_never_fills_it(cuda):
     stop = transport.serve(address, tables, source)
     release()
     tables.update({"s": [1, 2]}, ())
-    views, _ = target.write([0, 1])
     cuda.fails = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(FetchFailed):
-        transport.fetch(address, Fetch("secret", "s", 0, 2), views, target.block_bytes, 5.0)
+        transport.fetch(address, Fetch("secret", "s", 0, 2), target, [0, 1], 5.0)
     cuda.fails = None
-    assert transport.fetch(address, Fetch("secret", "s", 0, 2), views, target.block_bytes, 5.0)[0] == 2 * 96
+    assert transport.fetch(address, Fetch("secret", "s", 0, 2), target, [0, 1], 5.0)[0] == 2 * 96
     stop()
     transport.close()
 

@@ -71,12 +71,8 @@ def served(request, monkeypatch):
 
 
 def fetch(transport, address, segment, first, last, memory, blocks, secret="secret", **options):
-    views, commit = memory.write(blocks)
     options = {"wait_s": 0.05} | options
-    moved, _ = transport.fetch(
-        address, Fetch(secret, segment, first, last, **options), views, memory.block_bytes, 5.0
-    )
-    commit()
+    moved, _ = transport.fetch(address, Fetch(secret, segment, first, last, **options), memory, blocks, 5.0)
     return moved
 
 
@@ -258,7 +254,7 @@ def test_another_user_under_a_servers_name_is_not_told_the_secret(monkeypatch):
             patch.setattr(kv_transport, "_on_this_host", lambda address: "")  # its name is taken
             stop = SocketTransport("secret").serve(address, tables, kv_memory(source))
         release()
-        monkeypatch.setattr(kv_direct, "peer_user", lambda connection: os.getuid() + 1)
+        monkeypatch.setattr(kv_transport, "peer_user", lambda connection: os.getuid() + 1)
         target, transport = caches(seed=1), SocketTransport("secret")
         fetch(transport, address, "s", 0, 1, DirectMemory(target), [0])
         listener.join()

@@ -41,12 +41,13 @@ def test_other_versions_stop_a_fleet(installed, package, version, state):
     [
         ("def nixl_agent_config(**_): pass\nclass nixl_agent:\n"
          "  def __init__(self, *_): pass\n  def get_plugin_list(self): return ['UCX', 'GDS']",
-         "1.5.1, backends UCX, GDS; no fleet uses it yet"),
-        ("import libfar", "1.5.1, which cannot be imported (ModuleNotFoundError: No module named 'libfar')"),
+         "1.5.1, backends UCX, GDS; --kv-transport auto"),
+        ("import libfar", "1.5.1, which cannot be used (ModuleNotFoundError: No module named 'libfar')"),
         (None, "not installed;"),
     ],
 )  # fmt: skip
 def test_nixl_is_listed_with_its_backends_or_why_not(installed, tmp_path, monkeypatch, installs, said):
+    monkeypatch.setattr(host_checks, "nixl_package", lambda: "nixl_cu12" if installs else "")
     if installs is not None:
         installed["nixl-cu12"] = "1.5.1"
         (tmp_path / "nixl_cu12").mkdir()
