@@ -4,7 +4,8 @@ RDMA, NVLink, shared memory or TCP.
 `NixlTransport` is a bypass (direct.py) of the connection on which a fetch is asked for and granted. An offer
 carries the holder's agent, where its layers lie, and the numbers of the granted blocks, msgpack:
 
-    [agent, metadata, kind of memory, layers, numbers], a layer: [address, block bytes, stride, blocks, device]
+    [agent, metadata, kind of memory, layers, numbers]
+    of each layer: [address, bytes of a block, stride, blocks, device]
 
 Memory is registered once. A peer's layers are prepared once, one strided descriptor a layer, and a read then
 names blocks of it. The holder asks whether its grant still holds after the reader has told that it is done:
@@ -19,8 +20,7 @@ then that peer is left to sockets.
 NIXL's own progress thread would take a core of each rank. Without it both ends call into NIXL while a read
 goes on: over TCP the holder's part of it is done there.
 
-UCX asks nobody for a secret, and encrypts nothing: whoever reaches its ports can read and write what is
-registered. So where an engine serves its own host alone, UCX is kept to the loopback device, and between
+UCX takes no secret and encrypts nothing: what reaches its ports can read and write what is registered. So where an engine serves its own host alone, UCX is kept to the loopback device, and between
 hosts NIXL is used only where that was asked for.
 """
 
