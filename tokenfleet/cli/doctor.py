@@ -77,9 +77,9 @@ def doctor_command(
     tokenfleet doctor --engine --model /models/llama --tp 2 -- --max-model-len 8192
     """
     found = _looked_at(cluster, model, nic, [(host, port), ("127.0.0.1", control_port)])
-    found.append((socket.gethostname(), compare_ways()))
     if engine and not any(finding.state == "stops" for _, finding in found):
-        found += [("engines", finding) for finding in _tried(model, tp, engine_flags or [])]
+        tried = [*_tried(model, tp, engine_flags or []), compare_ways()]
+        found += [("engines", finding) for finding in tried]
     if output_format == OutputFormat.JSON:
         print(json.dumps([{"host": name} | asdict(finding) for name, finding in found], indent=1))
     else:

@@ -20,9 +20,9 @@ then that peer is left to sockets.
 NIXL's own progress thread would take a core of each rank. Without it both ends call into NIXL while a read
 goes on: over TCP the holder's part of it is done there.
 
-UCX takes no secret and encrypts nothing: what reaches its ports can read and write what is registered. So where
-an engine serves its own host alone, UCX is kept to the loopback device, and between hosts NIXL is used only
-where that was asked for.
+UCX takes no secret and encrypts nothing: what reaches its ports can read and write what is registered. So
+where an engine serves its own host alone, UCX is kept to the loopback device, and between hosts NIXL is used
+only where that was asked for.
 """
 
 from __future__ import annotations
