@@ -34,6 +34,19 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
+class SloClass:
+    """A class of requests with targets of its own, of which the share `attainment` is to be within them.
+
+    `deadline_s`: where it is whole answers that are due, `slo` is what keeps to it.
+    """
+
+    name: str
+    slo: Slo
+    attainment: float
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ClassArrivals:
     """Requests of one SLO class, and their tokens summed; of outputs, what is expected of them."""
 

@@ -1,15 +1,17 @@
-"""Durations and latency targets in text form: `1.6s`, `75ms`, `ttft=1.6s,tpot=75ms`, `10m..20m`."""
+"""Durations and latency targets in text form: `1.6s`, `ttft=1.6s,tpot=75ms`, `chat:ttft=…`, `10m..20m`."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from controlplane.errors import BadInput
-from controlplane.types import Slo
+from controlplane.types import Slo, SloClass
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-z]*)\s*")
+_CLASS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 # `atgt` is the paper's word for TPOT.
 _SLO_NAMES = {"ttft": "ttft", "tpot": "tpot", "atgt": "tpot"}
 
@@ -47,6 +49,61 @@ def parse_slo(text: str) -> Slo:
         if key not in targets:
             raise BadInput(f"--slo: {key} is missing in {text!r}; both ttft and tpot are needed")
     return Slo(ttft_s=targets["ttft"], tpot_s=targets["tpot"])
+
+
+DEADLINE_TPOT_S = 0.2  # of a class with a deadline, unless it says another
+
+
+def parse_slo_class(text: str, attainment: float) -> SloClass:
+    """A class with its targets: `chat:ttft=400ms,tpot=30ms,attainment=0.99` or `batch:deadline=6h`.
+
+    `attainment` where it names none. A deadline is for whole answers; until their lengths are known the class
+    has all of it as its TTFT target (see `due`). Raises BadInput.
+    """
+    name, _, targets = text.partition(":")
+    where = f"--slo: {name}"
+    if not _CLASS.fullmatch(name):
+        raise BadInput(f"--slo: a class is named by letters, digits, '_', '.' and '-', got {name!r}")
+    plain, deadline_s, tpot_s = [], None, DEADLINE_TPOT_S
+    for part in targets.split(","):
+        key, _, value = part.partition("=")
+        if key.strip() == "attainment":
+            attainment = _share(value, where)
+        elif key.strip() == "deadline":
+            deadline_s = parse_duration_s(value, f"{where}: deadline")
+        else:
+            plain.append(part)
+    if deadline_s is None:
+        return SloClass(name, parse_slo(",".join(plain)), attainment)
+    for part in plain:
+        key, _, value = part.partition("=")
+        if _SLO_NAMES.get(key.strip().lower()) != "tpot":
+            raise BadInput(f"{where}: a deadline stands alone or beside tpot and attainment, got {part!r}")
+        tpot_s = parse_duration_s(value, f"{where}: tpot")
+    return SloClass(name, Slo(deadline_s, tpot_s), attainment, deadline_s)
+
+
+def due(one: SloClass, longest_tokens: int) -> SloClass:
+    """A class with the targets by which answers of so many tokens keep its deadline. Raises BadInput."""
+    if one.deadline_s is None:
+        return one
+    takes_s = one.slo.tpot_s * (longest_tokens - 1)
+    if takes_s >= one.deadline_s:
+        raise BadInput(
+            f"--slo: {one.name}: deadline: {duration_text(one.deadline_s)} is shorter than the longest answer"
+            f" takes ({longest_tokens} tokens, {duration_text(one.slo.tpot_s)} each); give a tpot, or longer"
+        )
+    return replace(one, slo=Slo(one.deadline_s - takes_s, one.slo.tpot_s))
+
+
+def _share(text: str, where: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0.0 < share < 1.0:
+        raise BadInput(f"{where}: attainment: must be above 0 and below 1, got {text.strip() or 'nothing'}")
+    return share
 
 
 def parse_window_s(text: str) -> tuple[float, float]:

@@ -22,6 +22,9 @@ first request of the trace that has it: its prefill work (attention at its place
 that request's steps. In whatever order they come, it is computed once at least; so the sums over any
 requests hold for caches of any size. Decode steps read the whole context, cached or not.
 
+**Several classes** have a TPOT target each: the loosest bounds the steps of all, and its own those of each
+class alone. As much may miss of all together as each class may, summed.
+
 TTFT, the wait that a prefill step imposes on running requests, integer batches and bursts are left out: each
 only adds workers. Up to a share 1 - attainment of the requests may miss; the heaviest are left out.
 
@@ -37,8 +40,9 @@ sizes).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,8 +54,35 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 
 
-def fluid_workers_of(workload: Workload, profile: Profile, slo: Slo, attainment: float = 1.0) -> int:
+def fluid_workers_of_classes(
+    workload: Workload, profile: Profile, slos: Sequence[Slo], attainments: Sequence[float]
+) -> int:
+    """The same where each of the workload's SLO classes has targets of its own."""
+    loosest = Slo(max(s.ttft_s for s in slos), max(s.tpot_s for s in slos))
+    counts = np.bincount(workload.slo_class, minlength=len(slos))
+    together = float((counts * np.array(attainments)).sum() / max(len(workload), 1))
+    bound = fluid_workers_of(workload, profile, loosest, together)
+    for c, (slo, attainment) in enumerate(zip(slos, attainments, strict=True)):
+        rows = np.flatnonzero(workload.slo_class == c)
+        if 0 < len(rows) < len(workload):
+            waits = (
+                slo if workload.sessions is None else loosest
+            )  # a turn may wait for another class's answer
+            bound = max(bound, fluid_workers_of(workload, profile, slo, attainment, rows, waits))
+    return bound
+
+
+def fluid_workers_of(
+    workload: Workload,
+    profile: Profile,
+    slo: Slo,
+    attainment: float = 1.0,
+    rows: NDArray[np.int64] | None = None,
+    waits: Slo | None = None,
+) -> int:
     """Workers below which no policy can serve this very trace; at least 1.
+
+    `rows`: these of its requests alone, which wait for others no longer than `waits` says.
 
     What a request within its targets needs is done by its last deadline, so the work must fit between the
     first arrival and the last deadline; a turn of a session is sent, at the latest, when those it waits for
@@ -60,13 +91,14 @@ def fluid_workers_of(workload: Workload, profile: Profile, slo: Slo, attainment:
     """
     if len(workload) == 0:
         return 1
-    prompts, outputs, cached = workload.prompt_tokens, workload.output_tokens, workload.ideal_hits
+    of: Any = slice(None) if rows is None else rows
+    prompts, outputs, cached = workload.prompt_tokens[of], workload.output_tokens[of], workload.ideal_hits[of]
     work = worker_seconds(prompts, outputs, profile, slo, attainment, cached)
-    horizon_s = float(_deadlines_s(workload, slo).max() - workload.arrival_s[0])
+    horizon_s = float(_deadlines_s(workload, waits or slo)[of].max() - workload.arrival_s[of][0])
     if not math.isfinite(work):
         raise BadInput(f"{profile.label}: no number of workers reaches a TPOT of {slo.tpot_s:g} s")
     # The subtracted crumb keeps rounding in the sums from adding a worker.
-    return max(1, math.ceil(work * len(workload) / horizon_s - 1e-9))
+    return max(1, math.ceil(work * len(prompts) / horizon_s - 1e-9))
 
 
 def _deadlines_s(workload: Workload, slo: Slo) -> NDArray[np.float64]:

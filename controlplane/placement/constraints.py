@@ -14,11 +14,18 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
 (e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every
     step; what running requests share is held once
 
+**Room for tighter classes.** Work that can wait, beside a class whose TTFT target is `YIELDS` times as tight,
+takes no worker's last: it leaves a share `ROOM` of the step time that the tighter class's TPOT allows, of the
+memory and of the seats, and does not queue behind another prefill. So a tight request that comes next finds
+a worker, and loose work fills what is left; held, it goes where there is room for it in time.
+
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +63,7 @@ from controlplane.placement.ledger import (
     generated,
     shared_tokens,
 )
+from controlplane.types import Slo
 
 Knobs = NDArray[np.float64]
 
@@ -67,6 +75,8 @@ AS_REPORTED = 9
 KNOBS = 10
 
 ALL_TIME = 1e9  # seconds
+YIELDS = 10.0
+ROOM = 0.2
 NO_TPOT_S = 1e6  # a target that is always met
 
 
@@ -78,6 +88,11 @@ def kept_tpot_s(types: Floats, prompt_tokens: Ints, tpot_s: Floats) -> Floats:
     """
     alone_s = [decode_base_s(k, 1.0) + k[PER_CONTEXT] * prompt_tokens for k in types]
     return np.where(np.min(alone_s, axis=0) <= tpot_s, tpot_s, NO_TPOT_S)
+
+
+def yielding(slos: Sequence[Slo]) -> list[float]:
+    """Of each class the tightest TPOT target of those that it yields to; 0 where it yields to none."""
+    return [min((o.tpot_s for o in slos if o.ttft_s * YIELDS <= c.ttft_s), default=0.0) for c in slos]
 
 
 @compiled
@@ -129,16 +144,23 @@ def harm(
             harmed = interference(led, k, w, start_s, lasts_s, work, most)
             if harmed > most:
                 return np.inf
-    sequences = worker.decoding + worker.queued + 1
-    if sequences > k[MAX_SEQS]:
+    sequences, share = worker.decoding + worker.queued + 1, 1.0
+    yields_tpot_s = led.requests[r].yields_tpot_s
+    if yields_tpot_s > 0.0 and sequences > 1:
+        share = 1.0 - ROOM
+        if worker.queued_tokens > 0:
+            return np.inf
+    if sequences > share * k[MAX_SEQS]:
         return np.inf
     held, growth, tpot_s = outlook(led, w, r)
+    if share < 1.0:
+        tpot_s = min(tpot_s, share * yields_tpot_s)
     if knobs[USE_B] > 0:
         context_s = k[PER_CONTEXT] * (held + knobs[THETA] * growth)
         if decode_base_s(k, sequences) + context_s > tpot_s:
             return np.inf
     if knobs[USE_E] > 0 and sequences > 1:
-        limit = knobs[GAMMA] * k[KV_BLOCKS] * k[BLOCK_TOKENS]
+        limit = share * knobs[GAMMA] * k[KV_BLOCKS] * k[BLOCK_TOKENS]
         # As if all ended at once, which no peak exceeds; only past that does it matter who ends when.
         at_most = held + growth - shared_tokens(led, w)
         if at_most > limit and overflows(led, w, r, cached, at_most, limit):

@@ -244,7 +244,11 @@ def added_work_s(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: 
 
 @compiled
 def last_chance(led: Ledger, knobs: Knobs, r: int, now_s: float, phase_role: int) -> int:
-    """Return the worker where `r`, about to lose its TTFT, does least harm; NONE past the tolerance."""
+    """Return the worker where `r`, about to lose its TTFT, does least harm; NONE past the tolerance.
+
+    It yields to no tighter class any more.
+    """
+    led.requests[r].yields_tpot_s = 0.0
     best, least, cached = NONE, knobs[TOLERANCE], 0
     for w in range(len(led.workers)):
         if serves(led, w, phase_role):

@@ -1,9 +1,10 @@
 """The cluster's waiting queue: requests that no worker has taken yet, in one order in both data planes.
 
-    rank = arrival_s - ageing_s · priority       the lowest goes first; no rank ever changes
+    rank = arrival_s + ttft_s - ageing_s · priority       the lowest goes first; no rank ever changes
 
-A high priority counts as having arrived `ageing_s` sooner: it overtakes younger normal requests, and a normal
-one that has waited so much longer goes ahead of it. A request that can no longer meet its TTFT is *late*: it
+Who is due first goes first, so that a class with time to spare waits for one that has none. A high priority
+counts as due `ageing_s` sooner: it overtakes younger normal requests, and a normal one that has waited so
+much longer goes ahead of it. A request that can no longer meet its TTFT is *late*: it
 goes behind all that are on time, so that it waits until it costs none of them anything. A round offers the
 requests in this order; one that finds no place lets others pass, until REFUSALS of them found none. A full
 queue turns away a late request before it refuses one that may still be in time.
@@ -29,6 +30,7 @@ REFUSALS = 4  # held requests that may find no place before the others are left 
 LATE = 2  # the lists: by priority those on time, and from here on, by priority, those late
 UNBOUNDED = 1 << 60
 AGEING_S = 10.0
+SELDOM_S, OF_TTFT = 0.25, 1e-3  # the longest between two offers to those that yield; or of their TTFT target
 _WAITING, _REFUSED = 0, 1
 
 
@@ -94,19 +96,51 @@ def held_tokens(led: Ledger, queue: Queue) -> int:
 
 @compiled
 def hold(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
-    """Put a newcomer at the end of the line of its priority; `turned_away` has made room for it."""
-    insert(led, queue, led.requests[r].priority, queue.tail[led.requests[r].priority], r)
-    begin_waiting(led, queue, r, now_s)
+    """Put a newcomer into the line of its priority, most often at its end; `turned_away` has made room."""
+    last = queue.tail[led.requests[r].priority]
+    if last != NONE and is_due_before(led, r, last):
+        readmit(led, queue, r, now_s)
+    else:
+        insert(led, queue, led.requests[r].priority, last, r)
+        begin_waiting(led, queue, r, now_s)
 
 
 @compiled
 def readmit(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
-    """Put a request that lost its worker back by its first arrival; never turned away for want of room."""
+    """Put a request, as one that lost its worker, where it is due; never turned away for want of room."""
     before, i = NONE, queue.head[led.requests[r].priority]
-    while i != NONE and led.requests[i].arrival_s < led.requests[r].arrival_s:
+    while i != NONE and is_due_before(led, i, r):
         before, i = i, led.requests[i].next
     insert(led, queue, led.requests[r].priority, before, r)
     begin_waiting(led, queue, r, now_s)
+
+
+@compiled
+def is_due_before(led: Ledger, one: int, other: int) -> bool:
+    """Whether a request's first token is due before another's; of one class, whether it came before it."""
+    sooner_s = led.requests[one].ttft_s - led.requests[other].ttft_s
+    return led.requests[one].arrival_s + sooner_s < led.requests[other].arrival_s
+
+
+@compiled
+def goes_first(led: Ledger, queue: Queue, r: int) -> bool:
+    """Whether a newcomer need not wait behind those that do: nobody waits, or all are due after it."""
+    for at in range(len(queue.head)):
+        if queue.head[at] != NONE and not is_due_before(led, r, queue.head[at]):
+            return False
+    return True
+
+
+@compiled
+def next_offer_s(led: Ledger, queue: Queue, every_s: float) -> float:
+    """In how long those that wait are offered again; where all of them yield to others, not so often."""
+    pause_s = SELDOM_S
+    for at in range(len(queue.head)):
+        r = queue.head[at]
+        if r != NONE:
+            yields = led.requests[r].yields_tpot_s > 0.0
+            pause_s = min(pause_s, led.requests[r].ttft_s * OF_TTFT if yields else every_s)
+    return max(pause_s, every_s)
 
 
 @compiled
@@ -221,7 +255,8 @@ def first_not_refused(led: Ledger, queue: Queue, at: int) -> int:
 @compiled
 def is_ahead(led: Ledger, queue: Queue, high: int, normal: int) -> bool:
     """Whether a high request's rank is not above a normal one's."""
-    return led.requests[high].arrival_s - queue.limits[0] <= led.requests[normal].arrival_s
+    sooner_s = led.requests[high].ttft_s - led.requests[normal].ttft_s
+    return led.requests[high].arrival_s - queue.limits[0] + sooner_s <= led.requests[normal].arrival_s
 
 
 @compiled

@@ -32,9 +32,11 @@ from controlplane.placement.ledger import (
 from controlplane.placement.policies import CONSTRAINED, EXACT, decide, decode_worker, refuses
 from controlplane.placement.queue import (
     begin_round,
+    goes_first,
     hold,
     is_empty,
     leave,
+    next_offer_s,
     offer,
     overdue,
     readmit,
@@ -89,15 +91,15 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
             clu.clock[0].offer_s = np.inf
         elif clu.clock[0].offer_s == np.inf and in_turn(led, 0, pool) != NONE:
             # With no worker serving no offer can succeed until one is ready.
-            clu.clock[0].offer_s = now_s + rules.offer_every_s
+            clu.clock[0].offer_s = now_s + next_offer_s(led, clu.queue, rules.offer_every_s)
 
 
 @compiled
 def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
-    """Place the next request to arrive, or let it wait: requests that wait already go first."""
+    """Place the next request to arrive, or let it wait: requests that wait and are due sooner go first."""
     now_s, r = clu.clock[0].now_s, send(led, clu.sending)
     view_all(led, eng, now_s)
-    if rules.policy != EXACT and is_empty(clu.queue):
+    if rules.policy != EXACT and goes_first(led, clu.queue, r):
         w = choose(led, clu, rules, r, False)
         if w != NONE:
             arrive(led, eng, w, r, now_s, False)
@@ -107,6 +109,9 @@ def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
         turn_away(led, eng, clu, out)
     if out != r:
         hold(led, clu.queue, r, now_s)
+        if clu.clock[0].offer_s < np.inf:
+            soon_s = now_s + next_offer_s(led, clu.queue, rules.offer_every_s)
+            clu.clock[0].offer_s = min(clu.clock[0].offer_s, soon_s)
 
 
 @compiled

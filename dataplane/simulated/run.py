@@ -13,7 +13,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import Caches, new_caches
-from controlplane.placement.constraints import clients_s, kept_tpot_s
+from controlplane.placement.constraints import clients_s, kept_tpot_s, yielding
 from controlplane.placement.ledger import (
     OFF,
     ROLES,
@@ -259,6 +259,7 @@ def _enter_requests(
     ledger.requests["ttft_s"] = np.array([c.ttft_s for c in classes])[workload.slo_class]
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     ledger.requests["tpot_s"] = kept_tpot_s(ledger.coefficients, workload.prompt_tokens, tpot_s)
+    ledger.requests["yields_tpot_s"] = np.array(yielding(classes))[workload.slo_class]
     if predicted_tokens is None:
         predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
     ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)
@@ -281,6 +282,25 @@ def _own_lengths(workload: Workload) -> LengthTable:
     if len(workload) == 0:
         return LengthTable.constant(1.0)
     return LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+
+
+def attained_by_class(met: NDArray[np.bool_], workload: Workload) -> NDArray[np.float64]:
+    """[classes] the share of each SLO class's requests that are met; 1 for one without requests."""
+    slo_class, classes = workload.slo_class, len(workload.slo_classes)
+    missed = np.bincount(slo_class, weights=~met, minlength=classes)
+    return np.asarray(1.0 - missed / np.maximum(np.bincount(slo_class, minlength=classes), 1))
+
+
+def joint(attained: NDArray[np.float64], asked: Sequence[float]) -> float:
+    """The attainment of several classes as one number, A at least where each has what is asked of it.
+
+    That of the class that uses most of what it may miss, at the strictest class's scale:
+    1 - (1 - A) · max (share missed / share that may miss), A the highest attainment asked.
+    """
+    if len(asked) == 1:
+        return float(attained[0])
+    used = (1.0 - attained) / (1.0 - np.array(asked))
+    return round(1.0 - (1.0 - max(asked)) * float(used.max()), 12)
 
 
 @dataclass(frozen=True)
@@ -307,6 +327,7 @@ class Outcome:
     # Of each prompt, what its engine had when it first admitted it; -1: none did. None: nothing was cached.
     cached_tokens: NDArray[np.int64] | None = None
     session_target_s: float | None = None  # of whole sessions
+    asked: tuple[float, ...] = ()  # attainment of each SLO class, where there are several
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
@@ -326,10 +347,20 @@ class Outcome:
 
     @property
     def attainment(self) -> float:
-        """Share of requests within both targets, or of sessions within theirs if that is less."""
+        """Share of requests within both targets, or of sessions within theirs if that is less.
+
+        With several SLO classes it is what `joint` says of them.
+        """
         requests = float(self.met.mean()) if len(self.workload) else 1.0
+        if self.asked:
+            requests = joint(self.class_attainments, self.asked)
         sessions = self.session_attainment
         return requests if sessions is None else min(requests, sessions)
+
+    @property
+    def class_attainments(self) -> NDArray[np.float64]:
+        """[classes] the share of each SLO class within its targets; 1 for one without requests."""
+        return attained_by_class(self.met, self.workload)
 
     @property
     def session_attainment(self) -> float | None:

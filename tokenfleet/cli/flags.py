@@ -21,7 +21,7 @@ import typer
 
 from controlplane.errors import BadInput
 from tokenfleet.field_errors import nearest
-from tokenfleet.planning.request import Option, PlanRequest, options
+from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 
 Command = Callable[..., int]
 TlsCert = Annotated[
@@ -89,7 +89,7 @@ def takes_request(*only: str) -> Callable[[Command], Command]:
     A parameter that is another dataclass is made of a flag for each field. Flags that are needed come first,
     the others where their parameter stands.
     """
-    taken = [option for option in options() if not only or option.field in only]
+    taken = [o for o in options() if (not only or o.field in only) and o.field != "classes"]
 
     def made_of_flags(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters
@@ -98,6 +98,7 @@ def takes_request(*only: str) -> Callable[[Command], Command]:
 
         def run(**values: Any) -> int:
             given = {option.field: _value(option, values.pop(option.field)) for option in taken}
+            given |= given.pop("slo")
             request = PlanRequest(**{name: value for name, value in given.items() if value is not None})
             made = {
                 name: record(**{field.name: values.pop(field.name) for field in fields(record)})
@@ -132,7 +133,9 @@ def _parameter(option: Option) -> Parameter:
     """An option as a parameter that Typer makes a flag of."""
     plain: Any = str if option.kind in ("slo", "duration") else option.item
     annotation = plain
-    if option.is_list:
+    if option.kind == "slo":
+        annotation = list[str]
+    elif option.is_list:
         annotation = list[plain] | None
     elif option.default is None:
         annotation = plain | None
@@ -145,9 +148,11 @@ def _parameter(option: Option) -> Parameter:
 
 def _value(option: Option, value: Any) -> Any:
     """What a flag was given, as the option has it; None where it was not given."""
+    if option.kind == "slo":
+        return read_targets(value)
     if option.is_list:
         return tuple(value or ())
-    return option.read(value) if option.kind in ("slo", "duration") and value is not None else value
+    return option.read(value) if option.kind == "duration" and value is not None else value
 
 
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:

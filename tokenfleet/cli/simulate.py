@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ import numpy as np
 import typer
 
 from controlplane.errors import BadInput
-from controlplane.types import EngineMode
+from controlplane.types import EngineMode, SloClass
 from tokenfleet.cli.flags import takes_request
 from tokenfleet.cli.plan import OutputFormat
 from tokenfleet.durations import duration_text
@@ -55,6 +56,7 @@ class SessionFlags:
 
 @takes_request(
     "slo",
+    "class_of",
     "session_s",
     "agents",
     "model",
@@ -96,13 +98,14 @@ def simulate_command(
     from tokenfleet.cli.terminal import console, show, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import refuse_without_sessions
+    from tokenfleet.report.tables import share_text
 
     profile = _profile(worker, request)
     usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
     specs = _specs(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
-        workload, warnings = _workload(trace, request, profile)
+        workload, classes, warnings = _workload(trace, request, profile)
     refuse_without_sessions(workload, request)
     workload = _as_asked(workload, as_sessions, request)
     warn(warnings)
@@ -111,7 +114,7 @@ def simulate_command(
         outcome = simulate(
             workload,
             specs,
-            request.slo,
+            [one.slo for one in classes] or request.slo,
             request.policy,
             settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
@@ -125,13 +128,28 @@ def simulate_command(
     if output_format == OutputFormat.JSON:
         told = simulation_json(outcome, wall_s)
         told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
+        told |= classes_json(outcome, classes)
         print(json.dumps(told, indent=1))
     else:
         table = simulation_table(outcome)
         for name, words in sessions_rows(sessions_json(outcome, request.agents, usd_per_h)):
             table.add_row(name, words)
+        for one in classes_json(outcome, classes).get("classes", ()):
+            asked = f"{share_text(one['target'])} asked, {one['requests']:,} requests"
+            table.add_row(one["name"], f"{share_text(one['attainment'])} ({asked})")
         show([table])
     return 0
+
+
+def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:
+    """What became of each class; nothing where the targets are plain."""
+    attained = outcome.class_attainments.tolist()
+    of = np.bincount(outcome.workload.slo_class, minlength=len(attained)).tolist()
+    rows = [
+        {"name": one.name, "requests": n, "target": one.attainment, "attainment": round(share, 6)}
+        for one, n, share in zip(classes, of, attained, strict=False)
+    ]
+    return {"classes": rows} if rows else {}
 
 
 def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> Workload:
@@ -173,13 +191,19 @@ def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
     return profiles[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
 
 
-def _workload(traces: list[Path], request: PlanRequest, worker: Profile) -> tuple[Workload, list[str]]:
-    """The requests that the worker can hold, and what there is to know of their trace. Raises BadInput."""
+def _workload(
+    traces: list[Path], request: PlanRequest, worker: Profile
+) -> tuple[Workload, tuple[SloClass, ...], list[str]]:
+    """The requests that the worker can hold, their classes, and what there is to know of their trace.
+
+    Raises BadInput.
+    """
+    from tokenfleet.planning.classes import classed, present
     from tokenfleet.planning.inputs import trimmed, within_context
     from tokenfleet.traces import read_traces
     from tokenfleet.traces.check import doctor_warnings
 
-    read = read_traces([str(path) for path in traces])
+    read = classed(read_traces([str(path) for path in traces]), request)
     workload = trimmed(read, request)
     doctored = doctor_warnings(replace(read, workload=workload))
     workload, warnings = within_context(workload, [worker], request.drop_too_long, read.name)
@@ -189,7 +213,8 @@ def _workload(traces: list[Path], request: PlanRequest, worker: Profile) -> tupl
             f"{read.name}: the longest request has {longest} tokens,"
             f" the worker's KV holds {worker.kv.capacity_tokens}"
         )
-    return workload, [*read.warnings, *doctored, *warnings]
+    workload, classes = present(workload, request, read.name)
+    return workload, classes, [*read.warnings, *doctored, *warnings]
 
 
 def _specs(

@@ -98,7 +98,8 @@ def crossing(
     workload = replicates.units.busier(rate_scale)
     requests = len(workload)
     allowed = (1.0 - question.attainment) * requests
-    stop = min(_BROKEN_OFF * allowed, allowed + requests / 5)  # the smallest fleets take longest to fail
+    most = replicates.may_miss(question.attainment) * requests
+    stop = min(_BROKEN_OFF * most, most + requests / 5)  # the smallest fleets take longest to fail
     if not replicates.units.is_plain:
         stop = broken_off(replicates, question, requests)
     misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
@@ -168,15 +169,12 @@ def cost_by_slo(
     workers = sizing.workers
 
     def one(scale: float) -> Costed:
-        slo = Slo(replicates.slo.ttft_s * scale, replicates.slo.tpot_s * scale)
+        eased = replicates.eased(scale, scale)
         if scale == 1.0:
-            return Costed(scale, slo, sizing.fleet(workers))
-        if (
-            ceiling(sizing.worker_type.profile, replicates.workload, slo, replicates.session_s)
-            < question.attainment
-        ):
-            return Costed(scale, slo, None)
-        return Costed(scale, slo, _fewest(replace(replicates, slo=slo), question, sizing, 4 * workers + 4))
+            return Costed(scale, eased.slo, sizing.fleet(workers))
+        if ceiling(sizing.worker_type.profile, eased.workload, eased) < question.attainment:
+            return Costed(scale, eased.slo, None)
+        return Costed(scale, eased.slo, _fewest(eased, question, sizing, 4 * workers + 4))
 
     return tuple(pool.map(one, SLO_SCALES))
 
@@ -225,6 +223,8 @@ def nearest_of_kind(
     """
     target, profile = replicates.slo, sizing.worker_type.profile
     base = nearest_possible(profile, replicates.workload, target, question.attainment)
+    if replicates.classes:
+        base = target  # the targets of all classes are loosened as much as each other
     broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s)
     limit = question.most_workers(sizing.worker_type)
     fewest = 2 if sizing.worker_type.is_split else 1
@@ -242,7 +242,7 @@ def nearest_of_kind(
         sized: dict[int, Sizing] = {}
 
         def holds(step: int, which: tuple[bool, bool] = which, sized: dict[int, Sizing] = sized) -> bool:
-            eased = replace(replicates, slo=_target(base, which, step))
+            eased = _eased(replicates, base, which, step)
             sized[step] = size_on_trace(eased, question, sizing.worker_type)
             if sized[step].workers is not None:
                 confirm(eased, question, sized[step], pool)
@@ -251,7 +251,7 @@ def nearest_of_kind(
         # What holds on the trace may not hold in other replicates: looser still, it does.
         step = smallest(holds, first, first, len(LOOSER) - 1)
         if step is not None:
-            slo, count = _target(base, which, step), sized[step].confirmed or 0
+            slo, count = _eased(replicates, base, which, step).slo, sized[step].confirmed or 0
             looser = max(slo.ttft_s / target.ttft_s, slo.tpot_s / target.tpot_s)
             return Nearest(slo, sized[step].fleet(count), sized[step].sure[count], looser)
     return None
@@ -261,14 +261,20 @@ def _first_step(
     replicates: Replicates, question: PlanRequest, fleet: Fleet, base: Slo, which: tuple[bool, bool]
 ) -> int | None:
     """The least loosening of the targets in `which` that the fleet meets on the trace."""
-    allowed = (1.0 - question.attainment) * len(replicates.workload)
+    allowed = replicates.may_miss(question.attainment) * len(replicates.workload)
 
     def passes(step: int) -> bool:
-        eased = replace(replicates, slo=_target(base, which, step))
+        eased = _eased(replicates, base, which, step)
         outcome = eased.replay(fleet, max_misses=int(allowed))
         return outcome.complete and outcome.attainment >= question.attainment
 
     return smallest(passes, 0, 1, len(LOOSER) - 1)
+
+
+def _eased(replicates: Replicates, base: Slo, which: tuple[bool, bool], step: int) -> Replicates:
+    if replicates.classes:
+        return replicates.eased(LOOSER[step], LOOSER[step])
+    return replace(replicates, slo=_target(base, which, step))
 
 
 def _target(base: Slo, which: tuple[bool, bool], step: int) -> Slo:

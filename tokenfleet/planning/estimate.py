@@ -13,6 +13,10 @@ normal's next draw,
 whichever is lower. Replicates are made of the trace's own requests, so they hold no kind of miss that it does
 not: Jeffreys' bound on a share of which nothing was seen is a floor to the doubt, and a short trace cannot
 show a high target whatever the fleet.
+
+**Several classes** are judged together: of each replicate counts the class that uses most of what it may miss
+(`dataplane.simulated.run.joint`), so that a fleet holds at a confidence where so many replicates give *every*
+class its own target at once. Bounds of each class by itself are beside it; none of them is what is judged.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from dataplane.simulated.run import joint
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
@@ -49,10 +54,13 @@ class Estimate:
     confidence: float
     replicates: int
     hit_rates: tuple[float, ...] = ()  # of prefix caches, by replicate; none where nothing is cached
+    classes: tuple[Estimate, ...] = ()  # of each class by itself, where there are several
 
 
-def estimate(misses: Sequence[int], requests: Sequence[int], confidence: float) -> Estimate:
-    """Bounds from two replicates or more: `misses[i]` of `requests[i]`."""
+def estimate(
+    misses: Sequence[int], requests: Sequence[int], confidence: float, showable: float | None = None
+) -> Estimate:
+    """Bounds from two replicates or more: `misses[i]` of `requests[i]`; none is above `showable`."""
     missed, judged = np.asarray(misses, float), np.asarray(requests, float)
     replicates = len(missed)
     share = np.sort(missed / judged)
@@ -67,7 +75,8 @@ def estimate(misses: Sequence[int], requests: Sequence[int], confidence: float) 
         )
         low = min(1.0 - float(np.exp(y.mean() + reach)), 1.0 - float(share[-1]))
         high = max(1.0 - float(np.exp(y.mean() - reach)), 1.0 - float(share[0]))
-    low = max(min(low, most_showable(round(judged.mean()), confidence)), 0.0)
+    showable = most_showable(round(judged.mean()), confidence) if showable is None else showable
+    low = max(min(low, showable), 0.0)
     return Estimate(expected, low, min(max(high, low), 1.0), confidence, replicates)
 
 
@@ -134,7 +143,7 @@ class Trial:
         return open_still(list(self._seen.values()), self._question)
 
     def _look(self, numbers: Sequence[int], hurries: bool) -> None:
-        allowed = 1.0 - self._question.attainment if hurries else None
+        allowed = self._replicates.may_miss(self._question.attainment) if hurries else None
         seen = look(self._replicates, self.fleet, numbers, self._pool, allowed)
         self._seen.update(zip(numbers, seen, strict=True))
         for i, one in zip(numbers, seen, strict=True):
@@ -149,7 +158,7 @@ class Trial:
 
     def verdict(self) -> Estimate:
         """The estimate from what was seen."""
-        return verdict_on([self._seen[i] for i in sorted(self._seen)], self._question)
+        return verdict_on([self._seen[i] for i in sorted(self._seen)], self._question, self._replicates.asked)
 
 
 class Seen(NamedTuple):
@@ -162,12 +171,25 @@ class Seen(NamedTuple):
     requests: int
     hit_rate: float | None
     lost: bool = False
+    classes: tuple[tuple[int, int], ...] = ()  # (missed, requests) of each, where there are several
 
 
-def verdict_on(seen: Sequence[Seen], question: PlanRequest) -> Estimate:
-    """The estimate from what was seen."""
-    bounds = estimate([s.missed for s in seen], [s.requests for s in seen], question.confidence)
-    return replace(bounds, hit_rates=tuple(s.hit_rate for s in seen if s.hit_rate is not None))
+def verdict_on(seen: Sequence[Seen], question: PlanRequest, asked: Sequence[float] = ()) -> Estimate:
+    """The estimate from what was seen; `asked`: of each class, where there are several."""
+    misses, requests, confidence = [s.missed for s in seen], [s.requests for s in seen], question.confidence
+    hit_rates = tuple(s.hit_rate for s in seen if s.hit_rate is not None)
+    if not asked:
+        return replace(estimate(misses, requests, confidence), hit_rates=hit_rates)
+    by_class = list(zip(*(s.classes for s in seen), strict=True))
+    classes = tuple(estimate([m for m, _ in c], [max(n, 1) for _, n in c], confidence) for c in by_class)
+    counts = [round(float(np.mean([n for _, n in c]))) for c in by_class]
+    bounds = estimate(misses, requests, confidence, showable_of(counts, asked, confidence))
+    return replace(bounds, hit_rates=hit_rates, classes=classes)
+
+
+def showable_of(requests: Sequence[int], asked: Sequence[float], confidence: float) -> float:
+    """The highest joint attainment that so many requests of each class can show."""
+    return joint(np.array([most_showable(n, confidence) for n in requests]), asked)
 
 
 def open_still(seen: Sequence[Seen], question: PlanRequest) -> bool:
@@ -189,12 +211,15 @@ def look(
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
     With `allowed` it is as soon as more than that share has missed.
     """
-    hopeless = max(len(replicates.workload) // 5, 1)
+    hopeless = max(len(replicates.workload) // 5, 1) if not replicates.classes else len(replicates.workload)
 
     def one(replicate: int) -> Seen:
         most = hopeless if allowed is None else int(allowed * replicates.count(replicate))
         outcome = replicates.replay(fleet, replicate, max_misses=most)
         lost = allowed is not None and not outcome.complete
-        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate, lost)
+        of = np.bincount(outcome.workload.slo_class, minlength=len(replicates.asked))
+        late = np.bincount(outcome.workload.slo_class, weights=~outcome.met, minlength=len(replicates.asked))
+        classes = tuple(zip(late.astype(int).tolist(), of.tolist(), strict=True)) if replicates.asked else ()
+        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate, lost, classes)
 
     return pool.map(one, numbers)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from controlplane.perfmodel.profile import Profile
-from controlplane.types import Slo
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.draws import time_scale
 from tokenfleet.planning.fleet import Fleet
@@ -41,6 +40,7 @@ class Binding:
     attainment: float
     hit_rate: float | None  # of prefix caches, None where nothing is cached
     hit_rate_more_kv: float | None  # and with a quarter more KV
+    slo_class: str | None  # which misses most of what it may; None where there is one
     rate_scale: float  # 1, or how much more traffic there had to be before this fleet failed
 
 
@@ -69,8 +69,16 @@ def binding(replicates: Replicates, fleet: Fleet, pool: Threads, rate_scale: flo
         failing.attainment,
         failing.prefix_hit_rate,
         outcomes[1 + CONSTRAINTS.index("kv")].prefix_hit_rate,
+        _worst_class(replicates, failing),
         rate_scale,
     )
+
+
+def _worst_class(replicates: Replicates, failing: Outcome) -> str | None:
+    if not replicates.classes:
+        return None
+    used = (1.0 - failing.class_attainments) / (1.0 - np.array(replicates.asked))
+    return replicates.classes[int(used.argmax())].name
 
 
 def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, float, float]:
@@ -126,7 +134,8 @@ def plateau(
     if len(near) < 3 or missed < allowed / 2:
         return None
     ttft_s, tpot_s = alone_ttft_s(profile, replicates.workload), alone_tpot_s(profile, replicates.workload)
-    late, slow = ttft_s[ttft_s > replicates.slo.ttft_s], tpot_s[tpot_s > replicates.slo.tpot_s]
+    ttft_target_s, tpot_target_s = replicates.targets_s(replicates.workload)
+    late, slow = ttft_s[ttft_s > ttft_target_s], tpot_s[tpot_s > tpot_target_s]
     requests = len(replicates.workload)
     return Plateau(
         tuple(sorted(near)),
@@ -154,14 +163,13 @@ def _missed_most(outcome: Outcome) -> str:
 
 def _relieved(replicates: Replicates, fleet: Fleet, constraint: str) -> tuple[Replicates, Fleet]:
     """The same trial with one constraint eased."""
-    slo = replicates.slo
     if constraint == "session":
         assert replicates.session_s is not None
         return replace(replicates, session_s=replicates.session_s * RELIEF), fleet
     if constraint == "ttft":
-        return replace(replicates, slo=Slo(slo.ttft_s * RELIEF, slo.tpot_s)), fleet
+        return replicates.eased(RELIEF, 1.0), fleet
     if constraint == "tpot":
-        return replace(replicates, slo=Slo(slo.ttft_s, slo.tpot_s * RELIEF)), fleet
+        return replicates.eased(1.0, RELIEF), fleet
     ease = more_kv if constraint == "kv" else cheaper_prefill
     groups = tuple(
         replace(group, worker_type=replace(group.worker_type, known_profile=ease(group.worker_type.profile)))
@@ -200,7 +208,7 @@ def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
     """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
     scale = 1.25
     while scale < 64.0:
-        most = int((1.0 - target) * len(replicates.units.busier(scale)))
+        most = int(replicates.may_miss(target) * len(replicates.units.busier(scale)))
         outcome = replicates.replay(fleet, growth=scale, max_misses=most)
         if not outcome.complete or outcome.attainment < target:
             return scale

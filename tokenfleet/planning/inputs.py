@@ -13,6 +13,7 @@ from controlplane.perfmodel.profile import Profile, with_times
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_window_s
+from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
@@ -71,6 +72,7 @@ def gather(
     """
     request.consistent()
     refuse_without_sessions(trace.workload, request)
+    trace = classed(trace, request)
     profiles = chosen_profiles(request)
     if bias is not None:
         profiles = [with_times(profile, bias.decode, bias.prefill) for profile in profiles]
@@ -82,6 +84,7 @@ def gather(
     if request.no_prefix_cache:
         workload = replace(workload, prefixes=None)
     workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
+    workload, classes = present(workload, request, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []
     if len(workload) > MANY_REQUESTS:
@@ -100,7 +103,8 @@ def gather(
         clock_s += parse_window_s(request.window)[0]
     inputs = described(trace.name, workload, warnings)
     faster = time_scale(trace.workload, request.rate_scale)
-    return Gathered(workload, usable, replace(inputs, clock_start_s=clock_s, rate_scale=faster))
+    inputs = replace(inputs, clock_start_s=clock_s, rate_scale=faster, classes=classes)
+    return Gathered(workload, usable, inputs)
 
 
 def refuse_without_sessions(workload: Workload, request: PlanRequest) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Profile
-from controlplane.types import EngineMode, Slo
+from controlplane.types import EngineMode, Slo, SloClass
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from tokenfleet.field_errors import fault_line
 from tokenfleet.profiles.form import parse_profile
@@ -64,6 +64,17 @@ class Attainment(_Part):
     low: Number | None = None
     confidence: Number | None = None
     on_trace: Number | None = None
+
+
+class PlannedClass(Targets):
+    """A class of requests with targets of its own; `deadline_s`: what its targets keep."""
+
+    name: Name
+    deadline_s: Positive | None = None
+    attainment: Attainment
+
+    def whole(self) -> SloClass:
+        return SloClass(self.name, Slo(self.ttft_s, self.tpot_s), self.attainment.target, self.deadline_s)
 
 
 class Quantiles(_Part):
@@ -198,6 +209,7 @@ class PlanFile(PlanBrief):
     prefix_cache: bool | None = None
     engine_mode: Mode | None
     slo: Targets
+    classes: list[PlannedClass] = []
     session_s: Annotated[float, Field(gt=0)] | None = None
     agents: Annotated[int, Field(ge=1)] | None = None
     attainment: Attainment
@@ -220,6 +232,11 @@ class PlanFile(PlanBrief):
     def targets(self) -> Slo:
         """The targets that were planned for."""
         return Slo(self.slo.ttft_s, self.slo.tpot_s)
+
+    @property
+    def slo_classes(self) -> tuple[SloClass, ...]:
+        """The classes that were planned for; none where the targets are plain."""
+        return tuple(one.whole() for one in self.classes)
 
     @property
     def slo_text(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from controlplane.types import SloClass
 from controlplane.worker_type import KvLink, WorkerType
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Plateau
@@ -33,6 +34,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "priority_headroom": question.priority_headroom,
         "engine_mode": str(engine) if engine else None,
         "slo": {"ttft_s": question.slo.ttft_s, "tpot_s": question.slo.tpot_s},
+        **({"classes": _classes(plan)} if plan.inputs.classes else {}),
         "session_s": question.session_s,
         "agents": question.agents,
         "attainment": attainment_json(
@@ -118,6 +120,33 @@ def latency_json(latency: Latency) -> dict[str, float | None]:
     return row | {"mean": _figures(latency.mean)}
 
 
+def _classes(plan: Plan) -> list[dict[str, Any]]:
+    """Each class's targets, what becomes of it, and what it costs; in whole plans alone the latter."""
+    rows = [_class_targets(one) for one in plan.inputs.classes]
+    whole = None if plan.best is None else plan.best.fleet.usd_per_hour
+    for row, one in zip(rows, plan.classes, strict=False):
+        row["attainment"] = attainment_json(one.estimate, one.on_trace, one.of.attainment)
+        others = None if one.without is None else one.without.usd_per_hour
+        row |= {
+            "requests": one.requests,
+            "binds": one.binds,
+            "without": None if one.without is None else fleet_json(one.without),
+            "marginal_usd_per_hour": None if whole is None or others is None else round(whole - others, 4),
+            "alone": None if one.alone is None else fleet_json(one.alone),
+        }
+    return rows
+
+
+def _class_targets(one: SloClass) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "ttft_s": one.slo.ttft_s,
+        "tpot_s": one.slo.tpot_s,
+        "deadline_s": one.deadline_s,
+        "attainment": {"target": one.attainment},
+    }
+
+
 def _one_fewer(plan: Plan) -> dict[str, Any] | None:
     fewer = plan.one_fewer
     if fewer is None:
@@ -139,6 +168,7 @@ def _binding(plan: Plan) -> dict[str, Any] | None:
     return {
         "workers": bind.fleet.workers,
         "rate_scale": bind.rate_scale,
+        **({} if bind.slo_class is None else {"slo_class": bind.slo_class}),
         "attainment": _share(bind.attainment),
         "window_attainment": _share(bind.window_attainment),
         "relief": {name: _share(gain) for name, gain in bind.relief.items()},

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import stdev
 
+import numpy as np
+
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
+from tokenfleet.planning.classes import ClassOfPlan, costs, part
 from tokenfleet.planning.comparisons import (
     baselines,
     cost_by_slo,
@@ -25,7 +28,14 @@ from tokenfleet.planning.comparisons import (
     demand_line,
     nearest_feasible,
 )
-from tokenfleet.planning.estimate import Estimate, look, most_showable, requests_needed, verdict_on
+from tokenfleet.planning.estimate import (
+    Estimate,
+    look,
+    most_showable,
+    requests_needed,
+    showable_of,
+    verdict_on,
+)
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
@@ -33,7 +43,7 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.schedule import Schedule, make_schedule, paid
+from tokenfleet.planning.schedule import LONGEST_WAIT_S, Schedule, make_schedule, paid
 from tokenfleet.planning.sizing import Sizing, confirm, far_above, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 
@@ -68,6 +78,10 @@ def make_plan(
     if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
+    if inputs.classes:
+        tightest = min(inputs.classes, key=lambda one: one.slo.ttft_s)
+        strictest = max(one.attainment for one in inputs.classes)
+        question = replace(question, slo=tightest.slo, attainment=strictest)
 
     def serving(request: PlanRequest) -> Plan:
         replicates = replicates_of(
@@ -81,6 +95,7 @@ def make_plan(
         settings = PlacementSettings(headroom=request.priority_headroom)
         replicates = replace(
             replicates,
+            classes=inputs.classes if len(inputs.classes) > 1 else (),
             drifts=request.drift,
             settings=settings,
             session_s=request.session_s,
@@ -99,7 +114,30 @@ def make_plan(
         plan = spared or no_spares_do(plan, question)
     if plan.schedule is not None and question.cold_start_s is not None:
         plan = replace(plan, paid=paid(plan.schedule.stretches, question.cold_start_s))
+    if explained and len(inputs.classes) > 1 and plan.best is not None:
+
+        def cheapest(kept: tuple[int, ...]) -> Fleet | None:
+            of = replace(inputs, classes=tuple(inputs.classes[c] for c in kept))
+            some = part(workload, kept)
+            found = make_plan(some, worker_types, question, of, pool, explained=False).best
+            return None if found is None else found.fleet
+
+        plan = replace(plan, classes=_classes(plan, costs(len(inputs.classes), cheapest)))
     return plan
+
+
+def _classes(plan: Plan, priced: Sequence[tuple[Fleet | None, Fleet | None]]) -> tuple[ClassOfPlan, ...]:
+    """What becomes of each class on the best fleet, and its cost."""
+    best = plan.best
+    assert best is not None
+    assert best.estimate is not None
+    binds = plan.binding.slo_class if plan.binding else None
+    return tuple(
+        ClassOfPlan(one, requests, on_trace, sure, *fleets, binds=one.name == binds)
+        for one, (requests, on_trace), sure, fleets in zip(
+            plan.inputs.classes, best.classes, best.estimate.classes, priced, strict=True
+        )
+    )
 
 
 def _serving(
@@ -116,7 +154,12 @@ def _serving(
     blank = replace(blank, passed_over=passed_over)
     if not possible:
         return _infeasible(blank, replicates, sizings, pool, watch)
-    if most_showable(len(workload), question.confidence) < question.attainment:
+    asked = replicates.asked
+    if asked:
+        showable = showable_of(replicates.counts, asked, question.confidence)
+    else:
+        showable = most_showable(len(workload), question.confidence)
+    if showable < question.attainment:
         return _too_short(blank, replicates, possible)
     watch.stage("confirming in worlds that might have been", 0.2)
     _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
@@ -151,8 +194,9 @@ def _serving(
 def _schedule(
     replicates: Replicates, winner: Sizing, question: PlanRequest, pool: Threads
 ) -> Schedule | None:
-    """The schedule of a fleet; None for agents, whose sessions know no time of day."""
-    if question.agents is not None:
+    """The schedule of a fleet; None for agents, whose sessions know no time of day, and work that waits."""
+    waits = any(slo.ttft_s > LONGEST_WAIT_S for slo in replicates.slos) and bool(replicates.classes)
+    if question.agents is not None or waits:
         return None
     return make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
 
@@ -306,6 +350,7 @@ def _others(
 
 def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
     outcome: Outcome = replicates.replay(fleet)
+    of = outcome.workload.slo_class
     return Candidate(
         fleet,
         outcome.attainment,
@@ -315,11 +360,13 @@ def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, n
         outcome.utilisation,
         note,
         outcome.prefix_hit_rate,
+        tuple(zip(np.bincount(of).tolist(), outcome.class_attainments.tolist(), strict=True)),
     )
 
 
 def _verdict(replicates: Replicates, question: PlanRequest, fleet: Fleet, pool: Threads) -> Estimate:
-    return verdict_on(look(replicates, fleet, range(1, DOUBT_REPLICATES + 1), pool), question)
+    seen = look(replicates, fleet, range(1, DOUBT_REPLICATES + 1), pool)
+    return verdict_on(seen, question, replicates.asked)
 
 
 def _infeasible(
@@ -336,14 +383,19 @@ def _infeasible(
 
 def _too_short(plan: Plan, replicates: Replicates, possible: Sequence[Sizing]) -> Plan:
     """A trace too short to show the target, whatever the fleet."""
-    question, requests = plan.question, len(replicates.workload)
-    need = requests_needed(question.attainment, question.confidence)
+    question, requests, whose = plan.question, len(replicates.workload), ""
+    target = question.attainment
+    for one, count in zip(replicates.classes, replicates.counts, strict=True):
+        if most_showable(count, question.confidence) < one.attainment:
+            requests, target, whose = count, one.attainment, f" of class {one.name}"
+            break
+    need = requests_needed(target, question.confidence)
     fleet = possible[0].answer
     assert fleet is not None
     return replace(
         plan,
         reason=(
-            f"{requests} requests are too few to show {question.attainment:g} at confidence"
+            f"{requests} requests{whose} are too few to show {target:g} at confidence"
             f" {question.confidence:g}: {need} are needed (or a lower target or confidence)"
         ),
         alternatives=(_candidate(replicates, fleet, None, "sized on the trace alone"),),

@@ -51,8 +51,9 @@ from numpy.typing import NDArray
 from controlplane.perfmodel.profile import Profile, draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
-from controlplane.types import Slo
+from controlplane.types import Slo, SloClass
 from controlplane.workload import INSTANT_S, Workload
+from dataplane.simulated.run import attained_by_class, joint
 from dataplane.simulated.simulate import Outcome, simulate
 from tokenfleet.planning.draws import Units, busier, next_draw, next_like, units_of
 from tokenfleet.planning.fleet import Fleet
@@ -77,12 +78,51 @@ class Replicates:
     session_s: float | None = None  # target of whole sessions
     agents: int | None = None  # so many sessions run at once
     known: Units | None = None  # of the workload; found where they are not given
+    classes: tuple[SloClass, ...] = ()  # where the workload has several; `slo` is the tightest's then
     # The share that was missed in each replicate by the fleet that met it last.
     hardness: dict[int, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.known is None or self.known.workload is not self.workload:
             object.__setattr__(self, "known", units_of(self.workload))
+
+    @property
+    def slos(self) -> tuple[Slo, ...]:
+        """The targets of each class."""
+        return tuple(one.slo for one in self.classes) or (self.slo,)
+
+    @property
+    def asked(self) -> tuple[float, ...]:
+        """The attainment asked of each class, where there are several."""
+        return tuple(one.attainment for one in self.classes)
+
+    @property
+    def counts(self) -> list[int]:
+        """The requests of each class, where there are several."""
+        return [int((self.workload.slo_class == c).sum()) for c in range(len(self.classes))]
+
+    def may_miss(self, attainment: float) -> float:
+        """The share of the requests that may miss at most; with several classes what each may, summed."""
+        if not self.classes:
+            return 1.0 - attainment
+        return float((np.array(self.counts) * (1.0 - np.array(self.asked))).sum() / len(self.workload))
+
+    def targets_s(self, workload: Workload) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The TTFT and TPOT targets of each request, seconds."""
+        ttft_s, tpot_s = (
+            np.array([getattr(slo, name) for slo in self.slos]) for name in ("ttft_s", "tpot_s")
+        )
+        of = workload.slo_class if self.classes else np.zeros(len(workload), np.int64)
+        return ttft_s[of], tpot_s[of]
+
+    def eased(self, ttft: float, tpot: float) -> Replicates:
+        """The same with targets so many times as loose, those of every class."""
+        classes = tuple(replace(c, slo=Slo(c.slo.ttft_s * ttft, c.slo.tpot_s * tpot)) for c in self.classes)
+        return replace(self, slo=Slo(self.slo.ttft_s * ttft, self.slo.tpot_s * tpot), classes=classes)
+
+    def attained(self, met: NDArray[np.bool_], workload: Workload) -> float:
+        """The attainment of requests of which these are met."""
+        return joint(attained_by_class(met, workload), self.asked) if self.asked else float(met.mean())
 
     @property
     def units(self) -> Units:
@@ -113,7 +153,7 @@ class Replicates:
         outcome = simulate(
             requests,
             fleet.specs((lambda profile: self.profile(replicate, profile)) if unsure else None),
-            self.slo,
+            self.slos,
             self.policy,
             settings=self.settings,
             predictor=self.predictor,
@@ -122,7 +162,7 @@ class Replicates:
             agents=None if self.agents is None else max(round(self.agents * growth), 1),
         )
         self.told()
-        return replace(outcome, session_target_s=self.session_s)
+        return replace(outcome, session_target_s=self.session_s, asked=self.asked)
 
     def requests(
         self, replicate: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING
@@ -157,8 +197,11 @@ class Replicates:
 
 
 def missed(outcome: Outcome) -> int:
-    """Requests outside their targets, unfinished ones included; as many more as sessions miss theirs."""
-    if outcome.session_target_s is None:
+    """Requests outside their targets, unfinished ones included; as many more as sessions miss theirs.
+
+    Of several classes as many as the worst of them misses, at the strictest one's scale.
+    """
+    if outcome.session_target_s is None and not outcome.asked:
         return len(outcome.workload) - int(outcome.met.sum())
     return math.ceil((1.0 - outcome.attainment) * len(outcome.workload) - 1e-6)
 

@@ -19,8 +19,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from controlplane.errors import BadInput
-from controlplane.types import EngineMode, Slo
-from tokenfleet.durations import parse_duration_s, parse_slo, parse_window_s
+from controlplane.types import EngineMode, Slo, SloClass
+from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class, parse_window_s
 from tokenfleet.field_errors import first_fault
 
 if TYPE_CHECKING:
@@ -80,12 +80,35 @@ class PlanRequest:
     value out of its bounds, with the flag's name.
     """
 
-    slo: Annotated[Slo, About("targets", "both targets with units: ttft=1.6s,tpot=75ms", "promise")]
+    slo: Annotated[
+        Slo,
+        About(
+            "targets",
+            "ttft=1.6s,tpot=75ms; of a class chat:ttft=…,tpot=…,attainment=…, or batch:deadline=6h",
+            "promise",
+        ),
+    ]
     model: Annotated[
         Word | None,
         Field(examples=["llama-3.1-8b"]),
         About("model", "a model of the library, e.g. llama-3.1-8b"),
     ] = None
+    classes: Annotated[
+        tuple[Annotated[str, Field(min_length=3, max_length=200)], ...],
+        Field(max_length=16),
+        About(
+            "classes",
+            "targets of classes: chat:ttft=400ms,tpot=30ms,attainment=0.99",
+            "promise",
+            "slo",
+            "classes",
+        ),
+    ] = ()
+    class_of: Annotated[
+        tuple[Word, ...],
+        Field(max_length=100),
+        About("rules of classes", "who is of a class: batch=tenant:acme (or key:, priority:)", flag="class"),
+    ] = ()
     attainment: Annotated[Share, About("attainment", "share of requests within both targets", "promise")] = (
         0.99
     )
@@ -249,6 +272,31 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for option in options_of(type(self)):  # type: ignore[arg-type]
             object.__setattr__(self, option.field, option.checked(getattr(self, option.field)))
+        names = [one.name for one in self.slo_classes]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise BadInput(f"--slo: {twice[0]}: given twice")
+
+    @property
+    def slo_classes(self) -> tuple[SloClass, ...]:
+        """The named classes, deadlines as they were given."""
+        return tuple(parse_slo_class(text, self.attainment) for text in self.classes)
+
+    @property
+    def has_only_classes(self) -> bool:
+        """Whether no plain targets were given; then `slo` is those of the tightest class."""
+        return self.slo in [one.slo for one in self.slo_classes]
+
+    @property
+    def rules(self) -> list[tuple[str, str, str]]:
+        """(class, column, value) of each rule. Raises BadInput."""
+        found = []
+        for rule in self.class_of:
+            name, _, condition = rule.partition("=")
+            column, _, value = condition.partition(":")
+            if not (name and column and value):
+                raise BadInput(f"--class: expected NAME=tenant:WHO, key:WHO or priority:high, got {rule!r}")
+            found.append((name, column, value))
+        return found
 
     def consistent(self) -> PlanRequest:
         """Itself. Raises BadInput where one option has no meaning beside the others."""
@@ -405,9 +453,20 @@ def options() -> tuple[Option, ...]:
     return options_of(PlanRequest)
 
 
+def read_targets(texts: Sequence[str]) -> dict[str, Any]:
+    """The fields of a request that `--slo`, given once or several times, stands for. Raises BadInput."""
+    plain = [text for text in texts if ":" not in text]
+    classes = tuple(text for text in texts if ":" in text)
+    if len(plain) > 1:
+        raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
+    slos = [parse_slo(text) for text in plain] + [parse_slo_class(text, 0.5).slo for text in classes]
+    return {"slo": slos[0] if plain else min(slos, key=lambda slo: slo.ttft_s), "classes": classes}
+
+
 def command_line(request: PlanRequest, source: Sequence[str]) -> str:
     """The `tokenfleet plan` of a request, ready for a shell; `source` is where its trace comes from."""
-    words = [word for option in options() for word in option.words(getattr(request, option.field))]
+    taken = [o for o in options() if o.field != "slo" or not request.has_only_classes]
+    words = [word for option in taken for word in option.words(getattr(request, option.field))]
     return shlex.join(["tokenfleet", "plan", *source, *words])
 
 

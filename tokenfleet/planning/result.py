@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.types import Slo
+from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
+from tokenfleet.planning.classes import ClassOfPlan
 from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine, Nearest
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding, Plateau
@@ -54,6 +55,7 @@ class Candidate:
     utilisation: float
     note: str = ""
     hit_rate: float | None = None  # of prefix caches on the trace; None where nothing is cached
+    classes: tuple[tuple[int, float], ...] = ()  # of each SLO class its requests, and attainment on the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class Inputs:
     clock_start_s: float | None = None  # Unix time of the workload's zero, where the trace tells
     rate_scale: float = 1.0  # so many seconds of the trace pass in one of the workload's
     ideal_hit_rate: float | None = None  # of caches that forget nothing; None where nothing is cached
+    classes: tuple[SloClass, ...] = ()  # of the workload, in its order; none where the targets are plain
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Plan:
     baselines: tuple[Baseline, ...] = ()
     reuse: Reuse | None = None  # where prefixes are known and cached
     costed: tuple[Costed, ...] = ()
+    classes: tuple[ClassOfPlan, ...] = ()
     on_trace: dict[int, float] = field(default_factory=dict)
     sure: dict[int, Estimate] = field(default_factory=dict)
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.workload import INSTANT_S, Workload
+from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
@@ -31,6 +32,7 @@ WINDOW_S = 600.0
 MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
 SHORTEST_S = 1.0
+LONGEST_WAIT_S = 120.0  # a window shows what waits no longer: it is judged by itself, whatever comes after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,16 @@ class _Window:
             return 0
         if workers not in self._misses:
             outcome = self._replicates.replay(self._sizing.fleet(workers), workload=self._workload)
-            self._misses[workers] = int((~outcome.met & self._judged).sum())
+            self._misses[workers] = self._missed(outcome)
         return self._misses[workers]
+
+    def _missed(self, outcome: Outcome) -> int:
+        """Those judged that missed; of several classes as many as their worst, at the strictest's scale."""
+        met = outcome.met[self._judged]
+        if not self._replicates.classes:
+            return int((~met).sum())
+        attained = self._replicates.attained(met, self._workload.take(self._judged))
+        return math.ceil((1.0 - attained) * self.requests - 1e-6)
 
     def fewest(self, target: float, low: int, guess: int, most: int) -> int:
         """The fewest workers that meet the target here; `most` where none of fewer do."""

@@ -14,11 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import Infeasible
-from controlplane.perfmodel.capacity import answered_s, decode_throughput, fluid_workers_of
+from controlplane.perfmodel.capacity import (
+    answered_s,
+    decode_throughput,
+    fluid_workers_of,
+    fluid_workers_of_classes,
+)
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.simulated.run import attained_by_class
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, verdict_on
@@ -121,7 +127,7 @@ def size_on_trace(
     `guess`: where to begin, when a similar question has been answered.
     """
     workload, profile = replicates.workload, worker_type.profile
-    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, replicates.slo, replicates.session_s))
+    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, replicates))
     if sizing.ceiling < question.attainment:
         sizing.reason = _alone_text(replicates, question, profile)
         return sizing
@@ -175,7 +181,7 @@ def size_all(
 def floor(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
-    most = ceiling(worker_type.profile, replicates.workload, replicates.slo, replicates.session_s)
+    most = ceiling(worker_type.profile, replicates.workload, replicates)
     if most < question.attainment:
         return of_one_kind(worker_type, fewest, 0.5)
     bound = fluid_workers(replicates, question, worker_type)
@@ -186,20 +192,33 @@ def fluid_workers(replicates: Replicates, question: PlanRequest, worker_type: Wo
     """The bound from below; 1 for agents, since they send when they come to it, in whatever time."""
     if replicates.agents is not None:
         return 1
-    profile = worker_type.profile
-    return fluid_workers_of(replicates.workload, profile, replicates.slo, question.attainment)
+    profile, workload = worker_type.profile, replicates.workload
+    if replicates.classes:
+        return fluid_workers_of_classes(workload, profile, replicates.slos, replicates.asked)
+    return fluid_workers_of(workload, profile, replicates.slo, question.attainment)
 
 
 def _alone_text(replicates: Replicates, question: PlanRequest, profile: Profile) -> str:
     """How many requests, or else sessions, break their target with workers to themselves."""
-    requests = ceiling(profile, replicates.workload, replicates.slo)
-    told = f"alone on a worker, {1 - requests:.2%} of the requests already break the target"
+    told, requests = _alone_missed(replicates, profile)
     if requests >= question.attainment and (asked_s := replicates.session_s) is not None:
         took_s = alone_session_s(profile, replicates.workload)
         most_s = _quantile(took_s, question.attainment)
         told = f"alone on workers, {float((took_s > asked_s).mean()):.2%} of the sessions already take longer"
         told += f" than {duration_text(asked_s)}, and {question.attainment:g} of them {duration_text(most_s)}"
     return f"{told}: more workers cannot mend that"
+
+
+def _alone_missed(replicates: Replicates, profile: Profile) -> tuple[str, float]:
+    """The same of requests alone, and the attainment that leaves; of classes the one that misses most."""
+    met = _met_alone(profile, replicates.workload, replicates)
+    missed, whose = 1.0 - float(met.mean()), ""
+    if replicates.classes:
+        share = 1.0 - attained_by_class(met, replicates.workload)
+        worst = int(np.argmax(share / (1.0 - np.array(replicates.asked))))
+        missed, whose = float(share[worst]), f" of class {replicates.classes[worst].name}"
+    told = f"alone on a worker, {missed:.2%} of the requests{whose} already break the target"
+    return told, replicates.attained(met, replicates.workload)
 
 
 def far_above(fleet: Fleet, cheapest: tuple[float, int, int], times: float = PAST_HOPE) -> bool:
@@ -213,7 +232,7 @@ def far_above(fleet: Fleet, cheapest: tuple[float, int, int], times: float = PAS
 def broken_off(replicates: Replicates, question: PlanRequest, requests: int) -> int:
     """The misses of so many requests past which a trial has failed and need not be replayed to its end."""
     times = _STOP_AT if replicates.units.is_plain else _STOP_SOON
-    return max(int(times * (1.0 - question.attainment) * requests), 1)
+    return max(int(times * replicates.may_miss(question.attainment) * requests), 1)
 
 
 def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
@@ -276,7 +295,8 @@ def confirm(
     told = {n: trial.verdict() for n, trial in trials.items() if trial.is_told}
     if sizing.confirmed is None and not told:
         last = max(trials)
-        told[last] = verdict_on(look(replicates, sizing.fleet(last), trials[last].numbers, pool), question)
+        seen = look(replicates, sizing.fleet(last), trials[last].numbers, pool)
+        told[last] = verdict_on(seen, question, replicates.asked)
     sizing.sure |= told
     if sizing.confirmed is None:
         last = max(sizing.sure)
@@ -293,7 +313,7 @@ def workers_could_hold(replicates: Replicates, question: PlanRequest, worker_typ
     def reaches(replicate: int) -> bool:
         requests = replicates.requests(replicate, replicates.workload)
         profile = replicates.profile(replicate, worker_type.profile)
-        most = ceiling(profile, requests, replicates.slo, replicates.session_s)
+        most = ceiling(profile, requests, replicates)
         return most >= question.attainment
 
     return sum(map(reaches, range(1, last + 1))) >= min(rank(last, question.confidence), last)
@@ -350,14 +370,19 @@ def alone_tpot_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:
     return np.where(workload.output_tokens > 1, profile.step.step_s(0, 1, context), np.nan)
 
 
-def ceiling(profile: Profile, workload: Workload, slo: Slo, session_s: float | None = None) -> float:
-    """The attainment that even endless workers do not exceed."""
-    ttft_s, tpot_s = alone_ttft_s(profile, workload), alone_tpot_s(profile, workload)
-    slow = tpot_s > slo.tpot_s  # NaN compares false
-    requests = float(1.0 - ((ttft_s > slo.ttft_s) | slow).mean())
-    if session_s is None:
+def ceiling(profile: Profile, workload: Workload, replicates: Replicates) -> float:
+    """The attainment of a workload that even endless workers do not exceed."""
+    requests = replicates.attained(_met_alone(profile, workload, replicates), workload)
+    if (session_s := replicates.session_s) is None:
         return requests
     return min(requests, float((alone_session_s(profile, workload) <= session_s).mean()))
+
+
+def _met_alone(profile: Profile, workload: Workload, replicates: Replicates) -> NDArray[np.bool_]:
+    """Whether each request meets its targets on an idle worker."""
+    ttft_target_s, tpot_target_s = replicates.targets_s(workload)
+    slow = alone_tpot_s(profile, workload) > tpot_target_s  # NaN compares false
+    return np.asarray(~((alone_ttft_s(profile, workload) > ttft_target_s) | slow))
 
 
 def alone_session_s(profile: Profile, workload: Workload) -> NDArray[np.float64]:

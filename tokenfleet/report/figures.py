@@ -43,8 +43,9 @@ def figures(plan: Plan) -> Iterator[Figure]:
     if plan.best is None:
         return
     slo, target = plan.question.slo, plan.question.attainment
-    yield tail_figure("ttft", "Time to first token", plan.best.ttft, slo.ttft_s, target)
-    yield tail_figure("tpot", "Time per output token", plan.best.tpot, slo.tpot_s, target)
+    if len(plan.inputs.classes) < 2:  # others have a target each
+        yield tail_figure("ttft", "Time to first token", plan.best.ttft, slo.ttft_s, target)
+        yield tail_figure("tpot", "Time per output token", plan.best.tpot, slo.tpot_s, target)
     if plan.on_trace or plan.sure:
         yield attainment_figure(plan)
     if plan.reuse is not None:

@@ -13,18 +13,18 @@ from string import Template
 
 from controlplane.worker_type import WorkerType
 from tokenfleet import __version__
-from tokenfleet.durations import duration_text
 from tokenfleet.planning.result import Candidate, Plan
 from tokenfleet.report.figures import Figure, figures
 from tokenfleet.report.tables import (
     baseline_counts,
+    class_rows,
     expected_text,
     facts,
     gpus_text,
     headline,
     least_text,
     session_text,
-    share_text,
+    target_text,
     usd_text,
 )
 
@@ -33,12 +33,11 @@ PAGE = Path(__file__).with_name("report_page.html")
 
 def plan_report(plan: Plan) -> str:
     """The report's HTML text."""
-    slo, of_sessions = plan.question.slo, session_text(plan.question)
+    asked = f"{target_text(plan)}{session_text(plan.question)}"
     return page(
         f"Tokenfleet plan: {plan.inputs.trace}",
         headline(plan),
-        f"{share_text(plan.question.attainment)} of {plan.inputs.requests:,} requests within"
-        f" TTFT {duration_text(slo.ttft_s)} and TPOT {duration_text(slo.tpot_s)}{of_sessions}.",
+        f"{plan.inputs.requests:,} requests: {asked}.",
         f"{_tiles(plan)}\n{_facts(plan)}",
         list(figures(plan)),
         _tables(plan),
@@ -111,6 +110,9 @@ def _figure(figure: Figure) -> str:
 
 
 def _tables(plan: Plan) -> Iterable[str]:
+    if plan.classes:
+        of = ("class", "requests", "target", "expected", "at least", "costs", "without it", "alone")
+        yield section("Classes", of, list(class_rows(plan)))
     if plan.alternatives:
         columns = ("fleet", "GPUs", "cost", "expected", "at least", "")
         yield section("Alternatives", columns, [_alternative(c) for c in plan.alternatives])

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet.durations import duration_text
+from tokenfleet.planning.classes import separate_usd
+from tokenfleet.planning.classes import target_text as class_target_text
 from tokenfleet.planning.comparisons import Nearest
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
@@ -30,6 +32,8 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """The tables of a plan for the terminal."""
     yield _headline(plan)
     yield _facts(plan)
+    if plan.classes:
+        yield _classes(plan)
     if plan.alternatives:
         yield _alternatives(plan)
     if plan.passed_over:
@@ -94,16 +98,14 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{inputs.trace}: {inputs.requests:,} requests in {duration_text(inputs.duration_s)},"
         f" {inputs.rate_rps:.3g} a second",
     )
-    yield (
-        "target",
-        f"{share_text(question.attainment)} within TTFT {duration_text(question.slo.ttft_s)}"
-        f" and TPOT {duration_text(question.slo.tpot_s)}{session_text(question)},"
-        f" at confidence {question.confidence:g}",
-    )
+    yield "target", f"{target_text(plan)}{session_text(question)}, at confidence {question.confidence:g}"
     if plan.best is not None:
         yield from _best_facts(plan, plan.best)
     if plan.nearest is not None:
-        yield "nearest target", nearest_text(plan.nearest)
+        looser = (
+            "" if len(inputs.classes) < 2 else f"all {plan.nearest.looser:.2f} times as loose, the tightest "
+        )
+        yield "nearest target", looser + nearest_text(plan.nearest)
     if plan.nearest_attainment is not None:
         yield "nearest target", f"this trace can show at most {share_text(plan.nearest_attainment)}"
     kinds = sorted({t.profile.source.kind for t in plan.worker_types})
@@ -114,10 +116,25 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
 
 
+def target_text(plan: Plan) -> str:
+    """What is asked: of all requests, or of each class."""
+    question = plan.question
+    if plan.inputs.classes:
+        each = [f"{c.name}: {share_text(c.attainment)} {class_target_text(c)}" for c in plan.inputs.classes]
+        return "; ".join(each)
+    slo = question.slo
+    return (
+        f"{share_text(question.attainment)} within TTFT {duration_text(slo.ttft_s)}"
+        f" and TPOT {duration_text(slo.tpot_s)}"
+    )
+
+
 def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     yield from _measured_facts(plan, best)
     if plan.binding is not None:
         yield "what binds", _binding_text(plan.binding)
+    if plan.classes:
+        yield "classes", classes_text(plan)
     if plan.plateau is not None:
         yield "flat curve", _plateau_text(plan.plateau)
     if plan.doubt is not None:
@@ -307,6 +324,46 @@ def nearest_text(near: Nearest) -> str:
         f"TTFT {duration_text(near.slo.ttft_s)}, TPOT {duration_text(near.slo.tpot_s)}"
         f" with {near.fleet.label} ({gpus_text(near.fleet.gpus)}, {usd_text(near.fleet.usd_per_hour)})"
     )
+
+
+def classes_text(plan: Plan) -> str:
+    """That classes are judged together, which binds, and what separate fleets would cost."""
+    words = "every class has its own target at once in as many worlds as the confidence asks for"
+    binding = [one.of.name for one in plan.classes if one.binds]
+    if binding:
+        words += f"; one short, {binding[0]} is the first to miss"
+    whole, apart = plan.best.fleet.usd_per_hour if plan.best else None, separate_usd(plan.classes)
+    if whole is None or apart is None:
+        return words
+    less = 1.0 - whole / apart if apart > 0 else 0.0
+    saved = f"{100 * less:.0f} % less" if less >= 0 else f"{-100 * less:.0f} % more: serve them apart"
+    return f"{words}; separate fleets cost {usd_text(apart)}, this one {saved}"
+
+
+def _classes(plan: Plan) -> Table:
+    table = Table(title="Classes", title_justify="left", title_style="bold")
+    for name in ("class", "requests", "target", "expected", "at least", "costs", "without it", "alone"):
+        table.add_column(name, justify="right" if name in ("requests", "expected", "at least") else "left")
+    for row in class_rows(plan):
+        table.add_row(*row)
+    return table
+
+
+def class_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Each class: its size, target, attainment, the dollars it adds, the fleets without it and of its own."""
+    whole = None if plan.best is None else plan.best.fleet.usd_per_hour
+    for one in plan.classes:
+        others = None if one.without is None else one.without.usd_per_hour
+        adds = "-" if whole is None or others is None else usd_text(whole - others)
+        yield (
+            one.of.name,
+            f"{one.requests:,}",
+            f"{share_text(one.of.attainment)} {class_target_text(one.of)}",
+            share_text(one.estimate.expected) if one.estimate else "-",
+            share_text(one.estimate.low) if one.estimate else "-",
+            adds,
+            *("-" if fleet is None else fleet.label for fleet in (one.without, one.alone)),
+        )
 
 
 def _quantiles(best: Candidate, which: str) -> str:

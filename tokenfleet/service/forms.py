@@ -12,7 +12,7 @@ from controlplane.errors import BadInput, ControlPlaneError
 from controlplane.types import EngineMode, Slo
 from tokenfleet.field_errors import fault_line
 from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile
-from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options
+from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options, read_targets
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
@@ -79,6 +79,9 @@ _Options = create_model("_Options", __base__=_Form, **_FIELDS)
 class PlanOrder(_Options):  # type: ignore[misc, valid-type]
     """What `tokenfleet plan` is asked, and how long it may take."""
 
+    slo: Annotated[
+        Targets | None, Field(description="of requests without a class; needed without `classes`")
+    ] = None
     trace: UploadedTrace | InlineTrace | SampleTrace | HistoryTrace
     timeout_s: Annotated[
         float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")
@@ -90,7 +93,10 @@ class PlanOrder(_Options):  # type: ignore[misc, valid-type]
         for name, paths in self._paths(folder).items():
             values[name] = tuple(paths) if isinstance(values[name], list) else paths[0]
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return PlanRequest(**values | {"slo": Slo(self.slo.ttft_s, self.slo.tpot_s)})
+        if self.slo is None and not values["classes"]:
+            raise BadInput("slo: missing; give targets, or classes with theirs")
+        slo = Slo(self.slo.ttft_s, self.slo.tpot_s) if self.slo else read_targets(values["classes"])["slo"]
+        return PlanRequest(**values | {"slo": slo})
 
     def files(self, folder: Path) -> dict[Path, str]:
         """The files of `folder` that `request` names, and their texts."""

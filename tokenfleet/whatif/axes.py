@@ -68,6 +68,7 @@ def _axes() -> dict[str, Axis]:
     """An axis for every option, by its key; one for each target, and one for both lengths."""
     by_key = {option.key: option for option in options()}
     slo = by_key.pop("slo")
+    del by_key["classes"], by_key["class"]
     both = by_key["lengths.prompt"], by_key["lengths.output"]
     return {key: Axis(option.about.role, option.about.name, (option,)) for key, option in by_key.items()} | {
         "lengths": Axis("circumstance", "prompt and output lengths", both),
@@ -129,6 +130,8 @@ def changed(request: PlanRequest, changes: Changes) -> PlanRequest:
     after = request
     for key, text in changes.items():
         axis = AXES[key]
+        if axis.part and request.has_only_classes:
+            raise BadInput(f"{key}: each class has targets of its own, which --slo NAME:… gives")
         after = replace(after, **axis.fields(after, axis.read(text, f"--vary: {key}")))
     if after.reclaims_per_h is not None and not after.spot:
         if "reclaims" in changes:

@@ -51,6 +51,7 @@ def families(tasks: Sequence[Task]) -> list[Family]:
         key = (
             workload_digest(task.workload),
             question.slo,
+            task.inputs.classes,
             question.policy,
             question.priority_headroom,
             question.seed,
@@ -190,7 +191,8 @@ class _Remembering(Replicates):
         )
         of = "" if workload is None else workload_digest(workload)
         drawn = (frozenset(), False) if replicate == AS_IT_IS else (doubted, self.drifts)
-        asked = self.slo, self.session_s, self.agents, growth, self.policy, self.settings, self.seed
+        targets = self.slo, self.classes, self.session_s
+        asked = *targets, self.agents, growth, self.policy, self.settings, self.seed
         key = (self._digest, of, *asked, groups, replicate, *drawn)
 
         def simulate() -> Outcome:

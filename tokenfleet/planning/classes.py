@@ -1,0 +1,148 @@
+"""The SLO classes of a plan: which request is of which, and what each of them costs.
+
+A request's class is what a rule of `--class` says of its tenant, key or priority, else what the trace's
+column `slo_class` says. One without a class has the plain targets.
+
+**Cost.** A class costs what the fleet costs beyond the cheapest one for the others, and alone what a fleet of
+its own would. Both are plans of that part of the requests, at the same confidence. The latter's sum is what
+separate fleets cost; the shared one costs less as far as classes have their peaks at different times, fill
+each other's workers, or have time to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.types import SloClass
+from controlplane.workload import Workload
+from tokenfleet.durations import due, duration_text
+from tokenfleet.planning.estimate import Estimate
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.traces import Trace
+
+PLAIN = "default"
+_RULED = ("tenant", "key", "priority")
+
+
+@dataclass(frozen=True)
+class ClassOfPlan:
+    """What becomes of a class on the fleet, and what it costs; a fleet is None where no plan found one.
+
+    `without`: the cheapest fleet for all others; `alone`: for this class. `binds`: whether it is the first to
+    miss its target one worker short.
+    """
+
+    of: SloClass
+    requests: int
+    on_trace: float
+    estimate: Estimate | None
+    without: Fleet | None = None
+    alone: Fleet | None = None
+    binds: bool = False
+
+
+def classed(trace: Trace, request: PlanRequest) -> Trace:
+    """The trace with the request's classes as it orders them, those without one last. Raises BadInput."""
+    workload, classes = trace.workload, request.slo_classes
+    if not classes:
+        if request.rules:
+            raise BadInput("--class: without targets; give each class its own with --slo NAME:ttft=…,tpot=…")
+        present = [workload.slo_classes[i] for i in np.unique(workload.slo_class)]
+        if len(present) > 1:
+            each = " ".join(f"--slo {name}:ttft=…,tpot=…" for name in present)
+            raise BadInput(f"{trace.name}: slo_class: {', '.join(present)} need targets each: {each}")
+        return replace(trace, workload=_of_one(workload))
+    names = [one.name for one in classes]
+    place = {name: i for i, name in enumerate((*names, PLAIN))}
+    known = np.array([place.get(name, -1) for name in workload.slo_classes], np.int64)
+    slo_class = known[workload.slo_class]
+    for name, column, value in request.rules:
+        if name not in names:
+            raise BadInput(f"--class: {name}: without targets; give them with --slo {name}:ttft=…,tpot=…")
+        slo_class = np.where(_matching(trace, column, value), place[name], slo_class)
+    if (slo_class < 0).any():
+        name = workload.slo_classes[workload.slo_class[np.argmax(slo_class < 0)]]
+        raise BadInput(f"{trace.name}: slo_class: no targets for {name}; --slo {name}:ttft=…,tpot=…")
+    if request.has_only_classes and (slo_class == len(names)).any():
+        without = int((slo_class == len(names)).sum())
+        raise BadInput(
+            f"{trace.name}: {without} of {len(workload)} requests are of no class; give one with --class, or"
+            " targets with a plain --slo ttft=…,tpot=…"
+        )
+    return replace(trace, workload=replace(workload, slo_class=slo_class, slo_classes=(*names, PLAIN)))
+
+
+def _of_one(workload: Workload) -> Workload:
+    return replace(workload, slo_class=np.zeros(len(workload), np.int64), slo_classes=(PLAIN,))
+
+
+def _matching(trace: Trace, column: str, value: str) -> NDArray[np.bool_]:
+    """Which requests a rule names. Raises BadInput for a rule that no trace could meet."""
+    if column not in _RULED:
+        raise BadInput(f"--class: {column}: one of {', '.join(_RULED)}")
+    if column == "priority":
+        if value not in ("high", "normal"):
+            raise BadInput(f"--class: priority: high or normal, got {value}")
+        return np.asarray((trace.workload.priority > 0) == (value == "high"))
+    if value not in trace.tenants:
+        raise BadInput(f"{trace.name}: no request is of {column} {value}, which --class names")
+    return np.asarray(trace.tenant == trace.tenants.index(value))
+
+
+def present(workload: Workload, request: PlanRequest, name: str) -> tuple[Workload, tuple[SloClass, ...]]:
+    """The workload numbered by its classes, and these with what is due of them; () for plain requests alone.
+
+    Raises BadInput for a class without requests, and for a deadline that its longest answer cannot keep.
+    """
+    if not request.slo_classes:
+        return workload, ()
+    plain = SloClass(PLAIN, request.slo, request.attainment)
+    classes = []
+    for i, one in enumerate((*request.slo_classes, plain)):
+        rows = workload.slo_class == i
+        if rows.any():
+            classes.append(due(one, int(workload.output_tokens[rows].max())))
+        elif one is not plain:
+            raise BadInput(f"{name}: no request is of class {one.name}, which has targets")
+    return replace(workload, slo_classes=tuple(one.name for one in classes)), tuple(classes)
+
+
+def part(workload: Workload, classes: Sequence[int]) -> Workload:
+    """The requests of some classes, these numbered anew in their order."""
+    chosen = workload.take(np.isin(workload.slo_class, classes))
+    number = np.full(len(workload.slo_classes), -1, np.int64)
+    number[list(classes)] = np.arange(len(classes))
+    names = tuple(workload.slo_classes[c] for c in classes)
+    return replace(chosen, slo_class=number[chosen.slo_class], slo_classes=names)
+
+
+def costs(
+    count: int, cheapest: Callable[[tuple[int, ...]], Fleet | None]
+) -> list[tuple[Fleet | None, Fleet | None]]:
+    """For each class (fleet without it, fleet of its own), each part of the classes planned once."""
+    everyone = tuple(range(count))
+    fleets: dict[tuple[int, ...], Fleet | None] = {}
+    for c in everyone:
+        for kept in (tuple(i for i in everyone if i != c), (c,)):
+            if kept not in fleets:
+                fleets[kept] = cheapest(kept)
+    return [(fleets[tuple(i for i in everyone if i != c)], fleets[c,]) for c in everyone]
+
+
+def separate_usd(classes: Sequence[ClassOfPlan]) -> float | None:
+    """Dollars an hour of separate fleets; None where one is not known."""
+    prices = [None if one.alone is None else one.alone.usd_per_hour for one in classes]
+    return None if None in prices else sum(p for p in prices if p is not None)
+
+
+def target_text(one: SloClass) -> str:
+    """`TTFT 400 ms and TPOT 30 ms`, or what is due of whole answers."""
+    if one.deadline_s is not None:
+        return f"all of an answer within {duration_text(one.deadline_s)}"
+    return f"TTFT {duration_text(one.slo.ttft_s)} and TPOT {duration_text(one.slo.tpot_s)}"
