@@ -33,6 +33,9 @@ class Slo:
                 raise BadInput(f"slo: {name}: must be a positive duration, got {value:g} s")
 
 
+PLAIN_CLASS = "default"  # of requests that name none
+
+
 @dataclass(frozen=True, slots=True)
 class SloClass:
     """A class of requests with targets of its own, of which the share `attainment` is to be within them.

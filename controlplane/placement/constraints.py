@@ -90,9 +90,9 @@ def kept_tpot_s(types: Floats, prompt_tokens: Ints, tpot_s: Floats) -> Floats:
     return np.where(np.min(alone_s, axis=0) <= tpot_s, tpot_s, NO_TPOT_S)
 
 
-def yielding(slos: Sequence[Slo]) -> list[float]:
-    """Of each class the tightest TPOT target of those that it yields to; 0 where it yields to none."""
-    return [min((o.tpot_s for o in slos if o.ttft_s * YIELDS <= c.ttft_s), default=0.0) for c in slos]
+def yields_to(slo: Slo, slos: Sequence[Slo]) -> float:
+    """The tightest TPOT target of those that requests of `slo` yield to; 0 where they yield to none."""
+    return min((tight.tpot_s for tight in slos if tight.ttft_s * YIELDS <= slo.ttft_s), default=0.0)
 
 
 @compiled

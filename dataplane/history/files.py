@@ -46,6 +46,7 @@ SCHEMA: Mapping[str, type[pl.DataType] | pl.DataType] = {
     "tpot_s": pl.Float64,
     "ttft_target_s": pl.Float64,
     "tpot_target_s": pl.Float64,
+    "slo_class": pl.String,
     "worker": pl.String,
     "moves": pl.Int64,
     "replays": pl.Int64,

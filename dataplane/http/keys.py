@@ -54,6 +54,7 @@ class ApiKey:
     burst: int = 0
     tokens_per_minute: float = 0.0
     is_filed: bool = False
+    slo_class: str = ""  # of its requests, unless they say another
 
     def __post_init__(self) -> None:
         if min(self.requests_per_minute, self.burst, self.tokens_per_minute) < 0:
@@ -172,13 +173,16 @@ def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
     """An ApiKey from a file's entry; unknown fields and wrong types are refused with their place."""
     allowed = {
         "name", "key", "min_ttft_ms", "min_tpot_ms", "max_ttft_ms", "max_tpot_ms", "priority",
-        "requests_per_minute", "burst", "tokens_per_minute",
+        "requests_per_minute", "burst", "tokens_per_minute", "slo_class",
     }  # fmt: skip
     if unknown := sorted(set(entry) - allowed):
         raise BadInput(f"{where}: {unknown[0]}: unknown field, expected one of {', '.join(sorted(allowed))}")
     for name in ("name", "key"):
         if not isinstance(entry.get(name), str) or not entry[name]:
             raise BadInput(f"{where}: {name}: must be a non-empty string")
+    slo_class = entry.get("slo_class", "")
+    if not isinstance(slo_class, str):
+        raise BadInput(f"{where}: slo_class: must be the name of a class, got {slo_class!r}")
     priority = entry.get("priority", "high")
     if priority not in PRIORITIES:
         raise BadInput(f"{where}: priority: must be high or normal, got {priority!r}")
@@ -205,6 +209,7 @@ def key_from_mapping(where: str, entry: Mapping[str, object]) -> ApiKey:
         burst=int(number("burst", 0)),
         tokens_per_minute=number("tokens_per_minute", 0.0),
         is_filed=True,
+        slo_class=slo_class,
     )
 
 

@@ -13,7 +13,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import Caches, new_caches
-from controlplane.placement.constraints import clients_s, kept_tpot_s, yielding
+from controlplane.placement.constraints import clients_s, kept_tpot_s, yields_to
 from controlplane.placement.ledger import (
     OFF,
     ROLES,
@@ -259,7 +259,7 @@ def _enter_requests(
     ledger.requests["ttft_s"] = np.array([c.ttft_s for c in classes])[workload.slo_class]
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     ledger.requests["tpot_s"] = kept_tpot_s(ledger.coefficients, workload.prompt_tokens, tpot_s)
-    ledger.requests["yields_tpot_s"] = np.array(yielding(classes))[workload.slo_class]
+    ledger.requests["yields_tpot_s"] = np.array([yields_to(c, classes) for c in classes])[workload.slo_class]
     if predicted_tokens is None:
         predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
     ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)

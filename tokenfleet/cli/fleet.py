@@ -265,6 +265,10 @@ def _placement_lines(view: dict[str, Any]) -> list[str]:
     else:
         why = "" if placed["step_times_known"] else ": step times of its workers are not known"
         lines = [f"placed by load ({placed['policy']}){why}; {targets} are only judged"]
+    for one in view.get("classes", ()):
+        within = f"{one['met'] / one['of']:.2%} of {one['of']:,}" if one["of"] else "none yet"
+        targets = f"TTFT {duration_text(one['ttft_s'])}, TPOT {duration_text(one['tpot_s'])}"
+        lines.append(f"class {one['name']}: {within} within {targets}, asked {one['target']:.2%}")
     for times in view["step_times"]:
         since = f"{datetime.fromtimestamp(times['since_s']).astimezone():%H:%M:%S}"
         off = f"off by {times['refit_error']:.1%} of late" if times["steps"] else "no step served yet"

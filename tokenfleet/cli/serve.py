@@ -21,7 +21,7 @@ import typer
 
 from controlplane.errors import BadInput
 from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
-from controlplane.types import Slo
+from controlplane.types import Slo, SloClass
 from dataplane.http.keys import control_keys_of, keys_of
 from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
@@ -30,15 +30,17 @@ from dataplane.live.kv.nixl import Asked, check_installed
 from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
+    ATTAINMENT,
     WORKERS,
     autoscale_of,
     check_budget,
     headroom_of,
     most_workers,
+    targets_asked,
     types_asked,
 )
 from tokenfleet.cli.terminal import warn
-from tokenfleet.durations import parse_duration_s, parse_slo
+from tokenfleet.durations import parse_duration_s
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 from tokenfleet.profiles.library import LearnedProfiles, learned_folder
 
@@ -65,7 +67,6 @@ EXPECTED = {
     "torch._library.triton": ("Triton not available",),
     "ray._private.worker": ("SIGTERM handler is not set",),
 }
-ATTAINMENT = 0.99  # asked of a fleet without a plan
 DEFAULT_POLICY = "spread+migrate"
 
 
@@ -104,8 +105,11 @@ class ServeFlags:
     tls_key: TlsKey = None
     insecure: Insecure = False
     slo: Annotated[
-        str | None,
-        typer.Option(help="default targets (without: ttft=1.6s,tpot=75ms, or what the engine can meet)"),
+        list[str] | None,
+        typer.Option(
+            help="default targets (without: ttft=1.6s,tpot=75ms, or what the engine can meet), and those of"
+            " classes: chat:ttft=400ms,tpot=30ms; a request's class is in its header x-slo-class, or its key's"
+        ),
     ] = None
     kind: Annotated[
         list[str] | None,
@@ -234,6 +238,7 @@ class Checked:
     max_workers: int
     model: str
     slo: Slo | None
+    classes: tuple[SloClass, ...]
     queue_wait_s: float
     nodes_wait_s: float
     shutdown_s: int
@@ -311,13 +316,14 @@ def _checked(flags: ServeFlags) -> Checked:
     if flags.reclaim_notice is not None:
         checked_source(flags.reclaim_notice)
     policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
-    slo = flags.slo or (None if plan is None else plan.slo_text)
+    slo, classes = targets_asked(flags.slo or (), plan)
     return Checked(
         plan=plan,
         types=types,
         max_workers=most,
         model=model,
-        slo=parse_slo(slo) if slo else None,
+        slo=slo,
+        classes=classes,
         queue_wait_s=parse_duration_s(flags.queue_wait, "--queue-wait"),
         nodes_wait_s=parse_duration_s(flags.nodes_wait, "--nodes-wait"),
         shutdown_s=max(1, round(parse_duration_s(flags.shutdown_wait, "--shutdown-wait"))),
@@ -403,6 +409,7 @@ def _settings(
         nodes_wait_s=checked.nodes_wait_s,
         extensions=extensions,
         gateways=asked.gateways,
+        classes=checked.classes,
     )
 
 

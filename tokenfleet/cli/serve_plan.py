@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, get_args
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
-from controlplane.types import Role
+from controlplane.types import PLAIN_CLASS, Role, Slo, SloClass
 from controlplane.worker_type import WorkerGroup, WorkerType
-from tokenfleet.durations import parse_duration_s
+from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 WORKERS = 2  # unless something says
 COUNTED = ("workers", "prefill", "decode", "tp")  # flags that say how many workers of what width
 EMULATED = ("llama-3.1-8b", "h100-sxm")  # what an emulated engine is like unless something says
+ATTAINMENT = 0.99  # asked of a fleet without a plan
 AS_IS_MEANS = (
     "--as-is: the plan's step times are of other hardware or another model and are left out; without"
     " --profile, the workers are measured as they start, and requests are placed by what they show"
@@ -107,6 +108,24 @@ def planned_types(plan: PlanFile, profiles: Sequence[Path], as_is: bool) -> Flee
         }
     known = _with_profiles(groups, profiles, is_emulated=False)
     return FleetTypes(known, limits, as_is, plan.prefix_cache)
+
+
+def targets_asked(texts: Sequence[str], plan: PlanFile | None) -> tuple[Slo | None, tuple[SloClass, ...]]:
+    """The plain targets, None where none are said, and the classes: `--slo`'s, else the plan's.
+
+    A class with a deadline has what the plan found to keep it, or without one all of it as its TTFT target.
+    Raises BadInput.
+    """
+    plain = [text for text in texts if ":" not in text]
+    classes = tuple(parse_slo_class(text, ATTAINMENT) for text in texts if ":" in text)
+    if len(plain) > 1:
+        raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
+    if len({one.name for one in classes}) < len(classes):
+        raise BadInput("--slo: a class is given twice")
+    if plan is not None:
+        classes = classes or tuple(one for one in plan.slo_classes if one.name != PLAIN_CLASS)
+        plain = plain or [plan.slo_text]
+    return (parse_slo(plain[0]) if plain else None), classes
 
 
 def check_model(plan: PlanFile, model: str, engine_flags: Sequence[str]) -> None:

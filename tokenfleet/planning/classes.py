@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
-from controlplane.types import SloClass
+from controlplane.types import PLAIN_CLASS, SloClass
 from controlplane.workload import Workload
 from tokenfleet.durations import due, duration_text
 from tokenfleet.planning.estimate import Estimate
@@ -26,7 +26,6 @@ from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.traces import Trace
 
-PLAIN = "default"
 _RULED = ("tenant", "key", "priority")
 
 
@@ -59,7 +58,7 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
             raise BadInput(f"{trace.name}: slo_class: {', '.join(present)} need targets each: {each}")
         return replace(trace, workload=_of_one(workload))
     names = [one.name for one in classes]
-    place = {name: i for i, name in enumerate((*names, PLAIN))}
+    place = {name: i for i, name in enumerate((*names, PLAIN_CLASS))}
     known = np.array([place.get(name, -1) for name in workload.slo_classes], np.int64)
     slo_class = known[workload.slo_class]
     for name, column, value in request.rules:
@@ -75,11 +74,11 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
             f"{trace.name}: {without} of {len(workload)} requests are of no class; give one with --class, or"
             " targets with a plain --slo ttft=…,tpot=…"
         )
-    return replace(trace, workload=replace(workload, slo_class=slo_class, slo_classes=(*names, PLAIN)))
+    return replace(trace, workload=replace(workload, slo_class=slo_class, slo_classes=(*names, PLAIN_CLASS)))
 
 
 def _of_one(workload: Workload) -> Workload:
-    return replace(workload, slo_class=np.zeros(len(workload), np.int64), slo_classes=(PLAIN,))
+    return replace(workload, slo_class=np.zeros(len(workload), np.int64), slo_classes=(PLAIN_CLASS,))
 
 
 def _matching(trace: Trace, column: str, value: str) -> NDArray[np.bool_]:
@@ -102,7 +101,7 @@ def present(workload: Workload, request: PlanRequest, name: str) -> tuple[Worklo
     """
     if not request.slo_classes:
         return workload, ()
-    plain = SloClass(PLAIN, request.slo, request.attainment)
+    plain = SloClass(PLAIN_CLASS, request.slo, request.attainment)
     classes = []
     for i, one in enumerate((*request.slo_classes, plain)):
         rows = workload.slo_class == i

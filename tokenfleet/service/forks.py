@@ -22,7 +22,7 @@ from tokenfleet.service.data_folder import default_data_folder
 FEWEST_REQUESTS = 100
 SHORTEST_S = 60.0
 KEPT_FORKS = 50
-COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant")
+COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "priority", "tenant", "slo_class")
 SHARED = ("session", "hash_ids", "block_tokens", "ttft_s", "tpot_s")  # where a history keeps prefixes
 
 

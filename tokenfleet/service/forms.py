@@ -213,6 +213,7 @@ class Scorecard(BaseModel):
     ttft_s: dict[str, Compared] | None
     tpot_s: dict[str, Compared] | None
     attainment: dict[str, float | None] | None
+    classes: list[dict[str, Any]] | None = None
     capacity: dict[str, float | None] | None
     bias: Annotated[
         dict[str, Any] | None, Field(description="how many times as long steps took as the profile says")

@@ -21,7 +21,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import with_times
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
-from controlplane.types import Slo
+from controlplane.types import PLAIN_CLASS, SloClass
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
 from dataplane.http.rules import UnknownName
@@ -56,6 +56,7 @@ class PlanReplay:
     decode: float
     prefill: float
     remaining: tuple[float, float]
+    by_class: tuple[float, ...] = ()
 
     @property
     def sentences(self) -> list[str]:
@@ -87,10 +88,13 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
     )
     predictor = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
     settings = PlacementSettings(headroom=plan.priority_headroom)
+    classes, of = _classes_of(rows, plan)
+    workload = replace(workload, slo_class=of, slo_classes=tuple(one.name for one in classes))
 
     def outcome(decode: float, prefill: float) -> Outcome:
         specs = [replace(spec, profile=with_times(spec.profile, decode, prefill)) for spec in workers]
-        return simulate(workload, specs, plan.targets, plan.policy, settings=settings, predictor=predictor)
+        slos = [one.slo for one in classes]
+        return simulate(workload, specs, slos, plan.policy, settings=settings, predictor=predictor)
 
     observed_tpot_s, observed_ttft_s = rows["tpot_s"].mean(), rows["ttft_s"].median()
     assert isinstance(observed_tpot_s, float)
@@ -109,7 +113,8 @@ def replay(plan: PlanFile, own_profiles: list[str], rows: pl.DataFrame) -> PlanR
         decode, prefill = _bounded(decode * ratios[0]), _bounded(prefill * ratios[1])
         simulated = outcome(decode, prefill)
     remaining = ratios_to(simulated)
-    return PlanReplay(first.ttft_s, first.tpot_s, first.attainment, decode, prefill, remaining)
+    by_class = tuple(first.class_attainments.tolist())
+    return PlanReplay(first.ttft_s, first.tpot_s, first.attainment, decode, prefill, remaining, by_class)
 
 
 def _bounded(factor: float) -> float:
@@ -187,7 +192,7 @@ def scorecard(
         "requests": len(finished),
         "not_served": len(over) - len(finished),
         "workers": {"planned": plan.workers, "seen": finished["worker"].drop_nulls().n_unique()},
-        **dict.fromkeys(("rate_rps", "ttft_s", "tpot_s", "attainment", "capacity", "bias")),
+        **dict.fromkeys(("rate_rps", "ttft_s", "tpot_s", "attainment", "classes", "capacity", "bias")),
         "says": [],
     }
     if not plan.feasible:
@@ -209,7 +214,7 @@ def _compared(plan: PlanFile, finished: pl.DataFrame, over: int, own: list[str])
         replayed = replay(plan, own, finished)
     except BadInput as error:
         why = str(error)
-    met = _met(finished, plan.targets)
+    met = _met(finished, plan)
     span_s = float(finished["arrival_s"][-1] - finished["arrival_s"][0])
     facts: dict[str, Any] = {
         "rate_rps": {"planned": plan.inputs.rate_rps, "observed": _figures((over - 1) / span_s)},
@@ -221,6 +226,7 @@ def _compared(plan: PlanFile, finished: pl.DataFrame, over: int, own: list[str])
             "predicted": round(replayed.attainment, 6) if replayed else None,
             "observed": round(float(met.sum()) / over, 6),
         },
+        "classes": _by_class(plan, finished, met, replayed),
         "capacity": _capacity(plan, finished, met),
         "says": [f"no bias: {why}"],
     }
@@ -247,11 +253,46 @@ def bias_of(card: Mapping[str, Any]) -> Bias:
     return Bias(card["bias"]["decode"], card["bias"]["prefill"], source)
 
 
-def _met(rows: pl.DataFrame, slo: Slo) -> NDArray[np.bool_]:
+def _classes_of(rows: pl.DataFrame, plan: PlanFile) -> tuple[list[SloClass], NDArray[np.int64]]:
+    """The plan's classes, those without one last, and the class of each row."""
+    named = [one for one in plan.slo_classes if one.name != PLAIN_CLASS]
+    plain = next((one for one in plan.slo_classes if one.name == PLAIN_CLASS), None)
+    classes = [*named, plain or SloClass(PLAIN_CLASS, plan.targets, plan.attainment.target)]
+    number = {one.name: i for i, one in enumerate(named)}
+    return classes, np.array([number.get(name, len(named)) for name in rows["slo_class"].to_list()], np.int64)
+
+
+def _met(rows: pl.DataFrame, plan: PlanFile) -> NDArray[np.bool_]:
     """Whether each finished request was within the plan's targets; without a TPOT by TTFT alone."""
-    in_time = rows["ttft_s"].fill_null(float("inf")) <= slo.ttft_s
-    steady = rows["tpot_s"].fill_null(0.0) <= slo.tpot_s
-    return (in_time & steady).to_numpy()
+    classes, of = _classes_of(rows, plan)
+    ttft_s, tpot_s = (
+        rows["ttft_s"].fill_null(float("inf")).to_numpy(),
+        rows["tpot_s"].fill_null(0.0).to_numpy(),
+    )
+    in_time = ttft_s <= np.array([one.slo.ttft_s for one in classes])[of]
+    return np.asarray(in_time & (tpot_s <= np.array([one.slo.tpot_s for one in classes])[of]))
+
+
+def _by_class(
+    plan: PlanFile, rows: pl.DataFrame, met: NDArray[np.bool_], replayed: PlanReplay | None
+) -> list[dict[str, Any]]:
+    """Attainment of each class as planned, predicted for what came, and observed; of those that finished."""
+    if not plan.classes:
+        return []
+    classes, of = _classes_of(rows, plan)
+    planned = {one.name: one.attainment.expected for one in plan.classes}
+    return [
+        {
+            "name": one.name,
+            "requests": int((of == c).sum()),
+            "target": one.attainment,
+            "planned": planned.get(one.name),
+            "predicted": round(replayed.by_class[c], 6) if replayed else None,
+            "observed": round(float(met[of == c].mean()), 6),
+        }
+        for c, one in enumerate(classes)
+        if (of == c).any()
+    ]
 
 
 def _latency(
@@ -304,6 +345,10 @@ def _sentences(facts: Mapping[str, Any]) -> list[str]:
     attained, workers = facts["attainment"], facts["workers"]
     verdict = "held" if attained["observed"] >= attained["target"] else "missed"
     sentences = [f"target {verdict}: {attained['observed']:.2%} of {attained['target']:.2%}"]
+    sentences += [
+        f"class {one['name']}: {one['observed']:.2%} of {one['target']:.2%}"
+        for one in facts.get("classes") or ()
+    ]
     if facts["not_served"]:
         sentences.append(f"{facts['not_served']} requests were turned away or failed, and count as missed")
     if workers["seen"] > workers["planned"]:

@@ -30,7 +30,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.policies import BY_TARGETS, PlacementSettings, Policy
 from controlplane.placement.queue import QueueSettings
-from controlplane.types import Slo
+from controlplane.types import Slo, SloClass
 from dataplane.history.files import HistoryLimits
 from dataplane.http.keys import ApiKey, KeyRing, read_control_keys
 from dataplane.http.server import Extension, address, follow, until_answering
@@ -114,6 +114,7 @@ class FleetSettings:
     control_keys: tuple[ApiKey, ...] = ()
     control_keys_file: Path | None = None
     gateways: int = 1
+    classes: tuple[SloClass, ...] = ()
 
 
 async def run_fleet(
@@ -159,6 +160,7 @@ async def run_fleet(
                 settings.waiting,
                 _moves(settings),
                 reasons=gateway.reasons,
+                classes=settings.classes,
             ),
             placement,
             metrics,
@@ -197,6 +199,7 @@ async def run_fleet(
         profiles |= learning.learnt
         slo, kv_blocks = _basis(settings, core, profiles.values(), estate, events)
         core.settings = replace(core.settings, default_slo=slo)
+        placement.slos = (slo, *(one.slo for one in settings.classes)) if settings.classes else ()
         if settings.policy == Policy.EXACT and not placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
         certificate = gateway.certificate
@@ -245,6 +248,7 @@ async def run_fleet(
         if gateways is None:
             gateway.prepare(kv_blocks)
             door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, Answers(), control_url)
+            door.classes = {one.name: one.slo for one in settings.classes}
             core.on_closing.append(lambda why: setattr(door, "closing", why))
             serving = asyncio.create_task(gateway.serve(core, door, estate.listening))
         else:

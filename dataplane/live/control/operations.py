@@ -129,6 +129,11 @@ class Operations:
             "autoscale": None if scale is None else _bounds(scale),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
+            "classes": [
+                {"name": one.name, **asdict(one.slo), "target": one.attainment}
+                | self.metrics.attainment_of(one.name)
+                for one in self.core.settings.classes
+            ],
             "attainment_target": self.facts.attainment,
             "placement": {
                 "policy": self.facts.policy + (MIGRATE if self.facts.moves else ""),

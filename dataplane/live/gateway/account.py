@@ -30,7 +30,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.step import StepModel
-from controlplane.placement.constraints import kept_tpot_s
+from controlplane.placement.constraints import kept_tpot_s, yields_to
 from controlplane.placement.ledger import (
     DECODING,
     DONE,
@@ -56,7 +56,7 @@ from controlplane.placement.ledger import (
     to_compute,
 )
 from controlplane.placement.lengths import LengthTable
-from controlplane.types import RequestId, Role, WorkerId
+from controlplane.types import RequestId, Role, Slo, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.mirrors import Hits, Mirrors
@@ -89,6 +89,7 @@ class Account:
         self._computed, self._chunks = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
         self._free = list(range(ROWS))
         self._mirrors = Mirrors(workers)
+        self.slos: tuple[Slo, ...] = ()  # of the fleet's SLO classes, to which others may yield
         self._lay_out()
         self._compile()
 
@@ -349,6 +350,7 @@ class Account:
             row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
             row["ttft_s"] = request.slo.ttft_s
             row["tpot_s"] = request.kept_tpot_s = self._kept_tpot_s(request)
+            row["yields_tpot_s"] = yields_to(request.slo, self.slos)
             self._mirrors.enter(self._led.caches, r, request)
         return r
 

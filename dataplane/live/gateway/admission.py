@@ -20,6 +20,7 @@ from controlplane.placement.queue import (
     REFUSALS,
     QueueSettings,
     begin_round,
+    goes_first,
     hold,
     leave,
     new_queue,
@@ -74,12 +75,12 @@ class Admission:
     async def take_in(self, tracked: Tracked) -> None:
         """Begin a new request on the worker that is chosen for it, or let it wait for one."""
         now_s = self._clock()
-        if not self._waiting and self._placement.policy != Policy.EXACT:
+        r = self._placement.row(tracked)
+        if goes_first(self._placement.ledger, self._queue, r) and self._placement.policy != Policy.EXACT:
             worker = self._placement.choose(tracked, now_s)
             if worker is not None:
                 await self._begin(tracked, worker)
                 return
-        r = self._placement.row(tracked)
         out = int(turned_away(self._placement.ledger, self._queue, r))
         if out != NONE:
             self._turn_away(self._waiting.get(out, tracked), "the fleet is full and its queue is, too")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from controlplane.placement.queue import QueueSettings
-from controlplane.types import RequestId, Role, Slo, WorkerId
+from controlplane.types import RequestId, Role, Slo, SloClass, WorkerId
 from dataplane.live.engine_api.cache_events import CacheChange
 from dataplane.live.engine_api.kv_messages import LOADER_PREFIX, Transfer
 from dataplane.live.engine_api.link import (
@@ -73,6 +73,7 @@ class CoreSettings:
     max_unread: int = 256
     max_fruitless: int = 8
     reasons: bool = False
+    classes: tuple[SloClass, ...] = ()
 
 
 class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here

@@ -110,6 +110,7 @@ class History:
             "tpot_s": tracked.tpot_s(),
             "ttft_target_s": tracked.slo.ttft_s,
             "tpot_target_s": tracked.slo.tpot_s,
+            "slo_class": tracked.ticket.slo_class or None,
             "worker": tracked.worker,
             "moves": tracked.moves,
             "replays": tracked.replays,

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from controlplane.types import WorkerId
+from controlplane.types import PLAIN_CLASS, WorkerId
 from dataplane.live.gateway.request import Tracked
 from dataplane.live.gateway.timeline import Timeline
 
@@ -51,7 +51,7 @@ class Metrics:
         self.slo = counter(
             "tokenfleet_slo_requests",
             "Finished requests by whether they met a target (ttft, tpot, or both)",
-            ["target", "met", "priority"],
+            ["target", "met", "priority", "slo_class"],
         )
         self.ttft_s = histogram(
             "tokenfleet_time_to_first_token_seconds",
@@ -126,10 +126,11 @@ class Metrics:
         if outcome != "finished":
             self.timeline.add_unfinished(outcome, time.time())
             return
+        slo_class = request.ticket.slo_class or PLAIN_CLASS
         ttft_met, tpot_met = request.slo_met()
         targets_met = (ttft_met, tpot_met, ttft_met and tpot_met)
         for target, met in zip(SLO_TARGETS, targets_met, strict=True):
-            self.slo.labels(target, "true" if met else "false", priority).inc()
+            self.slo.labels(target, "true" if met else "false", priority, slo_class).inc()
         ttft_s, tpot_s = request.ttft_s(), request.tpot_s()
         self.timeline.add_finished(ttft_s, tpot_s, targets_met, time.time())
         if ttft_s is not None:
@@ -145,6 +146,16 @@ class Metrics:
                 count = counts[sample.labels["target"]]
                 count["of"] += int(sample.value)
                 count["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
+        return counts
+
+    def attainment_of(self, slo_class: str) -> dict[str, int]:
+        """{"met", "of"} of the finished requests of a class since the fleet began."""
+        counts = {"met": 0, "of": 0}
+        for sample in next(iter(self.slo.collect())).samples:
+            of = sample.labels.get("slo_class"), sample.labels.get("target")
+            if sample.name.endswith("_total") and of == (slo_class, "both"):
+                counts["of"] += int(sample.value)
+                counts["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
         return counts
 
     def count_limited(self, key: str) -> None:

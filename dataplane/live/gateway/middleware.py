@@ -13,8 +13,8 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from controlplane.types import Slo
@@ -32,6 +32,7 @@ from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+CLASS_HEADER = "x-slo-class"
 PRIORITY_HEADER = "x-tokenfleet-priority"
 IDEMPOTENCY_HEADER = "idempotency-key"
 SESSION_HEADER = "x-session-id"
@@ -47,7 +48,8 @@ class DoorPolicy:
     """The gateway's keys and default targets; `allow` counts a request of a key and says in how many seconds
     it may come; `abandon` ends the requests of a client that has left; `claims` are the fleet's idempotency
     keys. `page` is where a browser on this machine that opens `/` is sent. `closing` is why no request is let
-    in any more, or empty; while `is_leaving`, answers end their connections. `server` is uvicorn's."""
+    in any more, or empty; while `is_leaving`, answers end their connections. `server` is uvicorn's.
+    `classes`: the targets of each SLO class."""
 
     keys: KeyRing
     default_slo: Slo
@@ -58,6 +60,7 @@ class DoorPolicy:
     closing: str = ""
     is_leaving: bool = False
     server: Any = None
+    classes: Mapping[str, Slo] = field(default_factory=dict)
 
 
 class Refusal(Exception):
@@ -190,9 +193,9 @@ async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], re
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
     if key is None and path not in OPEN_PATHS and method != "OPTIONS":
         raise Refusal(401, "invalid_request_error", "invalid_api_key", "the API key is missing or wrong")
-    name = key.name if key else "anyone"
+    caller = key.name if key else "anyone"
     if method != "POST" or key is None:
-        return Ticket(request_id, name, policy.default_slo, PRIORITIES["normal"])
+        return Ticket(request_id, caller, policy.default_slo, PRIORITIES["normal"])
     if policy.closing:
         raise Refusal(503, "service_unavailable", "shutting_down", policy.closing, 5)
     if (
@@ -202,15 +205,32 @@ async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], re
         raise Refusal(
             413, "invalid_request_error", "too_large", f"the body must be at most {MAX_BODY_BYTES} bytes"
         )
-    slo = key.bounds.bounded(slo_from_headers(headers, policy.default_slo))
-    priority = headers.get(PRIORITY_HEADER, "normal")
-    if priority not in PRIORITIES:
-        raise _bad_header(PRIORITY_HEADER, "must be high or normal", priority)
+    name, default = _class_of(headers, key, policy)
+    slo = slo_from_headers(headers, default)
+    if slo != default or name == "":  # what the operator promises a class is bounded for no key
+        slo = key.bounds.bounded(slo)
+    asked = headers.get(PRIORITY_HEADER, "normal")
+    if asked not in PRIORITIES:
+        raise _bad_header(PRIORITY_HEADER, "must be high or normal", asked)
     wait_s = await policy.allow(key)
     if wait_s > 0:
         raise _too_busy("requests", f"key {key.name} is over its limit of {key.limits_text}", wait_s)
     session = headers.get(SESSION_HEADER, "")[:LONGEST_SESSION]
-    return Ticket(request_id, key.name, slo, min(PRIORITIES[priority], key.max_priority), session=session)
+    priority = min(PRIORITIES[asked], key.max_priority)
+    return Ticket(request_id, key.name, slo, priority, session=session, slo_class=name)
+
+
+def _class_of(headers: dict[str, str], key: ApiKey, policy: DoorPolicy) -> tuple[str, Slo]:
+    """A request's SLO class and its targets: its header's, its key's, or none and the plain targets.
+
+    Raises Refusal (400) for a header that names a class which the fleet does not have. A key may name one: it
+    is filed for all fleets.
+    """
+    name = headers.get(CLASS_HEADER, key.slo_class if key.slo_class in policy.classes else "")
+    if name not in policy.classes and name:
+        known = ", ".join(policy.classes) or "this fleet has no classes"
+        raise _bad_header(CLASS_HEADER, f"one of {known}", name)
+    return name, policy.classes.get(name, policy.default_slo)
 
 
 class _Body:

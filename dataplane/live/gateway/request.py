@@ -134,7 +134,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class Ticket:
-    """One HTTP request. The first five and `session` come with it, the rest is written by the fleet.
+    """One HTTP request. The first five, `session` and `slo_class` come with it, the fleet writes the rest.
 
     `sent_s`: when another process sent it here, on this machine's monotonic clock; None where none did.
     `worker` is where the request (or its first part) was first placed; `failure` why a stream that had
@@ -153,6 +153,7 @@ class Ticket:
     client_left: bool = False
     answered: bool = False
     session: str = ""
+    slo_class: str = ""  # where it is of one
     requests: list[RequestId] = field(default_factory=list)
 
 

@@ -150,7 +150,8 @@ class CoreServer:
             refused = refused or ("" if self.knows(name) else "it is none of this fleet's")
             slo = self.core.settings.default_slo
             slots, closing = self.core.settings.slots, self._closing
-            said = Welcome(refused, slots, self._kv_blocks, slo.ttft_s, slo.tpot_s, closing, self.number)
+            targets, classes = (slo.ttft_s, slo.tpot_s), self.core.settings.classes
+            said = Welcome(refused, slots, self._kv_blocks, *targets, closing, self.number, classes)
             writer.writelines(message(Kind.WELCOME, pack(said)))
             if refused:
                 return
@@ -211,7 +212,7 @@ class CoreServer:
         at = gateway.tickets.get(new.ticket)
         if at is None:
             slo = Slo(new.ttft_s, new.tpot_s)
-            ticket = Ticket(new.id, new.key, slo, new.priority, session=new.session)
+            ticket = Ticket(new.id, new.key, slo, new.priority, session=new.session, slo_class=new.slo_class)
             at = gateway.tickets[new.ticket] = OpenTicket(new.ticket, ticket)
         at.parts += 1
         at.ticket.sent_s = new.sent_s

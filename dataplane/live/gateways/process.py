@@ -96,6 +96,7 @@ async def run(settings: ProcessSettings) -> None:
     door = DoorPolicy(
         ring, core.default_slo, core.allow, core.abandon, core, settings.page, core.welcome.closing
     )
+    door.classes = {one.name: one.slo for one in core.welcome.classes}
 
     def leave() -> None:
         door.is_leaving = loads.has_left = True

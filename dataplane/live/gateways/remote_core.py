@@ -148,6 +148,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             ticket.priority,
             time.monotonic(),
             ticket.session,
+            slo_class=ticket.slo_class,
         )
         self._requests[name] = Open(ticket, new, request)
         if self._is_gone:

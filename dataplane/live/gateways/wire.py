@@ -33,6 +33,8 @@ from typing import Any
 
 import msgspec
 
+from controlplane.types import SloClass
+
 WIRE_VERSION = 2
 MOST_FRAME_BYTES = 1 << 30
 
@@ -62,6 +64,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     session: str
     tokens: list[int] | None = None
     first_s: float | None = None
+    slo_class: str = ""
 
 
 class TicketNews(msgspec.Struct, array_like=True, frozen=True):
@@ -87,6 +90,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True):
     tpot_s: float
     closing: str
     core: int
+    classes: tuple[SloClass, ...] = ()
 
 
 def pack(value: Any) -> bytes:
