@@ -62,8 +62,10 @@ def model_folder(live_extra: None, scratch: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def emulated_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
-    """Three emulated workers behind a real gateway."""
-    fleet = serve(model_folder, "--engine", "emulated", "--workers", "3", folder=scratch)
+    """Three emulated workers behind a real gateway, with two classes beside the plain targets."""
+    classes = "batch:ttft=20s,tpot=500ms,attainment=0.9", "hasty:ttft=1s,tpot=5us,attainment=0.99"
+    slos = [word for one in classes for word in ("--slo", one)]
+    fleet = serve(model_folder, "--engine", "emulated", "--workers", "3", *slos, folder=scratch)
     yield fleet
     fleet.stop()
 

@@ -145,12 +145,34 @@ def test_a_request_id_that_could_split_a_header_is_replaced(emulated_fleet):
         {"x-llm-d-slo-tpot-ms": "-1"},
         {"x-slo-ttft-ms": "nan"},
         {"x-tokenfleet-priority": "urgent"},
+        {"x-slo-class": "nobody"},
     ],
 )
 def test_a_header_that_makes_no_sense_is_a_400_that_names_it(emulated_fleet, headers):
     reply = raw(emulated_fleet, headers)
     assert reply.status_code == 400
     assert next(iter(headers)) in reply.json()["error"]["message"]
+
+
+def test_a_request_has_the_targets_of_its_class_and_each_class_has_an_attainment(emulated_fleet):
+    def attained(name):
+        return next(
+            (c["met"], c["of"]) for c in emulated_fleet.ask("GET", "/fleet")["classes"] if c["name"] == name
+        )
+
+    before = {name: attained(name) for name in ("batch", "hasty")}
+    for name in ("batch", "hasty"):
+        assert raw(emulated_fleet, {"x-slo-class": name}, max_tokens=20).is_success
+    (batch_met, batch_of), (hasty_met, hasty_of) = before["batch"], before["hasty"]
+    emulated_fleet.until(lambda: attained("hasty")[1] == hasty_of + 1)
+    assert attained("batch") == (batch_met + 1, batch_of + 1)
+    assert attained("hasty") == (hasty_met, hasty_of + 1)
+    assert (
+        emulated_fleet.metric("tokenfleet_slo_requests_total", slo_class="hasty", met="true", target="both")
+        == 0
+    )
+    table = emulated_fleet.explained()
+    assert "class batch: 100.00%" in table
 
 
 def test_slo_hits_are_counted_per_request(emulated_fleet):

@@ -13,6 +13,7 @@ from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.constraints import (
     ALL_TIME,
+    ROOM,
     USE_B,
     USE_C,
     USE_D,
@@ -23,10 +24,11 @@ from controlplane.placement.constraints import (
     kv_peak,
     prefill_lasts_s,
     spare_s,
+    yields_to,
 )
 from controlplane.placement.ledger import DECODE_ONLY, PREFILL_ONLY
 from controlplane.placement.policies import PlacementSettings
-from controlplane.types import EngineMode
+from controlplane.types import EngineMode, Slo
 
 GENEROUS_S = 1e6
 
@@ -194,6 +196,30 @@ def test_a_worker_fits_when_it_does_no_harm(at, asked, late):
     led, r = ledger_of([at], asked, NOW_S, 0.3)
     knobs = PlacementSettings().knobs()
     assert fits(led, knobs, 0, r, 0, NOW_S, late) == (harm(led, knobs, 0, r, 0, NOW_S, late, inf) <= 0.0)
+
+
+@given(workers(), requests(decoding=False), st.floats(0.005, 0.2))
+def test_work_that_yields_leaves_a_fifth_of_a_worker_to_the_tighter_class(at, asked, tight_s):
+    led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
+    knobs = PlacementSettings().knobs()
+    plain = harm(led, knobs, 0, r, 0, NOW_S, True, inf)
+    led.requests["yields_tpot_s"][r] = tight_s
+    found = harm(led, knobs, 0, r, 0, NOW_S, True, inf)
+    row = led.workers[0]
+    sequences = int(row["decoding"] + row["queued"]) + 1
+    assert found >= plain
+    if sequences == 1:
+        assert found == plain  # an idle worker is nobody's last
+    elif found < inf:
+        held = row["context"] + row["queued_context"] + asked.prompt + asked.tokens
+        assert sequences <= (1 - ROOM) * at.profile.engine.max_seqs
+        assert step_s(at, sequences, float(held)) <= (1 - ROOM) * tight_s + 1e-12
+        assert row["queued_tokens"] <= 0
+
+
+def test_a_class_yields_to_those_whose_ttft_is_a_tenth_of_its_own():
+    chat, code, batch = Slo(0.4, 0.03), Slo(3.9, 0.02), Slo(40.0, 0.2)
+    assert [yields_to(slo, (chat, code, batch)) for slo in (chat, code, batch)] == [0.0, 0.0, 0.02]
 
 
 def test_the_chance_to_fail_grows_with_the_deficit_from_0_to_1():

@@ -17,10 +17,12 @@ from controlplane.placement.queue import (
     REFUSALS,
     QueueSettings,
     begin_round,
+    goes_first,
     hold,
     leave,
     line_up,
     new_queue,
+    next_offer_s,
     offer,
     offer_late,
     overdue,
@@ -100,6 +102,33 @@ def test_high_goes_ahead_of_normal_that_came_within_the_ageing_time():
     for r, (priority, at_s) in enumerate([(NORMAL, 0.0), (NORMAL, 11.0), (HIGH, 12.0)]):
         line.come(r, priority, at_s)
     assert line.order() == [0, 2, 1]
+
+
+def test_who_is_due_first_goes_first_and_loose_work_waits_for_tight():
+    line = Line()
+    for r, (at_s, ttft_s) in enumerate([(0.0, 3600.0), (1.0, 30.0), (2.0, 600.0), (3.0, 1.0), (3.5, 600.0)]):
+        line.come(r, at_s=at_s, ttft_s=ttft_s)
+    assert line.order(3.5) == [3, 1, 2, 4, 0]
+
+
+def test_a_newcomer_goes_first_only_where_all_that_wait_are_due_after_it():
+    line = Line()
+    line.describe(9, NORMAL, 5.0, ttft_s=1.0)
+    assert goes_first(line.led, line.queue, 9)
+    line.come(0, at_s=0.0, ttft_s=60.0)
+    assert goes_first(line.led, line.queue, 9)
+    line.come(1, at_s=4.9, ttft_s=1.0)
+    assert not goes_first(line.led, line.queue, 9)
+
+
+def test_those_that_yield_are_offered_less_often():
+    line = Line()
+    line.come(0, at_s=0.0, ttft_s=21_600.0)
+    assert next_offer_s(line.led, line.queue, 0.01) == 0.01
+    line.led.requests["yields_tpot_s"][0] = 0.03
+    assert next_offer_s(line.led, line.queue, 0.01) == 0.25
+    line.come(1, at_s=1.0, ttft_s=1.0)
+    assert next_offer_s(line.led, line.queue, 0.01) == 0.01
 
 
 def test_a_round_ends_when_enough_found_no_place_and_the_next_begins_anew():
