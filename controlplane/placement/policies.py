@@ -248,7 +248,7 @@ def last_chance(led: Ledger, knobs: Knobs, r: int, now_s: float, phase_role: int
 
     It yields to no tighter class any more.
     """
-    led.requests[r].yields_tpot_s = 0.0
+    led.requests[r].yields_tpot_s = -abs(led.requests[r].yields_tpot_s)
     best, least, cached = NONE, knobs[TOLERANCE], 0
     for w in range(len(led.workers)):
         if serves(led, w, phase_role):

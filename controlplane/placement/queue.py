@@ -325,13 +325,14 @@ def turned_away(led: Ledger, queue: Queue, r: int) -> int:
 
 @compiled
 def overdue(led: Ledger, queue: Queue, now_s: float) -> int:
-    """A request that has waited as long as any may, or NONE."""
+    """A request that has waited as long as any may, or NONE; one of a class that yields has its TTFT target."""
     if queue.limits[1] == np.inf:
         return NONE
     for at in range(len(queue.head)):
         r = queue.head[at]
         while r != NONE:
-            if now_s - led.requests[r].held_s >= queue.limits[1]:
+            own_s = led.requests[r].ttft_s if led.requests[r].yields_tpot_s != 0.0 else 0.0
+            if now_s - led.requests[r].held_s >= max(queue.limits[1], own_s):
                 return r
             r = led.requests[r].next
     return NONE

@@ -284,7 +284,7 @@ class PlanRequest:
     @property
     def has_only_classes(self) -> bool:
         """Whether no plain targets were given; then `slo` is those of the tightest class."""
-        return self.slo in [one.slo for one in self.slo_classes]
+        return bool(self.classes) and self.slo == tightest(self.classes)
 
     @property
     def rules(self) -> list[tuple[str, str, str]]:
@@ -459,8 +459,12 @@ def read_targets(texts: Sequence[str]) -> dict[str, Any]:
     classes = tuple(text for text in texts if ":" in text)
     if len(plain) > 1:
         raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
-    slos = [parse_slo(text) for text in plain] + [parse_slo_class(text, 0.5).slo for text in classes]
-    return {"slo": slos[0] if plain else min(slos, key=lambda slo: slo.ttft_s), "classes": classes}
+    return {"slo": parse_slo(plain[0]) if plain else tightest(classes), "classes": classes}
+
+
+def tightest(classes: Sequence[str]) -> Slo:
+    """The targets of the class whose TTFT target is the least. Raises BadInput."""
+    return min((parse_slo_class(text, 0.5).slo for text in classes), key=lambda slo: slo.ttft_s)
 
 
 def command_line(request: PlanRequest, source: Sequence[str]) -> str:

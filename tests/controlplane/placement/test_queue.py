@@ -131,6 +131,16 @@ def test_those_that_yield_are_offered_less_often():
     assert next_offer_s(line.led, line.queue, 0.01) == 0.01
 
 
+def test_work_that_yields_may_wait_as_long_as_its_target_lets_it():
+    line = Line(max_wait_s=30.0)
+    line.come(0, at_s=0.0, ttft_s=3600.0)
+    assert overdue(line.led, line.queue, 30.0) == 0
+    for yields_tpot_s in (0.03, -0.03):  # as long as it yields, and past its last chance
+        line.led.requests["yields_tpot_s"][0] = yields_tpot_s
+        assert overdue(line.led, line.queue, 3599.0) == NONE
+        assert overdue(line.led, line.queue, 3600.0) == 0
+
+
 def test_a_round_ends_when_enough_found_no_place_and_the_next_begins_anew():
     line = Line()
     for r in range(REFUSALS + 3):

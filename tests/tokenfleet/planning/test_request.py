@@ -22,6 +22,7 @@ from tokenfleet.planning.request import Option, PlanRequest, command_line, optio
 from tokenfleet.service.forms import PlanOrder, command_of, in_field_names, read_order
 
 SLO = Slo(0.4, 0.03)
+CLASSES = ("chat:ttft=1s,tpot=30ms", "batch:deadline=6h", "b.c-1:ttft=2s,tpot=1s,attainment=0.5")
 ORDER = {"trace": {"sample": True}, "slo": {"ttft_s": 0.4, "tpot_s": 0.03}}
 
 ONE_MORE = """
@@ -105,6 +106,8 @@ def values(option: Option) -> st.SearchStrategy[Any]:
         "file": st.builds(Path, words),
         "word": st.just("10m..20m") if option.field == "window" else words,
     }
+    if option.field == "classes":
+        return st.lists(st.sampled_from(CLASSES), unique=True).map(tuple)
     found = one[option.kind].map(EngineMode) if option.item is EngineMode else one[option.kind]
     return st.lists(found, max_size=3).map(tuple) if option.is_list else found
 
@@ -170,6 +173,15 @@ def test_an_order_is_the_request_of_its_options(tmp_path: Path) -> None:
         "b: 2",
         "c: 3",
     ]
+
+
+def test_an_order_of_classes_needs_no_plain_targets_and_one_of_neither_is_refused() -> None:
+    order = {"trace": {"sample": True}, "classes": ["batch:deadline=6h", "chat:ttft=1s,tpot=30ms"]}
+    asked = PlanOrder.model_validate(order).request()
+    assert (asked.slo, asked.has_only_classes) == (Slo(1.0, 0.03), True)
+    assert [one.name for one in asked.slo_classes] == ["batch", "chat"]
+    with pytest.raises(BadInput, match="^slo: missing"):
+        PlanOrder.model_validate({"trace": {"sample": True}}).request()
 
 
 def test_an_order_kept_by_an_older_version_is_read_or_refused_in_one_line() -> None:

@@ -44,6 +44,13 @@ function show(card) {
           ],
         ]
       : []),
+    ...(card.classes ?? []).map(({ name, planned, predicted, observed }) => [
+      `attainment of ${name}`,
+      share(planned),
+      share(predicted),
+      share(observed),
+      "",
+    ]),
   ];
   const columns = [
     { name: "what" },

@@ -49,11 +49,15 @@ export class Timeline {
   }
 
   /** Attainment by target: of late, coloured by what is asked, and since the fleet began. */
-  attainment({ attainment: all, attainment_target: asked, lately, slo }) {
+  attainment({ attainment: all, attainment_target: asked, lately, slo, classes = [] }) {
+    const named = classes.map(({ name, met, of, target }) => {
+      const ratio = ratioOf({ met, of });
+      return ` Class ${name}: ${ratio === null ? "none finished" : `${share(ratio)} of ${count(of)}`}, ${share(target)} asked.`;
+    });
     say(
       byId("attainment-says"),
       `TTFT within ${duration(slo.ttft_s)} and TPOT within ${duration(slo.tpot_s)}, unless a request asks for its own; ` +
-        `${share(asked)} should be within both.`,
+        `${share(asked)} should be within both.${named.join("")}`,
     );
     byId("targets").replaceChildren(
       ...TARGETS.map(([name, label]) => {

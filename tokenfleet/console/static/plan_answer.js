@@ -32,6 +32,7 @@ export function answer(plan, tryTargets) {
     plan.feasible ? tiles(plan) : nearest(plan, tryTargets),
     warnings(plan.inputs.warnings),
     plan.feasible ? make("section", { class: "why" }, sure(plan), why(plan), fewer(plan), reused(plan)) : null,
+    classes(plan),
     planCharts(plan),
     alternatives(plan),
     passedOver(plan),
@@ -39,11 +40,48 @@ export function answer(plan, tryTargets) {
   ].filter(Boolean);
 }
 
-function asked({ inputs, slo, attainment, policy }) {
+function within({ ttft_s, tpot_s, deadline_s }) {
+  if (deadline_s) return `all of an answer within ${duration(deadline_s)}`;
+  return `TTFT ${duration(ttft_s)} and TPOT ${duration(tpot_s)}`;
+}
+
+function asked({ inputs, slo, attainment, policy, classes: named = [] }) {
+  const each = named.map((one) => `${one.name} ${target(one.attainment.target)} within ${within(one)}`);
+  const plain = `${target(attainment.target)} within ${within(slo)}`;
   return (
-    `${target(attainment.target)} of ${count(inputs.requests)} requests within TTFT ${duration(slo.ttft_s)} and ` +
-    `TPOT ${duration(slo.tpot_s)}; ${inputs.trace}, ${duration(inputs.duration_s)}, ${number(inputs.rate_rps)} a second; ` +
+    `${count(inputs.requests)} requests, ${each.length > 0 ? each.join(", ") : plain}; ${inputs.trace}, ${duration(inputs.duration_s)}, ${number(inputs.rate_rps)} a second; ` +
     `placed by ${policy}.`
+  );
+}
+
+/** What becomes of each class, and what it costs. */
+function classes(plan) {
+  const rows = (plan.classes ?? []).filter(({ requests }) => requests !== undefined);
+  if (rows.length === 0) return null;
+  const apart = rows.map(({ alone }) => alone?.usd_per_hour ?? null);
+  const sum = apart.includes(null) ? null : apart.reduce((all, usd) => all + usd, 0);
+  const says = "All classes have their targets at once in as many replicates as the confidence asks for.";
+  return make(
+    "section",
+    {},
+    make("h3", {}, "Classes"),
+    make("p", {}, sum === null ? says : `${says} Separate fleets would cost ${dollars(sum)}.`),
+    table(
+      "Each class: its requests, its attainment, what it adds to the cost, and what its own fleet would cost",
+      [
+        { name: "class" },
+        ...["requests", "asked", "expected", "at least", "adds", "alone"].map((name) => ({ name, number: true })),
+      ],
+      rows.map(({ name, requests, attainment: a, marginal_usd_per_hour: adds, alone, binds }) => [
+        binds ? `${name} (misses first)` : name,
+        count(requests),
+        target(a.target),
+        share(a.expected),
+        share(a.low),
+        dollars(adds),
+        alone ? dollars(alone.usd_per_hour) : "–",
+      ]),
+    ),
   );
 }
 

@@ -9,13 +9,14 @@ const whole = (value) => number(value, 4);
 /** Every chart the plan has the numbers for. */
 export function planCharts(plan) {
   const { curves } = plan;
+  const isOne = (plan.classes ?? []).length < 2; // others have a target each
   const shown = [
     curves.cost_by_slo.length > 1 && costBySlo(plan),
     curves.attainment_by_workers.length > 0 && attainmentByWorkers(plan),
     curves.rate_rps.length > 1 && rate(plan),
     plan.schedule.length > 0 && schedule(plan),
-    curves.ttft_cdf.length > 1 && latencies(plan, "ttft", "Time to first token"),
-    curves.tpot_cdf.length > 1 && latencies(plan, "tpot", "Time per output token"),
+    isOne && curves.ttft_cdf.length > 1 && latencies(plan, "ttft", "Time to first token"),
+    isOne && curves.tpot_cdf.length > 1 && latencies(plan, "tpot", "Time per output token"),
     plan.demand_line !== null && demandLine(plan),
   ];
   return make("div", { class: "charts" }, shown.filter(Boolean));

@@ -55,6 +55,9 @@ function choiceField(option) {
   };
 }
 
+/** Whether items of a list have parts with commas between: `chat:ttft=1s,tpot=30ms`. */
+const hasParts = (text) => text.includes("=");
+
 function inputField(option, isList) {
   const isNumber = ["number", "count", "duration"].includes(option.kind) && !isList;
   const { gt, ge, lt, le } = option.bounds;
@@ -78,11 +81,11 @@ function inputField(option, isList) {
     element: labelled(option, label, field),
     get value() {
       const text = field.value.trim();
-      if (isList) return text === "" ? [] : text.split(/[\s,]+/);
+      if (isList) return text === "" ? [] : text.split(hasParts(text) ? /\s+/ : /[\s,]+/);
       return text === "" ? option.default : read(text);
     },
     set value(value) {
-      field.value = isList ? value.join(", ") : (value ?? "");
+      field.value = isList ? value.join(hasParts(value.join()) ? " " : ", ") : (value ?? "");
     },
   };
 }
