@@ -325,7 +325,7 @@ def turned_away(led: Ledger, queue: Queue, r: int) -> int:
 
 @compiled
 def overdue(led: Ledger, queue: Queue, now_s: float) -> int:
-    """A request that has waited as long as any may, or NONE; one of a class that yields has its TTFT target."""
+    """A request that has waited as long as any may, or NONE; one that yields may for its TTFT target."""
     if queue.limits[1] == np.inf:
         return NONE
     for at in range(len(queue.head)):

@@ -180,7 +180,7 @@ def test_an_order_of_classes_needs_no_plain_targets_and_one_of_neither_is_refuse
     asked = PlanOrder.model_validate(order).request()
     assert (asked.slo, asked.has_only_classes) == (Slo(1.0, 0.03), True)
     assert [one.name for one in asked.slo_classes] == ["batch", "chat"]
-    with pytest.raises(BadInput, match="^slo: missing"):
+    with pytest.raises(BadInput, match=r"^slo: missing"):
         PlanOrder.model_validate({"trace": {"sample": True}}).request()
 
 
