@@ -271,7 +271,7 @@ def test_whatever_happens_the_line_is_that_of_a_plain_list(story, most):
     fresh = iter(range(60))
 
     def rank(r):
-        return float(rows["arrival_s"][r]) - ageing_s * int(rows["priority"][r])
+        return round(float(rows["arrival_s"][r] + rows["ttft_s"][r]) - ageing_s * int(rows["priority"][r]), 9)
 
     for what, priority, ttft_s, pick in story:
         now_s += 0.3
