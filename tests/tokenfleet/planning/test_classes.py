@@ -277,22 +277,3 @@ def test_a_trial_is_judged_by_the_class_that_is_nearest_to_its_limit(two: Plan) 
     assert two.best.on_trace == joint(
         np.array([one.on_trace for one in two.classes]), [one.of.attainment for one in two.classes]
     )
-
-
-def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class_holds_under_it() -> None:
-    """Twenty minutes of rush, then calm; what arrives in the rush is due when it is calm."""
-    rng = np.random.default_rng(5)
-    chat_s = np.concatenate([rng.uniform(0, 1200, 9600), rng.uniform(1200, 3600, 2400)])
-    arrival_s = np.concatenate([chat_s, rng.uniform(0, 3600, 4000)])
-    order, n = np.argsort(arrival_s, kind="stable"), len(arrival_s)
-    load = Workload(
-        arrival_s[order], rng.integers(200, 600, n), rng.integers(20, 100, n),
-        slo_class=np.repeat([0, 1], [len(chat_s), 4000])[order], slo_classes=("chat", "batch"),
-    )  # fmt: skip
-    plan = planned(load, asked(CHAT, "batch:deadline=45m,attainment=0.9"), explained=True)
-    assert plan.schedule is not None
-    assert plan.best is not None
-    assert plan.schedule.attainment >= plan.question.attainment
-    assert plan.schedule.saved_share > 0.2
-    counts = [s.workers for s in plan.schedule.stretches]
-    assert counts[0] == max(counts) == plan.best.fleet.workers
