@@ -157,7 +157,9 @@ def test_a_header_that_makes_no_sense_is_a_400_that_names_it(emulated_fleet, hea
 def test_a_request_has_the_targets_of_its_class_and_each_class_has_an_attainment(emulated_fleet):
     def attained(name):
         return next(
-            (c["met"], c["of"]) for c in emulated_fleet.ask("GET", "/v1/fleet")["classes"] if c["name"] == name
+            (c["met"], c["of"])
+            for c in emulated_fleet.ask("GET", "/v1/fleet")["classes"]
+            if c["name"] == name
         )
 
     before = {name: attained(name) for name in ("batch", "hasty")}

@@ -457,9 +457,10 @@ def read_targets(texts: Sequence[str]) -> dict[str, Any]:
     """The fields of a request that `--slo`, given once or several times, stands for. Raises BadInput."""
     plain = [text for text in texts if ":" not in text]
     classes = tuple(text for text in texts if ":" in text)
-    if len(plain) > 1:
+    slos = [parse_slo(text) for text in plain]
+    if len(slos) > 1:
         raise BadInput(f"--slo: several targets need names: NAME:{plain[0]}, NAME:{plain[1]}")
-    return {"slo": parse_slo(plain[0]) if plain else tightest(classes), "classes": classes}
+    return {"slo": slos[0] if slos else tightest(classes), "classes": classes}
 
 
 def tightest(classes: Sequence[str]) -> Slo:

@@ -243,34 +243,6 @@ def test_the_command_that_is_told_asks_for_the_same() -> None:
     assert "--class batch=tenant:acme" in words
 
 
-def test_work_with_a_deadline_waits_for_room_where_served_on_arrival_it_would_cost_more() -> None:
-    """An hour in which chat's rush and a heap of batch work come together."""
-    rng = np.random.default_rng(0)
-    chat_s = np.sort(np.concatenate([rng.uniform(0, 600, 7200), rng.uniform(600, 2400, 7200)]))
-    batch_s = np.sort(rng.uniform(0, 300, 7200))
-    arrival_s = np.concatenate([chat_s, batch_s])
-    order = np.argsort(arrival_s, kind="stable")
-    of = np.repeat([0, 1], [len(chat_s), len(batch_s)])[order]
-    n = len(arrival_s)
-    load = Workload(
-        arrival_s[order],
-        rng.integers(200, 600, n),
-        rng.integers(20, 100, n),
-        slo_class=of,
-        slo_classes=("c", "b"),
-    )
-
-    def fewest(batch: Slo) -> int:
-        slos = [Slo(0.5, 0.03), batch]
-        return next(
-            k
-            for k in range(1, 20)
-            if (simulate(load, [WorkerSpec(worker())] * k, slos).class_attainments >= 0.97).all()
-        )
-
-    assert fewest(Slo(3000.0, 0.2)) <= 0.65 * fewest(Slo(2.0, 0.2))
-
-
 def test_a_trial_is_judged_by_the_class_that_is_nearest_to_its_limit(two: Plan) -> None:
     assert two.best is not None
     assert two.best.estimate is not None
