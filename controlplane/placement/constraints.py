@@ -144,17 +144,12 @@ def harm(
             harmed = interference(led, k, w, start_s, lasts_s, work, most)
             if harmed > most:
                 return np.inf
-    sequences, share = worker.decoding + worker.queued + 1, 1.0
-    yields_tpot_s = led.requests[r].yields_tpot_s
-    if yields_tpot_s > 0.0 and sequences > 1:
-        share = 1.0 - ROOM
-        if worker.queued_tokens > 0:
-            return np.inf
+    sequences = worker.decoding + worker.queued + 1
+    share, left_tpot_s = left_to(led, w, r)
     if sequences > share * k[MAX_SEQS]:
         return np.inf
     held, growth, tpot_s = outlook(led, w, r)
-    if share < 1.0:
-        tpot_s = min(tpot_s, share * yields_tpot_s)
+    tpot_s = min(tpot_s, left_tpot_s)
     if knobs[USE_B] > 0:
         context_s = k[PER_CONTEXT] * (held + knobs[THETA] * growth)
         if decode_base_s(k, sequences) + context_s > tpot_s:
@@ -166,6 +161,21 @@ def harm(
         if at_most > limit and overflows(led, w, r, cached, at_most, limit):
             return np.inf
     return harmed
+
+
+@compiled
+def left_to(led: Ledger, w: int, r: int) -> tuple[float, float]:
+    """The share of a worker that a request may fill, and the step it may bring it to.
+
+    All of it, unless it yields to a tighter class: then no more than leaves that its room, and nothing where
+    others wait to be prefilled.
+    """
+    worker, tight_s = led.workers[w], led.requests[r].yields_tpot_s
+    if tight_s <= 0.0 or worker.decoding + worker.queued == 0:
+        return 1.0, np.inf
+    if worker.queued_tokens > 0:
+        return 0.0, 0.0
+    return 1.0 - ROOM, (1.0 - ROOM) * tight_s
 
 
 @compiled

@@ -95,10 +95,9 @@ def simulate_command(
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from controlplane.placement.policies import PlacementSettings
     from dataplane.simulated.simulate import simulate
-    from tokenfleet.cli.terminal import console, show, warn
+    from tokenfleet.cli.terminal import console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import refuse_without_sessions
-    from tokenfleet.report.tables import share_text
 
     profile = _profile(worker, request)
     usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
@@ -125,6 +124,22 @@ def simulate_command(
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
+    _say(outcome, classes, request, usd_per_h, wall_s, output_format)
+    return 0
+
+
+def _say(
+    outcome: Outcome,
+    classes: Sequence[SloClass],
+    request: PlanRequest,
+    usd_per_h: float | None,
+    wall_s: float,
+    output_format: OutputFormat,
+) -> None:
+    """Print what came of a run, as asked."""
+    from tokenfleet.cli.terminal import show
+    from tokenfleet.report.tables import share_text
+
     if output_format == OutputFormat.JSON:
         told = simulation_json(outcome, wall_s)
         told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
@@ -138,7 +153,6 @@ def simulate_command(
             asked = f"{share_text(one['target'])} asked, {one['requests']:,} requests"
             table.add_row(one["name"], f"{share_text(one['attainment'])} ({asked})")
         show([table])
-    return 0
 
 
 def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:

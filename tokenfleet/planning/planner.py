@@ -17,6 +17,7 @@ import numpy as np
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
+from controlplane.types import SloClass
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
@@ -78,10 +79,7 @@ def make_plan(
     if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
-    if inputs.classes:
-        tightest = min(inputs.classes, key=lambda one: one.slo.ttft_s)
-        strictest = max(one.attainment for one in inputs.classes)
-        question = replace(question, slo=tightest.slo, attainment=strictest)
+    question = _strictest(question, inputs.classes)
 
     def serving(request: PlanRequest) -> Plan:
         replicates = replicates_of(
@@ -114,28 +112,35 @@ def make_plan(
         plan = spared or no_spares_do(plan, question)
     if plan.schedule is not None and question.cold_start_s is not None:
         plan = replace(plan, paid=paid(plan.schedule.stretches, question.cold_start_s))
-    if explained and len(inputs.classes) > 1 and plan.best is not None:
-
-        def cheapest(kept: tuple[int, ...]) -> Fleet | None:
-            of = replace(inputs, classes=tuple(inputs.classes[c] for c in kept))
-            some = part(workload, kept)
-            found = make_plan(some, worker_types, question, of, pool, explained=False).best
-            return None if found is None else found.fleet
-
-        plan = replace(plan, classes=_classes(plan, costs(len(inputs.classes), cheapest)))
-    return plan
+    return replace(plan, classes=_classes(plan, workload, pool)) if explained else plan
 
 
-def _classes(plan: Plan, priced: Sequence[tuple[Fleet | None, Fleet | None]]) -> tuple[ClassOfPlan, ...]:
-    """What becomes of each class on the best fleet, and its cost."""
-    best = plan.best
-    assert best is not None
-    assert best.estimate is not None
+def _strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
+    """The question with the tightest class's targets, and the strictest one's attainment."""
+    if not classes:
+        return question
+    tightest = min(classes, key=lambda one: one.slo.ttft_s)
+    return replace(question, slo=tightest.slo, attainment=max(one.attainment for one in classes))
+
+
+def _classes(plan: Plan, workload: Workload, pool: Threads) -> tuple[ClassOfPlan, ...]:
+    """What becomes of each class on the best fleet, and its cost; nothing where there is one."""
+    best, inputs = plan.best, plan.inputs
+    if best is None or best.estimate is None or len(inputs.classes) < 2:
+        return ()
+
+    def cheapest(kept: tuple[int, ...]) -> Fleet | None:
+        of = replace(inputs, classes=tuple(inputs.classes[c] for c in kept))
+        some = part(workload, kept)
+        found = make_plan(some, plan.worker_types, plan.question, of, pool, explained=False).best
+        return None if found is None else found.fleet
+
+    priced = costs(len(inputs.classes), cheapest)
     binds = plan.binding.slo_class if plan.binding else None
     return tuple(
         ClassOfPlan(one, requests, on_trace, sure, *fleets, binds=one.name == binds)
         for one, (requests, on_trace), sure, fleets in zip(
-            plan.inputs.classes, best.classes, best.estimate.classes, priced, strict=True
+            inputs.classes, best.classes, best.estimate.classes, priced, strict=True
         )
     )
 

@@ -116,6 +116,15 @@ class FleetSettings:
     gateways: int = 1
     classes: tuple[SloClass, ...] = ()
 
+    @property
+    def targets_by_class(self) -> dict[str, Slo]:
+        """The targets of each class."""
+        return {one.name: one.slo for one in self.classes}
+
+    def slos_beside(self, plain: Slo) -> tuple[Slo, ...]:
+        """The targets that requests may have, the plain ones among them; none where there are no classes."""
+        return (plain, *self.targets_by_class.values()) if self.classes else ()
+
 
 async def run_fleet(
     settings: FleetSettings, estate: Estate, announce: Callable[[str], None], tell: Callable[[str], None]
@@ -199,7 +208,7 @@ async def run_fleet(
         profiles |= learning.learnt
         slo, kv_blocks = _basis(settings, core, profiles.values(), estate, events)
         core.settings = replace(core.settings, default_slo=slo)
-        placement.slos = (slo, *(one.slo for one in settings.classes)) if settings.classes else ()
+        placement.slos = settings.slos_beside(slo)
         if settings.policy == Policy.EXACT and not placement.goes_by_targets:
             raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
         certificate = gateway.certificate
@@ -248,7 +257,7 @@ async def run_fleet(
         if gateways is None:
             gateway.prepare(kv_blocks)
             door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, Answers(), control_url)
-            door.classes = {one.name: one.slo for one in settings.classes}
+            door.classes = settings.targets_by_class
             core.on_closing.append(lambda why: setattr(door, "closing", why))
             serving = asyncio.create_task(gateway.serve(core, door, estate.listening))
         else:

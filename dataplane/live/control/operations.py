@@ -105,6 +105,14 @@ class Operations:
             "cache_known": "told" if placement.tells_cached(worker) else "predicted",
         }
 
+    def _classes(self) -> list[dict[str, Any]]:
+        """The SLO classes with their targets, and how many requests of each have met them."""
+        return [
+            {"name": one.name, **asdict(one.slo), "target": one.attainment}
+            | self.metrics.attainment_of(one.name)
+            for one in self.core.settings.classes
+        ]
+
     def fleet(self) -> dict[str, Any]:
         """Workers, their load, what is moving, and the last decisions with their reasons."""
         attached = {at.worker: at for at in self.core.attached()}
@@ -129,11 +137,7 @@ class Operations:
             "autoscale": None if scale is None else _bounds(scale),
             "advisory": self.facts.advisory,
             "slo": asdict(self.core.settings.default_slo),
-            "classes": [
-                {"name": one.name, **asdict(one.slo), "target": one.attainment}
-                | self.metrics.attainment_of(one.name)
-                for one in self.core.settings.classes
-            ],
+            "classes": self._classes(),
             "attainment_target": self.facts.attainment,
             "placement": {
                 "policy": self.facts.policy + (MIGRATE if self.facts.moves else ""),
