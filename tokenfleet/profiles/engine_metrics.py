@@ -72,22 +72,20 @@ def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, E
     from prometheus_client.parser import text_string_to_metric_families
 
     found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    blocks: dict[str, tuple[int, int]] = {}
+    kv: dict[str, tuple[int, int, bool]] = {}
     try:
         for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
             engine = " ".join(sample.labels[name] for name in ENGINE_LABELS if sample.labels.get(name))
             if sample.name == "vllm:cache_config_info":
-                blocks[sample.labels.get("engine", "")] = _blocks(sample.labels)
+                kv[sample.labels.get("engine", "")] = _kv(sample.labels)
             elif sample.name.startswith("vllm:"):
                 found[engine][sample.name.removeprefix("vllm:")] += float(sample.value)
     except (ValueError, KeyError, IndexError) as error:
         raise BadInput(f"{where}: not Prometheus metrics: {error}") from None
     whole = _whole(found, where)
-    any_kv = next(iter(blocks.values()), (0, 0))
-    return {
-        engine: EngineCounts(at_s, values, *blocks.get(engine.split(" ")[0], any_kv))
-        for engine, values in whole.items()
-    }
+    tokens, block_tokens, is_sum = next(iter(kv.values()), (0, 0, False))
+    tokens = tokens // len(kv) if is_sum else tokens
+    return {engine: EngineCounts(at_s, values, tokens, block_tokens) for engine, values in whole.items()}
 
 
 def _whole(found: Mapping[str, Mapping[str, float]], where: str) -> dict[str, dict[str, float]]:
@@ -107,27 +105,43 @@ def _named(values: Mapping[str, float]) -> dict[str, float]:
     return {name: values[alias] for name, alias in newest.items() if alias is not None}
 
 
-def _blocks(labels: Mapping[str, str]) -> tuple[int, int]:
-    """KV tokens and tokens of a block, as the engine allocates them; 0 where it does not say."""
-    try:
-        blocks, size = int(labels["num_gpu_blocks"]), int(labels["block_size"])
-    except (KeyError, ValueError):
-        return 0, 0
-    return (blocks * size, size) if blocks > 0 and size > 0 else (0, 0)
+def _kv(labels: Mapping[str, str]) -> tuple[int, int, bool]:
+    """KV tokens (0: not said), tokens of a block, and whether the former are of all engines together."""
+    size = _count(labels, "block_size")
+    if "worker" in labels:  # a fleet's gateway tells of a configuration of its own
+        return 0, 0, False
+    own = _count(labels, "kv_cache_size_tokens")
+    return own or _count(labels, "num_gpu_blocks") * size, size, not own
+
+
+def _count(labels: Mapping[str, str], name: str) -> int:
+    text = labels.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def intervals_of(scrapes: Iterable[Mapping[str, EngineCounts]]) -> list[Interval]:
-    """What each engine did between its scrapes, in order of time, without what a restart or gap spoilt."""
+    """What each engine did between its scrapes, in order of time, without what a restart or gap spoilt.
+
+    Where an engine does not say what its KV holds, running requests hold mean prompts and half of mean
+    answers.
+    """
     last: dict[str, EngineCounts] = {}
     found = []
+    prompts = 0.0
     for scrape in scrapes:
         for engine, now in scrape.items():
             before = last.get(engine)
             last[engine] = now
             one = None if before is None else _between(before, now)
-            if one is not None:
+            if one is not None and before is not None:
                 found.append(one)
-    return found
+                prompts += now.values["prompt_tokens"] - before.values["prompt_tokens"]
+    firsts, gaps = sum(one.first_tokens for one in found), sum(one.gaps for one in found)
+    held = (prompts + gaps / 2) / max(firsts, 1.0)
+    return [
+        one._replace(context_tokens=held * one.running) if math.isnan(one.context_tokens) else one
+        for one in found
+    ]
 
 
 def _between(before: EngineCounts, now: EngineCounts) -> Interval | None:
@@ -148,7 +162,7 @@ def _between(before: EngineCounts, now: EngineCounts) -> Interval | None:
         prefill_tokens=max(more["prompt_tokens"] - more.get("cached_tokens", 0.0), more["first_tokens"]),
         running=mean["running"],
         running_change=more["running"],
-        context_tokens=mean.get("kv_share", 0.0) * now.kv_tokens,
+        context_tokens=mean.get("kv_share", 0.0) * now.kv_tokens if now.kv_tokens else math.nan,
         finished=more.get("finished", 0.0) if told else 0.0,
         finished_prefill_s=more.get("finished_prefill_s", 0.0),
         finished_prefill_tokens=more.get("finished_prefill_tokens", 0.0),

@@ -87,6 +87,27 @@ def test_engines_of_one_page_are_told_apart_and_sources_of_one_engine_added():
     assert len(gateway) == 2
 
 
+def test_the_kv_is_an_engines_own_whoever_adds_it_up():
+    own = 'block_size="16",num_gpu_blocks="50000",kv_cache_size_tokens="400000"'
+    told = {
+        f'vllm:cache_config_info{{engine="0",{own}}} 1\n': (400_000, 16),
+        'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="25000"} 1\n'  # of both together
+        'vllm:cache_config_info{engine="1",block_size="16",num_gpu_blocks="25000"} 1\n': (200_000, 16),
+        'vllm:cache_config_info{worker="w-1",block_size="64",num_gpu_blocks="25000"} 1\n': (0, 0),
+        'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="None"} 1\n': (0, 16),
+    }
+    for info, expected in told.items():
+        without = "\n".join(page(zeros()).splitlines()[1:]) + "\n"
+        assert kv_of(engine_counts(info + without, 0.0)) == expected
+
+
+def test_without_a_known_kv_running_requests_hold_mean_prompts_and_half_their_answers():
+    texts = [page(zeros(), blocks="None"), page(zeros(gaps=100.0, gaps_s=1.0, first_tokens=4.0,
+             prompt_tokens=800.0, running=6.0), blocks="None")]  # fmt: skip
+    (one,) = intervals_of([engine_counts(text, 3.0 * n) for n, text in enumerate(texts)])
+    assert one.context_tokens == 3.0 * (200 + 12.5)
+
+
 def test_a_page_of_something_else_is_refused_by_the_name_that_is_missing():
     with pytest.raises(BadInput, match=r"u: no metrics of vLLM's: vllm:inter_token_latency_seconds_count is"):
         engine_counts("python_gc_objects_collected_total 4\n", 0.0, "u")
