@@ -64,7 +64,7 @@ def served(minutes: float, windows: int, window_s: float, seed: int) -> dict[str
         there = model.parent
         (there / "prior.yaml").write_text(profile_text(prior))
         serving = ("--workers", "1", "--policy", "round-robin", "--data", str(there / "data"))
-        with fleet(model, *serving, engine_flags=ENGINE_FLAGS) as server:
+        with fleet(model, *serving, engine_flags=ENGINE_FLAGS[:-2]) as server:
             calibrate = [
                 sys.executable, "-m", "tokenfleet", "calibrate", "--metrics", f"{server.gateway}/metrics",
                 "--profile", str(there / "prior.yaml"), "--minutes", str(minutes), "--max-seqs", "256",
