@@ -65,7 +65,7 @@ from tokenfleet.profiles.library import library_folder
 WRONG = (1 / 1.3, 1.0, 1.3)
 SETTLED_S = 600.0
 NOISE = 0.05  # of a step's time
-LIVE_RPS = 3.0
+LIVE_RPS, LIVE_MOST = 12.0, 32  # as simulated, so that one worker is less than a tenth of the fleet
 
 
 def paid_s(changes: list[tuple[float, int]], from_s: float, end_s: float) -> float:
@@ -195,7 +195,7 @@ def live(asked: argparse.Namespace, lengths: Lengths, slower: float) -> dict[str
         data = model.parent / "data"
         server_flags = (
             "--engine", "emulated", "--profile", str(library_folder() / "aladdin" / CASE.file),
-            "--workers", str(min(begin, 16)), "--autoscale", "1..16", "--data", str(data),
+            "--workers", str(min(begin, LIVE_MOST)), "--autoscale", f"1..{LIVE_MOST}", "--data", str(data),
             "--slo", f"ttft={slo.ttft_s:.3f}s,tpot={slo.tpot_s * 1000:.1f}ms",
         )  # fmt: skip
         program = ("-m", "experiments.lib.other_engines", str(slower))

@@ -6,7 +6,10 @@ import shutil
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 import urllib.error
+from pathlib import Path
 
 import httpx
 import psutil
@@ -88,11 +91,14 @@ def test_the_exact_policy_is_refused_where_its_program_does_not_cover_the_fleet(
     assert "--policy: exact: needs one kind" in refused(capfd, *words)
 
 
-def test_a_taken_port_is_named(model_folder, capfd, unforked):
+def test_a_taken_port_is_named_by_a_process_of_its_own(model_folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        flags = ["--model", str(model_folder), "--engine", "emulated", "--port", str(port)]
-        assert f"127.0.0.1:{port}" in refused(capfd, *flags)
+        port = str(taken.getsockname()[1])
+        words = ("serve", "--model", str(model_folder), "--engine", "emulated", "--port", port)
+        command = [sys.executable, "-m", "tokenfleet", *words]
+        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in told.stderr.splitlines() if line.startswith("error: ")]
+    assert (told.returncode, port in line, "Traceback" in told.stderr) == (2, True, False)
 
 
 def controllers(fleet):
@@ -253,6 +259,12 @@ def test_the_operators_keys_change_while_it_serves_and_its_own_controller_stays(
     guarded_fleet.until(lambda: any("key alone" in d["reason"] for d in decisions(guarded_fleet)))
     assert code("p") == 200
     assert controllers(guarded_fleet) == controller
+
+
+def test_the_supervisor_has_used_no_pool_of_threads_which_a_fork_would_leave_behind(guarded_fleet):
+    threads = Path(f"/proc/{guarded_fleet.process.pid}/task").glob("*/comm")
+    names = {path.read_text().strip() for path in threads}
+    assert not {name for name in names if name.startswith(("polars", "asyncio", "ThreadPool", "ray"))}
 
 
 def test_the_controllers_death_harms_nobody_and_it_comes_back(guarded_fleet, post):

@@ -233,8 +233,13 @@ class Cores:
     """The cores of this node that a worker has claimed, for as long as its process lives."""
 
     def __init__(self, ranks: int, shares: int, fleet: str, cores: Sequence[int] | None = None) -> None:
-        """Claim one of `shares` equal parts of the node's cores for each rank; `fleet` is its secret."""
+        """Claim one of `shares` equal parts of the node's cores for each rank; `fleet` is its secret.
+
+        Where there are more cores than parts, the first is left to what is no engine. It would compute there
+        anyway, and every step of an engine waits for the slowest of its threads.
+        """
         cores = sorted(os.sched_getaffinity(0)) if cores is None else list(cores)
+        cores = cores[1:] if len(cores) > shares else cores
         width = max(1, len(cores) // max(1, shares))
         cut = [cores[i : i + width] for i in range(0, len(cores) - width + 1, width)]
         self._claims: list[socket.socket] = []

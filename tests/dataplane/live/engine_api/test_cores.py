@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dataplane.live.engine_api.processes import Cores, RayDaemon
 
-CORES = list(range(3, 11))
+CORES = list(range(2, 11))  # the first is left to what is no engine
 
 
 def claimed(ranks, shares, fleet="secret", cores=CORES):
@@ -27,7 +27,8 @@ def free(claims):
 def test_shares_are_held_evenly_and_what_a_worker_leaves_the_next_one_takes(shares, workers, gone):
     claims, gone = [claimed(ranks, shares) for ranks in workers], gone % len(workers)
     held = Counter(share for _, bindings in claims for share in bindings)
-    most = len(CORES) // max(1, len(CORES) // shares)
+    cores = len(CORES) - (len(CORES) > shares)
+    most = cores // max(1, cores // shares)
     claims[gone][0].release()
     claims[gone] = claimed(workers[gone], shares)
     again = Counter(share for _, bindings in claims for share in bindings)
@@ -50,6 +51,14 @@ def test_more_shares_than_cores_are_shared():
     claims = [claimed(1, 20, cores=[0, 1]) for _ in range(4)]
     assert [bindings for _, bindings in claims] == [["0"], ["1"], ["0"], ["1"]]
     free(claims)
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_a_core_is_left_to_what_is_no_engine_where_there_are_enough(cores, shares):
+    claims = [claimed(1, shares, cores=list(range(cores))) for _ in range(shares)]
+    used = {int(core) for _, bindings in claims for share in bindings for core in share.split(",")}
+    free(claims)
+    assert (0 in used) == (cores <= shares)
 
 
 def test_fleets_do_not_know_each_other():
