@@ -60,23 +60,32 @@ def planned(
     scenarios, tasks, warnings = _prepared(trace, request, cells, source, bias_of, today)
     if not tasks and len({one.error for one in scenarios}) == 1:
         raise BadInput(scenarios[0].error)
+    for _ in range(len(scenarios) - len(tasks)):
+        told()
+    results = results_of(tasks, jobs, ray, cache, told)
+    found = [
+        replace(one, plan=_read(results[i], one), error=results[i]["error"]) if i in results else one
+        for i, one in enumerate(scenarios)
+    ]
+    return found, warnings
+
+
+def results_of(
+    tasks: Sequence[Task], jobs: int, ray: str | None, cache: Cache, told: Callable[[], None]
+) -> dict[int, Result]:
+    """The result of each task by its number, from the cache or planned and kept there; `told` after each."""
     results: dict[int, Result] = {}
     for task in tasks:
         if (kept := cache.get(task)) is not None:
             results[task.number] = kept
-    for _ in range(len(scenarios) - len(tasks) + len(results)):
-        told()
+            told()
     by_number = {task.number: task for task in tasks if task.number not in results}
     for number, result in _run(list(by_number.values()), jobs, ray):
         cache.put(by_number[number], result)
         results[number] = result
         told()
     cache.tidy()
-    found = [
-        replace(one, plan=_read(results[i], one), error=results[i]["error"]) if i in results else one
-        for i, one in enumerate(scenarios)
-    ]
-    return found, warnings
+    return results
 
 
 def _read(result: Result, one: Scenario) -> PlanFile | None:

@@ -1,0 +1,95 @@
+"""The choice among offers: against every combination, and what the least growth of a limit is."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.errors import Infeasible
+from tokenfleet.portfolio.choose import (
+    Limit,
+    Offer,
+    Question,
+    cheapest_relaxation,
+    choose,
+    least_excess,
+    raised,
+)
+
+TYPES, WINDOWS = 2, 3
+PRICES = np.array([1.0, 2.5])  # dollars a GPU-hour
+
+
+@st.composite
+def questions(draw):
+    models = draw(st.integers(1, 4))
+    offers = []
+    for model in range(models):
+        for _ in range(draw(st.integers(1, 3))):
+            cells = draw(st.lists(st.integers(0, 6), min_size=TYPES * WINDOWS, max_size=TYPES * WINDOWS))
+            gpus = np.array(cells).reshape(WINDOWS, TYPES)
+            offers.append(Offer(model, gpus, gpus @ PRICES + draw(st.integers(0, 3))))
+    hours = np.array(draw(st.lists(st.integers(1, 4), min_size=WINDOWS, max_size=WINDOWS)), float)
+    most = st.integers(0, 15)
+    limits = [
+        Limit(0, draw(most)),
+        Limit(1, draw(most)),
+        Limit("gpus", draw(most)),
+        Limit("usd", 3.0 * draw(most)),
+    ]
+    return Question(tuple(offers), hours, tuple(draw(st.permutations(limits))[: draw(st.integers(0, 4))]))
+
+
+def every_choice(question):
+    """All combinations that keep to the limits: dollars an hour, and the offers."""
+    models = sorted({offer.model for offer in question.offers})
+    of_model = [[o for o, offer in enumerate(question.offers) if offer.model == m] for m in models]
+    for chosen in itertools.product(*of_model):
+        if all(question.peak(limit, chosen) <= limit.most + 1e-6 for limit in question.limits):
+            yield sum(question.usd_per_h(question.offers[o]) for o in chosen), chosen
+
+
+@given(questions())
+def test_no_combination_within_the_limits_is_cheaper(question):
+    found = sorted(every_choice(question))
+    if not found:
+        with pytest.raises(Infeasible):
+            choose(question)
+        return
+    choice = choose(question)
+    assert choice.usd_per_h == pytest.approx(found[0][0], abs=1e-4)
+    assert choice.offers in [chosen for _, chosen in found]
+
+
+@given(questions(), st.integers(0, 3))
+def test_the_least_growth_of_a_limit_is_enough_and_one_gpu_less_is_not(question, which):
+    if not question.limits:
+        return
+    which %= len(question.limits)
+    try:
+        below = choose(question).usd_per_h
+    except Infeasible:
+        below = None
+
+    def is_enough(more):
+        found = [usd for usd, _ in every_choice(raised(question, which, more))]
+        return bool(found) and (below is None or min(found) <= below - 0.01 + 1e-6)
+
+    more = least_excess(question, which, below)
+    if more is None:
+        assert not is_enough(1000)
+    else:
+        assert is_enough(more + 1e-6)
+        assert more == 0 or not is_enough(more - (0.05 if question.limits[which].of == "usd" else 1))
+
+
+@given(questions())
+def test_the_cheapest_relaxation_leaves_a_choice(question):
+    if not question.limits:
+        return
+    relaxed = question
+    for which, more in cheapest_relaxation(question, [1.0] * len(question.limits)).items():
+        relaxed = raised(relaxed, which, more + 1e-6)
+    assert list(every_choice(relaxed))

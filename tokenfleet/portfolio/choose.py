@@ -1,0 +1,165 @@
+"""The choice of one fleet for each model, so that all of them keep to the limits at least cost.
+
+An *offer* o is one way to serve one model: what it takes in each window of time. With x_o binary,
+
+    minimise    Σ hours_w · usd_ow · x_o / Σ hours_w
+    subject to  Σ x_o = 1                      for each model
+                Σ used_l(o, w) · x_o <= most_l     for each limit l and window w
+
+used_l counts GPUs of one type, GPUs, or dollars an hour. Fleets are the planner's own, whole, so what is
+chosen is what it has replayed. Windows tie no offers together: a model that sleeps while another is awake
+leaves it its GPUs.
+
+How far a limit is from making the answer cheaper is another solve, with the limit's excess to be least and
+the cost to be less; integer programs have no useful duals.
+
+Written with PuLP and solved by HiGHS, as in controlplane/scaler/mix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pulp
+from numpy.typing import NDArray
+
+from controlplane.errors import Infeasible
+from controlplane.scaler.mix import solver
+
+_CENT = 0.01  # a saving of less an hour is none
+_TIE = 1e-6  # dollars a GPU: of equally dear answers the one with fewer GPUs
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One way to serve model number `model`: GPUs by type [windows, types], dollars an hour [windows]."""
+
+    model: int
+    gpus: NDArray[np.int64]
+    usd_per_h: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most in every window: of GPUs of type number `of`, of all GPUs (`gpus`), or of dollars (`usd`)."""
+
+    of: int | str
+    most: float
+
+    def used(self, offer: Offer) -> NDArray[np.float64]:
+        """What an offer takes of it [windows]."""
+        if self.of == "usd":
+            return offer.usd_per_h
+        gpus = offer.gpus.sum(axis=1) if self.of == "gpus" else offer.gpus[:, int(self.of)]
+        return np.asarray(gpus, np.float64)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The offer of each model, by its place among the offers, and the mean dollars an hour of all."""
+
+    offers: tuple[int, ...]
+    usd_per_h: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """Offers for each model, the windows' lengths in hours [windows], and the limits."""
+
+    offers: tuple[Offer, ...]
+    hours: NDArray[np.float64]
+    limits: tuple[Limit, ...]
+
+    def usd_per_h(self, offer: Offer) -> float:
+        """Dollars an hour of an offer, over all windows."""
+        return float((self.hours * offer.usd_per_h).sum() / self.hours.sum())
+
+    def peak(self, limit: Limit, chosen: Sequence[int]) -> float:
+        """The most that the chosen offers take of a limit in any window."""
+        return float(sum(limit.used(self.offers[o]) for o in chosen).max())  # type: ignore[union-attr]
+
+
+def choose(question: Question) -> Choice:
+    """The cheapest choice. Raises Infeasible where none keeps to the limits."""
+    return _Program(question).cheapest()
+
+
+def least_excess(question: Question, which: int, below_usd_per_h: float | None = None) -> float | None:
+    """By how much limit number `which` must grow, the others held, for an answer to exist.
+
+    With `below_usd_per_h` for one that costs a cent less than this. None where no growth is enough.
+    """
+    program = _Program(question, frozenset({which}))
+    try:
+        return program.least_excess({which: 1.0}, below_usd_per_h)[which]
+    except Infeasible:
+        return None
+
+
+def cheapest_relaxation(question: Question, prices: Sequence[float]) -> dict[int, float]:
+    """By how much limits must grow, by their number, where the growth of each has a price and is cheapest."""
+    every = range(len(question.limits))
+    excess = _Program(question, frozenset(every)).least_excess(dict(zip(every, prices, strict=True)))
+    return {limit: more for limit, more in excess.items() if more > 0}
+
+
+def raised(question: Question, which: int, more: float) -> Question:
+    """The question with one limit larger."""
+    limits = list(question.limits)
+    limits[which] = replace(limits[which], most=limits[which].most + more)
+    return replace(question, limits=tuple(limits))
+
+
+class _Program:
+    """The integer program; limits in `elastic` may be exceeded."""
+
+    def __init__(self, question: Question, elastic: frozenset[int] = frozenset()) -> None:
+        self._question = question
+        self._problem = pulp.LpProblem("portfolio", pulp.LpMinimize)
+        self._x = [self._problem.add_variable(f"x{o}", cat="Binary") for o in range(len(question.offers))]
+        for model in sorted({offer.model for offer in question.offers}):
+            of_model = [x for x, offer in zip(self._x, question.offers, strict=True) if offer.model == model]
+            self._problem += pulp.lpSum(of_model) == 1
+        self._excess = {}
+        for number, limit in enumerate(question.limits):
+            most = limit.most + 1e-9
+            if number in elastic:
+                whole = "Continuous" if limit.of == "usd" else "Integer"
+                self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=0, cat=whole)
+                most = most + self._excess[number]
+            used = np.stack([limit.used(offer) for offer in question.offers], axis=1)
+            for row in np.unique(used, axis=0):  # windows that are alike are one
+                self._problem += (
+                    pulp.lpSum(float(u) * x for u, x in zip(row, self._x, strict=True) if u) <= most
+                )
+        usd = [question.usd_per_h(offer) for offer in question.offers]
+        gpus = [float(offer.gpus.sum(axis=1).mean()) for offer in question.offers]
+        self._usd = pulp.lpSum(u * x for u, x in zip(usd, self._x, strict=True))
+        self._ranked = self._usd + pulp.lpSum(_TIE * g * x for g, x in zip(gpus, self._x, strict=True))
+
+    def cheapest(self) -> Choice:
+        self._problem += self._ranked
+        self._solve()
+        chosen = tuple(o for o, x in enumerate(self._x) if (pulp.value(x) or 0.0) > 0.5)
+        return Choice(chosen, sum(self._question.usd_per_h(self._question.offers[o]) for o in chosen))
+
+    def least_excess(
+        self, prices: dict[int, float], below_usd_per_h: float | None = None
+    ) -> dict[int, float]:
+        """What each elastic limit is exceeded by, the sum at these prices being least."""
+        if below_usd_per_h is not None:
+            self._problem += self._usd <= below_usd_per_h - _CENT
+        self._problem += pulp.lpSum(prices[number] * more for number, more in self._excess.items())
+        self._solve()
+        found = {number: float(pulp.value(more) or 0.0) for number, more in self._excess.items()}
+        return {
+            number: more if self._question.limits[number].of == "usd" else float(round(more))
+            for number, more in found.items()
+        }
+
+    def _solve(self) -> None:
+        self._problem.solve(solver())
+        if pulp.LpStatus[self._problem.status] != "Optimal":
+            raise Infeasible("no choice of fleets keeps to the limits")

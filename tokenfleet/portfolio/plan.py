@@ -1,0 +1,294 @@
+"""The plan of a portfolio: for each model and type of GPU the planner's own fleet, and the cheapest choice.
+
+Each model is planned by itself on every type of GPU that it may have, with its schedule. These plans are
+the offers among which choose.py chooses. All schedules are laid on one axis of time: that of the clock where
+every trace has one, all days being alike; else all traces begin together. Beside its trace a model has its
+whole fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput, ControlPlaneError, Infeasible
+from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.planning.inputs import gather
+from tokenfleet.planning.plan_file import PlanFile, parse_plan
+from tokenfleet.planning.schedule import Stretch, paid
+from tokenfleet.portfolio.choose import (
+    Choice,
+    Limit,
+    Offer,
+    Question,
+    cheapest_relaxation,
+    choose,
+    least_excess,
+    raised,
+)
+from tokenfleet.portfolio.request import Portfolio
+from tokenfleet.traces import read_traces
+from tokenfleet.whatif.axes import Task
+from tokenfleet.whatif.cache import Cache
+from tokenfleet.whatif.run import results_of
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one model gets: its plan, and what the whole fleet costs if it never changes (dollars an hour).
+
+    `usd_per_h`: on the schedule. `others`: the same of the types of GPU that were not taken, or why there is
+    no fleet of them.
+    """
+
+    name: str
+    gpu: str
+    plan: PlanFile
+    usd_per_h: float
+    constant_usd_per_h: float
+    others: Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A limit, the most that is taken of it at any time, and what more of it saves.
+
+    `saves_usd_per_h` with `more`: the least growth after which the answer is cheaper; None where none is.
+    """
+
+    name: str
+    most: float
+    peak: float
+    more: float | None
+    saves_usd_per_h: float | None
+
+
+@dataclass(frozen=True)
+class PortfolioPlan:
+    """The answer: a row for each model, the limits, and GPUs by type over time.
+
+    `unlimited_usd_per_h`: what it would cost without limits; `apart_usd_per_h`: with them, if no fleet ever
+    changed (None where the limits do not allow that). `edges_s`: the windows' edges; `gpus` [windows, types].
+    """
+
+    rows: tuple[Row, ...]
+    uses: tuple[Use, ...]
+    usd_per_h: float
+    unlimited_usd_per_h: float
+    constant_usd_per_h: float | None
+    gpu_types: tuple[str, ...]
+    edges_s: NDArray[np.float64]
+    gpus: NDArray[np.int64]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A model's fleet of one type of GPU, and when it has how many workers."""
+
+    model: int
+    gpu: str
+    plan: PlanFile
+    fleet: Fleet
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The plans to make: each with its model's number and its GPU. Their numbers are their places."""
+
+    tasks: tuple[tuple[int, str, Task], ...]
+    warnings: tuple[str, ...]
+
+
+def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
+    """A plan to make for each model and type of GPU.
+
+    Raises BadInput for a trace, a model or a price that is not known, and GPUs that no model may have.
+    """
+    tasks: list[tuple[int, str, Task]] = []
+    warnings: dict[str, None] = {}
+    for number, model in enumerate(portfolio.models):
+        try:
+            gathered = gather(read_traces(model.traces), model.request, None, today)
+        except ControlPlaneError as refusal:
+            raise BadInput(f"{model.name}: {refusal}") from None
+        warnings.update(dict.fromkeys(f"{model.name}: {warning}" for warning in gathered.inputs.warnings))
+        for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
+            types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
+            if any(t.usd_per_h is None for t in types):
+                raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
+            if portfolio.gpus.get(gpu) != 0:
+                task = Task(len(tasks), gathered.workload, types, model.request, gathered.inputs, True)
+                tasks.append((number, gpu, task))
+    for gpu, most in portfolio.gpus.items():
+        if most and all(gpu != one for _, one, _ in tasks):
+            raise BadInput(f"limits.gpus: {gpu}: no model may have it")
+    return Tasks(tuple(tasks), tuple(warnings))
+
+
+def plan_portfolio(
+    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
+) -> PortfolioPlan:
+    """The cheapest choice of fleets within the limits. `told` is called after each task.
+
+    Raises Infeasible where a model has no fleet on any GPU on offer, or the limits leave no choice; then
+    with the cheapest relaxation.
+    """
+    results = results_of([task for _, _, task in asked.tasks], jobs, None, cache, told)
+    made: list[_Made] = []
+    without: dict[tuple[int, str], str] = {}
+    for number, gpu, task in asked.tasks:
+        result = results[task.number]
+        where = f"{portfolio.models[number].name} on {gpu}"
+        plan = None if result["plan"] is None else parse_plan(result["plan"], where)
+        if plan is None or not plan.feasible:
+            without[number, gpu] = result["error"] if plan is None else plan.reason or "no fleet"
+        else:
+            made.append(_of_plan(number, gpu, plan))
+    for number, model in enumerate(portfolio.models):
+        if all(one.model != number for one in made):
+            reasons = "; ".join(f"{gpu}: {why}" for (n, gpu), why in without.items() if n == number)
+            raise Infeasible(f"{model.name}: no GPU on offer serves it within its targets ({reasons})")
+    return _chosen(portfolio, made, without, asked.warnings)
+
+
+def _of_plan(number: int, gpu: str, plan: PlanFile) -> _Made:
+    scale = plan.inputs.rate_scale
+    # In whole seconds, so that stretches of two traces that end together do so.
+    wanted = [Stretch(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule]
+    wanted = [s for s in wanted if s.end_s > s.start_s]
+    detail = plan.schedule_detail
+    if wanted and detail is not None and detail.paid is not None:
+        wanted = list(paid(wanted, detail.paid.cold_start_s).stretches)
+    return _Made(number, gpu, plan, Fleet(plan.groups), tuple(wanted))
+
+
+def _chosen(
+    portfolio: Portfolio,
+    made: Sequence[_Made],
+    without: Mapping[tuple[int, str], str],
+    warnings: tuple[str, ...],
+) -> PortfolioPlan:
+    types = tuple(sorted({one.gpu for one in made}))
+    starts_s = _starts_s(portfolio, made)
+    edges_s = _edges_s(made, starts_s)
+    offers = tuple(_offer(one, starts_s[one.model], edges_s, types) for one in made)
+    named = _limits(portfolio, types)
+    question = Question(offers, np.diff(edges_s) / 3600.0, tuple(limit for _, limit in named))
+    try:
+        choice = choose(question)
+    except Infeasible:
+        raise Infeasible(_what_gives(question, named)) from None
+    free = choose(replace(question, limits=()))
+    constant = replace(question, offers=tuple(_at_most(offer) for offer in offers))
+    try:
+        fixed = choose(constant).usd_per_h
+    except Infeasible:
+        fixed = None
+    rows = []
+    for number, taken in enumerate(choice.offers):
+        others: dict[str, float | str] = {gpu: why for (n, gpu), why in without.items() if n == number}
+        for o, one in enumerate(made):
+            if one.model == number and o != taken:
+                others[one.gpu] = question.usd_per_h(offers[o])
+        rows.append(
+            Row(
+                portfolio.models[number].name,
+                made[taken].gpu,
+                made[taken].plan,
+                question.usd_per_h(offers[taken]),
+                made[taken].fleet.usd_per_hour or 0.0,
+                others,
+            )
+        )
+    return PortfolioPlan(
+        tuple(rows),
+        tuple(_use(question, number, name, choice) for number, (name, _) in enumerate(named)),
+        choice.usd_per_h,
+        free.usd_per_h,
+        fixed,
+        types,
+        edges_s,
+        np.sum([offers[o].gpus for o in choice.offers], axis=0),
+        warnings,
+    )
+
+
+def _starts_s(portfolio: Portfolio, made: Sequence[_Made]) -> list[float]:
+    """When each model's trace begins on the common axis, which begins with the first of them."""
+    clocks = {one.model: one.plan.inputs.clock_start_unix_s for one in made}
+    if any(clock is None for clock in clocks.values()):
+        return [0.0] * len(portfolio.models)
+    of_day = [(clocks[number] or 0.0) % DAY_S for number in range(len(portfolio.models))]
+    return [float(round(start_s - min(of_day))) for start_s in of_day]
+
+
+def _edges_s(made: Sequence[_Made], starts_s: Sequence[float]) -> NDArray[np.float64]:
+    """Where any fleet's size changes; one window of an hour where none has a schedule."""
+    edges = {starts_s[one.model] + t for one in made for s in one.stretches for t in (s.start_s, s.end_s)}
+    found: NDArray[np.float64] = np.unique(np.array([*edges, 0.0]))
+    return found if len(found) > 1 else np.array([0.0, 3600.0])
+
+
+def _offer(made: _Made, start_s: float, edges_s: NDArray[np.float64], types: Sequence[str]) -> Offer:
+    middles = (edges_s[:-1] + edges_s[1:]) / 2 - start_s
+    gpus = np.zeros((len(middles), len(types)), np.int64)
+    usd = np.zeros(len(middles))
+    for w, at_s in enumerate(middles):
+        counts = (s.workers for s in made.stretches if s.start_s <= at_s < s.end_s)
+        fleet = apportioned(made.fleet, next(counts, made.fleet.workers))
+        gpus[w, types.index(made.gpu)] = fleet.gpus
+        usd[w] = fleet.usd_per_hour or 0.0
+    return Offer(made.model, gpus, usd)
+
+
+def _at_most(offer: Offer) -> Offer:
+    """The offer with its largest window's fleet all the time."""
+    gpus, usd = offer.gpus.max(axis=0), offer.usd_per_h.max()
+    return replace(
+        offer, gpus=np.broadcast_to(gpus, offer.gpus.shape), usd_per_h=np.full(len(offer.usd_per_h), usd)
+    )
+
+
+def _limits(portfolio: Portfolio, types: Sequence[str]) -> list[tuple[str, Limit]]:
+    """The limits and their names as the file has them."""
+    limits = [
+        (f"gpus.{gpu}", Limit(types.index(gpu), most)) for gpu, most in portfolio.gpus.items() if gpu in types
+    ]
+    if portfolio.max_gpus is not None:
+        limits.append(("max-gpus", Limit("gpus", portfolio.max_gpus)))
+    if portfolio.budget_usd_per_h is not None:
+        limits.append(("budget-usd-per-h", Limit("usd", portfolio.budget_usd_per_h)))
+    return limits
+
+
+def _use(question: Question, number: int, name: str, choice: Choice) -> Use:
+    limit = question.limits[number]
+    more = least_excess(question, number, choice.usd_per_h)
+    saves = None if more is None else choice.usd_per_h - choose(raised(question, number, more)).usd_per_h
+    return Use(name, limit.most, question.peak(limit, choice.offers), more, saves)
+
+
+def _what_gives(question: Question, named: Sequence[tuple[str, Limit]]) -> str:
+    """Why no choice keeps to the limits: what of all to raise, at least cost, and of each by itself."""
+    price = float(np.mean([o.usd_per_h.sum() / max(o.gpus.sum(), 1) for o in question.offers]))
+    prices = [1.0 if limit.of == "usd" else price for _, limit in named]
+    raise_these = cheapest_relaxation(question, prices)
+    least = ", ".join(_raised_text(named[number], more) for number, more in raise_these.items())
+    alone = []
+    for number, one in enumerate(named):
+        more = least_excess(question, number)
+        alone.append(f"{one[0]} alone: " + ("no rise is enough" if more is None else _raised_text(one, more)))
+    return f"the limits leave no choice of fleets; the cheapest way out: {least} ({'; '.join(alone)})"
+
+
+def _raised_text(named: tuple[str, Limit], more: float) -> str:
+    name, limit = named
+    return f"{name} {limit.most:g} -> {limit.most + more:.10g}"

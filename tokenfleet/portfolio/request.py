@@ -1,0 +1,139 @@
+"""The portfolio file: models with their traces and targets, and the limits that they share.
+
+schema: tokenfleet.portfolio/1
+limits: {gpus: {h100: 16, a100: 32}, max-gpus: 40, budget-usd-per-h: 90}
+defaults: {gpu: [h100, a100], confidence: 0.95}
+models:
+- {name: chat, trace: chat.csv, model: llama-3.1-70b, slo: {ttft: 1.6s, tpot: 75ms}}
+- {name: code, trace: [mon.csv, tue.csv], model: llama-3.1-8b, slo: "ttft=400ms,tpot=30ms", rate-scale: 2}
+
+A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes. Paths are from the
+file's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from controlplane.errors import BadInput, ControlPlaneError
+from tokenfleet.field_errors import nearest, parse_yaml, read_text
+from tokenfleet.planning.request import Option, PlanRequest, options
+from tokenfleet.profiles.library import canonical_gpus
+
+SCHEMA = "tokenfleet.portfolio/1"
+MOST_MODELS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model to plan for: its requests, and what is asked of their fleet."""
+
+    name: str
+    traces: tuple[Path, ...]
+    request: PlanRequest
+
+
+@dataclass(frozen=True)
+class Portfolio:
+    """Models, and what all of them may take: GPUs by type, GPUs, dollars an hour (None: no limit)."""
+
+    models: tuple[Model, ...]
+    gpus: Mapping[str, int]
+    max_gpus: int | None = None
+    budget_usd_per_h: float | None = None
+
+
+class _Limits(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, alias_generator=lambda name: name.replace("_", "-")
+    )
+
+    gpus: dict[str, Annotated[int, Field(ge=0, le=1_000_000)]] = {}
+    max_gpus: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    budget_usd_per_h: Annotated[float, Field(gt=0, le=1e9, strict=False, allow_inf_nan=False)] | None = None
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    trace: str | Annotated[list[str], Field(min_length=1, max_length=100)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    form: Literal["tokenfleet.portfolio/1"] = Field(alias="schema")
+    models: Annotated[list[_Model], Field(min_length=1, max_length=MOST_MODELS)]
+    limits: _Limits = _Limits()
+    defaults: dict[str, Any] = {}
+
+
+def read_portfolio(path: Path) -> Portfolio:
+    """The portfolio in a file. Raises BadInput naming the file, the model and the field."""
+    file = parse_yaml(
+        read_text(path), str(path), _File, f"not a portfolio: expected `schema: {SCHEMA}` and its fields"
+    )
+    names = [model.name for model in file.models]
+    if len(set(names)) < len(names):
+        again = next(name for i, name in enumerate(names) if name in names[:i])
+        raise BadInput(f"{path}: models: {again} stands there twice")
+    gpus: dict[str, int] = {}
+    for name, most in file.limits.gpus.items():
+        (gpu, *_) = canonical_gpus(name)
+        if gpu in gpus:
+            raise BadInput(f"{path}: limits.gpus: {name}: {gpu} stands there twice")
+        gpus[gpu] = most
+    return Portfolio(
+        tuple(_model(path, model, file.defaults) for model in file.models),
+        gpus,
+        file.limits.max_gpus,
+        file.limits.budget_usd_per_h,
+    )
+
+
+def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
+    where = f"{path}: models: {model.name}"
+    flags = {option.flag: option for option in options()}
+    values: dict[str, Any] = {}
+    for place, fields in ((f"{path}: defaults", defaults), (where, model.model_extra or {})):
+        for key, value in fields.items():
+            flag = str(key).replace("_", "-")
+            if flag not in flags:
+                raise BadInput(f"{place}: {key}: no such flag of `tokenfleet plan`{nearest(flag, flags)}")
+            try:
+                values[flags[flag].field] = _value(flags[flag], value, path.parent)
+            except BadInput as refusal:
+                fault = str(refusal).removeprefix(f"--{flag}: ")
+                raise BadInput(f"{place}: {key}: {fault}") from None
+    if missing := next((o for o in flags.values() if o.is_required and o.field not in values), None):
+        raise BadInput(f"{where}: {missing.flag}: missing; {missing.about.help}")
+    try:
+        request = PlanRequest(**values).consistent()
+    except ControlPlaneError as refusal:
+        raise BadInput(f"{where}: {refusal}") from None
+    traces = [model.trace] if isinstance(model.trace, str) else model.trace
+    return Model(model.name, tuple(path.parent / trace for trace in traces), request)
+
+
+def _value(option: Option, value: Any, folder: Path) -> Any:
+    """A setting as the option has it; YAML's mappings and lists stand for the text of a flag."""
+    if option.kind == "file":
+        paths = [folder / str(one) for one in (value if isinstance(value, list) else [value])]
+        return option.checked(tuple(paths) if option.is_list else paths[0])
+    return option.read(_text(value))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={_text(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return "+".join(_text(one) for one in value)
+    return str(value)

@@ -1,0 +1,170 @@
+"""The views of a portfolio's plan: JSON, tables for the terminal, and a page with GPUs over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tokenfleet import __version__
+from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
+from tokenfleet.report.figures import Figure
+from tokenfleet.report.page import page, section
+from tokenfleet.report.tables import share_text, usd_text
+from tokenfleet.whatif.pareto import fleet_text
+
+SCHEMA = "tokenfleet.portfolio-plan/1"
+_MODELS = ("model", "fleet", "whole", "on schedule", "at least", "on other GPUs")
+_LIMITS = ("limit", "most", "taken at once", "more of it")
+
+
+def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
+    """The JSON of `tokenfleet.portfolio-plan/1`."""
+    return {
+        "schema": SCHEMA,
+        "usd_per_hour": plan.usd_per_h,
+        "unlimited_usd_per_hour": plan.unlimited_usd_per_h,
+        "constant_usd_per_hour": plan.constant_usd_per_h,
+        "models": [
+            {
+                "name": row.name,
+                "gpu": row.gpu,
+                "usd_per_hour": row.usd_per_h,
+                "constant_usd_per_hour": row.constant_usd_per_h,
+                "others": [
+                    {"gpu": gpu, "usd_per_hour": None, "reason": found}
+                    if isinstance(found, str)
+                    else {"gpu": gpu, "usd_per_hour": found, "reason": None}
+                    for gpu, found in row.others.items()
+                ],
+                "plan": row.plan.document,
+            }
+            for row in plan.rows
+        ],
+        "limits": [
+            {
+                "name": use.name,
+                "most": use.most,
+                "peak": use.peak,
+                "more": use.more,
+                "saves_usd_per_hour": use.saves_usd_per_h,
+            }
+            for use in plan.uses
+        ],
+        "gpus": [
+            {"start_s": start_s, "end_s": end_s}
+            | {gpu: int(count) for gpu, count in zip(plan.gpu_types, counts, strict=True)}
+            for start_s, end_s, counts in zip(plan.edges_s[:-1], plan.edges_s[1:], plan.gpus, strict=True)
+        ],
+        "warnings": list(plan.warnings),
+    }
+
+
+def headline(plan: PortfolioPlan) -> str:
+    """The answer in one sentence."""
+    most = ", ".join(
+        f"{int(count)} {gpu}"
+        for gpu, count in zip(plan.gpu_types, plan.gpus.max(axis=0), strict=True)
+        if count
+    )
+    return f"{usd_text(plan.usd_per_h)} for {len(plan.rows)} models, with {most} at most"
+
+
+def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
+    """A row for each model, a row for each limit, and what limits and schedules are worth."""
+    yield Text(headline(plan), style="bold")
+    for columns, rows in (
+        (_MODELS, [_model(row) for row in plan.rows]),
+        (_LIMITS, [_limit(u) for u in plan.uses]),
+    ):
+        if rows:
+            table = Table(*columns)
+            for cells in rows:
+                table.add_row(*cells)
+            yield table
+    for sentence in _sentences(plan):
+        yield Text(f"  {sentence}")
+
+
+def _model(row: Row) -> tuple[str, ...]:
+    low = row.plan.attainment.low
+    others = ", ".join(
+        f"{gpu} {usd_text(found) if isinstance(found, float) else 'none'}"
+        for gpu, found in row.others.items()
+    )
+    return (
+        row.name,
+        fleet_text(row.plan),
+        usd_text(row.constant_usd_per_h),
+        usd_text(row.usd_per_h),
+        "-" if low is None else share_text(low),
+        others or "-",
+    )
+
+
+def _limit(use: Use) -> tuple[str, ...]:
+    gain = "no rise makes the answer cheaper"
+    if use.more is not None and use.saves_usd_per_h is not None:
+        gain = f"{use.more:.4g} more would save {usd_text(use.saves_usd_per_h)}"
+    return use.name, f"{use.most:g}", f"{use.peak:.4g}", gain
+
+
+def _sentences(plan: PortfolioPlan) -> Iterator[str]:
+    if plan.uses:
+        yield f"without limits: {usd_text(plan.unlimited_usd_per_h)}"
+    if plan.constant_usd_per_h is None:
+        yield "fleets that never change would not keep to the limits"
+    else:
+        yield f"if no fleet ever changed: {usd_text(plan.constant_usd_per_h)}"
+
+
+def portfolio_report(plan: PortfolioPlan) -> str:
+    """The page: GPUs of each type over time, models, limits."""
+    return page(
+        "Tokenfleet portfolio",
+        headline(plan),
+        "; ".join(_sentences(plan)),
+        "",
+        [_over_time(plan)],
+        [
+            section("Models", _MODELS, [_model(row) for row in plan.rows]),
+            section("Limits", _LIMITS, [_limit(use) for use in plan.uses]),
+        ],
+        f"Made by tokenfleet {__version__}. Latencies come from simulation, not from a running fleet.",
+    )
+
+
+def _over_time(plan: PortfolioPlan) -> Figure:
+    unit, per = ("min", 60.0) if plan.edges_s[-1] - plan.edges_s[0] < 4 * 3600 else ("h", 3600.0)
+    edges = [round(float(t) / per, 4) for t in plan.edges_s]
+    colors = ("--blue", "--orange", "--green", "--purple")
+    data = [
+        {
+            "x": edges,
+            "y": [*map(int, plan.gpus[:, i]), int(plan.gpus[-1, i])],
+            "name": gpu,
+            "stackgroup": "gpus",
+            "line": {"shape": "hv", "width": 1.5, "color": colors[i % len(colors)]},
+        }
+        for i, gpu in enumerate(plan.gpu_types)
+    ]
+    layout = {
+        "xaxis": {"title": {"text": f"time ({unit})"}},
+        "yaxis": {"title": {"text": "GPUs"}, "rangemode": "tozero"},
+    }
+    rows = [
+        (f"{a:g}", f"{b:g}", *map(str, counts))
+        for a, b, counts in zip(edges[:-1], edges[1:], plan.gpus.tolist(), strict=True)
+    ]
+    return Figure(
+        "gpus",
+        "GPUs over time",
+        "GPUs of each type that all models take together, on their schedules.",
+        {"data": data, "layout": layout},
+        (f"from ({unit})", f"to ({unit})", *plan.gpu_types),
+        rows,
+        True,
+    )
