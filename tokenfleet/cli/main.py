@@ -35,7 +35,7 @@ class Verb(NamedTuple):
 VERBS = {
     "plan": Verb("tokenfleet.cli.plan", "plan_command", "trace + SLOs: the cheapest fleet, and why"),
     "whatif": Verb("tokenfleet.cli.whatif", "whatif_command", "the plan over a grid of changes"),
-    "portfolio": Verb("tokenfleet.cli.portfolio", "portfolio_command", "several models on one budget"),
+    "portfolio": Verb("tokenfleet.cli.plan", "portfolio_command", "several models on one budget"),
     "simulate": Verb("tokenfleet.cli.simulate", "simulate_command", "one fleet, one trace, one policy"),
     "profile": Verb("tokenfleet.cli.profile", "profile_command", "measure a real engine's steps"),
     "compare": Verb("tokenfleet.cli.compare", "compare_command", "a running fleet against the simulator"),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pulp
@@ -122,22 +123,23 @@ class _Program:
         for model in sorted({offer.model for offer in question.offers}):
             of_model = [x for x, offer in zip(self._x, question.offers, strict=True) if offer.model == model]
             self._problem += pulp.lpSum(of_model) == 1
-        self._excess = {}
+        self._excess: dict[int, Any] = {}
         for number, limit in enumerate(question.limits):
-            most = limit.most + 1e-9
-            if number in elastic:
-                whole = "Continuous" if limit.of == "usd" else "Integer"
-                self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=0, cat=whole)
-                most = most + self._excess[number]
-            used = np.stack([limit.used(offer) for offer in question.offers], axis=1)
-            for row in np.unique(used, axis=0):  # windows that are alike are one
-                self._problem += (
-                    pulp.lpSum(float(u) * x for u, x in zip(row, self._x, strict=True) if u) <= most
-                )
+            self._limit(number, limit, number in elastic)
         usd = [question.usd_per_h(offer) for offer in question.offers]
         gpus = [float(offer.gpus.sum(axis=1).mean()) for offer in question.offers]
         self._usd = pulp.lpSum(u * x for u, x in zip(usd, self._x, strict=True))
         self._ranked = self._usd + pulp.lpSum(_TIE * g * x for g, x in zip(gpus, self._x, strict=True))
+
+    def _limit(self, number: int, limit: Limit, is_elastic: bool) -> None:
+        most: Any = limit.most + 1e-9
+        if is_elastic:
+            whole = "Continuous" if limit.of == "usd" else "Integer"
+            self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=0, cat=whole)
+            most = most + self._excess[number]
+        used = np.stack([limit.used(offer) for offer in self._question.offers], axis=1)
+        for row in np.unique(used, axis=0):  # windows that are alike are one
+            self._problem += pulp.lpSum(float(u) * x for u, x in zip(row, self._x, strict=True)) <= most
 
     def cheapest(self) -> Choice:
         self._problem += self._ranked

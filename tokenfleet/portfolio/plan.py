@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from controlplane.errors import BadInput, ControlPlaneError, Infeasible
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.inputs import gather
+from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.portfolio.choose import (
@@ -30,7 +30,7 @@ from tokenfleet.portfolio.choose import (
     least_excess,
     raised,
 )
-from tokenfleet.portfolio.request import Portfolio
+from tokenfleet.portfolio.request import Model, Portfolio
 from tokenfleet.traces import read_traces
 from tokenfleet.whatif.axes import Task
 from tokenfleet.whatif.cache import Cache
@@ -115,15 +115,10 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
     tasks: list[tuple[int, str, Task]] = []
     warnings: dict[str, None] = {}
     for number, model in enumerate(portfolio.models):
-        try:
-            gathered = gather(read_traces(model.traces), model.request, None, today)
-        except ControlPlaneError as refusal:
-            raise BadInput(f"{model.name}: {refusal}") from None
+        gathered = _gathered(model, today)
         warnings.update(dict.fromkeys(f"{model.name}: {warning}" for warning in gathered.inputs.warnings))
         for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
             types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
-            if any(t.usd_per_h is None for t in types):
-                raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
             if portfolio.gpus.get(gpu) != 0:
                 task = Task(len(tasks), gathered.workload, types, model.request, gathered.inputs, True)
                 tasks.append((number, gpu, task))
@@ -131,6 +126,17 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
         if most and all(gpu != one for _, one, _ in tasks):
             raise BadInput(f"limits.gpus: {gpu}: no model may have it")
     return Tasks(tuple(tasks), tuple(warnings))
+
+
+def _gathered(model: Model, today: date | None) -> Gathered:
+    try:
+        gathered = gather(read_traces(model.traces), model.request, None, today)
+    except ControlPlaneError as refusal:
+        raise BadInput(f"{model.name}: {refusal}") from None
+    for worker_type in gathered.worker_types:
+        if worker_type.usd_per_h is None:
+            raise BadInput(f"{model.name}: no price known for {worker_type.gpu}; give one with `prices`")
+    return gathered
 
 
 def plan_portfolio(
@@ -192,22 +198,10 @@ def _chosen(
         fixed = choose(constant).usd_per_h
     except Infeasible:
         fixed = None
-    rows = []
-    for number, taken in enumerate(choice.offers):
-        others: dict[str, float | str] = {gpu: why for (n, gpu), why in without.items() if n == number}
-        for o, one in enumerate(made):
-            if one.model == number and o != taken:
-                others[one.gpu] = question.usd_per_h(offers[o])
-        rows.append(
-            Row(
-                portfolio.models[number].name,
-                made[taken].gpu,
-                made[taken].plan,
-                question.usd_per_h(offers[taken]),
-                made[taken].fleet.usd_per_hour or 0.0,
-                others,
-            )
-        )
+    rows = [
+        _row(portfolio.models[number].name, made, taken, question, without)
+        for number, taken in enumerate(choice.offers)
+    ]
     return PortfolioPlan(
         tuple(rows),
         tuple(_use(question, number, name, choice) for number, (name, _) in enumerate(named)),
@@ -219,6 +213,19 @@ def _chosen(
         np.sum([offers[o].gpus for o in choice.offers], axis=0),
         warnings,
     )
+
+
+def _row(
+    name: str,
+    made: Sequence[_Made],
+    taken: int,
+    question: Question,
+    without: Mapping[tuple[int, str], str],
+) -> Row:
+    one, usd = made[taken], [question.usd_per_h(offer) for offer in question.offers]
+    others: dict[str, float | str] = {gpu: why for (n, gpu), why in without.items() if n == one.model}
+    others |= {other.gpu: usd[o] for o, other in enumerate(made) if other.model == one.model and o != taken}
+    return Row(name, one.gpu, one.plan, usd[taken], one.fleet.usd_per_hour or 0.0, others)
 
 
 def _starts_s(portfolio: Portfolio, made: Sequence[_Made]) -> list[float]:
