@@ -1,4 +1,4 @@
-"""`tokenfleet plan` finds the cheapest fleet for one trace, and `tokenfleet portfolio` those of several models."""
+"""`tokenfleet plan`: the cheapest fleet for a trace, and `tokenfleet portfolio`: those of several models."""
 
 from __future__ import annotations
 

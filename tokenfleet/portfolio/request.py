@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from controlplane.errors import BadInput, ControlPlaneError
 from tokenfleet.field_errors import nearest, parse_yaml, read_text
-from tokenfleet.planning.request import Option, PlanRequest, options
+from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.profiles.library import canonical_gpus
 
 SCHEMA = "tokenfleet.portfolio/1"
@@ -99,7 +99,7 @@ def read_portfolio(path: Path) -> Portfolio:
 
 def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
     where = f"{path}: models: {model.name}"
-    flags = {option.flag: option for option in options()}
+    flags = {option.flag: option for option in options() if option.field != "classes"}
     values: dict[str, Any] = {}
     for place, fields in ((f"{path}: defaults", defaults), (where, model.model_extra or {})):
         for key, value in fields.items():
@@ -107,7 +107,7 @@ def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
             if flag not in flags:
                 raise BadInput(f"{place}: {key}: no such flag of `tokenfleet plan`{nearest(flag, flags)}")
             try:
-                values[flags[flag].field] = _value(flags[flag], value, path.parent)
+                values |= _values(flags[flag], value, path.parent)
             except BadInput as refusal:
                 fault = str(refusal).removeprefix(f"--{flag}: ")
                 raise BadInput(f"{place}: {key}: {fault}") from None
@@ -121,12 +121,15 @@ def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
     return Model(model.name, tuple(path.parent / trace for trace in traces), request)
 
 
-def _value(option: Option, value: Any, folder: Path) -> Any:
-    """A setting as the option has it; YAML's mappings and lists stand for the text of a flag."""
+def _values(option: Option, value: Any, folder: Path) -> dict[str, Any]:
+    """A setting as fields of a request; YAML's mappings and lists stand for the text of a flag."""
+    listed = value if isinstance(value, list) else [value]
+    if option.field == "slo":
+        return read_targets([_text(one) for one in listed])
     if option.kind == "file":
-        paths = [folder / str(one) for one in (value if isinstance(value, list) else [value])]
-        return option.checked(tuple(paths) if option.is_list else paths[0])
-    return option.read(_text(value))
+        paths = [folder / str(one) for one in listed]
+        return {option.field: option.checked(tuple(paths) if option.is_list else paths[0])}
+    return {option.field: option.read(_text(value))}
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ from planning_builders import save, worker
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import read_plan
+from tokenfleet.portfolio.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(
@@ -125,6 +126,14 @@ def test_each_models_plan_is_one_that_serve_reads(asked, folder):
     page = (folder / "out" / "portfolio.html").read_text()
     assert "GPUs over time" in page
     assert "early" in page
+
+
+def test_a_models_classes_are_those_of_plan(folder):
+    file = folder / "classes.yaml"
+    slo = '["chat:ttft=400ms,tpot=30ms", "batch:ttft=9s,tpot=90ms,attainment=0.9"]'
+    file.write_text(FILE.format(limits="{}").replace("{ttft: 500ms, tpot: 30ms}", slo))
+    for model in read_portfolio(file).models:
+        assert [one.name for one in model.request.slo_classes] == ["chat", "batch"]
 
 
 @pytest.mark.parametrize(
