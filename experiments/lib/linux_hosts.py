@@ -123,6 +123,22 @@ class Host:
         """Plug its cable in, or pull it."""
         _do("ip", "-n", self.switch, "link", "set", self.port, "up" if is_up else "down")
 
+    def reaches(self, other: Host, is_so: bool) -> None:
+        """Let what this host sends to another arrive, or be lost unsaid; the way back is untouched."""
+        if is_so:
+            _do("ip", "-n", self.name, "neigh", "del", other.ip, "dev", "eth0")
+        else:  # frames to a machine that is not there
+            nowhere = ["lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent"]
+            _do("ip", "-n", self.name, "neigh", "replace", other.ip, *nowhere)
+
+    def bound(self, megabits: float) -> None:
+        """Send at this rate at most, and drop what waits for longer than 0.4 s; 0 for no bound."""
+        if megabits:
+            rate = ["rate", f"{megabits}mbit", "burst", "16kb", "latency", "400ms"]
+            _do("tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
+        else:
+            _do("tc", "-n", self.name, "qdisc", "del", "dev", "eth0", "root")
+
     def die(self) -> None:
         """End it as a power cut does: silently, so that nobody is told."""
         self.link(False)

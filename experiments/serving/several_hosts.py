@@ -11,7 +11,9 @@ kv      64 MiB in blocks of 8 layers over the workers' KV transport, against the
         message between a gateway and a worker. It needs no engine.
 moves   requests moved once each; downtime from the cut-over to the target's first token, against two decode
         steps and 10 ms.
-faults  40 streams while the far host's cable is out for 5 s or for 60 s, or the host is killed.
+faults  40 streams while the far host's cable is out for 5 s or for 60 s, or the host is killed; while only
+        what it sends is lost (mute), or what it is sent (deaf), for 15 s; and while the link has 1 Mbit/s for
+        15 s. Streams that run on when the host is back show that what it says then changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,18 @@ LENGTHS, MOVES_OF_EACH = (256, 1024, 2048, 4096, 7800), 20
 BEFORE, OUTPUT_TOKENS = 20, 80  # tokens decoded before a move, and in all
 SLACK_S = 0.010
 STREAMS, STREAM_TOKENS = 40, 600
-FAULTS = ("link down 5 s", "host killed", "link down 60 s")
+HOST_KILLED = "host killed"
+# Of a fault, how long it is.
+FAULTS = {
+    "link down 5 s": 5.0,
+    HOST_KILLED: 0.0,
+    "link down 60 s": 60.0,
+    "mute 15 s": 15.0,
+    "deaf 15 s": 15.0,
+    "slow 15 s": 15.0,
+}
+HARMLESS = ("link down 5 s", "slow 15 s")
+SLOW_MBIT = 1.0
 ROUNDS = 20
 LONG_FLAGS = tuple("8192" if flag == "4096" else flag for flag in ENGINE_FLAGS)
 
@@ -282,27 +295,43 @@ async def _faulty(
         begun = sum(r["output_tokens"] > 0 for r in listed)
         if any(task.done() for task in running):
             raise RuntimeError("streams ended before the fault")
-    if fault == "host killed":
-        far.die()
-    else:
-        far.link(False)
-        await asyncio.sleep(5 if "5 s" in fault else 60)
-        far.link(True)
+    _spoil(cluster.hosts, fault, True)
+    await asyncio.sleep(FAULTS[fault])
+    _spoil(cluster.hosts, fault, False)
+    unfinished = sum(not task.done() for task in running)
     got: list[Stream] = await asyncio.gather(*running)
     result = {
         "fault": fault,
         "streams": STREAMS,
         "failed": sum(bool(s.error) for s in got),
         "silently wrong": sum(not s.error and list(s.content) != p for s, p in zip(got, plain, strict=True)),
+        "running when it was back": unfinished,
         "replays": len(await cluster.decisions("replay")) - replays,
         "longest gap_s": max(s.worst_gap_s for s in got),
     }
-    if fault != "link down 5 s":  # Ray gives such a node up for good: it joins anew
+    if fault not in HARMLESS:  # Ray gives such a node up for good: it joins anew
         if far.first_pid:
             far.die()
         await asyncio.to_thread(cluster.hosts.revive, far)
         await cluster.spread_out()
     return result
+
+
+def _spoil(hosts: Hosts, fault: str, is_on: bool) -> None:
+    """Bring a fault about, or take it away."""
+    near, far = hosts[0], hosts[1]
+    if fault == HOST_KILLED:
+        if is_on:
+            far.die()
+    elif fault.startswith("mute"):
+        far.reaches(near, not is_on)
+    elif fault.startswith("deaf"):
+        near.reaches(far, not is_on)
+    elif fault.startswith("slow"):
+        for host in (near, far):
+            host.bound(SLOW_MBIT if is_on else 0)
+    else:
+        far.link(not is_on)
 
 
 async def _one(cluster: Cluster, http: aiohttp.ClientSession, number: int) -> Stream:
@@ -377,7 +406,7 @@ def faults(asked: Any, cluster: Cluster) -> tuple[list[dict[str, Any]], dict[str
 
             results.append(asked.resume.part(f"{fault} {n}", one))
         row = {"what": fault, "rounds": len(results)}
-        for name in ("streams", "failed", "silently wrong", "replays"):
+        for name in ("streams", "failed", "silently wrong", "running when it was back", "replays"):
             row[name] = sum(r[name] for r in results)
         row["longest gap (s)"] = max(r["longest gap_s"] for r in results)
         rows.append(row)
