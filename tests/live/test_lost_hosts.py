@@ -8,6 +8,8 @@ import pytest
 import quiet_vllm  # noqa: F401  # first
 import zmq.asyncio
 from front import B, Front, profile
+from zmq.constants import Flag
+from zmq.error import Again
 
 from controlplane.errors import BadInput
 from controlplane.placement.queue import QueueSettings
@@ -97,6 +99,22 @@ def test_silence_is_said_and_so_is_its_end(play):
         assert await link.receive() == TELEMETRY
 
     play(story, suspect_s=0.05)
+
+
+def test_a_queue_that_nobody_empties_does_not_hide_that_nobody_speaks(play):
+    async def story(far, link):
+        async def full(frames, flags=0, **options):
+            if flags & Flag.DONTWAIT:
+                raise Again
+            await asyncio.Event().wait()
+
+        object.__setattr__(link._socket, "send_multipart", full)
+        try:
+            assert isinstance(await link.receive(), Lost)
+        finally:
+            object.__delattr__(link._socket, "send_multipart")
+
+    play(story, silence_s=0.05)
 
 
 def test_nothing_follows_the_end_of_a_link_whatever_the_worker_still_says(play):

@@ -178,7 +178,8 @@ class WorkerLink:
     async def _keep_alive(self) -> None:
         while True:
             await asyncio.sleep(wire.ALIVE_EVERY_S)
-            await self._socket.send_multipart([wire.ALIVE])
+            with suppress(Again):  # its queue is full: whether it is heard is looked at all the same
+                await self._socket.send_multipart([wire.ALIVE], flags=Flag.DONTWAIT)
             silent_s = time.monotonic() - self._heard_s
             if silent_s > wire.SILENCE_S:
                 await self._lose(f"silent for {silent_s:.0f} s")

@@ -186,6 +186,15 @@ def test_who_listens_between_two_hosts_reads_neither_the_secret_nor_what_is_move
         assert said not in wire
 
 
+def test_a_connection_to_a_host_that_has_gone_without_a_word_is_not_kept_for_ever(far):
+    transport, address, tables = far
+    tables.update({"s": [1]}, ())
+    fetch(transport, address, "s", 0, 1, DirectMemory(caches(seed=1)), [0])
+    ((connection,),) = transport._idle.values()
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
 def test_who_does_not_speak_tls_or_has_another_certificate_gets_nothing(far, monkeypatch):
     _, address, tables = far
     monkeypatch.setattr(kv_transport, "HANDSHAKE_S", 0.05)
