@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -158,11 +158,13 @@ class Unread:
     """A queue of batches with one reader. `tell` never waits, so that batches keep their order.
 
     A bounded asyncio.Queue would not do: of two senders waiting for a place, the later may be woken
-    first, and a request that has just moved has two senders.
+    first, and a request that has just moved has two senders. With a `sink`, which takes each batch as it is
+    told, nothing is queued.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self.sink: Callable[[EngineCoreOutputs], None] | None = None
         self._batches: deque[EngineCoreOutputs] = deque()
         self._news, self._room = asyncio.Event(), asyncio.Event()
         self._room.set()
@@ -172,6 +174,9 @@ class Unread:
 
     def tell(self, batch: EngineCoreOutputs) -> None:
         """Append a batch."""
+        if self.sink is not None:
+            self.sink(batch)
+            return
         self._batches.append(batch)
         self._news.set()
         if len(self._batches) >= self._most:

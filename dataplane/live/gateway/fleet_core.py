@@ -111,7 +111,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._predict = predict
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attached = Attachments(settings.slots)
-        self._unread = Unread(settings.max_unread)
+        self.unread = Unread(settings.max_unread)
         self._left: dict[RequestId, WorkerId] = {}
         self._solved_in_time = True
         self.is_starting: Callable[[], bool] = lambda: False
@@ -140,7 +140,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Return the next batch of outputs, in the order their tokens were tracked."""
-        return await self._unread.next()
+        return await self.unread.next()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Track a new request; it is placed at once where a worker has room, or waits."""
@@ -364,7 +364,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 event = Lost(f"its link broke: {error!r}")
             if isinstance(event, Outputs):
                 self._deliver(at, event.batch)
-                await self._unread.until_room()
+                await self.unread.until_room()
             elif isinstance(event, Telemetry):
                 at.telemetry = event
                 for take in self.on_step:
@@ -429,7 +429,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         if listened or batch.scheduler_stats is not None:
             batch.outputs = [output for _, output in listened]
             batch.engine_index, batch.timestamp = at.slot, now_s
-            self._unread.tell(batch)
+            self.unread.tell(batch)
         for tracked in broken:
             self._replay(tracked, f"{at.worker} ended it in an error")
 
@@ -457,7 +457,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     def _tell_end(self, tracked: Tracked, reason: FinishReason) -> None:
         output = EngineCoreOutput(tracked.id, [], finish_reason=reason)
-        self._unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+        self.unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
 
     # Segments.
 
@@ -565,7 +565,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         await self.fail([tracked.id for tracked in self.requests], "the gateway is shutting down")
         with suppress(TimeoutError):  # a front end that has stopped reading is not waited for
             async with asyncio.timeout(LAST_WORDS_S):
-                while len(self._unread):
+                while len(self.unread):
                     await asyncio.sleep(0.01)
         self.handovers.close()
         await asyncio.sleep(0.1)  # for it to write the last events

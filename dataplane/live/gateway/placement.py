@@ -257,6 +257,9 @@ class Placement(Account):
     @contextmanager
     def _without(self, rows: Collection[int]) -> Iterator[None]:
         """With these workers out of the choice."""
+        if not rows:
+            yield
+            return
         status, at = self._led.workers["status"], list(rows)
         before = status[at].copy()
         status[at] = OFF

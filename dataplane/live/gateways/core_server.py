@@ -102,7 +102,7 @@ class CoreServer:
     async def start(self, address: Path) -> None:
         """Listen at `address`, and pass outputs on."""
         self._server = await asyncio.start_unix_server(self._serve, address, limit=1 << 20)
-        self._spawn(self._pump())
+        self.core.unread.sink = self._share_out
 
     def await_gateways(self, names: Sequence[str]) -> None:
         """Of these an earlier core has let go: until they are here, for BACK_S, nobody's claim is new."""
@@ -249,18 +249,18 @@ class CoreServer:
         if at.parts == 0:
             del gateway.tickets[at.number]
 
-    async def _pump(self) -> None:
-        while True:
-            batch = await self.core.get_output_async()
-            parts: dict[Connected, list[EngineCoreOutput]] = {}
-            for output in batch.outputs:
-                gateway = self._owners.get(RequestId(output.request_id))
-                if gateway is not None:
-                    parts.setdefault(gateway, []).append(output)
-            if not parts and batch.scheduler_stats is not None and self._gateways:
-                parts[next(iter(self._gateways.values()))] = []  # statistics of a step without outputs
-            for gateway, outputs in parts.items():
-                self._pass_on(gateway, batch, outputs)
+    def _share_out(self, batch: EngineCoreOutputs) -> None:
+        """Pass a step's outputs on as they are told: a task of its own would cost a turn of the loop each."""
+        parts: dict[Connected, list[EngineCoreOutput]] = {}
+        for output in batch.outputs:
+            gateway = self._owners.get(RequestId(output.request_id))
+            if gateway is not None:
+                parts.setdefault(gateway, []).append(output)
+        if not parts and batch.scheduler_stats is not None and self._gateways:
+            parts[next(iter(self._gateways.values()))] = []  # statistics of a step without outputs
+        for gateway, outputs in parts.items():
+            self._pass_on(gateway, batch, outputs)
+            batch.scheduler_stats = None  # one gateway counts a step: their metrics are added up
 
     def _pass_on(self, gateway: Connected, batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> None:
         news = [self._news(gateway, RequestId(output.request_id)) for output in outputs]
