@@ -17,6 +17,7 @@ def row(i, **changes):
         "tpot_s": 0.02,
         "ttft_target_s": 1.0,
         "tpot_target_s": 0.1,
+        "slo_class": None,
         "worker": "w0",
         "moves": 0,
         "replays": 0,

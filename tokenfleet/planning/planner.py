@@ -44,7 +44,7 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.schedule import LONGEST_WAIT_S, Schedule, make_schedule, paid
+from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, far_above, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 
@@ -199,9 +199,11 @@ def _serving(
 def _schedule(
     replicates: Replicates, winner: Sizing, question: PlanRequest, pool: Threads
 ) -> Schedule | None:
-    """The schedule of a fleet; None for agents, whose sessions know no time of day, and work that waits."""
-    waits = any(slo.ttft_s > LONGEST_WAIT_S for slo in replicates.slos) and bool(replicates.classes)
-    if question.agents is not None or waits:
+    """The schedule of a fleet; None for agents, whose sessions know no time of day.
+
+    Nor is there one for work that waits where requests share prefixes or wait for each other.
+    """
+    if question.agents is not None or (waits(replicates) and not replicates.units.is_plain):
         return None
     return make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
 

@@ -5,6 +5,12 @@ that arrive in it. Every window must meet the target where the fleet sized on th
 are given back where they save most misses, until the whole trace meets the target too. What the full fleet
 has beyond the trace's own need (its margin for doubt) every window gets in proportion.
 
+**Work that can wait** is counted where least else is to be done: each request of a class that may wait longer
+than LONGEST_WAIT_S is laid into the window before its deadline that has the least work so far for its length,
+and is due there as others are. Whether it really waits so long and no longer is replayed: all requests at
+their own times, on workers that come and go as the schedule says. Where that falls short of a target every
+window gets one worker more, a few times, and then there is no schedule.
+
 With a cold start L, a worker wanted from t on is ordered, and paid, at t - L. One that would be given back
 and wanted again within L is kept. So at t as many are paid as the schedule wants at most within [t, t + L].
 The workers of the first stretch are taken as running already; the time of draining is not counted.
@@ -14,14 +20,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.perfmodel.profile import Profile
 from controlplane.workload import INSTANT_S, Workload
-from dataplane.simulated.simulate import Outcome
+from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
@@ -33,6 +40,8 @@ MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
 SHORTEST_S = 1.0
 LONGEST_WAIT_S = 120.0  # a window shows what waits no longer: it is judged by itself, whatever comes after it
+EVEN = (np.sqrt(5.0) - 1.0) / 2.0  # multiples of which are spread evenly
+TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +101,89 @@ class _Window:
 
 def make_schedule(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
+) -> Schedule | None:
+    """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through.
+
+    None where work waits that no schedule was found for.
+    """
+    if not waits(replicates):
+        return _by_windows(replicates, question, sizing, full, pool)
+    level = levelled(replicates, sizing.worker_type.profile)
+    schedule = _by_windows(level, question, sizing, full, pool)
+    for _ in range(TRIES):
+        attained = followed(replicates, sizing, schedule.stretches)
+        if attained >= question.attainment:
+            return replace(schedule, attainment=attained)
+        more = [min(s.workers + 1, full.workers) for s in schedule.stretches]
+        schedule = _scheduled([(s.start_s, s.end_s) for s in schedule.stretches], more, full, 0.0)
+    return None
+
+
+def waits(replicates: Replicates) -> bool:
+    """Whether a class may wait so long that windows cannot be judged one by one."""
+    return bool(replicates.classes) and any(slo.ttft_s > LONGEST_WAIT_S for slo in replicates.slos)
+
+
+def levelled(replicates: Replicates, profile: Profile) -> Replicates:
+    """The same requests with what may wait sent when it is best served, to be served then."""
+    workload, step = replicates.workload, profile.step
+    edges = _edges(workload)
+    widths = np.diff(edges)
+    prompt, output = workload.prompt_tokens, workload.output_tokens
+    each = step.per_sequence_s + step.per_context_token_s * (prompt + output / 2.0)
+    work_s = step.per_prefill_token_s * prompt + each * output
+    due_s = workload.arrival_s + replicates.targets_s(workload)[0]
+    first = np.searchsorted(edges, workload.arrival_s, side="right") - 1
+    last = np.maximum(np.searchsorted(edges, due_s, side="right") - 2, first)  # whole before it is due
+    may_wait = replicates.targets_s(workload)[0] > LONGEST_WAIT_S
+    busy = np.bincount(first[~may_wait], work_s[~may_wait], minlength=len(widths)) / widths
+    sent_s = workload.arrival_s.copy()
+    for turn, r in enumerate(np.flatnonzero(may_wait).tolist()):
+        at = first[r] + int(busy[first[r] : last[r] + 1].argmin())
+        busy[at] += work_s[r] / widths[at]
+        sent_s[r] = max(sent_s[r], edges[at] + (turn * EVEN) % 1.0 * widths[at])
+    order = np.argsort(sent_s, kind="stable")
+    columns = ("prompt_tokens", "output_tokens", "priority", "slo_class")
+    moved = replace(
+        workload, arrival_s=sent_s[order], **{name: getattr(workload, name)[order] for name in columns}
+    )
+    classes = tuple(
+        replace(c, slo=replace(c.slo, ttft_s=min(c.slo.ttft_s, LONGEST_WAIT_S))) for c in replicates.classes
+    )
+    return replace(replicates, workload=moved, known=None, classes=classes)
+
+
+def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Stretch]) -> float:
+    """The attainment of the requests at their own times, on workers that come and go with the stretches."""
+    specs: list[WorkerSpec] = []
+    counts = [{(g.worker_type, g.role): g.workers for g in sizing.fleet(s.workers).groups} for s in stretches]
+    for kind in dict.fromkeys(kind for count in counts for kind in count):
+        for level in range(max(count.get(kind, 0) for count in counts)):
+            since_s: float | None = None
+            for stretch, count in zip([*stretches, None], [*counts, {}], strict=True):
+                there = stretch is not None and count.get(kind, 0) > level
+                if there and since_s is None and stretch is not None:
+                    since_s = stretch.start_s
+                elif not there and since_s is not None:
+                    ends_s = None if stretch is None else stretch.start_s
+                    link = kind[0].kv_link
+                    specs.append(WorkerSpec(kind[0].profile, kind[1], since_s, drain_s=ends_s, link=link))
+                    since_s = None
+    outcome = simulate(
+        replicates.workload,
+        specs,
+        replicates.slos,
+        replicates.policy,
+        settings=replicates.settings,
+        predictor=replicates.predictor,
+        seed=replicates.seed,
+    )
+    return replicates.attained(outcome.met, replicates.workload)
+
+
+def _by_windows(
+    replicates: Replicates, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
 ) -> Schedule:
-    """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through."""
     most = sizing.workers or full.workers
     windows = [
         _Window(replicates, sizing, float(a), float(b)) for a, b in pairwise(_edges(replicates.workload))
@@ -111,12 +201,16 @@ def make_schedule(
     margin = full.workers / most
     workers = [min(math.ceil(n * margin - 1e-9), full.workers) for n in workers]
     misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
-    lengths = np.array([w.end_s - w.start_s for w in windows])
-    return Schedule(
-        _merged(windows, workers),
-        1.0 - sum(misses) / max(len(replicates.workload), 1),
-        1.0 - float((lengths * workers).sum() / (lengths.sum() * full.workers)),
-    )
+    attained = 1.0 - sum(misses) / max(len(replicates.workload), 1)
+    return _scheduled([(w.start_s, w.end_s) for w in windows], workers, full, attained)
+
+
+def _scheduled(
+    spans: Sequence[tuple[float, float]], workers: Sequence[int], full: Fleet, attained: float
+) -> Schedule:
+    lengths = np.array([end_s - start_s for start_s, end_s in spans])
+    saved = 1.0 - float((lengths * workers).sum() / (lengths.sum() * full.workers))
+    return Schedule(_merged(spans, workers), attained, saved)
 
 
 def _edges(workload: Workload) -> NDArray[np.float64]:
@@ -154,14 +248,14 @@ def _give_back(
         misses[best] = windows[best].misses(workers[best])
 
 
-def _merged(windows: list[_Window], workers: list[int]) -> tuple[Stretch, ...]:
+def _merged(spans: Sequence[tuple[float, float]], workers: Sequence[int]) -> tuple[Stretch, ...]:
     """Neighbours with the same count become one stretch."""
     stretches: list[Stretch] = []
-    for window, count in zip(windows, workers, strict=True):
+    for (start_s, end_s), count in zip(spans, workers, strict=True):
         if stretches and stretches[-1].workers == count:
-            stretches[-1] = Stretch(stretches[-1].start_s, window.end_s, count)
+            stretches[-1] = Stretch(stretches[-1].start_s, end_s, count)
         else:
-            stretches.append(Stretch(window.start_s, window.end_s, count))
+            stretches.append(Stretch(start_s, end_s, count))
     return tuple(stretches)
 
 

@@ -249,3 +249,50 @@ def test_a_trial_is_judged_by_the_class_that_is_nearest_to_its_limit(two: Plan) 
     assert two.best.on_trace == joint(
         np.array([one.on_trace for one in two.classes]), [one.of.attainment for one in two.classes]
     )
+
+
+def test_work_with_a_deadline_waits_for_room_where_served_on_arrival_it_would_cost_more() -> None:
+    """An hour in which chat's rush and a heap of batch work come together."""
+    rng = np.random.default_rng(0)
+    chat_s = np.sort(np.concatenate([rng.uniform(0, 600, 7200), rng.uniform(600, 2400, 7200)]))
+    batch_s = np.sort(rng.uniform(0, 300, 7200))
+    arrival_s = np.concatenate([chat_s, batch_s])
+    order = np.argsort(arrival_s, kind="stable")
+    of = np.repeat([0, 1], [len(chat_s), len(batch_s)])[order]
+    n = len(arrival_s)
+    load = Workload(
+        arrival_s[order],
+        rng.integers(200, 600, n),
+        rng.integers(20, 100, n),
+        slo_class=of,
+        slo_classes=("c", "b"),
+    )
+
+    def fewest(batch: Slo) -> int:
+        slos = [Slo(0.5, 0.03), batch]
+        return next(
+            k
+            for k in range(1, 20)
+            if (simulate(load, [WorkerSpec(worker())] * k, slos).class_attainments >= 0.97).all()
+        )
+
+    assert fewest(Slo(3000.0, 0.2)) <= 0.65 * fewest(Slo(2.0, 0.2))
+
+
+def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class_holds_under_it() -> None:
+    """Twenty minutes of rush, then calm; what arrives in the rush is due when it is calm."""
+    rng = np.random.default_rng(5)
+    chat_s = np.concatenate([rng.uniform(0, 1200, 9600), rng.uniform(1200, 3600, 2400)])
+    arrival_s = np.concatenate([chat_s, rng.uniform(0, 3600, 4000)])
+    order, n = np.argsort(arrival_s, kind="stable"), len(arrival_s)
+    load = Workload(
+        arrival_s[order], rng.integers(200, 600, n), rng.integers(20, 100, n),
+        slo_class=np.repeat([0, 1], [len(chat_s), 4000])[order], slo_classes=("chat", "batch"),
+    )  # fmt: skip
+    plan = planned(load, asked(CHAT, "batch:deadline=45m,attainment=0.9"), explained=True)
+    assert plan.schedule is not None
+    assert plan.best is not None
+    assert plan.schedule.attainment >= plan.question.attainment
+    assert plan.schedule.saved_share > 0.2
+    counts = [s.workers for s in plan.schedule.stretches]
+    assert counts[0] == max(counts) == plan.best.fleet.workers

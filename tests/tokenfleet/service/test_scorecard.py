@@ -20,7 +20,7 @@ from tokenfleet.service.jobs import Plans
 from tokenfleet.service.scorecard import bias_of, scorecard_of
 
 
-def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, others=()):
+def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, others=(), classes=(None,)):
     """A folder in which a fleet, so many times slower than its profile, was served under a plan."""
     rng = np.random.default_rng(1)
     workload = Workload(
@@ -53,6 +53,7 @@ def served(data, decode=1.0, prefill=1.0, requests=1500, workers=2, plan=None, o
             "ttft_s": outcome.ttft_s[i],
             "tpot_s": outcome.tpot_s[i],
             "worker": f"w{outcome.worker[i]}",
+            "slo_class": classes[i % len(classes)],
         }
         for i in range(requests)
     ]
@@ -71,6 +72,24 @@ def test_a_fleet_as_fast_as_its_profile_has_no_bias(tmp_path):
     assert card["attainment"]["predicted"] == card["attainment"]["observed"]
     assert card["workers"] == {"planned": 2, "seen": 2}
     assert card["rate_rps"]["observed"] == pytest.approx(10.0, rel=0.1)
+
+
+def test_each_class_is_judged_by_its_own_targets(tmp_path):
+    plan = plan_json(2)
+    loose = {
+        "name": "loose",
+        "ttft_s": 600.0,
+        "tpot_s": 60.0,
+        "attainment": {"target": 0.9, "expected": 0.95},
+    }
+    plan["classes"] = [loose, loose | {"name": "hasty", "ttft_s": 1e-4, "tpot_s": 1e-5}]
+    name, outcome = served(tmp_path, plan=plan, classes=("loose", "hasty", None))
+    card = scorecard_of(tmp_path, name)
+    found = {one["name"]: (one["requests"], one["observed"]) for one in card["classes"]}
+    plain = round(float(outcome.met[2::3].mean()), 6)
+    assert found == {"loose": (500, 1.0), "hasty": (500, 0.0), "default": (500, plain)}
+    assert [one["planned"] for one in card["classes"]] == [0.95, 0.95, None]
+    assert "class hasty: 0.00% of 90.00%" in card["says"]
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(1.3, 1.3), (0.7, 0.8), (1.5, 1.0), (1.0, 1.8)])
