@@ -189,7 +189,8 @@ function recentLine(job) {
       : brief.feasible
         ? `${fleetLabel(brief.fleet)}, ${dollars(brief.usd_per_hour)}`
         : "no fleet meets it";
-  const { model, slo } = job.question;
+  const { model, slo, classes = [] } = job.question;
+  const targets = slo ? `TTFT ${duration(slo.ttft_s)}, TPOT ${duration(slo.tpot_s)}` : classes.join(" ");
   const open = (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
@@ -203,7 +204,7 @@ function recentLine(job) {
     make(
       "a",
       { href: `?${query}`, onclick: open },
-      `${model ?? "own profile"}, TTFT ${duration(slo.ttft_s)}, TPOT ${duration(slo.tpot_s)}`,
+      `${model ?? "own profile"}, ${targets}`,
     ),
     ` ${result} `,
     make("time", { class: "soft", datetime: stamp(job.created_s) }, clock(job.created_s)),

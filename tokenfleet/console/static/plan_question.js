@@ -87,7 +87,7 @@ export class Questions {
       : order.trace.sample
         ? { kind: "sample" }
         : { kind: "upload", id: order.trace.upload ?? trace.id, name: trace.name };
-    const known = this.options.filter(({ name }) => Object.hasOwn(order, name));
+    const known = this.options.filter(({ name }) => Object.hasOwn(order, name) && (name !== "slo" || order.slo));
     return {
       ...this.defaults,
       ...Object.fromEntries(known.map(({ name }) => [name, order[name]])),
