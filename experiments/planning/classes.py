@@ -2,7 +2,8 @@
 
     python experiments/planning/classes.py [--quick] [--resume FOLDER] [--seed 0] [--format table|json]
 
-The hour of Azure's conversations, and hours of ServeGen's m-mid rates with Azure's lengths, for 8B and 70B
+The hour of Azure's conversations, as it is and at six times its rate (ten minutes), and hours of ServeGen's
+m-mid rates at three times Azure's mean rate (20 minutes each) with Azure's lengths, for 8B and 70B
 models on three types of GPU. Classes are dealt to requests at random, so that each has the trace's bursts:
 
   two    chat (half; 8B: 400/30 ms, 70B: 1600/75 ms; 99 %) and batch (half; 30 s, 200 ms; 95 %)
@@ -11,8 +12,9 @@ models on three types of GPU. Classes are dealt to requests at random, so that e
 `shared / separate`: dollars of the plan's fleet over those of its classes' own, all at confidence 0.95.
 `in time`: the least attainment over what is asked, of any class on the trace; `unseen`: in other draws of it.
 
-  deadline   a day of m-mid's rates, squeezed into four hours: chat, and half of the requests batch work that
-             comes with it and is due in a quarter of that time (6 h of the day), or within 30 s
+  deadline   a day of m-mid's rates, squeezed into half an hour at 32 requests a second in the mean: chat, and
+             half of the requests batch work that comes with it and is due in a quarter of that time (6 h of
+             the day), or within 30 s; dollars of the constant fleet
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def servegen_hour(data: Path, begin: int, rate_rps: float, rng: np.random.Genera
     """Six ten-minute rates of m-mid from `begin` on, in their proportions, with lengths of Azure's hour."""
     rates = pl.read_csv(data / SERVEGEN["m-mid"])["total_rate_rps"].to_numpy()[begin : begin + 6]
     rates = np.maximum(rates, 0.1) / rates.mean() * rate_rps
-    parts = [600.0 * i + np.sort(rng.uniform(0, 600, rng.poisson(600 * r))) for i, r in enumerate(rates)]
+    parts = [200.0 * i + np.sort(rng.uniform(0, 200, rng.poisson(200 * r))) for i, r in enumerate(rates)]
     return with_lengths(np.concatenate(parts), azure_hour(data), rng)
 
 
@@ -119,7 +121,7 @@ def shared(workload: Workload, model: str, classes: str, seed: int) -> dict[str,
 def deadline(data: Path, rng: np.random.Generator, seed: int, seconds: float) -> dict[str, Any]:
     """Batch work beside chat over a day, squeezed: due in a quarter of it, and served on arrival."""
     rates = pl.read_csv(data / SERVEGEN["m-mid"])["total_rate_rps"].to_numpy()[:144]
-    rates = np.maximum(rates, 0.1) / rates.mean() * 4.0
+    rates = np.maximum(rates, 0.1) / rates.mean() * 32.0
     width_s = seconds / len(rates)
     arrival_s = np.concatenate(
         [
@@ -149,9 +151,12 @@ def main() -> int:
     asked = parser.parse_args()
     rng = np.random.default_rng(asked.seed)
     azure = azure_hour(asked.data)
-    loads = {"azure": azure.window(0, 600) if asked.quick else azure}
+    loads = {"azure x 6": azure.window(0, 900 if asked.quick else 7200).scaled(6.0)}
     if not asked.quick:
-        loads |= {f"m-mid {at}": servegen_hour(asked.data, at, azure.rate_rps, rng) for at in SERVEGEN_HOURS}
+        more = {
+            f"m-mid {at}": servegen_hour(asked.data, at, 3 * azure.rate_rps, rng) for at in SERVEGEN_HOURS
+        }
+        loads |= {"azure": azure, **more}
     models = list(MODELS)[:1] if asked.quick else list(MODELS)
     rows = []
     for name, load in loads.items():
@@ -162,7 +167,7 @@ def main() -> int:
                     part, lambda c=classes, m=model, w=load: shared(w, m, c, asked.seed)
                 )
                 rows.append({"load": name, "model": model, "classes": classes, **found})
-    seconds = 1200.0 if asked.quick else 14_400.0
+    seconds = 300.0 if asked.quick else 1800.0
     late = asked.resume.part("deadline", lambda: deadline(asked.data, rng, asked.seed, seconds))
     ratios = [row["shared / separate"] for row in rows]
     bars = {

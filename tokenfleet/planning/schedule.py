@@ -19,9 +19,10 @@ The workers of the first stretch are taken as running already; the time of drain
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,20 +156,12 @@ def levelled(replicates: Replicates, profile: Profile) -> Replicates:
 
 def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Stretch]) -> float:
     """The attainment of the requests at their own times, on workers that come and go with the stretches."""
-    specs: list[WorkerSpec] = []
     counts = [{(g.worker_type, g.role): g.workers for g in sizing.fleet(s.workers).groups} for s in stretches]
-    for kind in dict.fromkeys(kind for count in counts for kind in count):
-        for level in range(max(count.get(kind, 0) for count in counts)):
-            since_s: float | None = None
-            for stretch, count in zip([*stretches, None], [*counts, {}], strict=True):
-                there = stretch is not None and count.get(kind, 0) > level
-                if there and since_s is None and stretch is not None:
-                    since_s = stretch.start_s
-                elif not there and since_s is not None:
-                    ends_s = None if stretch is None else stretch.start_s
-                    link = kind[0].kv_link
-                    specs.append(WorkerSpec(kind[0].profile, kind[1], since_s, drain_s=ends_s, link=link))
-                    since_s = None
+    specs = [
+        WorkerSpec(kind.profile, role, start_s, drain_s=end_s, link=kind.kv_link)
+        for kind, role in dict.fromkeys(of for count in counts for of in count)
+        for start_s, end_s in _stays([count.get((kind, role), 0) for count in counts], stretches)
+    ]
     outcome = simulate(
         replicates.workload,
         specs,
@@ -179,6 +172,16 @@ def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Stretch
         seed=replicates.seed,
     )
     return replicates.attained(outcome.met, replicates.workload)
+
+
+def _stays(counts: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[tuple[float, float | None]]:
+    """When each of so many workers comes and goes; None: it stays to the end."""
+    for level in range(max(counts)):
+        above = [count > level for count in counts]
+        for is_there, run in groupby(zip(above, stretches, strict=True), itemgetter(0)):
+            there = [stretch for _, stretch in run]
+            if is_there:
+                yield there[0].start_s, None if there[-1] is stretches[-1] else there[-1].end_s
 
 
 def _by_windows(
