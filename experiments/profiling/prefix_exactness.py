@@ -13,6 +13,10 @@ engine gets the same requests, its ids made from the same tokens. Compared at th
 
 A size is that of the longest request, times a factor. Full lists of ids, and lists cut short of what no other
 request has, in turn.
+
+Two gateways' mirrors follow vLLM's scheduler: one is told its KV events, and after every step it must hold
+the blocks that vLLM has cached; the other predicts. `told off`, `predicted off`: by how many tokens what a
+prompt was expected to hit, as it was sent, and what it did hit differ, over all tokens of prompts.
 """
 
 from __future__ import annotations
@@ -26,11 +30,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.caches import chain
 from controlplane.placement.ledger import DECODING
+from controlplane.placement.lengths import LengthTable
+from controlplane.types import Slo, WorkerId
 from controlplane.workload import Workload
+from dataplane.live.engine_api.cache_events import CachedBlocks, tree
+from dataplane.live.engine_api.link import WorkerInfo
+from dataplane.live.gateway.placement import Placement
+from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.records import DECODE_RUN, MIXED_STEP
 from dataplane.simulated.sending import next_send
@@ -107,6 +119,77 @@ def asleep(state: RunState) -> list[int]:
     return ids
 
 
+WORKER = WorkerId("driven")
+
+
+class Mirror:
+    """A gateway's mirror of the driven engine's cache: told by its events, or predicted."""
+
+    def __init__(self, profile: Profile, is_told: bool) -> None:
+        block, engine = profile.kv.block_tokens, profile.engine
+        info = WorkerInfo(
+            WORKER,
+            "vllm",
+            "any",
+            "",
+            (),
+            block_tokens=block,
+            kv_blocks=profile.kv.capacity_tokens // block,
+            kv_bytes_per_token=1,
+            max_model_len=2 * LONGEST,
+            max_seqs=engine.max_seqs,
+            max_batched_tokens=engine.max_batched_tokens,
+            tp_degree=1,
+            vllm_version="",
+            dtype="none",
+            pid=0,
+        )
+        self.placement = Placement({}, 1, LengthTable.constant(20), np.random.default_rng(0))
+        self.placement.attach(info, "")
+        self._engine, self._block = CachedBlocks(block), block
+        self._sent: dict[str, Tracked] = {}
+        self._names: dict[bytes, int] = {}
+        if is_told:
+            self.placement.take_cached(WORKER, self._engine.all())
+
+    def send(self, request: Any) -> None:
+        """A request is placed on the engine."""
+        tracked = Tracked(request, Ticket("", "", Slo(10.0, 1.0), 0), 0.0, 20)
+        self._sent[request.request_id] = tracked
+        self.placement.put(tracked, WORKER, has_kv=False, now_s=0.0)
+
+    def step(self, events: list[Any], sampled: dict[str, list[int]], found: dict[int, int]) -> None:
+        """A step has ended: what it stored and removed, then its tokens."""
+        if self.placement.tells_cached(WORKER):
+            change = self._engine.take(msgspec.msgpack.decode(msgspec.msgpack.encode(events)))
+            assert change is None or self.placement.take_cached(WORKER, change) == ""
+        got = [(self._sent[name], len(tokens)) for name, tokens in sampled.items() if tokens]
+        self.placement.advance(WORKER, got, 0.0, {t.id: found[int(t.id)] for t, _ in got})
+        for tracked, _ in got:
+            tracked.output_token_ids.extend(sampled[tracked.id])
+
+    def end(self, request: Any) -> None:
+        """A request has ended."""
+        self.placement.forget(self._sent.pop(request.request_id))
+
+    def is_right(self, pool: Any, requests: list[Any]) -> bool:
+        """Whether it holds the blocks that the engine has cached."""
+        for request in requests:
+            if any(bytes(name) not in self._names for name in request.block_hashes):
+                ids = np.zeros(len(request.block_hashes), np.int64)
+                chain(np.array(request.all_token_ids, np.int64), self._block, tree(None, None), ids)
+                self._names |= dict(zip(map(bytes, request.block_hashes), ids.tolist(), strict=True))
+        hashes = {bytes(block.block_hash[:-4]) for block in pool.blocks if block.block_hash is not None}
+        copies = self.placement.ledger.caches.copies["id"][0]
+        return set(copies[copies > 0].tolist()) == {self._names[name] for name in hashes}
+
+    @property
+    def off(self) -> tuple[int, int]:
+        """Tokens by which it was off, and those of prompts."""
+        hits = self.placement.prefix_hits(WORKER)
+        return hits.off, hits.queried
+
+
 class DrivenVllm:
     """vLLM's scheduler of the installed version, without a model, on a clock that a profile moves."""
 
@@ -151,6 +234,8 @@ class DrivenVllm:
         self.hasher = get_request_block_hasher(profile.kv.block_tokens, sha256)
         self.cached: dict[int, int] = {}  # tokens, by request
         self.prefill: dict[str, int] = {}  # a request's tokens when it was last admitted
+        self.told, self.predicted = Mirror(profile, True), Mirror(profile, False)
+        self.wrong_mirrors = 0  # steps after which what was told is not what is cached
 
     def run(self, workload: Workload, texts: list[np.ndarray]) -> Seen:
         """Serve every request; request i is to generate what follows its prompt in `texts[i]`."""
@@ -165,6 +250,8 @@ class DrivenVllm:
             while coming < len(workload) and workload.arrival_s[coming] <= now_s:
                 requests.append(self._request(coming, workload, texts[coming]))
                 self.scheduler.add_request(requests[-1])
+                for mirror in (self.told, self.predicted):
+                    mirror.send(requests[-1])
                 coming += 1
             planned = self.scheduler.schedule()
             scheduled = {int(name): tokens for name, tokens in planned.num_scheduled_tokens.items()}
@@ -183,6 +270,7 @@ class DrivenVllm:
             self.scheduler.update_from_output(
                 planned, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
             )
+            self._mirror(events, dict(zip(names, sampled, strict=True)), [requests[r] for r in scheduled])
         ids = named(workload, requests)
         seen.states = {
             i: (free, gone, [ids[h] for h in asleep]) for i, (free, gone, asleep) in seen.states.items()
@@ -190,6 +278,15 @@ class DrivenVllm:
         seen.cached = [self.cached[r] for r in range(len(workload))]
         seen.preemptions = [request.num_preemptions for request in requests]
         return seen
+
+    def _mirror(self, events: list[Any], sampled: dict[str, list[int]], requests: list[Any]) -> None:
+        for mirror in (self.told, self.predicted):
+            mirror.step(events, sampled, self.cached)
+        self.wrong_mirrors += not self.told.is_right(self.scheduler.kv_cache_manager.block_pool, requests)
+        for request in requests:
+            if request.is_finished():
+                self.told.end(request)
+                self.predicted.end(request)
 
     def _request(self, r: int, workload: Workload, text: np.ndarray) -> Any:
         from vllm import SamplingParams
@@ -271,10 +368,15 @@ def compared(size: str, cases: int, seed: int) -> dict[str, Any]:
         ("requests", "steps", "states", "preemptions", "evicted blocks", "cached tokens", "prompt tokens"), 0
     )
     unlike = dict.fromkeys(UNLIKE, 0)
+    off = {"told off": np.zeros(2), "predicted off": np.zeros(2)}
     for number in range(cases):
         profile, workload, texts = case(seed, size, number)
         with tempfile.TemporaryDirectory() as folder:
-            vllm = DrivenVllm(profile, Path(folder)).run(workload, texts)
+            driven = DrivenVllm(profile, Path(folder))
+            vllm = driven.run(workload, texts)
+        off["told off"] += driven.told.off
+        off["predicted off"] += driven.predicted.off
+        unlike["mirrors otherwise"] += driven.wrong_mirrors
         ours = compiled_run(profile, workload)
         counts["requests"] += len(workload)
         counts["steps"] += len(vllm.steps)
@@ -290,7 +392,7 @@ def compared(size: str, cases: int, seed: int) -> dict[str, Any]:
         same = sum(list(a.items()) == list(b.items()) for a, b in zip(ours.steps, vllm.steps, strict=False))
         unlike["steps planned otherwise"] += max(len(ours.steps), len(vllm.steps)) - same
         unlike["states otherwise"] += sum(vllm.states.get(i) != state for i, state in ours.states.items())
-    return row | counts | unlike
+    return row | counts | unlike | {name: float(wrong / all_) for name, (wrong, all_) in off.items()}
 
 
 UNLIKE = (
@@ -298,6 +400,7 @@ UNLIKE = (
     "preempted otherwise",
     "steps planned otherwise",
     "states otherwise",
+    "mirrors otherwise",
 )
 
 

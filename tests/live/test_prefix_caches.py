@@ -1,4 +1,4 @@
-"""The simulated prefix cache plans, hits and evicts as vLLM's own scheduler does, step by step."""
+"""The simulated prefix cache does as vLLM's own scheduler, step by step, whose events tell what is cached."""
 
 import pytest
 import quiet_vllm  # noqa: F401  # first
@@ -16,5 +16,6 @@ def test_every_step_hit_and_eviction_is_that_of_vllm(size: str) -> None:
     row = compared(size, cases=4, seed=1)
     assert {what: row[what] for what in UNLIKE} == dict.fromkeys(UNLIKE, 0)
     assert row["cached tokens"] > 1000
+    assert row["told off"] <= row["predicted off"]
     assert row["evicted blocks"] > 0 or size == "roomy"
     assert row["preemptions"] > 0 or size != "tight"
