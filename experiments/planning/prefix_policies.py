@@ -10,8 +10,10 @@ minute; sessions begin as a Poisson process, each six times with text of its own
 second, and 90 % must meet both targets (the first requests of sessions are cold and long).
 
 `no cache` is `spread` on workers that cache nothing. `ideal`: every worker hits whatever any of them has ever
-computed, which is one cache, without bound, that all of them use. The way from *cache, least-prefill* to
-*ideal* is what knowing the caches could be worth. A rate is found by bisection to 1.5 %, for each seed.
+computed: one cache, without bound, that all of them use. `pooled`: such a cache with as much memory as
+all workers have; nothing that copies KV between workers, ahead of a turn or for it, is worth more. The way
+from *cache, least-prefill* to *ideal* is what knowing caches could be worth. A rate is found by bisection to
+1.5 %, for each seed. `cached elsewhere`: what other workers than the one that `spread` chose had of prompts.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from controlplane.migration.loads import kept_everywhere
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import new_caches
 from controlplane.placement.policies import Policy
@@ -47,6 +50,7 @@ GOAL = {"mooncake": 0.99, "weka": 0.9}
 BETWEEN = {"mooncake": (0.3, 32.0), "weka": (0.02, 8.0)}  # rates that are surely carried, and surely not
 PAUSE_S, COPIES = 60.0, 6
 PRECISION = 1.015
+LOOK_S = 0.25
 FIELD = (
     Policy.ROUND_ROBIN,
     Policy.JSQ,
@@ -55,7 +59,8 @@ FIELD = (
     Policy.LLM_D,
     Policy.SGLANG,
 )
-WAYS = ("no cache", *FIELD, Policy.SPREAD, "ideal")
+ONE_CACHE = ("pooled", "ideal")
+WAYS = ("no cache", *FIELD, Policy.SPREAD, *ONE_CACHE)
 
 
 @dataclass(frozen=True)
@@ -118,12 +123,14 @@ def weka_at(trace: Workload, sessions_s: float, seed: int) -> Workload:
     )
 
 
-def with_one_cache(state: RunState) -> RunState:
-    """The run with one cache, as large as all there is, in the place of every worker's."""
-    load, block = state.workload, state.profiles[0].kv.block_tokens
+def with_one_cache(state: RunState, way: str) -> RunState:
+    """The run with one cache in the place of every worker's: as large as all of these, or as all there is."""
+    load, kv = state.workload, state.profiles[0].kv
+    block = kv.block_tokens
     assert load.prefixes is not None
     tokens = load.prompt_tokens + load.output_tokens
-    room = np.array([int((tokens // block + 2).sum())])
+    endless = int((tokens // block + 2).sum())
+    room = np.array([endless if way == "ideal" else WORKERS * (kv.capacity_tokens // block)])
     one = new_caches(load.prefixes, room, np.array([block]), tokens)
 
     def everywhere(rows: Any) -> Any:
@@ -133,9 +140,32 @@ def with_one_cache(state: RunState) -> RunState:
     return replace(state, ledger=state.ledger._replace(caches=one._replace(**shared)))
 
 
+def elsewhere(load: Workload, model: Model, seed: int) -> float:
+    """The share of prompts that another worker had cached, and not the one that `spread` chose."""
+    state = begun(load, model, Policy.SPREAD, 0.0, seed)
+    led, kept = state.ledger, np.zeros(len(load))
+    is_placed, now_s = np.zeros(len(load), bool), 0.0
+    while not is_placed.all():
+        now_s += LOOK_S
+        advance(led, state.engines, state.cluster, state.rules, now_s)
+        for r in np.flatnonzero((led.requests["worker"][: len(load)] >= 0) & ~is_placed).tolist():
+            others = np.delete(kept_everywhere(led, r), led.requests["worker"][r])
+            kept[r], is_placed[r] = min(int(others.max()), int(load.prompt_tokens[r])), True
+    advance(led, state.engines, state.cluster, state.rules, np.inf)
+    more = np.maximum(kept - state.outcome().cached_tokens, 0.0)
+    return float(more.sum() / load.prompt_tokens.sum())
+
+
 def run(load: Workload, model: Model, way: str, goal: float, seed: int) -> Outcome:
     """One run; it stops once more have missed than may."""
-    policy = Policy.SPREAD if way in ("no cache", "ideal") else Policy(way)
+    state = begun(load, model, way, goal, seed)
+    advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
+    return state.outcome()
+
+
+def begun(load: Workload, model: Model, way: str, goal: float, seed: int) -> RunState:
+    """A run at its beginning."""
+    policy = Policy.SPREAD if way in ("no cache", *ONE_CACHE) else Policy(way)
     state = prepare(
         load,
         [WorkerSpec(model.profile)] * WORKERS,
@@ -145,10 +175,9 @@ def run(load: Workload, model: Model, way: str, goal: float, seed: int) -> Outco
         max_misses=int((1 - goal) * len(load)),
         prefix_caching=way != "no cache",
     )
-    if way == "ideal":
-        state = with_one_cache(state)
-    advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
-    return state.outcome()
+    if way in ONE_CACHE:
+        state = with_one_cache(state, way)
+    return state
 
 
 def carried(
@@ -192,15 +221,26 @@ def rows_of(asked: argparse.Namespace, name: str, model: str, load_at: Any) -> l
             for seed in seeds
         ]
         rates = [each["rate"] for each in found]
+        told = {}
+        if way == Policy.SPREAD:
+            shares = [
+                asked.resume.part(
+                    f"{name} {model} elsewhere {seed}",
+                    partial(elsewhere, load_at(rate, seed), models()[model], seed),
+                )
+                for seed, rate in zip(seeds, rates, strict=True)
+            ]
+            told = {"cached elsewhere": float(np.mean(shares))}
         rows.append(
             {
                 "data": name,
                 "model": model,
-                "way": str(way) if way in ("no cache", "ideal") else f"cache, {way}",
+                "way": str(way) if way in ("no cache", *ONE_CACHE) else f"cache, {way}",
                 "rate": float(np.mean(rates)),
                 "seeds": " ".join(f"{rate:.2f}" for rate in rates),
                 "hit": float(np.mean([each["hit"] for each in found])),
             }
+            | told
         )
     return rows
 
