@@ -63,6 +63,13 @@ class Prefixes:
         seen = first[self.ids] < whose
         return np.bincount(whose[seen], minlength=len(self))
 
+    def coarser(self, times: int) -> Prefixes:
+        """The same lists in blocks `times` as large; what fills none of them is the request's own."""
+        lengths = np.diff(self.offsets)
+        place = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], lengths)
+        ids = np.unique(self.ids[(place + 1) % times == 0], return_inverse=True)[1]
+        return Prefixes(self.block_tokens * times, np.concatenate([[0], np.cumsum(lengths // times)]), ids)
+
     def stretched(self, factor: float) -> Prefixes:
         """The lists `factor` times as long: each block becomes as many as fall into its place."""
         lengths = np.diff(self.offsets)

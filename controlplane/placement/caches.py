@@ -50,6 +50,7 @@ COPY = np.dtype(
     ],
     align=True,
 )
+PLACE = np.dtype([("id", np.int64), ("copy", np.int64)], align=True)  # 1 + the oldest copy of an id, 0: none
 CACHE = np.dtype(
     [
         (
@@ -90,7 +91,7 @@ class Caches(NamedTuple):
     ids: Ints
     workers: Records  # [workers] of CACHE
     copies: Records  # [workers, copies] of COPY
-    table: NDArray[np.int32]  # [workers, places] 1 + the oldest copy of an id, 0: none
+    table: Records  # [workers, places] of PLACE
     requests: Records  # [requests] of HOLDING
     held: NDArray[np.int32]  # copies held by requests
 
@@ -103,7 +104,7 @@ def no_caches() -> Caches:
         np.zeros(0, np.int64),
         np.zeros(0, CACHE),
         np.zeros((0, 0), COPY),
-        np.zeros((0, 0), np.int32),
+        np.zeros((0, 0), PLACE),
         np.zeros(0, HOLDING),
         np.zeros(0, np.int32),
     )
@@ -126,7 +127,7 @@ def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: 
         prefixes.ids,
         np.zeros(len(kv_blocks), CACHE),
         np.zeros((len(kv_blocks), copies), COPY),
-        np.zeros((len(kv_blocks), 1 << bits), np.int32),
+        np.zeros((len(kv_blocks), 1 << bits), PLACE),
         requests,
         np.zeros(int(lists.sum()), np.int32),
     )
@@ -165,7 +166,8 @@ def new_mirrors(
 @compiled
 def forget(caches: Caches, w: int, blocks: int) -> None:
     """Worker `w` starts with `blocks` empty blocks, 0 for one that caches nothing. Nothing may run there."""
-    caches.table[w] = 0
+    for at in range(caches.table.shape[1]):
+        caches.table[w, at].copy = 0
     worker = caches.workers[w]
     worker.empty = blocks
     worker.keeps = int(blocks > 0)
@@ -194,9 +196,8 @@ def find(caches: Caches, w: int, key: int) -> int:
     last = caches.table.shape[1] - 1
     at = place(caches, key)
     while True:
-        copy = caches.table[w, at] - 1
-        if copy == NOTHING or caches.copies[w, copy].id == key:
-            return copy
+        if caches.table[w, at].copy == 0 or caches.table[w, at].id == key:
+            return caches.table[w, at].copy - 1
         at = (at + 1) & last
 
 
@@ -319,17 +320,18 @@ def new_copy(caches: Caches, w: int, key: int, blocks: int) -> int:
 def enter(caches: Caches, w: int, copy: int) -> None:
     """Let a copy be found: behind the older ones of its id, or in a place of its own."""
     key = caches.copies[w, copy].id
-    oldest = find(caches, w, key)
+    at, last = place(caches, key), caches.table.shape[1] - 1
+    while caches.table[w, at].copy != 0 and caches.table[w, at].id != key:
+        at = (at + 1) & last
+    oldest = caches.table[w, at].copy - 1
     if oldest != NOTHING:
         youngest = caches.copies[w, oldest].older
         caches.copies[w, youngest].younger = copy
         caches.copies[w, copy].older = youngest
         caches.copies[w, oldest].older = copy
         return
-    at, last = place(caches, key), caches.table.shape[1] - 1
-    while caches.table[w, at] != 0:
-        at = (at + 1) & last
-    caches.table[w, at] = copy + 1
+    caches.table[w, at].id = key
+    caches.table[w, at].copy = copy + 1
 
 
 @compiled
@@ -339,16 +341,14 @@ def drop(caches: Caches, w: int, copy: int) -> None:
     if key != UNKNOWN:
         at, last = place(caches, key), caches.table.shape[1] - 1
         older, younger = caches.copies[w, copy].older, caches.copies[w, copy].younger
-        while caches.table[w, at] != copy + 1 and (
-            older == copy or caches.copies[w, caches.table[w, at] - 1].id != key
-        ):
+        while caches.table[w, at].id != key:
             at = (at + 1) & last
-        oldest = caches.table[w, at] - 1
+        oldest = caches.table[w, at].copy - 1
         if copy != oldest:
             caches.copies[w, older].younger = younger
             caches.copies[w, oldest if younger == NOTHING else younger].older = older
         elif younger != NOTHING:
-            caches.table[w, at] = younger + 1
+            caches.table[w, at].copy = younger + 1
             caches.copies[w, younger].older = older
         else:
             close_gap(caches, w, at)
@@ -364,11 +364,11 @@ def close_gap(caches: Caches, w: int, gap: int) -> None:
     at = gap
     while True:
         at = (at + 1) & last
-        entry = caches.table[w, at]
-        if entry == 0:
+        if caches.table[w, at].copy == 0:
             break
-        home = place(caches, caches.copies[w, entry - 1].id)
+        home = place(caches, caches.table[w, at].id)
         if ((at - home) & last) >= ((at - gap) & last):
-            caches.table[w, gap] = entry
+            caches.table[w, gap].id = caches.table[w, at].id
+            caches.table[w, gap].copy = caches.table[w, at].copy
             gap = at
-    caches.table[w, gap] = 0
+    caches.table[w, gap].copy = 0

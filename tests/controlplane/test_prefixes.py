@@ -68,3 +68,17 @@ def test_columns_that_contradict_each_other_are_refused(make, said):
 def test_rows_must_be_as_many_as_requests():
     with pytest.raises(BadInput, match="prefixes: 1 rows, arrival_s has 2"):
         Workload(np.arange(2.0), np.ones(2), np.ones(2), prefixes=prefixes([[]]))
+
+
+@given(st.lists(st.lists(st.integers(0, 50), max_size=12), min_size=1, max_size=6), st.integers(1, 5))
+def test_a_larger_block_is_the_same_where_the_last_one_in_it_is(lists, times):
+    coarse = prefixes(lists, 16).coarser(times)
+    assert coarse.block_tokens == 16 * times
+    kept = [ids[times - 1 :: times] for ids in lists]
+    named = {
+        old: new
+        for ids, a in zip(kept, range(len(lists)), strict=True)
+        for old, new in zip(ids, coarse.of(a).tolist(), strict=True)
+    }
+    assert [[named[i] for i in ids] for ids in kept] == [coarse.of(a).tolist() for a in range(len(lists))]
+    assert len(set(named.values())) == len(named)

@@ -45,13 +45,12 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
 from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
-from tokenfleet.planning.sizing import Sizing, confirm, far_above, passes_on_trace, size_all, smallest
+from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 
 CONFIRMED_KINDS = (
     4  # the cheapest so many are confirmed in other replicates; dearer ones are sized on the trace
 )
-NEAR = 1.5  # and where prefixes are known, no kind whose floor costs more than so many times the cheapest
 DOUBT_REPLICATES = 6
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
@@ -213,13 +212,12 @@ def _confirm_cheapest(
 ) -> None:
     """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
 
-    How many has no say in which is the cheapest, only in how much is known of the others.
+    How many has no say in which is the cheapest, only in how much is known of the others. Where prefixes are
+    known, replays take so long that only those that might be are confirmed.
     """
     cheapest: tuple[float, int, int] | None = None
     for i, sizing in enumerate(possible):
-        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds
-        if cheapest is not None and not replicates.units.is_plain:
-            is_spare = is_spare or far_above(floor, cheapest, NEAR)
+        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds or not replicates.units.is_plain
         if is_spare and cheapest is not None and floor.cost >= cheapest:
             continue
         most = None if not is_spare or cheapest is None else _below(sizing, cheapest)
@@ -244,7 +242,7 @@ def _explained(
     question = plan.question
     watch.stage("showing that one fewer fails", 0.5)
     one_fewer = _one_fewer(replicates, question, winner, pool)
-    doubt = _doubt(replicates, best.fleet, pool)
+    doubt = _doubt(replicates.roughly(), best.fleet, pool)
     watch.stage("finding what binds", 0.6)
     bind = _binding(replicates, question, winner, pool)
     watch.stage("fitting the worker line", 0.65)

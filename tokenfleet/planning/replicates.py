@@ -51,6 +51,7 @@ from numpy.typing import NDArray
 from controlplane.perfmodel.profile import Profile, draw_profile
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
+from controlplane.prefixes import Prefixes
 from controlplane.types import Slo, SloClass
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.run import attained_by_class, joint
@@ -79,12 +80,29 @@ class Replicates:
     agents: int | None = None  # so many sessions run at once
     known: Units | None = None  # of the workload; found where they are not given
     classes: tuple[SloClass, ...] = ()  # where the workload has several; `slo` is the tightest's then
+    coarse: Units | None = None  # and with its prefixes in large blocks, once `roughly` was asked for
     # The share that was missed in each replicate by the fleet that met it last.
     hardness: dict[int, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.known is None or self.known.workload is not self.workload:
             object.__setattr__(self, "known", units_of(self.workload))
+
+    def roughly(self) -> Replicates:
+        """The same with prefixes in large blocks, of which replays take about half of the time.
+
+        Blocks come and go together, so that hits differ by a point or so: for ratios and scatter, not for
+        counts. Itself where blocks are large already.
+        """
+        prefixes = self.workload.prefixes
+        times = 1 if prefixes is None else larger_blocks(self.workload, prefixes)
+        if prefixes is None or times == 1:
+            return self
+        if self.coarse is None:
+            workload = replace(self.workload, prefixes=prefixes.coarser(times))
+            object.__setattr__(self, "coarse", units_of(workload))
+        assert self.coarse is not None
+        return replace(self, workload=self.coarse.workload, known=self.coarse)
 
     @property
     def slos(self) -> tuple[Slo, ...]:
@@ -194,6 +212,16 @@ class Replicates:
         if replicate == AS_IT_IS:
             return profile
         return draw_profile(profile, np.random.default_rng([self.seed, replicate, 2]))
+
+
+LARGE = 512  # tokens of a block at most,
+OF_PROMPT = 128.0  # and of the mean prompt so small a part
+
+
+def larger_blocks(workload: Workload, prefixes: Prefixes) -> int:
+    """How many blocks may be taken together, a power of two."""
+    most = min(LARGE, float(workload.prompt_tokens.mean()) / OF_PROMPT) / prefixes.block_tokens
+    return 1 << int(math.log2(most)) if most >= 2.0 else 1
 
 
 def missed(outcome: Outcome) -> int:

@@ -10,7 +10,8 @@ The **cliff** is found by replaying the fleet under more sessions, of the trace'
 growth at which hits fall below half of what they were, and that at which attainment falls below the target.
 An overloaded fleet takes long to replay, so the next growths to be tried lie to both sides of where the
 straight line through what is known (in logarithms) would cross; once they are within a tenth of each other,
-the answer is where the line between them does.
+the answer is where the line between them does. They are rough replays, where those are cheaper: a growth is a
+ratio.
 """
 
 from __future__ import annotations
@@ -99,20 +100,17 @@ def reuse_of(
         float(workload.ideal_hits.sum() / workload.prompt_tokens.sum()),
         working_set_tokens(outcome),
         sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
-        cliff_of(replicates, fleet, target, pool, outcome),
+        cliff_of(replicates.roughly(), fleet, target, pool),
         session_cost(outcome, fleet),
     )
 
 
-def cliff_of(
-    replicates: Replicates, fleet: Fleet, target: float, pool: Threads, as_it_is: Outcome | None = None
-) -> Cliff:
-    """The growth that `fleet` bears; `as_it_is`: its outcome on the trace, where it is known."""
+def cliff_of(replicates: Replicates, fleet: Fleet, target: float, pool: Threads) -> Cliff:
+    """The growth that `fleet` bears."""
     tried: dict[float, Grown] = {}
 
     def one(scale: float) -> Grown:
-        known = as_it_is if scale == 1.0 else None
-        outcome = known or replicates.replay(fleet, growth=scale)
+        outcome = replicates.replay(fleet, growth=scale)
         return Grown(scale, outcome.prefix_hit_rate or 0.0, outcome.attainment)
 
     def try_all(scales: Sequence[float]) -> list[Grown]:

@@ -35,7 +35,8 @@ from tokenfleet.planning.reuse import by_memory
 from tokenfleet.planning.threads import Threads
 
 HEADROOM = 1.2  # a first guess: this much above the fluid bound and Eq 6
-MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers
+MORE_FOR_DOUBT = 1.1  # and the doubt usually costs about a tenth more workers,
+MORE_FOR_SESSIONS = 1.3  # where few sessions make the load, more
 FIRST_KINDS = 4
 PAST_HOPE = 3.0  # kinds whose floor costs more than so many times the cheapest found are not searched
 PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
@@ -283,7 +284,7 @@ def confirm(
 
     # Rounded to the nearest: for a few workers a tenth is none, and an answer that is the first tried takes
     # one verdict, not two.
-    guess = round(MORE_FOR_DOUBT * sizing.workers)
+    guess = round((MORE_FOR_DOUBT if replicates.units.is_plain else MORE_FOR_SESSIONS) * sizing.workers)
     sizing.confirmed = fewest(sizing.workers, guess, near)
     # Past twice the count the doubt is seldom about capacity: it is first asked whether workers could end it.
     if (

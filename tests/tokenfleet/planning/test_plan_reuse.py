@@ -11,6 +11,7 @@ from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
 from controlplane.workload import Workload
+from tokenfleet.planning import replicates as rough
 from tokenfleet.planning.draws import in_sessions, units_of
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
@@ -223,3 +224,33 @@ def test_sessions_are_asked_for_only_of_traces_that_have_some(asked: dict[str, f
         with pytest.raises(BadInput, match=f"{flag}: the trace has no sessions"):
             gather(Trace("made", "plain", trace), request)
     assert gather(Trace("made", "plain", talks(2, 30)), request).workload.sessions is not None
+
+
+def test_rough_replays_are_of_the_same_draws_and_hit_nearly_as_much(monkeypatch) -> None:
+    monkeypatch.setattr(rough, "OF_PROMPT", 8.0)
+    replicates = replicates_of(busy_talks(100, waits=True))
+    rougher, fleet = replicates.roughly(), of_one_kind(worker_type(worker(kv=KV)), 2)
+    exact, drawn = replicates.workload.prefixes, rougher.workload.prefixes
+    assert exact is not None
+    assert drawn is not None
+    assert drawn.block_tokens in (2 * exact.block_tokens, 4 * exact.block_tokens, 8 * exact.block_tokens)
+    for replicate in (0, 1, 2):
+        one, other = (r.replay(fleet, replicate) for r in (replicates, rougher))
+        assert np.array_equal(one.workload.prompt_tokens, other.workload.prompt_tokens)
+        assert np.array_equal(one.workload.arrival_s, other.workload.arrival_s)
+        assert other.prefix_hit_rate == pytest.approx(one.prefix_hit_rate, abs=0.1)
+        assert other.prefix_hit_rate != one.prefix_hit_rate
+    monkeypatch.setattr(rough, "OF_PROMPT", 1e9)
+    assert replicates.roughly() is replicates
+    plain = replicates_of(replace(busy_talks(20), prefixes=None))
+    assert plain.roughly() is plain
+
+
+def test_of_kinds_that_cannot_be_the_cheapest_only_the_trace_is_asked() -> None:
+    kinds = [worker_type(worker(kv=KV)), worker_type(worker("other-gpu", kv=KV), 9.0)]
+    plan = planned(busy_talks(100), kinds, explained=True)
+    assert plan.best is not None
+    assert plan.best.fleet.groups[0].worker_type.gpu == "made-gpu"
+    [other] = plan.alternatives
+    assert other.estimate is None
+    assert other.note == "sized on the trace alone"
