@@ -16,6 +16,5 @@ def test_every_step_hit_and_eviction_is_that_of_vllm(size: str) -> None:
     row = compared(size, cases=4, seed=1)
     assert {what: row[what] for what in UNLIKE} == dict.fromkeys(UNLIKE, 0)
     assert row["cached tokens"] > 1000
-    assert row["told off"] <= row["predicted off"]
     assert row["evicted blocks"] > 0 or size == "roomy"
     assert row["preemptions"] > 0 or size != "tight"
