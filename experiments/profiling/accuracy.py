@@ -91,6 +91,22 @@ def bars_of(found: list[dict[str, Any]], calibrates: bool, words: str) -> dict[s
     return bars
 
 
+def hits_of(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How many points hits are below what the block ids allow, at the worst of the rates that are judged."""
+    lacks = {}
+    for one in found:
+        hits = [rate["hits"] for rate in one["rates"][: one["judged"]] if rate["hits"] is not None]
+        lacks[one["runs"]] = max((100.0 * (h["allowed"] - h["simulated"]) for h in hits), default=0.0)
+    return {
+        f"points of hits below the block ids', {part}": bar(round(max(values), 2), 1.0)
+        for part, values in {
+            kind: [lack for name, lack in lacks.items() if kind in name]
+            for kind in ("sharegpt", "long", "short")
+        }.items()
+        if values
+    }
+
+
 def main() -> int:
     parser = flags(__doc__, LMBENCH, resumes=True)
     parser.add_argument("--only", choices=(*DEVELOPMENT, *JUDGED), help="this ladder")
@@ -106,6 +122,8 @@ def main() -> int:
         ]
         rows += [row_of(one) for one in found]
         bars |= bars_of(found, calibrates, words)
+        if not calibrates:
+            bars |= hits_of(found)
     if asked.write:
         path = ROOT / "docs" / "accuracy.md"
         before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)

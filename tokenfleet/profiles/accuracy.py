@@ -222,6 +222,15 @@ def _figures(log: RequestLog | Outcome, measured: NDArray[np.bool_]) -> dict[str
     return found | {"throughput": {"tokens_per_s": tokens / max(lasted_s, 1e-9)}}
 
 
+def _hits(outcome: Outcome, measured: NDArray[np.bool_]) -> dict[str, float] | None:
+    """Shares of the prompts' tokens that were hit, and that some request before had; None without caches."""
+    if outcome.cached_tokens is None:
+        return None
+    tokens = outcome.workload.prompt_tokens[measured].sum()
+    hits = {"simulated": outcome.cached_tokens, "allowed": outcome.workload.ideal_hits}
+    return {name: float(of[measured].sum() / tokens) for name, of in hits.items()}
+
+
 def _in_time(ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64], target: Target) -> float:
     return float(np.mean((ttft_s <= target.ttft_s) & ~(tpot_s > target.tpot_s)))
 
@@ -269,9 +278,8 @@ def accuracy_of(ladder: Ladder, profile: Profile, calibrates: bool) -> dict[str,
             name: {what: predicted[name][what] / value - 1.0 for what, value in row.items()}
             for name, row in measured.items()
         }
-        rows.append(
-            {"rate_rps": run.rate_rps, "requests": int(m.sum()), "measured": measured, "errors": errors}
-        )
+        told = {"rate_rps": run.rate_rps, "requests": int(m.sum()), "measured": measured, "errors": errors}
+        rows.append(told | {"hits": _hits(outcome, m)})
     held = _held(seen, ladder.settings.attainment)
     expected = _held(said, ladder.settings.attainment)
     rates = [run.rate_rps for run in ladder.runs]

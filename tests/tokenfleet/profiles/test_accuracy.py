@@ -101,6 +101,10 @@ def test_rows_without_times_warm_caches_and_are_not_judged(tmp_path: Path) -> No
     found = accuracy_of(ladder, ladder.worker(TRUTH), calibrates=False)
     assert found["rates"][0]["requests"] == 75
     assert found["errors"]["ttft"]["mean"] > 0.01  # 48 tokens of each prompt are cached now
+    tokens = run.log.workload.prompt_tokens[5:].sum()
+    assert found["rates"][0]["hits"] == pytest.approx(
+        dict.fromkeys(("simulated", "allowed"), 75 * 48 / tokens)
+    )
 
 
 @pytest.mark.parametrize(
