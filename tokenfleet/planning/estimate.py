@@ -124,7 +124,8 @@ class Trial:
 
     def holds(self, *, screening: bool = False) -> bool:
         """Whether the lower bound meets the target; `screening`: whether it may, by the hardest."""
-        upto = min(SCREENED, len(self.numbers)) if screening else len(self.numbers)
+        hardest = min(SCREENED, len(self.numbers)) if self._replicates.hardness else len(self.numbers)
+        upto = hardest if screening else len(self.numbers)
         width = self._pool.count if screening else ROUND
         while len(self._seen) < upto and self._is_open:
             left = [i for i in self._replicates.hardest_first(self.numbers) if i not in self._seen]
