@@ -163,13 +163,17 @@ def test_a_link_that_is_down_for_five_seconds_loses_nobody(play, fleet, hosts, p
     play(story)
 
 
-def test_streams_of_a_host_that_dies_go_on_elsewhere(play, fleet, hosts, plain):
+def test_streams_of_a_host_that_is_not_heard_go_on_elsewhere_and_its_late_words_change_nothing(
+    play, fleet, hosts, plain
+):
     async def story(http):
         running = streams(http, fleet)
         there = await until(lambda: spread(fleet))
         (far,) = [w for w, host in (await hosts_of(fleet)).items() if host == hosts[1].ip]
         stranded = sum(r["worker"] == far for r in there)
-        hosts[1].die()
+        hosts[1].reaches(hosts[0], False)  # the other way is open: it hears, and computes on
+        await until(lambda: decided(fleet, "lost"))
+        hosts[1].reaches(hosts[0], True)
         assert [(await task).content for task in running] == plain
         assert len(await decided(fleet, "replay")) == stranded
         (new,) = await until(lambda: replacements(fleet))
