@@ -88,12 +88,12 @@ def mixed_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
 
 @pytest.fixture(scope="session")
 def vllm_fleet(model_folder: Path, scratch: Path) -> Iterator[ServedFleet]:
-    """Two real vLLM workers on Ray, their number fixed until a test lets the controller decide.
+    """Two real vLLM workers and two gateways, as many workers until a test lets the controller decide.
 
     fp32: batching changes a bf16 result, also without any move.
     """
     flags = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20))
-    scaling = ("--workers", "2", "--autoscale", "1..2", "--scale-in-after", "3s")
+    scaling = ("--workers", "2", "--autoscale", "1..2", "--scale-in-after", "3s", "--gateways", "2")
     fleet = serve(model_folder, *scaling, engine_flags=flags, folder=scratch)
     fleet.ask("POST", "/v1/fleet/scale", {"workers": 2})
     yield fleet

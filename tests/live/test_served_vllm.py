@@ -229,6 +229,20 @@ def test_streams_go_on_when_an_engine_is_killed_and_another_takes_its_place(vllm
     vllm_fleet.until(lambda: len(workers(vllm_fleet)) == 2, 900)
 
 
+def test_streams_go_on_when_the_core_is_killed_and_its_successor_adopts_the_engines(vllm_fleet):
+    def kill():
+        os.kill(vllm_fleet.ask("GET", "/v1/fleet")["core"]["pid"], signal.SIGKILL)
+
+    before = [(w["worker"], w["pid"]) for w in workers(vllm_fleet)]
+    expected, got = asyncio.run(runs(vllm_fleet, 12, 400, kill))
+    assert got == expected
+    view = vllm_fleet.ask("GET", "/v1/fleet")
+    assert (view["core"]["number"], view["auto"], view["placement"]["by"]) == (2, False, "targets")
+    assert [(w["worker"], w["pid"]) for w in workers(vllm_fleet)] == before
+    assert not [d for d in view["decisions"] if d["kind"] == "launch"]
+    assert vllm_fleet.metric("tokenfleet_requests_total", outcome="failed") == 0
+
+
 def used_blocks(fleet):
     loads = [w["telemetry"] for w in workers(fleet)]
     return [load["kv_used_blocks"] for load in loads if load is not None]
