@@ -244,6 +244,8 @@ def _step_s(step: StepModel, sequences: int, context: float) -> float:
     for hinge in step.hinges:
         if hinge.of == "sequences" and sequences > hinge.start:
             t += hinge.per_unit_s * (sequences - hinge.start)
+        elif hinge.of == "experts":
+            t -= hinge.per_unit_s * hinge.start * math.expm1(-sequences / hinge.start)
     return t
 
 

@@ -186,7 +186,11 @@ def _bases(base_s: float, hinges: tuple[Hinge, ...], fewest: float, d: float, p:
     n steps cost n·base + Σ slope·max(x - n·start, 0) by convexity: piecewise linear in n, so its least
     value is at `fewest` or at a knee.
     """
-    rows = [(h.start, h.per_unit_s, d if h.of == "sequences" else p) for h in hinges]
+    rows = [
+        (h.start, h.per_unit_s, d if h.of == "sequences" else p)
+        for h in hinges
+        if h.of != "experts"  # no convex cost: any number of tokens may touch the same ones
+    ]
     tried = [fewest, *(x / start for start, _, x in rows if start > 0 and x / start > fewest)]
     return min(n * base_s + sum(slope * max(x - n * start, 0.0) for start, slope, x in rows) for n in tried)
 

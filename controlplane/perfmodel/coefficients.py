@@ -21,7 +21,8 @@ from controlplane.types import EngineMode
 SEQ_HINGE = len(STEP_TERMS)  # two of (start, per unit)
 BASE, PER_PREFILL, PER_SEQUENCE, PER_CONTEXT, PER_SUM_SQ, PREFILL_STEP = range(SEQ_HINGE)
 PREFILL_HINGE = SEQ_HINGE + 4  # two
-PRE_BASE = PREFILL_HINGE + 4
+EXPERTS = PREFILL_HINGE + 4  # one
+PRE_BASE = EXPERTS + 2
 PRE_HINGE = PRE_BASE + len(PREFILL_TERMS)  # two
 PRE_TOKEN, PRE_SUM_SQ = range(PRE_BASE + 1, PRE_HINGE)
 KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_HINGE + 9)
@@ -43,6 +44,7 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     row[BASE:SEQ_HINGE] = list(coefficients(step).values())
     _place(row, SEQ_HINGE, [h for h in step.hinges if h.of == "sequences"], profile)
     _place(row, PREFILL_HINGE, [h for h in step.hinges if h.of == "prefill_tokens"], profile)
+    _place(row, EXPERTS, [h for h in step.hinges if h.of == "experts"], profile, 1)
     if profile.prefill is not None:
         row[PRE_BASE:PRE_HINGE] = list(coefficients(profile.prefill).values())
         _place(row, PRE_HINGE, list(profile.prefill.hinges), profile)
@@ -56,10 +58,10 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     return row
 
 
-def _place(row: NDArray[np.float64], at: int, hinges: list[Hinge], profile: Profile) -> None:
-    if len(hinges) > 2:
-        raise BadInput(f"{profile.label}: hinges: at most 2 of a kind, got {len(hinges)}")
-    for i in range(2):
+def _place(row: NDArray[np.float64], at: int, hinges: list[Hinge], profile: Profile, most: int = 2) -> None:
+    if len(hinges) > most:
+        raise BadInput(f"{profile.label}: hinges: at most {most} of {hinges[0].of}, got {len(hinges)}")
+    for i in range(most):
         row[at + 2 * i] = hinges[i].start if i < len(hinges) else math.inf
         row[at + 2 * i + 1] = hinges[i].per_unit_s if i < len(hinges) else 0.0
 
@@ -71,7 +73,15 @@ def decode_base_s(k: NDArray[np.float64], sequences: float) -> float:
     for i in range(SEQ_HINGE, SEQ_HINGE + 4, 2):
         if sequences > k[i]:
             t += k[i + 1] * (sequences - k[i])
-    return t
+    return t + experts_s(k, sequences)
+
+
+@compiled
+def experts_s(k: NDArray[np.float64], tokens: float) -> float:
+    """Seconds to read the experts that so many tokens touch."""
+    if k[EXPERTS + 1] == 0.0:
+        return 0.0
+    return -k[EXPERTS + 1] * k[EXPERTS] * math.expm1(-tokens / k[EXPERTS])
 
 
 @compiled
@@ -81,13 +91,13 @@ def mixed_s(k: NDArray[np.float64], prefill: float, sequences: float, context: f
     t += k[PER_PREFILL] * prefill + k[PER_SUM_SQ] * sum_sq
     if prefill > 0:
         t += k[PREFILL_STEP]
-    return t + prefill_hinges_s(k, prefill)
+    return t + prefill_hinges_s(k, prefill, sequences)
 
 
 @compiled
-def prefill_hinges_s(k: NDArray[np.float64], prefill: float) -> float:
-    """What a step with so much prefill takes longer where its time per token rises."""
-    t = 0.0
+def prefill_hinges_s(k: NDArray[np.float64], prefill: float, sequences: float) -> float:
+    """What so much prefill takes longer beside `sequences`: dearer tokens, experts that only they touch."""
+    t = experts_s(k, sequences + prefill) - experts_s(k, sequences)
     for i in range(PREFILL_HINGE, PREFILL_HINGE + 4, 2):
         if prefill > k[i]:
             t += k[i + 1] * (prefill - k[i])

@@ -1,10 +1,10 @@
 """The fit of the step model to samples, and the choice of its terms by cross-validation.
 
 Coefficients are those of `least_squares.py`. Beyond the four terms of the step model a Σ length² term, a
-constant of the steps that prefill and two hinges of each kind may join, each only when it lowers the
-*cross-validated* error by a twentieth: in-sample error always falls. The constant is judged on the steps that
-prefill, few among a serving engine's. Repeats of a batch stay in one fold, so that none is judged on a batch
-it has seen.
+constant of the steps that prefill, two hinges of each kind and the experts that a mixture's tokens touch may
+join, each only when it lowers the *cross-validated* error by a twentieth: in-sample error always falls. The
+constant is judged on the steps that prefill, few among a serving engine's. Repeats of a batch stay in one
+fold, so that none is judged on a batch it has seen.
 """
 
 from __future__ import annotations
@@ -234,6 +234,8 @@ def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
         if term.words and not term.of_prefilling and term not in form.terms
         if np.any(term.regressor(samples.batch))
     ]
+    if samples.experts and fitted != "prefill" and not any(of == "experts" for of, _ in form.knots):
+        forms.append(replace(form, knots=(*form.knots, ("experts", samples.experts))))
     for of in _HINGES[fitted]:
         have = [start for kind, start in form.knots if kind == of]
         if len(have) == MAX_HINGES:

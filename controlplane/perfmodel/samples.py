@@ -29,7 +29,8 @@ class StepSamples:
 
     `prefill_tokens` prefilled in the step, `sequences` that decoded in it and the `context_tokens` they held
     at its start, `step_s` seconds it took, `prefill_sum_sq` Σ (end² - start²) over the prefill chunks, or
-    None when that was not recorded (then no length² term can be fitted).
+    None when that was not recorded (then no length² term can be fitted). `experts`: the tokens that touch
+    1 - 1/e of a mixture's (`step.py`); 0 for a dense model, or where that is not known.
     """
 
     prefill_tokens: NDArray[np.float64]
@@ -37,6 +38,7 @@ class StepSamples:
     context_tokens: NDArray[np.float64]
     step_s: NDArray[np.float64]
     prefill_sum_sq: NDArray[np.float64] | None = None
+    experts: float = 0.0
 
     def __post_init__(self) -> None:
         names = _COLUMNS if self.prefill_sum_sq is None else (*_COLUMNS, "prefill_sum_sq")
@@ -73,6 +75,7 @@ class StepSamples:
             self.context_tokens[rows],
             self.step_s[rows],
             sum_sq,
+            self.experts,
         )
 
     @property

@@ -9,6 +9,10 @@ that a prompt cut into chunks adds up to its length squared (attention within th
 costs more for prefilling at all: other kernels, and a batch to lay out. A hinge adds
 `per_unit_s · max(x - start, 0)`; it stays linear in the coefficients, so the fit stays linear too.
 
+A mixture of experts reads the experts that its tokens touch: of E, each token takes k, and n tokens touch
+E·(1 - (1 - k/E)^n). That is a hinge of `experts`, per_unit_s · start · (1 - exp(-n/start)) with n = P + b and
+start = -1 / ln(1 - k/E) tokens: per_unit_s a token at first, and never more than all experts.
+
 A coefficient is a field of `StepModel` or `PrefillModel` with its `Term`. `STEP_TERMS` and `PREFILL_TERMS`
 list them; the fits, the refit, the profile file and the intervals go through these lists. The compiled form
 (`coefficients.py`) is the one other place that spells the formula out.
@@ -25,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput
 
-HingeOf = Literal["sequences", "prefill_tokens"]
+HingeOf = Literal["sequences", "prefill_tokens", "experts"]
 Phase = Literal["decode", "prefill"]
 
 
@@ -63,26 +67,33 @@ def _terms(model: type) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Hinge:
-    """Extra time per unit past a knee: `per_unit_s · max(x - start, 0)`."""
+    """Extra time per unit past a knee, or up to where all experts are touched (module docstring)."""
 
     of: HingeOf
     start: float
     per_unit_s: float
 
     def __post_init__(self) -> None:
-        if self.of not in ("sequences", "prefill_tokens"):
-            raise BadInput(f"hinge: of: sequences or prefill_tokens, got {self.of!r}")
+        if self.of not in ("sequences", "prefill_tokens", "experts"):
+            raise BadInput(f"hinge: of: sequences, prefill_tokens or experts, got {self.of!r}")
         _not_negative("hinge", start=self.start, per_unit_s=self.per_unit_s)
+        if self.of == "experts" and self.start == 0:
+            raise BadInput("hinge: of experts: from: must be more than 0 tokens")
 
     def regressor(self, batch: Batch) -> Any:
         """The factor of `per_unit_s`."""
+        if self.of == "experts":
+            tokens = np.asarray(batch.sequences, float) + batch.prefill_tokens
+            return -self.start * np.expm1(-tokens / self.start)
         return np.maximum(
             (batch.sequences if self.of == "sequences" else batch.prefill_tokens) - self.start, 0.0
         )
 
     def scaled(self, decode: float, prefill: float) -> Hinge:
         """With its phase's work so many times as long."""
-        return replace(self, per_unit_s=self.per_unit_s * (decode if self.of == "sequences" else prefill))
+        return replace(
+            self, per_unit_s=self.per_unit_s * (prefill if self.of == "prefill_tokens" else decode)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +167,8 @@ class PrefillModel:
     def of_step(cls, step: StepModel) -> PrefillModel:
         """Eq 2 as the step model has it: nothing decodes."""
         hinges = tuple(h for h in step.hinges if h.of == "prefill_tokens")
-        base_s = step.base_s + step.per_prefill_step_s
+        experts_s = sum(h.start * h.per_unit_s for h in step.hinges if h.of == "experts")  # all are touched
+        base_s = step.base_s + step.per_prefill_step_s + experts_s
         return cls(base_s, step.per_prefill_token_s, step.per_prefill_sum_sq_s, hinges)
 
     def prefill_s(self, tokens: ArrayLike, sum_sq: ArrayLike | None = None) -> NDArray[np.float64]:

@@ -210,7 +210,8 @@ def prefill_lasts_s(
     steps, budget = prefill_steps(k, work, decoding), max(k[MAX_BATCHED] - decoding, 1.0)
     lasts_s = steps * step_s + k[PER_PREFILL] * work + k[PER_SUM_SQ] * (last * last - cached * cached)
     full = steps - 1.0  # steps with as much prefill as fits, before the last
-    return lasts_s + full * prefill_hinges_s(k, budget) + prefill_hinges_s(k, work - full * budget)
+    lasts_s += full * prefill_hinges_s(k, budget, decoding)
+    return lasts_s + prefill_hinges_s(k, work - full * budget, decoding)
 
 
 @compiled
@@ -338,7 +339,7 @@ def least_prefill_s(led: Ledger, r: int, cached: int, busy: bool) -> float:
             lasts_s += tpot_s
             if k[MODE] == CHUNKED:  # the step in progress has chunks of others, its own steps decode too
                 lasts_s += k[PREFILL_STEP] + k[PER_PREFILL] * k[MAX_BATCHED]
-                lasts_s += prefill_hinges_s(k, k[MAX_BATCHED])
+                lasts_s += prefill_hinges_s(k, k[MAX_BATCHED], 0.0)
                 lasts_s += prefill_steps(k, tokens - cached, 0) * max(tpot_s - decode_base_s(k, 0.0), 0.0)
         least_s = min(least_s, lasts_s)
     return least_s

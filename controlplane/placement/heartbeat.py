@@ -9,8 +9,9 @@ worker j with ongoing requests k holding h_k tokens, r_k still expected, and the
 (e) Σ_{r_k >= n} (h_k + n) + Σ_{p_i >= n} (L_i + n) <= γ·capacity       at every coming step n
 
 Each is linear in what is placed, so each is a row `Σ weight_i <= limit`. A hinge is convex: its maximum is
-kept by one row per hinge. (e) rises between two ends, so the ends are the only steps to write rows for.
-Times are whole nanoseconds, weights rounded up and limits down. A request that fits nowhere is held.
+kept by one row per hinge, and all experts count as touched. (e) rises between two ends, so the ends are the
+only steps to write rows for. Times are whole nanoseconds, weights rounded up and limits down. A request that
+fits nowhere is held.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ def worker_rows(beat: Heartbeat, state: WorkerState) -> Rows:
 
     # (b): base and hinges move to the right side, leaving what each request adds.
     step = beat.step
-    for per_sequence_s, base_s in _pieces(step.per_sequence_s, step.base_s, step.hinges, "sequences"):
+    touched_s = step.base_s + sum(h.start * h.per_unit_s for h in step.hinges if h.of == "experts")
+    for per_sequence_s, base_s in _pieces(step.per_sequence_s, touched_s, step.hinges, "sequences"):
         context = sum(state.held_tokens) + beat.theta * sum(state.remaining_tokens)
         ongoing_s = base_s + per_sequence_s * len(state.held_tokens) + step.per_context_token_s * context
         rows.append(_times(per_sequence_s + step.per_context_token_s * grown, beat.slo.tpot_s - ongoing_s))

@@ -29,6 +29,7 @@ STACKS = {
     "l70": ("llama-3.1-70b", "a100-sxm", 2, 0.95),
     "l8": ("llama-3.1-8b", "a100-sxm", 1, 0.95),
     "apr29": ("llama-3.1-8b", "a100-sxm", 1, 0.9),
+    "scout": ("llama-4-scout-17b-16e-fp8", "h100-sxm", 4, 0.9),
 }
 GATEWAY_S = 0.0125  # llm-d's gateway, on the development ladder behind it
 
@@ -36,7 +37,8 @@ GATEWAY_S = 0.0125  # llm-d's gateway, on the development ladder behind it
 def ladder(data: Path, name: str) -> Ladder:
     """The runs of one experiment."""
     rows = pd.read_parquet(data / LMBENCH / f"{name}.parquet")
-    blocks = pd.read_parquet(data / LMBENCH / "sharegpt_blocks16_llama3.parquet")
+    family = "llama4" if name.startswith("scout") else "llama3"
+    blocks = pd.read_parquet(data / LMBENCH / f"sharegpt_blocks16_{family}.parquet")
     kind = name.rsplit("-", 1)[1] if name.endswith(("sharegpt", "short", "long")) else "long"
     runs = [
         _sharegpt(rate, run, blocks)

@@ -1,11 +1,14 @@
 """Write the shipped profile library anew from the public data (docs/data.md).
 
-    python experiments/profiling/compose_profiles.py [--data DIR] [--out profiles]
+    python experiments/profiling/compose_profiles.py [--predicted] [--only TEXT] [--data DIR] [--out profiles]
 
-Four origins, each said in the file it makes:
+Five origins, each said in the file it makes; `--predicted` makes those of the second alone, and needs
+aiconfigurator-core:
 
   <gpu>           composed from measured per-operation tables (aiconfigurator-core's grids): kernel time,
                   plus HOST_S a step for the engine's own work, plus memory arithmetic for KV
+  <gpu>           models of today, as `tokenfleet profile --predict` composes them: mixtures of experts,
+                  latent and windowed attention, 8-bit and 4-bit weights
   rtx-pro-6000    fitted to the request log of a real vLLM 0.19 run
   measured-2023   fitted to Splitwise's measurements of vLLM on DGX machines in 2023
   aladdin         the coefficients behind the tables that reproduce Aladdin's
@@ -16,9 +19,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from controlplane.errors import ControlPlaneError
 from controlplane.perfmodel.fit import fit_prefill, fit_step
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
 from controlplane.perfmodel.step import PrefillModel
@@ -47,7 +52,8 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import Flags
-from tokenfleet.profiles.library import FRONTEND, write_profile
+from tokenfleet.profiles.library import FRONTEND, canonical_model, write_profile
+from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
 # Standard deviation of what no grid shows: host time, mixed steps, the drift between engine releases.
 UNSEEN = 0.10
@@ -59,6 +65,50 @@ MAX_SEQS = 256
 
 # When the operation tables were public: ai-dynamo/aiconfigurator pull requests 560 and 1343.
 GRID_DATE = {"a100-sxm": "2026-03-10", "h100-sxm": "2026-07-10", "h200-sxm": "2026-07-10"}
+
+
+# Models of today and the TP degrees that they are served at; a degree without tables or room for KV is left
+# out, and said. The names are the package's; a second one is a precision that the configuration does not say.
+PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
+    ("Qwen/Qwen3-30B-A3B", None): (1, 2, 4),
+    ("Qwen/Qwen3-30B-A3B", "fp8"): (1, 2),
+    ("Qwen/Qwen3-235B-A22B", "fp8"): (4, 8),
+    ("Qwen/Qwen3-32B", "fp8"): (1, 2, 4),
+    ("meta-llama/Meta-Llama-3.1-8B", "fp8"): (1,),
+    ("meta-llama/Meta-Llama-3.1-70B", "fp8"): (1, 2, 4, 8),
+    ("openai/gpt-oss-20b", None): (1,),
+    ("openai/gpt-oss-120b", None): (1, 2, 4, 8),
+    ("mistralai/Mixtral-8x7B-v0.1", None): (2, 4),
+    ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "fp8"): (2, 4, 8),
+    ("deepseek-ai/DeepSeek-V3", None): (8,),
+    ("deepseek-ai/DeepSeek-V3.2", None): (8,),
+    ("MiniMaxAI/MiniMax-M2.5", None): (4, 8),
+    ("Qwen/Qwen3.5-397B-A17B", None): (8,),
+    # Dense ones in 16 bits, where no grid of theirs is in the public data.
+    ("Qwen/Qwen3-32B", None): (1, 2, 4),
+    ("meta-llama/Meta-Llama-3.1-8B", None): (1,),
+    ("meta-llama/Meta-Llama-3.1-70B", None): (2, 4, 8),
+}
+PREDICTED_GPUS = ("a100-sxm", "h100-sxm", "h200-sxm", "b200-sxm", "gb200", "l40s")
+
+
+def predicted(only: str) -> Iterator[tuple[Path, Profile]]:
+    """Profiles from the package's tables, with the host's millisecond a step as on the grids."""
+    for (model, precision), degrees in PREDICTED.items():
+        for gpu in PREDICTED_GPUS:
+            if precision is None and canonical_model(model) in MODELS and gpu in GRID_ENGINE:
+                continue
+            for tp_degree in degrees:
+                if only not in f"{model} {gpu} {tp_degree}".lower():
+                    continue
+                host_s = HOST_S.get(gpu, HOST_S["h100-sxm"])
+                worker = PredictedWorker(model, gpu, tp_degree, host_s, precision=precision)
+                try:
+                    profile = predicted_profile(worker, date.fromisoformat(GRID_DATE["h100-sxm"]))
+                except ControlPlaneError as error:
+                    print(f"left out: {error}")
+                    continue
+                yield Path(profile.gpu) / f"{profile.model}_tp{tp_degree}.yaml", profile
 
 
 def composed_profile(data: Path, model: str, gpu: str, tp_degree: int) -> Profile | None:
@@ -146,8 +196,10 @@ def rounded(profile: Profile) -> Profile:
 def main() -> int:
     parser = Flags(__doc__, "aic_grid", SPLITWISE_TABLE, "fits.json", REQUEST_LOG)
     parser.add_argument("--out", type=Path, default=ROOT / "profiles")
+    parser.add_argument("--predicted", action="store_true", help="those of operation tables alone")
+    parser.add_argument("--only", default="", help="of those: whose model, GPU and TP have this")
     asked = parser.parse_args()
-    for place, profile in library(asked.data):
+    for place, profile in predicted(asked.only.lower()) if asked.predicted else library(asked.data):
         write_profile(rounded(profile), asked.out / place)
         print(f"{place}: {profile.residuals.mean_relative:.1%} mean error")
     return 0

@@ -145,6 +145,9 @@ def _expected_rest(predicted: int, h: Held, tokens: int) -> int:
 # --- hypothesis --------------------------------------------------------------------------------------------
 
 
+EXPERTS = (Hinge("experts", 5.0, 2e-3),)
+
+
 @st.composite
 def profiles(draw, mode: EngineMode | None = None) -> Profile:
     seconds = st.floats(0, 1)
@@ -157,7 +160,7 @@ def profiles(draw, mode: EngineMode | None = None) -> Profile:
             1e-3 * draw(seconds),
             draw(st.sampled_from([0.0, 1e-6, 2e-5])),
             draw(st.sampled_from([0.0, 1e-8])),
-            (Hinge("sequences", 4, 1e-3 * draw(seconds)),),
+            (Hinge("sequences", 4, 1e-3 * draw(seconds)), *draw(st.sampled_from([(), EXPERTS]))),
             draw(st.sampled_from([0.0, 5e-3])),
         ),
         KvModel(16 * draw(st.integers(5, 200)), draw(st.sampled_from([1, 16]))),

@@ -28,6 +28,7 @@ def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:
             hinges=(
                 Hinge("sequences", 3, rng.uniform(0, 1e-3)),
                 Hinge("prefill_tokens", 20, rng.uniform(0, 1e-4)),
+                *([Hinge("experts", 2.0 * seqs, 1e-3)] if block == 4 else []),
             ),
             per_prefill_step_s=float(rng.choice([0.0, rng.uniform(0, 0.01)])),
         ),

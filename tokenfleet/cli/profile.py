@@ -56,6 +56,11 @@ class ProfileFlags:
     ] = False
     gpu: Annotated[str | None, typer.Option(help="with --predict: the GPU, e.g. h100_sxm")] = None
     tp: Annotated[int, typer.Option(min=1, help="with --predict: GPUs of a worker")] = 1
+    precision: Annotated[
+        str | None,
+        typer.Option(help="with --predict: of weights, bf16, fp8, int4, nvfp4; else config.json's"),
+    ] = None
+    kv_precision: Annotated[str | None, typer.Option(help="with --predict: of KV, bf16 or fp8")] = None
     host: Annotated[str, typer.Option(help="with --predict: the host's time a step, which no table has")] = (
         "1ms"
     )
@@ -74,6 +79,7 @@ def profile_command(flags: ProfileFlags) -> None:
     tokenfleet profile --model ./llama --out steps.csv -- --max-num-seqs 64
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
+    tokenfleet profile --predict --model ./Qwen3-30B-A3B --gpu b200 --precision fp8 --out moe.yaml
     """
     if flags.output_format not in ("table", "json"):
         raise BadInput(f"--format: table or json, got {flags.output_format!r}")
@@ -109,7 +115,14 @@ def _predict(flags: ProfileFlags) -> None:
     if flags.gpu is None:
         raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
     host_s = parse_duration_s(flags.host, "--host")
-    worker = PredictedWorker(flags.model, flags.gpu, flags.tp, host_s)
+    worker = PredictedWorker(
+        flags.model,
+        flags.gpu,
+        flags.tp,
+        host_s,
+        precision=flags.precision,
+        kv_precision=flags.kv_precision,
+    )
     with console(stderr=True).status("composing"):
         profile = predicted_profile(worker, date.today())
     write_profile(profile, flags.out)
@@ -122,6 +135,8 @@ def _predict(flags: ProfileFlags) -> None:
         "fit_error": residuals.mean_relative,
         "unseen_error": residuals.unseen_relative,
         "host_s": host_s,
+        "precision": flags.precision,
+        "kv_precision": flags.kv_precision,
         "says": profile.source.what,
     }
     if flags.output_format == "json":
@@ -133,6 +148,8 @@ def _predict(flags: ProfileFlags) -> None:
         " is added for what they do not show"
     )
     print(profile.source.what)
+    if flags.precision or flags.kv_precision:
+        print("what a lower precision does to answers is not judged here")
 
 
 async def _measure(flags: ProfileFlags, model: str, budget_s: float) -> dict[str, Any]:

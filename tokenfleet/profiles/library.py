@@ -44,6 +44,7 @@ _GPU_ALIASES = {
     "a100": ("a100-sxm", "a100-80gb"),
     "h100": ("h100-sxm", "h100-80gb"),
     "h200": ("h200-sxm",),
+    "b200": ("b200-sxm",),
     "rtx-pro-6000": ("rtx-pro-6000",),
 }
 
@@ -145,7 +146,7 @@ def canonical_gpus(name: str) -> tuple[str, ...]:
     plain = re.sub(r"[\s_/]+", "-", name.strip().lower()).removeprefix("nvidia-")
     if plain in ("a100-80gb", "h100-80gb"):
         return (plain,)
-    if re.fullmatch(r"(a100|h100|h200)(-sxm\d?)?(-(80|141)-?gb)?(-hbm\w+)?", plain):
+    if re.fullmatch(r"(a100|h100|h200|b200)(-sxm\d?)?(-(80|141|180|192)-?gb)?(-hbm\w+)?", plain):
         family = _GPU_ALIASES[plain[:4]]
         return family if "sxm" not in plain else family[:1]
     if re.fullmatch(r"rtx-?pro-?6000(-blackwell.*)?", plain):
@@ -154,8 +155,8 @@ def canonical_gpus(name: str) -> tuple[str, ...]:
 
 
 # GB/s of one GPU's share of its server's network, as NVIDIA's own servers have it: 200 Gb/s a GPU in DGX
-# A100, 400 Gb/s in DGX H100 and H200 (their data sheets). Of others little is known: a 25 Gb/s adapter.
-_NETWORK_GB_PER_S = {"a100": 25.0, "h100": 50.0, "h200": 50.0}
+# A100, 400 Gb/s in DGX H100, H200 and B200 (their data sheets). Of others little is known: a 25 Gb/s adapter.
+_NETWORK_GB_PER_S = {"a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0}
 _OTHER_NETWORK_GB_PER_S = 3.0
 
 

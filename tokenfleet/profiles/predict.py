@@ -8,13 +8,19 @@ fitted ones.
 
 The package predicts any batch, also far beyond its tables. So it is asked only for batches that the model's
 context and the worker's KV allow, and a model or GPU without tables is refused.
+
+Weights and KV have the precision of the model's configuration, or the one that is asked for; experts are
+split over a worker's GPUs like other weights. A mixture's steps are fitted with the experts that they touch.
+KV of latent attention is counted once; where layers attend to a window, capacity is in requests of
+KV_REFERENCE tokens, or of the window if that is longer: less than what longer requests find.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -38,6 +44,17 @@ UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, wha
 UTILIZATION = 0.9  # vLLM's default share of GPU memory
 BLOCK_TOKENS = 16
 MAX_SEQS = 256
+KV_REFERENCE = 1024  # tokens of a request: below a usual one, so that windows are not taken for less
+# The tables' names of a precision, of matrices and of experts.
+PRECISIONS = {
+    "bf16": ("bfloat16", "bfloat16"),
+    "fp8": ("fp8", "fp8"),
+    "int4": ("int4_wo", "int4_wo"),
+    "nvfp4": ("nvfp4", "nvfp4"),
+}
+KV_PRECISIONS = {"bf16": "bfloat16", "fp8": "fp8"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 SMALLEST_KV = 8192  # a worker with less KV than this serves no useful batch
 # What the driver reports of a card; the tables count whole GiB, which no driver gives.
 VISIBLE_GIB = {"a100_sxm": 79.15, "h100_sxm": 79.10, "h200_sxm": 139.8}
@@ -58,6 +75,8 @@ class PredictedWorker:
     host_s: float
     max_batched_tokens: int | None = None
     max_seqs: int = MAX_SEQS
+    precision: str | None = None  # of the weights; None: as the configuration has it
+    kv_precision: str | None = None
 
 
 def predicted_profile(target: PredictedWorker, today: date) -> Profile:
@@ -66,16 +85,24 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         raise BadInput(f"--predict: aiconfigurator-core is not installed; {INSTALL}")
     system, model = system_of(target.gpu), model_of(target.model)
     budget = target.max_batched_tokens or (2048 if system in SMALL_BUDGET else 8192)
-    longest = context_limit(model)
+    config = _config(model)
+    longest, experts = context_limit(config, model), experts_scale(config)
+    modes = _modes(target, experts)
     with _quiet():
-        engine, engine_version = _engine(model, system, target.tp_degree)
-        kv = _kv(model, system, target.tp_degree, budget, target.max_seqs)
+        engine, engine_version = _engine(model, system, modes)
+        kv = _kv(model, system, modes, budget, target.max_seqs)
         capacity = kv.capacity_tokens
         samples = grid_samples(engine, budget, target.max_seqs, longest, capacity, target.host_s)
+        samples = replace(samples, experts=experts)
         step, prefill = fit_step(samples), fit_prefill(samples)
         mixed = mixed_error(engine, step.model, budget, target.max_seqs, longest, capacity, target.host_s)
+    name = canonical_model(Path(model).name if Path(model).is_dir() else model)
+    if target.precision and not name.endswith(f"-{target.precision}"):
+        name = f"{name}-{target.precision}"
+    asked = ((target.precision, "weights"), (target.kv_precision, "KV"))
+    precision = "".join(f", {value} {of}" for value, of in asked if value)
     return Profile(
-        model=canonical_model(Path(model).name if Path(model).is_dir() else model),
+        model=name,
         gpu=canonical_gpus(system)[0],
         tp_degree=target.tp_degree,
         step=step.model,
@@ -84,9 +111,9 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         residuals=replace(step.residuals, unseen_relative=float(np.hypot(UNSEEN, mixed))),
         source=Source(
             "composed",
-            f"aiconfigurator-core {VERSION}, operation tables of vLLM {engine_version} on {system}: kernel"
-            f" time only, {target.host_s * 1e3:g} ms a step stated for the host; mixed steps of the tables"
-            f" differ by {mixed:.0%} from one base + their parts",
+            f"aiconfigurator-core {VERSION}, tables of vLLM {engine_version} on {system}{precision}: kernel"
+            f" time only, {target.host_s * 1e3:g} ms a step stated for the host; mixed steps of the"
+            f" tables differ by {mixed:.0%} from one base + their parts",
             "Apache-2.0",
             today.isoformat(),
             target.host_s,
@@ -131,8 +158,8 @@ def model_of(name: str) -> str:
     return meant[0]
 
 
-def context_limit(model: str) -> int:
-    """The model's longest prompt and output, from its configuration."""
+def _config(model: str) -> dict[str, Any]:
+    """The configuration of a model's language part."""
     import json
 
     path = Path(model) / "config.json"
@@ -140,9 +167,44 @@ def context_limit(model: str) -> int:
         path = _package() / "model_configs" / f"{model.replace('/', '--')}_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return int(config.get("text_config", config)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{path}: max_position_embeddings: cannot be read: {error!r}") from None
+        return dict(config.get("text_config") or config)
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadInput(f"{path}: cannot be read: {error!r}") from None
+
+
+def context_limit(config: Mapping[str, Any], model: str) -> int:
+    """The model's longest prompt and output."""
+    try:
+        return int(config["max_position_embeddings"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise BadInput(f"{model}: config.json: max_position_embeddings: cannot be read: {error!r}") from None
+
+
+def experts_scale(config: Mapping[str, Any]) -> float:
+    """Tokens that touch 1 - 1/e of a mixture's experts (`perfmodel/step.py`); 0 for a dense model."""
+    experts, taken = (
+        next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+        for names in (EXPERTS, TAKEN)
+    )
+    return -1.0 / math.log1p(-taken / experts) if 0 < taken < experts else 0.0
+
+
+def _modes(target: PredictedWorker, experts: float) -> dict[str, Any]:
+    """How the package is told of the worker: degrees, and precisions that are not the configuration's."""
+    modes: dict[str, Any] = {"tp_size": target.tp_degree}
+    if experts:
+        modes["moe_tp_size"] = target.tp_degree
+    for flag, value, known in (
+        ("--precision", target.precision, PRECISIONS),
+        ("--kv-precision", target.kv_precision, KV_PRECISIONS),
+    ):
+        if value is not None and value not in known:
+            raise BadInput(f"{flag}: one of {', '.join(known)}, got {value!r}")
+    if target.precision is not None:
+        modes["gemm_quant_mode"], modes["moe_quant_mode"] = PRECISIONS[target.precision]
+    if target.kv_precision is not None:
+        modes["kvcache_quant_mode"] = KV_PRECISIONS[target.kv_precision]
+    return modes
 
 
 def grid_samples(
@@ -181,50 +243,59 @@ def mixed_error(
     return float(np.mean(errors)) if errors else UNSEEN
 
 
-def _engine(model: str, system: str, tp_degree: int) -> tuple[Any, str]:
+def _engine(model: str, system: str, modes: Mapping[str, Any]) -> tuple[Any, str]:
     import yaml
     from aiconfigurator_core.sdk.engine import EngineHandle
 
     try:
-        engine = EngineHandle.compile(model, system, "vllm", backend_version="current", tp_size=tp_degree)
+        engine = EngineHandle.compile(model, system, "vllm", backend_version="current", **modes)
         engine.predict_decode_latency(1, 128, 2)
     except AssertionError as error:
-        raise BadInput(f"--tp: {tp_degree}: {error}") from None
+        raise BadInput(f"--tp: {modes['tp_size']}: {error}") from None
     except Exception as error:  # the package raises many kinds, some of them private
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
-        raise ProfileMissing(f"{model} on {system} TP {tp_degree}: no tables: {first}") from None
+        raise ProfileMissing(f"{model} on {system} TP {modes['tp_size']}: no tables: {first}") from None
     versions = yaml.safe_load((_package() / "systems" / "query_versions.yaml").read_text())
     own = versions.get("overrides", {}).get(system, {}).get("vllm") or versions["defaults"]["vllm"]
     return engine, str(own["current"])
 
 
-def _kv(model: str, system: str, tp_degree: int, budget: int, max_seqs: int) -> KvModel:
+def _kv(model: str, system: str, modes: Mapping[str, Any], budget: int, max_seqs: int) -> KvModel:
     """The KV memory of a worker at vLLM's default share of its GPUs."""
-    from aiconfigurator_core.sdk.memory import estimate_kv_cache
+    from aiconfigurator_core.sdk.memory import KVCacheEstimator
 
-    visible = int(VISIBLE_GIB.get(system, 0) * GIB)
+    visible, gpus = int(VISIBLE_GIB.get(system, 0) * GIB), int(modes["tp_size"])
+    worker = f"{model} on {system} TP {gpus}"
     try:
-        estimate = estimate_kv_cache(
-            model,
-            system,
-            "vllm",
-            "current",
-            tp_size=tp_degree,
-            max_num_tokens=budget,
-            max_batch_size=max_seqs,
-            memory_fraction_kind="of_total",
-            memory_fraction_value=UTILIZATION,
+        memory = KVCacheEstimator.from_request(
+            model, system, "vllm", "current", max_num_tokens=budget, max_batch_size=max_seqs, **modes
+        )
+        estimate = memory.estimate(
+            is_of_free=False,
+            fraction=UTILIZATION,
             gpu_memory_capacity_bytes_override=visible or None,
         )
+        token_bytes = _bytes_per_token(memory.breakdown)
     except Exception as error:
-        raise BadInput(f"{model} on {system} TP {tp_degree}: KV: {str(error)[:200]}") from None
-    tokens = int(estimate["total_kv_size_tokens"])
+        raise BadInput(f"{worker}: KV: {str(error)[:200]}") from None
+    tokens = int(estimate["total_kv_size_bytes"] / token_bytes)
     if tokens < SMALLEST_KV:
-        raise ProfileMissing(
-            f"{model} on {system} TP {tp_degree}: its weights leave room for {max(tokens, 0)} KV tokens"
-        )
-    token_bytes = int(estimate["kv_size_per_token_bytes"]) * tp_degree
-    return KvModel(tokens, BLOCK_TOKENS, token_bytes, visible, UTILIZATION if visible else 0.0)
+        raise ProfileMissing(f"{worker}: its weights leave room for {max(tokens, 0)} KV tokens")
+    share = UTILIZATION if visible else 0.0
+    return KvModel(tokens, BLOCK_TOKENS, round(token_bytes * gpus), visible, share)
+
+
+def _bytes_per_token(memory: Mapping[str, Any]) -> float:
+    """KV bytes of a GPU for each token of a request of KV_REFERENCE tokens, or of the window if longer.
+
+    The package tells of one request how many tokens fit in so many bytes; past a window they grow slower.
+    """
+    first, tokens_in = float(memory["kv_size_per_token_bytes"]), memory["tokens_from_kv_bytes"]
+    low, high = 0.0, first * KV_REFERENCE
+    for _ in range(50):  # the least bytes that hold a request of KV_REFERENCE tokens
+        middle = (low + high) / 2
+        low, high = (low, middle) if tokens_in(middle) >= KV_REFERENCE else (middle, high)
+    return high / KV_REFERENCE
 
 
 def _up_to(most: int, start: int) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Forecasts and shedding: lengths that were predicted wrongly no longer break a worker."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,9 @@ def test_hinges_count_in_the_forecast():
         forecast(seen.counted(), seen.requests, 10_000, s, ShedSettings()).step for s in (STEP, bent)
     )
     assert (steep - straight) * TPOT_S == pytest.approx(0.02)
+    mixture = replace(bent, hinges=(Hinge("experts", 2.0, 0.01),))
+    of_experts = forecast(seen.counted(), seen.requests, 10_000, mixture, ShedSettings()).step
+    assert (of_experts - straight) * TPOT_S == pytest.approx(0.02 * (1 - math.exp(-1.5)))
 
 
 def test_a_worker_that_breaks_its_tpot_sheds_what_has_most_to_come_for_least_to_copy():

@@ -46,7 +46,8 @@ def test_no_fleet_that_meets_every_target_is_smaller_than_the_bound(
         np.cumsum(rng.exponential(1 / rate, n)), rng.integers(1, 1500, n), rng.integers(1, 400, n)
     )
     slo = Slo(float(rng.uniform(0.3, 3)), float(rng.uniform(0.02, 0.06)))
-    profile = worker(mode, int(rng.integers(4_000, 60_000)))
+    mixture = (Hinge("experts", 20.0, 3e-4),) if seed % 2 else ()
+    profile = worker(mode, int(rng.integers(4_000, 60_000)), mixture)
     outcome = simulate(workload, [WorkerSpec(profile)] * workers, slo, policy)
     met = outcome.attainment
     if met > 0:

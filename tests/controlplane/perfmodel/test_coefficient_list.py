@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import controlplane
+from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row, mixed_s, prefill_s
 from controlplane.perfmodel.fit import fit_step
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Residuals, Source
@@ -20,6 +23,7 @@ from controlplane.perfmodel.step import (
     PREFILL_TERMS,
     STEP_TERMS,
     Batch,
+    Hinge,
     PrefillModel,
     StepModel,
     Term,
@@ -73,6 +77,27 @@ def test_the_compiled_row_counts_each_coefficient_of_prefill_as_the_model_does(t
     alone = PrefillModel(**dict.fromkeys((t.name for t in PREFILL_TERMS), 0.0) | {term.name: 0.25})
     row = coefficient_row(replace(profile(PLAIN), prefill=alone))
     assert prefill_s(row, 300.0, 7000.0) == pytest.approx(float(alone.prefill_s(300.0, 7000.0)), rel=1e-12)
+
+
+def test_the_compiled_row_counts_touched_experts_as_the_model_does() -> None:
+    mixture = replace(PLAIN, hinges=(Hinge("experts", 16.0, 3e-4),))
+    row = coefficient_row(profile(mixture))
+    for batch in zip(*grid(), strict=True):
+        assert mixed_s(row, *batch) == pytest.approx(float(mixture.step_s(*batch)), rel=1e-12)
+    assert parse_profile(profile_text(profile(mixture)), "made") == profile(mixture)
+    with pytest.raises(BadInput, match="at most 1 of experts"):
+        coefficient_row(profile(replace(mixture, hinges=2 * mixture.hinges)))
+    with pytest.raises(BadInput, match="more than 0 tokens"):
+        Hinge("experts", 0.0, 1e-4)
+
+
+@given(st.integers(2, 512), st.data())
+def test_a_hinge_of_experts_is_the_share_that_tokens_touch(experts: int, data: st.DataObject) -> None:
+    taken = data.draw(st.integers(1, experts - 1))
+    tokens = np.arange(0, 300)
+    scale = -1 / np.log1p(-taken / experts)
+    touched = Hinge("experts", scale, 1 / scale).regressor(Batch(0, tokens, 0)) / scale
+    assert touched == pytest.approx(1 - (1 - taken / experts) ** tokens, abs=1e-9)
 
 
 @each_term

@@ -61,6 +61,18 @@ def test_a_knee_and_a_square_are_found_and_a_straight_line_gets_none() -> None:
     assert noisy.model.hinges == ()
 
 
+def test_touched_experts_are_found_in_a_mixtures_steps_and_nowhere_else() -> None:
+    made = StepModel(0.004, 2e-5, 2e-5, 5e-8, hinges=(Hinge("experts", 15.5, 4e-4),))
+    known = replace(grid(made, noise=0.02), experts=15.5)
+    fit = fit_step(known)
+    (experts,) = [h for h in fit.model.hinges if h.of == "experts"]
+    assert experts.per_unit_s == pytest.approx(4e-4, rel=0.1)
+    unknown = fit_step(replace(known, experts=0.0))
+    assert fit.residuals.held_out_mean < 0.7 * unknown.residuals.held_out_mean
+    dense = fit_step(replace(grid(PLAIN, noise=0.03), experts=15.5))
+    assert dense.model.hinges == ()
+
+
 def test_what_prefilling_at_all_costs_is_found_among_steps_that_mostly_decode() -> None:
     made = replace(PLAIN, per_prefill_step_s=0.006)
     rng = np.random.default_rng(3)

@@ -86,7 +86,8 @@ def naive_kv_peak(at: At, asked: Held) -> int:
 
 @given(st.integers(1, 6000), st.integers(0, 200), st.integers(0, 50_000))
 def test_a_chunked_prefill_lasts_as_long_as_its_steps_with_their_hinges(work, decoding, context):
-    hinges = (Hinge("prefill_tokens", 300, 2e-4), Hinge("prefill_tokens", 90, 1e-4))
+    dearer = (Hinge("prefill_tokens", 300, 2e-4), Hinge("prefill_tokens", 90, 1e-4))
+    hinges = (*dearer, Hinge("experts", 60, 1e-4))
     model = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8, hinges=hinges, per_prefill_step_s=0.002)
     limits = EngineLimits(mode=EngineMode.CHUNKED, max_batched_tokens=512, max_seqs=256)
     k = coefficient_row(made_profile(model, KvModel(1_000_000, 16, 1), limits))
