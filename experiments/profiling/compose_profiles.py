@@ -89,6 +89,7 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("meta-llama/Meta-Llama-3.1-8B", None): (1,),
     ("meta-llama/Meta-Llama-3.1-70B", None): (2, 4, 8),
 }
+EXPERT_PARALLEL = {("MiniMaxAI/MiniMax-M2.5", 8)}  # its experts' blocks do not divide by 8
 PREDICTED_GPUS = ("a100-sxm", "h100-sxm", "h200-sxm", "b200-sxm", "gb200", "l40s")
 
 
@@ -102,7 +103,10 @@ def predicted(only: str) -> Iterator[tuple[Path, Profile]]:
                 if only not in f"{model} {gpu} {tp_degree}".lower():
                     continue
                 host_s = HOST_S.get(gpu, HOST_S["h100-sxm"])
-                worker = PredictedWorker(model, gpu, tp_degree, host_s, precision=precision)
+                parallel = (model, tp_degree) in EXPERT_PARALLEL
+                worker = PredictedWorker(
+                    model, gpu, tp_degree, host_s, precision=precision, expert_parallel=parallel
+                )
                 try:
                     profile = predicted_profile(worker, date.fromisoformat(GRID_DATE["h100-sxm"]))
                 except ControlPlaneError as error:

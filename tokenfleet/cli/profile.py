@@ -61,6 +61,10 @@ class ProfileFlags:
         typer.Option(help="with --predict: of weights, bf16, fp8, int4, nvfp4; else config.json's"),
     ] = None
     kv_precision: Annotated[str | None, typer.Option(help="with --predict: of KV, bf16 or fp8")] = None
+    expert_parallel: Annotated[
+        bool,
+        typer.Option("--expert-parallel", help="with --predict: whole experts on each GPU, as vLLM's flag"),
+    ] = False
     host: Annotated[str, typer.Option(help="with --predict: the host's time a step, which no table has")] = (
         "1ms"
     )
@@ -122,6 +126,7 @@ def _predict(flags: ProfileFlags) -> None:
         host_s,
         precision=flags.precision,
         kv_precision=flags.kv_precision,
+        expert_parallel=flags.expert_parallel,
     )
     with console(stderr=True).status("composing"):
         profile = predicted_profile(worker, date.today())

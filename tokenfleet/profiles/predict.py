@@ -10,9 +10,10 @@ The package predicts any batch, also far beyond its tables. So it is asked only 
 context and the worker's KV allow, and a model or GPU without tables is refused.
 
 Weights and KV have the precision of the model's configuration, or the one that is asked for; experts are
-split over a worker's GPUs like other weights. A mixture's steps are fitted with the experts that they touch.
-KV of latent attention is counted once; where layers attend to a window, capacity is in requests of
-KV_REFERENCE tokens, or of the window if that is longer: less than what longer requests find.
+split over a worker's GPUs like other weights, unless they are to stay whole. A mixture's steps are fitted
+with the experts that they touch. KV of latent attention is counted once; where layers attend to a window,
+capacity is in requests of KV_REFERENCE tokens, or of the window if that is longer: less than what longer
+requests find.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ KV_REFERENCE = 1024  # tokens of a request: below a usual one, so that windows a
 # The tables' names of a precision, of matrices and of experts.
 PRECISIONS = {
     "bf16": ("bfloat16", "bfloat16"),
-    "fp8": ("fp8", "fp8"),
+    "fp8": (
+        "fp8",
+        "fp8_block",
+    ),  # the tables' other kernels for 8-bit experts are slower than those of 16 bits
     "int4": ("int4_wo", "int4_wo"),
     "nvfp4": ("nvfp4", "nvfp4"),
 }
@@ -77,6 +81,7 @@ class PredictedWorker:
     max_seqs: int = MAX_SEQS
     precision: str | None = None  # of the weights; None: as the configuration has it
     kv_precision: str | None = None
+    expert_parallel: bool = False  # each GPU holds whole experts, rather than a part of each
 
 
 def predicted_profile(target: PredictedWorker, today: date) -> Profile:
@@ -99,7 +104,8 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     name = canonical_model(Path(model).name if Path(model).is_dir() else model)
     if target.precision and not name.endswith(f"-{target.precision}"):
         name = f"{name}-{target.precision}"
-    asked = ((target.precision, "weights"), (target.kv_precision, "KV"))
+    parallel = "expert" if target.expert_parallel else None
+    asked = ((target.precision, "weights"), (target.kv_precision, "KV"), (parallel, "parallel"))
     precision = "".join(f", {value} {of}" for value, of in asked if value)
     return Profile(
         model=name,
@@ -193,7 +199,7 @@ def _modes(target: PredictedWorker, experts: float) -> dict[str, Any]:
     """How the package is told of the worker: degrees, and precisions that are not the configuration's."""
     modes: dict[str, Any] = {"tp_size": target.tp_degree}
     if experts:
-        modes["moe_tp_size"] = target.tp_degree
+        modes["moe_ep_size" if target.expert_parallel else "moe_tp_size"] = target.tp_degree
     for flag, value, known in (
         ("--precision", target.precision, PRECISIONS),
         ("--kv-precision", target.kv_precision, KV_PRECISIONS),
