@@ -52,7 +52,7 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import Flags
-from tokenfleet.profiles.library import FRONTEND, canonical_model, write_profile
+from tokenfleet.profiles.library import FRONTEND, write_profile
 from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
 # Standard deviation of what no grid shows: host time, mixed steps, the drift between engine releases.
@@ -78,16 +78,11 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("meta-llama/Meta-Llama-3.1-70B", "fp8"): (1, 2, 4, 8),
     ("openai/gpt-oss-20b", None): (1,),
     ("openai/gpt-oss-120b", None): (1, 2, 4, 8),
-    ("mistralai/Mixtral-8x7B-v0.1", None): (2, 4),
     ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "fp8"): (2, 4, 8),
     ("deepseek-ai/DeepSeek-V3", None): (8,),
     ("deepseek-ai/DeepSeek-V3.2", None): (8,),
     ("MiniMaxAI/MiniMax-M2.5", None): (4, 8),
     ("Qwen/Qwen3.5-397B-A17B", None): (8,),
-    # Dense ones in 16 bits, where no grid of theirs is in the public data.
-    ("Qwen/Qwen3-32B", None): (1, 2, 4),
-    ("meta-llama/Meta-Llama-3.1-8B", None): (1,),
-    ("meta-llama/Meta-Llama-3.1-70B", None): (2, 4, 8),
 }
 EXPERT_PARALLEL = {("MiniMaxAI/MiniMax-M2.5", 8)}  # its experts' blocks do not divide by 8
 PREDICTED_GPUS = ("a100-sxm", "h100-sxm", "h200-sxm", "b200-sxm", "gb200", "l40s")
@@ -97,8 +92,6 @@ def predicted(only: str) -> Iterator[tuple[Path, Profile]]:
     """Profiles from the package's tables, with the host's millisecond a step as on the grids."""
     for (model, precision), degrees in PREDICTED.items():
         for gpu in PREDICTED_GPUS:
-            if precision is None and canonical_model(model) in MODELS and gpu in GRID_ENGINE:
-                continue
             for tp_degree in degrees:
                 if only not in f"{model} {gpu} {tp_degree}".lower():
                     continue
