@@ -60,6 +60,7 @@ class SessionFlags:
     "session_s",
     "agents",
     "model",
+    "precision",
     "policy",
     "priority_headroom",
     "engine",

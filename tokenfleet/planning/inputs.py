@@ -93,6 +93,8 @@ def gather(
         ]
     ages = old_profiles([t.profile for t in usable], today) if today else []
     biased = [bias.says] if bias is not None else []
+    if request.precision not in (None, "bf16"):
+        biased.append(f"what {request.precision} weights do to the model's answers is not judged here")
     warnings = (
         *biased, *trace.warnings, *doctored, *length_warnings, *price_warnings, *kv_warnings, *ages, *slow,
     )  # fmt: skip
@@ -130,7 +132,8 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
     elif model is None:
         raise BadInput("--model: missing; name a model of the library, or give --profile files")
     else:
-        profiles = find_profiles(model, request.gpu, request.tp)
+        mark = f"-{request.precision}" if request.precision not in (None, "bf16") else ""
+        profiles = find_profiles(canonical_model(model) + mark, request.gpu, request.tp)
     if request.kv_tokens is not None and len(profiles) > 1:
         names = ", ".join(profile.type_name for profile in profiles)
         raise BadInput(f"--kv-tokens: is of one kind of worker, got {names}; choose with --gpu and --tp")

@@ -109,6 +109,11 @@ class PlanRequest:
         Field(max_length=100),
         About("rules of classes", "who is of a class: batch=tenant:acme (or key:, priority:)", flag="class"),
     ] = ()
+    precision: Annotated[
+        Word | None,
+        Field(examples=["fp8"]),
+        About("precision", "of the model's weights, as the library has them: fp8, … (bf16: plain)", "choice"),
+    ] = None
     attainment: Annotated[Share, About("attainment", "share of requests within both targets", "promise")] = (
         0.99
     )
@@ -302,6 +307,8 @@ class PlanRequest:
         """Itself. Raises BadInput where one option has no meaning beside the others."""
         if self.profiles and (self.gpu or self.tp):
             raise BadInput("--profile: says which workers to plan with; leave out --gpu and --tp")
+        if self.profiles and self.precision:
+            raise BadInput("--profile: says what precision it is of; leave out --precision")
         for flag, value in (("--kv-gb-per-s", self.kv_gb_per_s), ("--kv-latency", self.kv_latency_s)):
             if value is not None and not self.profiles and self.engine != EngineMode.SPLIT:
                 raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")

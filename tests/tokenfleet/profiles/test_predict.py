@@ -78,3 +78,58 @@ def test_what_there_are_no_tables_for_is_refused(
 
     with pytest.raises(error, match=says):
         predicted_profile(PredictedWorker(model, gpu, tp, 0.001), date(2026, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"num_experts": 128, "num_experts_per_tok": 8}, 15.5),
+        ({"num_local_experts": 32, "num_experts_per_tok": 4}, 7.49),
+        ({"n_routed_experts": 256, "num_experts_per_tok": 8}, 31.5),
+        ({"num_experts": None, "num_experts_per_tok": None}, 0.0),
+        ({"num_local_experts": 8, "num_experts_per_tok": 8}, 0.0),
+        ({"hidden_size": 4096}, 0.0),
+    ],
+)
+def test_a_configuration_says_how_many_tokens_touch_most_experts(
+    config: dict[str, object], tokens: float
+) -> None:
+    from tokenfleet.profiles.predict import experts_scale
+
+    assert experts_scale(config) == pytest.approx(tokens, rel=0.01)
+
+
+def test_kv_of_windows_is_counted_in_requests_of_a_stated_length() -> None:
+    from tokenfleet.profiles.predict import KV_REFERENCE, _bytes_per_token
+
+    def tokens_in(held: float, window: float) -> float:
+        """Half of the layers attend to a window, each of 100 bytes a token."""
+        return held / 200 if held <= 200 * window else window + (held - 200 * window) / 100
+
+    for window, expected in ((128, 100 + 100 * 128 / KV_REFERENCE), (4096, 200.0)):
+        memory = {
+            "kv_size_per_token_bytes": 200.0,
+            "tokens_from_kv_bytes": lambda held, window=window: tokens_in(held, window),
+        }
+        assert _bytes_per_token(memory) == pytest.approx(expected, rel=1e-6)
+
+
+@needs_tables
+def test_a_mixture_is_fitted_with_the_experts_it_touches_at_any_precision(tmp_path: Path) -> None:
+    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
+
+    made = {
+        precision: predicted_profile(
+            PredictedWorker("Qwen/Qwen3-30B-A3B", "h100", 2, 0.001, precision=precision), date(2026, 1, 1)
+        )
+        for precision in (None, "fp8")
+    }
+    for profile in made.values():
+        assert [h.start for h in profile.step.hinges if h.of == "experts"] == [pytest.approx(15.5, rel=0.01)]
+        assert profile.residuals.held_out_mean is not None
+        assert profile.residuals.held_out_mean < 0.08
+    assert made["fp8"].model == "qwen3-30b-a3b-fp8"
+    assert made["fp8"].kv.capacity_tokens > 1.2 * made[None].kv.capacity_tokens
+    assert float(made["fp8"].step.step_s(0, 64, 65_536)) < float(made[None].step.step_s(0, 64, 65_536))
+    with pytest.raises(BadInput, match="--precision: one of bf16, fp8, int4, nvfp4, got 'int3'"):
+        predicted_profile(PredictedWorker("llama-3.1-8b", "h100", 1, 0.001, precision="int3"), date.today())
