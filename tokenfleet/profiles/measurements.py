@@ -100,7 +100,8 @@ def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = Non
     names, rows = _steps_table(path)
     column = {name: numbers(path, rows, name) for name in names if name not in LABELS}
     try:
-        samples = StepSamples(**{name: column[name] for name in NEEDED}, prefill_sum_sq=_sum_sq(column))
+        prefill, sequences, context, step_s = (column[name] for name in NEEDED)
+        samples = StepSamples(prefill, sequences, context, step_s, _sum_sq(column))
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from error
     if "point" not in names or "repeat" not in names:
