@@ -80,7 +80,6 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("openai/gpt-oss-120b", None): (1, 2, 4, 8),
     ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "fp8"): (2, 4, 8),
     ("deepseek-ai/DeepSeek-V3", None): (8,),
-    ("deepseek-ai/DeepSeek-V3.2", None): (8,),
     ("MiniMaxAI/MiniMax-M2.5", None): (4, 8),
     ("Qwen/Qwen3.5-397B-A17B", None): (8,),
 }

@@ -9,7 +9,7 @@ fitted ones.
 The package predicts any batch, also far beyond its tables. So it is asked only for batches that the model's
 context and the worker's KV allow, and a model or GPU without tables is refused.
 
-Weights and KV have the precision of the model's configuration, or the one that is asked for; experts are
+Weights have the precision of the model's configuration, or the one that is asked for, KV 16 bits; experts are
 split over a worker's GPUs like other weights, unless they are to stay whole. A mixture's steps are fitted
 with the experts that they touch. KV of latent attention is counted once; where layers attend to a window,
 capacity is in requests of KV_REFERENCE tokens, or of the window if that is longer: less than what longer
@@ -208,8 +208,8 @@ def _modes(target: PredictedWorker, experts: float) -> dict[str, Any]:
             raise BadInput(f"{flag}: one of {', '.join(known)}, got {value!r}")
     if target.precision is not None:
         modes["gemm_quant_mode"], modes["moe_quant_mode"] = PRECISIONS[target.precision]
-    if target.kv_precision is not None:
-        modes["kvcache_quant_mode"] = KV_PRECISIONS[target.kv_precision]
+    # vLLM's default, also for weights of 8 bits; the package would take KV for as precise as weights are.
+    modes["kvcache_quant_mode"] = KV_PRECISIONS[target.kv_precision or "bf16"]
     return modes
 
 
