@@ -234,18 +234,22 @@ def _further(samples: StepSamples, form: Form, fitted: Fitted) -> list[Form]:
         if term.words and not term.of_prefilling and term not in form.terms
         if np.any(term.regressor(samples.batch))
     ]
-    if samples.experts and fitted != "prefill" and not any(of == "experts" for of, _ in form.knots):
-        forms.append(replace(form, knots=(*form.knots, ("experts", samples.experts))))
-    for of in _HINGES[fitted]:
-        have = [start for kind, start in form.knots if kind == of]
-        if len(have) == MAX_HINGES:
-            continue
-        values = np.unique(samples.prefill_tokens if of == "prefill_tokens" else samples.sequences)
-        inner = values[values > 0][1:-1]  # a knee at either end is no knee
-        if len(inner) > MAX_KNOTS:
-            inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
-        forms += [replace(form, knots=(*form.knots, (of, float(knot)))) for knot in inner if knot not in have]
-    return forms
+    knots = [(of, knot) for of in _HINGES[fitted] for knot in _knots(samples, form, of)]
+    if samples.experts and fitted != "prefill" and ("experts", samples.experts) not in form.knots:
+        knots.append(("experts", samples.experts))
+    return forms + [replace(form, knots=(*form.knots, knot)) for knot in knots]
+
+
+def _knots(samples: StepSamples, form: Form, of: HingeOf) -> list[float]:
+    """Places for a further hinge of a kind."""
+    have = [start for kind, start in form.knots if kind == of]
+    if len(have) == MAX_HINGES:
+        return []
+    values = np.unique(samples.prefill_tokens if of == "prefill_tokens" else samples.sequences)
+    inner = values[values > 0][1:-1]  # a knee at either end is no knee
+    if len(inner) > MAX_KNOTS:
+        inner = inner[np.linspace(0, len(inner) - 1, MAX_KNOTS).round().astype(int)]
+    return [float(knot) for knot in inner if knot not in have]
 
 
 def _held_out(samples: StepSamples, form: Form, robust: bool, fold: NDArray[np.int64]) -> NDArray[np.float64]:
