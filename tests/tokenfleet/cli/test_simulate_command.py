@@ -206,3 +206,23 @@ def test_kv_memory_is_the_engine_s_own_figure_or_from_its_share_of_memory(
         shares.append(json.loads(capsys.readouterr().out)["attainment"])
     assert shares[0] < shares[1] - 0.2  # a queue that is not there at 0.95
     assert shares[1] == shares[2]
+
+
+def test_weights_of_a_lower_precision_are_a_profile_of_their_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(poisson(rate_rps=1.0, requests=200, prompt=1500, output=150), folder / "trace.csv")
+    asked = ["simulate", "--trace", f"{folder}/trace.csv", "--gpu", "h100", "--tp", "4", "--workers", "1"]
+    asked += ["--slo", "ttft=2s,tpot=120ms", "--format", "json"]
+    said = []
+    for model in (
+        ("--model", "meta-llama/Llama-3.1-70B-Instruct", "--precision", "fp8"),
+        ("--model", "llama-3.1-70b-fp8"),
+        ("--model", "llama-3.1-70b", "--precision", "bf16"),
+        ("--model", "llama-3.1-70b"),
+    ):
+        assert main([*asked, *model]) == 0
+        said.append(json.loads(capsys.readouterr().out)["tpot_s"])
+    assert said[0] == said[1] != said[2] == said[3]
+    assert main([*asked, "--model", "llama-3.1-70b", "--precision", "int3"]) == 2
+    assert "no profile ships; nearest: llama-3.1-70b" in capsys.readouterr().err

@@ -177,6 +177,12 @@ def test_the_library_has_what_it_promises() -> None:
         for model in ("llama-3.1-70b", "llama-2-70b"):
             assert all((model, gpu, n) in have for n in (2, 4, 8))
             assert (model, gpu, 1) not in have
+    for mixture in (
+        ("qwen3-30b-a3b", "h100-sxm", 1),
+        ("gpt-oss-120b", "h100-sxm", 4),
+        ("deepseek-v3", "h200-sxm", 8),
+    ):
+        assert [h.of for h in have[mixture].step.hinges if h.of == "experts"] == ["experts"]
     assert have["llama-3.1-8b", "rtx-pro-6000", 1].source.kind == "measured"
     for gpu in ("a100-80gb", "h100-80gb"):
         assert have["bloom-176b", gpu, 8].source.kind == "measured"
