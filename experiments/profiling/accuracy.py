@@ -9,7 +9,7 @@ looked at while terms and defaults were chosen, JUDGED ones only for the table. 
 docs/accuracy.md.
 
 Not replayed: LMCache (KV kept in the host's memory), long prompts on two replicas (picked by chance), an
-engine whose GPU is not known (`l8-k8s`), Llama 4 Scout (no profile, and a mixture of experts).
+engine whose GPU is not known (`l8-k8s`). A mixture of experts (Llama 4 Scout) is replayed by `--only` alone.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ JUDGED = (
     "apr29-vllm-sharegpt",
     "apr29-vllm-long",
 )
+MIXTURES = (
+    "scout-vllm-tp4-sharegpt",
+)  # by --only: 8-bit experts on GPUs that are named, settings that are not
 # What a median over ladders is to be, as it is and calibrated (mean of E2E, of TPOT, of TTFT, its p99).
 BARS = {False: (0.06, 0.05, 0.15, 0.25), True: (0.03, 0.03, 0.08, 0.15)}
 FIGURES = (("e2e", "mean"), ("tpot", "mean"), ("ttft", "mean"), ("ttft", "p99"))
@@ -109,7 +112,7 @@ def hits_of(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     parser = flags(__doc__, LMBENCH, resumes=True)
-    parser.add_argument("--only", choices=(*DEVELOPMENT, *JUDGED), help="this ladder")
+    parser.add_argument("--only", choices=(*DEVELOPMENT, *JUDGED, *MIXTURES), help="this ladder")
     parser.add_argument("--development", action="store_true", help="only those of development")
     parser.add_argument("--write", action="store_true", help="put the table into docs/accuracy.md")
     asked = parser.parse_args()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from controlplane.errors import ProfileMissing
 from controlplane.perfmodel.profile import Profile
 from controlplane.prefixes import Sessions
 from controlplane.types import Slo
@@ -65,9 +66,14 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     errors: list[float] = []
     for name, model in SETS.items():
-        (profile,) = find_profiles(model, ["h200"], [8])
+        try:
+            (profile,) = find_profiles(model, ["h200"], [8])
+        except ProfileMissing as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
         of = table.filter(pl.col("set") == name)
-        kept, found = [], {"tpot_p50_s": [], "e2e_p50_s": []}
+        kept: list[dict[str, Any]] = []
+        found: dict[str, list[float]] = {"tpot_p50_s": [], "e2e_p50_s": []}
         for cell in of.iter_rows(named=True):
             prompt, clients = cell["input_tokens"], cell["concurrency"]
             first = of.filter((pl.col("input_tokens") == prompt) & (pl.col("concurrency") == 4))
