@@ -46,7 +46,7 @@ JUDGED = (
     "apr29-vllm-sharegpt",
     "apr29-vllm-long",
 )
-MIXTURES = (
+MIXTURES = ("scout-vllm-tp4-sharegpt",)  # by --only: settings of its engines were not published
     "scout-vllm-tp4-sharegpt",
 )  # by --only: 8-bit experts on GPUs that are named, settings that are not
 # What a median over ladders is to be, as it is and calibrated (mean of E2E, of TPOT, of TTFT, its p99).
