@@ -45,10 +45,12 @@ def naive_prefill(at: At, asked: Held) -> tuple[float, float]:
     if at.profile.engine.mode != EngineMode.CHUNKED:
         return start_s, float(at.profile.prefill.prefill_s(work, tokens**2))
     context = sum(h.prompt + h.tokens for h in at.decoding)
-    step = at.profile.step
-    each_s = step_s(at, len(at.decoding), context) + step.per_prefill_step_s
-    lasts_s = naive_steps(at, work) * each_s
-    return start_s, lasts_s + step.per_prefill_token_s * work + step.per_prefill_sum_sq_s * tokens**2
+    step, left, lasts_s = at.profile.step, work, 0.0
+    for _ in range(naive_steps(at, work)):
+        chunk = min(left, max(at.profile.engine.max_batched_tokens - len(at.decoding), 1))
+        lasts_s += float(step.step_s(chunk, len(at.decoding), context))
+        left -= chunk
+    return start_s, lasts_s + step.per_prefill_sum_sq_s * tokens**2
 
 
 def naive_steps(at: At, work: float) -> int:
