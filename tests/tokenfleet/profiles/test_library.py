@@ -277,7 +277,7 @@ def test_old_machines_answer_only_when_nothing_newer_does() -> None:
         (("llama-3.1-8b", ["h300"]), "nearest: h"),
         (("llama-3.1-8b", ["h100"], [3]), "no profile at TP 3; there is TP 1, 2, 4, 8"),
         (("bloom-176b", ["h200"]), "no profile on 'h200'; there is one on a100-80gb, h100-80gb"),
-        (("zzzzzz",), "known: bloom-176b, llama-2-13b"),
+        (("zzzzzz",), "known: bloom-176b, deepseek-v3"),
     ],
 )
 def test_what_is_missing_is_said_with_what_is_near(asked: tuple[object, ...], says: str) -> None:
