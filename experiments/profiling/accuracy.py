@@ -47,8 +47,6 @@ JUDGED = (
     "apr29-vllm-long",
 )
 MIXTURES = ("scout-vllm-tp4-sharegpt",)  # by --only: settings of its engines were not published
-    "scout-vllm-tp4-sharegpt",
-)  # by --only: 8-bit experts on GPUs that are named, settings that are not
 # What a median over ladders is to be, as it is and calibrated (mean of E2E, of TPOT, of TTFT, its p99).
 BARS = {False: (0.06, 0.05, 0.15, 0.25), True: (0.03, 0.03, 0.08, 0.15)}
 FIGURES = (("e2e", "mean"), ("tpot", "mean"), ("ttft", "mean"), ("ttft", "p99"))
