@@ -118,10 +118,12 @@ def shared(workload: Workload, model: str, classes: str, seed: int) -> dict[str,
     }
 
 
-def deadline(data: Path, rng: np.random.Generator, seed: int, seconds: float) -> dict[str, Any]:
+def deadline(
+    data: Path, rng: np.random.Generator, seed: int, seconds: float, rate_rps: float
+) -> dict[str, Any]:
     """Batch work beside chat over a day, squeezed: due in a quarter of it, and served on arrival."""
     rates = pl.read_csv(data / SERVEGEN["m-mid"])["total_rate_rps"].to_numpy()[:144]
-    rates = np.maximum(rates, 0.1) / rates.mean() * 32.0
+    rates = np.maximum(rates, 0.1) / rates.mean() * rate_rps
     width_s = seconds / len(rates)
     arrival_s = np.concatenate(
         [
@@ -132,7 +134,10 @@ def deadline(data: Path, rng: np.random.Generator, seed: int, seconds: float) ->
     load = with_lengths(arrival_s, azure_hour(data), rng)
     chat = slos("llama-3.1-8b", "two")[0]
     usd = {}
-    for name, batch in (("due", f"batch:deadline={seconds / 4}s,attainment=0.95"), ("on arrival", BATCH)):
+    for name, batch in (
+        ("due", f"batch:deadline={seconds / 4}s,tpot=100ms,attainment=0.95"),
+        ("on arrival", BATCH),
+    ):
         targets = [chat, batch]
         plan = plan_of(
             dealt(load, (0.5, 0.5), targets, np.random.default_rng(seed)),
@@ -167,8 +172,8 @@ def main() -> int:
                     part, lambda c=classes, m=model, w=load: shared(w, m, c, asked.seed)
                 )
                 rows.append({"load": name, "model": model, "classes": classes, **found})
-    seconds = 300.0 if asked.quick else 1800.0
-    late = asked.resume.part("deadline", lambda: deadline(asked.data, rng, asked.seed, seconds))
+    seconds, rate_rps = (1200.0, 16.0) if asked.quick else (1800.0, 32.0)
+    late = asked.resume.part("deadline", lambda: deadline(asked.data, rng, asked.seed, seconds, rate_rps))
     ratios = [row["shared / separate"] for row in rows]
     bars = {
         "dollars of the shared fleet over separate ones, mean": bar(float(np.mean(ratios)), MOST),
