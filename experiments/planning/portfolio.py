@@ -8,8 +8,9 @@ share of its requests: twelve of Llama-3.1 8B at 0.5 to 2 requests a second (400
 without limits; then with two thirds of the type of GPU that is taken most, and a quarter more GPUs in all.
 `--quick`: four models of ten minutes.
 
-`wall_s` of the first has all plans in it, none kept before; the second finds them kept. That no other choice within the limits is cheaper is held against every combination by
-tests/tokenfleet/portfolio/test_choose.py. Limits are held here against the sum of all models in each window.
+`wall_s` of the first has all plans in it, none kept before; the second finds them kept. That no other choice
+within the limits is cheaper is held against every combination by tests/tokenfleet/portfolio/test_choose.py.
+Limits are held here against the sum of all models in each window.
 """
 
 from __future__ import annotations
