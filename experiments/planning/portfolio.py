@@ -2,9 +2,9 @@
 
     python experiments/planning/portfolio.py [--quick] [--seed N] [--jobs N] [--format table|json]
 
-The models are parts of the Azure hour, each begun at another of its minutes (and followed around its end), a
-share of its requests: twelve of Llama-3.1 8B at 0.5 to 2 requests a second (400 ms, 30 ms), eight of 70B at
-0.3 to 1.5 (1.6 s, 75 ms). Each may have A100s, H100s or H200s: sixty plans, on `--jobs` processes. First
+The models have shares of the Azure hour's requests, which swing by a factor of five over the hour, each at a
+time of its own: twelve of Llama-3.1 8B at 1 to 4 requests a second at most (400 ms, 30 ms), eight of 70B at
+0.5 to 3 (1.6 s, 75 ms). Each may have A100s, H100s or H200s: sixty plans, on `--jobs` processes. First
 without limits; then with two thirds of the type of GPU that is taken most, and a quarter more GPUs in all.
 `--quick`: four models of ten minutes.
 
@@ -37,19 +37,17 @@ from tokenfleet.whatif.cache import Cache
 
 HOUR_S = 3600.0
 MOST_S = 300.0
-SMALL = ("llama-3.1-8b", Slo(0.4, 0.03), (0.5, 2.0))
-LARGE = ("llama-3.1-70b", Slo(1.6, 0.075), (0.3, 1.5))
+SMALL = ("llama-3.1-8b", Slo(0.4, 0.03), (1.0, 4.0))
+LARGE = ("llama-3.1-70b", Slo(1.6, 0.075), (0.5, 3.0))
 
 
 def part(
-    hour: Workload, rate_rps: float, from_s: float, length_s: float, rng: np.random.Generator
+    hour: Workload, rate_rps: float, noon_s: float, length_s: float, rng: np.random.Generator
 ) -> Workload:
-    """A share of the hour from one of its seconds on, and around its end."""
-    at_s = (hour.arrival_s - from_s) % HOUR_S
-    keep = (rng.random(len(hour)) < rate_rps * HOUR_S / len(hour)) & (at_s < length_s)
-    order = np.argsort(at_s[keep], kind="stable")
-    lengths = hour.prompt_tokens[keep][order], hour.output_tokens[keep][order]
-    return Workload(at_s[keep][order], *lengths)
+    """A share of the hour whose rate is at most `rate_rps`, at its noon, and a fifth of that at night."""
+    swing = 0.6 + 0.4 * np.cos(2 * np.pi * (hour.arrival_s - noon_s) / length_s)
+    keep = (rng.random(len(hour)) < swing * rate_rps * HOUR_S / len(hour)) & (hour.arrival_s < length_s)
+    return hour.take(keep)
 
 
 def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool) -> Portfolio:
