@@ -6,8 +6,8 @@ The models have shares of the Azure hour's requests, which swing by a factor of 
 time of its own: twelve of Llama-3.1 8B at 0.5 to 2 requests a second at most (400 ms, 30 ms), eight of 70B at
 0.3 to 1.5 (1.6 s, 75 ms). Each may have A100s, H100s or H200s: sixty plans, on `--jobs` processes. First
 without limits; then with two thirds of the type of GPU that is taken most, and a quarter more GPUs in all.
-`--quick`: four models of ten minutes. So small a model has a worker or two all the time, so that schedules save
-nothing here; tests/tokenfleet/portfolio/test_portfolio.py has models large enough for day and night.
+`--quick`: four models of ten minutes. Such small models have a worker or two all the time, and schedules save
+nothing here; tests/tokenfleet/portfolio/test_portfolio.py has models that are large enough for day and night.
 
 `wall_s` of the first has all plans in it, none kept before; the second finds them kept. That no other choice
 within the limits is cheaper is held against every combination by tests/tokenfleet/portfolio/test_choose.py.
