@@ -51,6 +51,7 @@ def test_nixl_is_listed_with_its_backends_or_why_not(installed, tmp_path, monkey
     if installs is not None:
         installed["nixl-cu12"] = "1.5.1"
         (tmp_path / "nixl_cu12").mkdir()
+        (tmp_path / "nixl_cu12" / "__init__.py").touch()  # or the installed one would be taken
         (tmp_path / "nixl_cu12" / "_api.py").write_text(installs)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (found,) = [f for f in look() if f.check == "NIXL"]
