@@ -59,10 +59,10 @@ def test_a_request_is_a_hit_by_its_own_figures_and_one_token_is_judged_by_ttft_a
     end(0.5, 1, 0.5)  # one token, in time
     lines = metrics.exposition().decode().splitlines()
     both = {line.split("{")[1] for line in lines if line.startswith("tokenfleet_slo_requests_total")}
-    assert 'met="true",priority="normal",target="both"} 2.0' in both
-    assert 'met="false",priority="normal",target="both"} 2.0' in both
-    assert 'met="false",priority="normal",target="tpot"} 1.0' in both
-    assert 'met="false",priority="normal",target="ttft"} 1.0' in both
+    assert 'met="true",priority="normal",slo_class="default",target="both"} 2.0' in both
+    assert 'met="false",priority="normal",slo_class="default",target="both"} 2.0' in both
+    assert 'met="false",priority="normal",slo_class="default",target="tpot"} 1.0' in both
+    assert 'met="false",priority="normal",slo_class="default",target="ttft"} 1.0' in both
 
 
 def test_a_worker_that_is_gone_leaves_no_gauge(metrics):
