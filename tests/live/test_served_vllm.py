@@ -281,7 +281,7 @@ def test_when_one_is_enough_the_other_is_drained_by_migration(vllm_fleet):
 
     async def trickle():
         async with session() as http:
-            await asyncio.gather(keep_both_busy(), *(one_after_another(http, i) for i in range(6)))
+            await asyncio.gather(keep_both_busy(), *(one_after_another(http, i) for i in range(3)))
 
     asyncio.run(asyncio.wait_for(trickle(), 300))
     assert got
