@@ -29,14 +29,16 @@ def fault_line(where: str, error: ValidationError) -> str:
     return f"{where}: {field or '(top)'}: {fault}"
 
 
-def read_text(path: Path) -> str:
-    """A file's text. Raises BadInput."""
+def read_text(path: Path, most_bytes: int | None = None) -> str:
+    """A file's text, without a byte order mark. Raises BadInput, also for one larger than `most_bytes`."""
     try:
-        return path.read_text(encoding="utf-8")
+        if most_bytes is not None and (size := path.stat().st_size) > most_bytes:
+            raise BadInput(f"{path}: {size} bytes, at most {most_bytes} are read")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not UTF-8: {error.reason}") from error
+        raise BadInput(f"{path}: not a text file in UTF-8") from error
 
 
 def parse_yaml(text: str, where: str, model: type[Model], is_no: str) -> Model:

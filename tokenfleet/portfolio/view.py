@@ -140,7 +140,7 @@ def portfolio_report(plan: PortfolioPlan) -> str:
 def _over_time(plan: PortfolioPlan) -> Figure:
     unit, per = ("min", 60.0) if plan.edges_s[-1] - plan.edges_s[0] < 4 * 3600 else ("h", 3600.0)
     edges = [round(float(t) / per, 4) for t in plan.edges_s]
-    colors = ("--blue", "--orange", "--green", "--purple")
+    colors = ("--blue", "--orange", "--good", "--bad", "--soft")
     data = [
         {
             "x": edges,

@@ -25,6 +25,7 @@ from typing import Any
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Frontend, Profile
+from tokenfleet.field_errors import read_text
 from tokenfleet.files import write_files
 from tokenfleet.profiles.form import parse_profile, profile_text
 
@@ -51,17 +52,7 @@ _GPU_ALIASES = {
 
 def read_profile(path: Path | str) -> Profile:
     """The profile in a YAML file. Raises BadInput naming the file, the field and the value."""
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise BadInput(f"{path}: {size} bytes, a profile has at most {MAX_FILE_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not a text file in UTF-8") from error
-    return parse_profile(text, str(path))
+    return parse_profile(read_text(Path(path), MAX_FILE_BYTES), str(path))
 
 
 def write_profile(profile: Profile, path: Path | str) -> None:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import StepSamples, by_point, work_of
 from controlplane.workload import Workload
+from tokenfleet.field_errors import read_text
 from tokenfleet.files import write_files
 from tokenfleet.profiles.diagnostics import HostSpeed, host_speed
 
@@ -88,7 +89,7 @@ class RequestLog:
 
 def is_request_log(path: Path) -> bool:
     """Whether a file holds JSON lines rather than a table: found by content."""
-    return _text(path).lstrip()[:1] == "{"
+    return read_text(path).lstrip()[:1] == "{"
 
 
 def read_measurements(path: Path, tell: Callable[[HostSpeed], None] | None = None) -> StepSamples:
@@ -135,7 +136,7 @@ def _sum_sq(column: dict[str, NDArray[np.float64]]) -> NDArray[np.float64] | Non
 
 def read_table(path: Path, needed: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
     """A CSV table's columns and rows, all still text. Raises BadInput where a needed column is missing."""
-    lines = _text(path).splitlines()
+    lines = read_text(path).splitlines()
     if not any(line.strip() for line in lines):
         raise BadInput(f"{path}: empty; expected columns {', '.join(needed)}")
     try:
@@ -187,7 +188,7 @@ def numbers(path: Path, rows: list[dict[str, Any]], name: str) -> NDArray[np.flo
 def read_request_log(path: Path) -> RequestLog:
     """A request log, in order of arrival. Raises BadInput naming the file, the line and the field."""
     rows = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -221,15 +222,6 @@ def _field(path: Path, number: int, entry: dict[str, Any], name: str, arrival_s:
                 raise BadInput(f"{path}: line {number}: {spelling}: must be a number, got {value!r:.60}")
             return float(value) + (arrival_s if spelling in since else 0.0)
     raise BadInput(f"{path}: line {number}: no {' or '.join((*LOG_FIELDS[name], *since))} in it")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not a text file in UTF-8") from error
 
 
 class MeasurementFile:

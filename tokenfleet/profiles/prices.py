@@ -93,13 +93,8 @@ def read_prices(path: Path | str | None = None) -> PriceList:
     makers do not compare.
     """
     path = library_folder() / "prices.yaml" if path is None else Path(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, no price list")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
     no_prices = f"not a price list: expected `schema: {SCHEMA}` and `prices`"
-    file = parse_yaml(read_text(path), str(path), _PriceFile, no_prices)
+    file = parse_yaml(read_text(path, MAX_FILE_BYTES), str(path), _PriceFile, no_prices)
     prices: dict[tuple[str, bool], GpuPrice] = {}
     for row in file.prices:
         gpu = canonical_gpus(row.gpu)[0]
