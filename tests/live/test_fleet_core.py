@@ -6,11 +6,12 @@ change everything after it.
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import SLO, A, B, C, Front, alone, profile
+from front import SLO, A, B, C, Front, alone, profile, until
 
 from controlplane.migration.move import Stage
 from controlplane.placement.lengths import LengthTable
@@ -109,6 +110,26 @@ def test_with_no_worker_in_time_the_client_is_told_in_an_error(live_extra):
         assert other.rejection.retry_after_s >= 1
 
     play(story, waiting=QueueSettings(max_wait_s=0.3))
+
+
+def test_who_has_waited_for_the_first_worker_is_placed_on_it_and_not_turned_away(live_extra):
+    from controlplane.placement.queue import QueueSettings
+
+    async def story(front):
+        front.core.is_starting = lambda: True
+        names = [f"r{i}" for i in range(6)]
+        for name in names:
+            await front.send(name, max_tokens=20)
+        admission = front.core._admission
+        admission._clock = lambda: time.monotonic() + 40.0  # which it takes
+        admission.look()
+        await until(lambda: not admission._wake.is_set())
+        front.engines[A] = front.launch(A)
+        front.core.attach(front.engines[A])
+        await front.ended(*names)  # two at a time
+        assert set(front.finish.values()) == {"LENGTH"}
+
+    play(story, workers=(), max_seqs=2, waiting=QueueSettings(max_wait_s=30.0))
 
 
 def test_what_cannot_be_replayed_ends_in_an_error_and_never_wrongly(live_extra):

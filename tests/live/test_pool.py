@@ -211,7 +211,7 @@ class Deaths:
         self.file = folder / "record.json"
         self.engines, self.cores = {}, []
 
-    async def core(self, workers=3):
+    async def core(self, workers=3, **others):
         from controlplane.placement.queue import QueueSettings
         from controlplane.worker_type import WorkerGroup, WorkerType
         from dataplane.live.engine_api.processes import Record
@@ -221,7 +221,8 @@ class Deaths:
         front = Front((), profile(), QueueSettings())
         front.engines = self.engines
         types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-        pool = WorkerPool(FrontHost(front), front.core, front.events, 6, types, record=Record(self.file))
+        record = Record(self.file)
+        pool = WorkerPool(FrontHost(front), front.core, front.events, 6, types, record=record, **others)
         self.cores.append((front, pool))
         await pool.start()
         return front, pool
@@ -268,6 +269,37 @@ def test_the_next_core_adopts_the_workers_and_keeps_the_wanted_number(deaths):
         pool.scale({pool.types.names[0]: 5}, "an operator asked")
         await until(lambda: len(names(pool)) == 5)
         assert len(set(names(pool))) == 5  # no name is given twice
+
+    deaths.played(story)
+
+
+def test_a_fleet_whose_cores_die_one_after_another_is_still_whole(deaths):
+    async def story():
+        await deaths.core()
+        for _ in range(3):  # each knows of the fleet what the one before it has left
+            await deaths.die()
+            _front, pool = await deaths.core()
+            assert (pool.wanted, names(pool)) == (3, ["w0", "w1", "w2"])
+            assert not [m for m in pool.members() if m.state != "serving"]
+
+    deaths.played(story)
+
+
+def test_a_core_that_dies_while_it_adopts_leaves_all_that_it_found(deaths):
+    async def story():
+        await deaths.core()
+        await deaths.die()
+
+        async def hang(link, kind, serves):
+            if link.info.worker == "w1":
+                await asyncio.sleep(3600)
+
+        adopting = asyncio.ensure_future(deaths.core(measure=hang))
+        await until(lambda: len(deaths.cores) == 2 and names(deaths.cores[-1][1]) == ["w0"])
+        adopting.cancel()
+        await deaths.die()
+        _front, pool = await deaths.core()
+        assert (pool.wanted, names(pool)) == (3, ["w0", "w1", "w2"])
 
     deaths.played(story)
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from math import inf
 
 import numpy as np
 
@@ -42,7 +43,8 @@ LOOK_EVERY_S = 0.25
 class Admission:
     """The queue before the fleet. `begin` starts a request on a worker, `turn_away` ends it with a reason.
 
-    `is_coming`: whether the first worker is starting; no request is turned away for having waited for it.
+    `is_coming`: whether the first worker is starting; no request is turned away for having waited for it, and
+    each has its whole time to be placed once it is there.
     `solved`: told of each heartbeat of the exact policy (its requests, whether its placement is proven best).
     """
 
@@ -62,6 +64,7 @@ class Admission:
         self._queue = new_queue(settings)
         self._waiting: dict[int, Tracked] = {}  # by their rows in the ledger
         self._departures_s: deque[float] = deque(maxlen=32)
+        self._came_s = -inf  # when a first worker was last on its way
         self._wake = asyncio.Event()
         self._dispatcher = asyncio.get_running_loop().create_task(self._dispatch())
 
@@ -131,8 +134,11 @@ class Admission:
                 async with asyncio.timeout(LOOK_EVERY_S if self._waiting else None):
                     await self._wake.wait()
             self._wake.clear()
-            if not self._is_coming():
-                self._turn_away_overdue(self._clock())
+            now_s = self._clock()
+            if self._is_coming():
+                self._came_s = now_s
+            if now_s - self._came_s >= self._settings.max_wait_s:
+                self._turn_away_overdue(now_s)
             if self._placement.policy == Policy.EXACT:
                 await self._beat()
             else:

@@ -82,7 +82,7 @@ class WorkerPool:
         self._next = 0  # worker's number
         self._pause_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._closing = self._is_adopting = False
         core.on_lost.append(self._lost)
         self.spawn(self._watch(health_every_s))
 
@@ -130,8 +130,12 @@ class WorkerPool:
             raise
 
     async def _adopt(self, before: Mapping[str, Any]) -> None:
-        """Take over the workers of the core before, and walk what it had begun to its end."""
-        self._next = before["next"]
+        """Take over the workers of the core before, and walk what it had begun to its end.
+
+        Its record stays as it is until all that it names is taken over: this core may die on the way.
+        """
+        self._is_adopting = True
+        self._next, self.wanted_kinds = before["next"], dict(before["wanted"])
         self.cold_start_s, self.drain_s = before["cold_start_s"], before["drain_s"]
         members = before["members"].items()
         found = await self.host.adopt([WorkerId(name) for name, its in members if its[1] != "starting"])
@@ -145,7 +149,6 @@ class WorkerPool:
             self.core.attach(left.link, kind, self.types[kind].role)
             self.core.was_running(member.worker, left.segments)
             self.become(member, "serving", "adopted from the core before")
-        self.wanted_kinds = dict(before["wanted"])
         for worker, (_, state, reason, _, until_s) in members:
             drained = self._members.get(WorkerId(worker)) if state == "draining" else None
             if drained is not None and until_s is None:
@@ -155,6 +158,8 @@ class WorkerPool:
                     self.evacuate([drained.worker], max(0.0, until_s - time.time()), reason)
         for kind in self.wanted_kinds:
             self.settle(kind, "a new core looks after the fleet")
+        self._is_adopting = False
+        self._note()
 
     def scale(self, kinds: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
@@ -495,7 +500,11 @@ class WorkerPool:
 
     def _record(self, kind: str, reason: str, **facts: object) -> None:
         self.events.record(time.time(), kind, reason, **facts)
-        if self._record_file is not None and not self._closing:
+        self._note()
+
+    def _note(self) -> None:
+        """Write down what a successor must know."""
+        if self._record_file is not None and not self._closing and not self._is_adopting:
             members = {
                 m.worker: (m.kind, m.state, m.reason, m.revision, m.until_s) for m in self._members.values()
             }
