@@ -1,6 +1,7 @@
 """A front end without HTTP, over a FleetCore of emulated engines in this process."""
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 
@@ -102,13 +103,15 @@ class FrontHost:
     """Launches a front's emulated engines, by the profile of their kind where kinds have one of their own.
 
     The next `failures` launches fail, and all of `broken` models; nothing is `stopped` before `may_stop`.
-    `lack`: why there is no room for one more. `told`: the notices of workers.
+    `lack`: why there is no room for one more. `told`: the notices of workers. `hung` ones do not answer;
+    `asked` counts how often each was.
     """
 
     def __init__(self, front, profiles=None):
         self.front, self.profiles = front, profiles or {}
         self.kinds, self.failures, self.stopped = {}, 0, []
         self.broken, self.lack, self.told = set(), None, {}
+        self.hung, self.asked = set(), Counter()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
 
@@ -140,7 +143,8 @@ class FrontHost:
         return {w: Adopted(engines[w], ()) for w in workers if not engines[w].is_lost}
 
     async def is_healthy(self, worker):
-        return not self.front.engines[worker].is_lost
+        self.asked[worker] += 1
+        return worker not in self.hung and not self.front.engines[worker].is_lost
 
     async def close(self):
         pass

@@ -81,6 +81,16 @@ async def spread(fleet):
     return begun if len(begun) == len(PROMPTS) and len({r["worker"] for r in begun}) == 2 else None
 
 
+async def under_way(http, fleet):
+    """Streams that both workers serve, and their running requests."""
+    while True:
+        running = streams(http, fleet)
+        while not all(task.done() for task in running):
+            if there := await spread(fleet):
+                return running, there
+            await asyncio.sleep(0.02)
+
+
 async def decided(fleet, *kinds):
     """Decisions of these kinds, the newest last."""
     return [d for d in (await ask(fleet, "GET", "/v1/fleet"))["decisions"] if d["kind"] in kinds]
@@ -109,9 +119,8 @@ def test_the_doctor_looks_at_every_host(hosts, model_folder):
 
 def test_each_host_has_a_worker_and_serves(play, fleet, hosts):
     async def story(http):
-        running = streams(http, fleet)
         assert set((await hosts_of(fleet)).values()) == {host.ip for host in hosts}
-        assert await until(lambda: spread(fleet))
+        running, _ = await under_way(http, fleet)
         for task in running:
             task.cancel()
 
@@ -120,8 +129,7 @@ def test_each_host_has_a_worker_and_serves(play, fleet, hosts):
 
 def test_a_stream_that_is_moved_between_hosts_is_the_stream_that_is_not(play, fleet, plain):
     async def story(http):
-        running = streams(http, fleet)
-        await until(lambda: spread(fleet))
+        running, _ = await under_way(http, fleet)
         (first, *_), workers = (await ask(fleet, "GET", "/v1/requests"))["requests"], await hosts_of(fleet)
         moves = []
         for _ in range(6):
@@ -144,8 +152,7 @@ def test_a_stream_that_is_moved_between_hosts_is_the_stream_that_is_not(play, fl
 
 def test_a_link_that_is_down_for_five_seconds_loses_nobody(play, fleet, hosts, plain):
     async def story(http):
-        running = streams(http, fleet)
-        await until(lambda: spread(fleet))
+        running, _ = await under_way(http, fleet)
         hosts[1].link(False)
         down_s = time.monotonic()
         (far,) = [w for w, host in (await hosts_of(fleet)).items() if host == hosts[1].ip]
@@ -167,8 +174,7 @@ def test_streams_of_a_host_that_is_not_heard_go_on_elsewhere_and_its_late_words_
     play, fleet, hosts, plain
 ):
     async def story(http):
-        running = streams(http, fleet)
-        there = await until(lambda: spread(fleet))
+        running, there = await under_way(http, fleet)
         (far,) = [w for w, host in (await hosts_of(fleet)).items() if host == hosts[1].ip]
         stranded = sum(r["worker"] == far for r in there)
         hosts[1].reaches(hosts[0], False)  # the other way is open: it hears, and computes on

@@ -10,6 +10,8 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel
 from controlplane.types import WorkerId
 
+HEALTH_EVERY_S = 0.01
+
 
 @pytest.fixture
 def play(live_extra, monkeypatch):
@@ -25,7 +27,7 @@ def play(live_extra, monkeypatch):
             front = Front((), profile(**sizes), QueueSettings())
             host = FrontHost(front)
             types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-            fleet = cluster.WorkerPool(host, front.core, front.events, 4, types)
+            fleet = cluster.WorkerPool(host, front.core, front.events, 4, types, health_every_s=HEALTH_EVERY_S)
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)
@@ -54,6 +56,22 @@ def test_a_lost_worker_is_replaced_and_its_requests_end_whole(play):
         await until(lambda: len(names(fleet)) == 2)
         assert lost not in names(fleet)
         assert [e.kind for e in front.events if e.kind == "lost"] == ["lost"]
+
+    play(story)
+
+
+def test_a_worker_that_hangs_is_replaced_but_while_it_is_not_heard_of_its_link_decides(play):
+    async def story(front, fleet, host):
+        (there,) = [at for at in front.core.attached() if at.worker == "w0"]
+        there.is_silent = True
+        await until(lambda: host.asked["w1"] > 1)
+        host.hung.add(WorkerId("w0"))
+        before = dict(host.asked)
+        await until(lambda: host.asked["w1"] > before["w1"] + 10)
+        assert names(fleet) == ["w0", "w1"]
+        there.is_silent = False
+        await until(lambda: names(fleet) == ["w1", "w2"])
+        assert [e.reason for e in front.events if e.kind == "lost"] == ["its process does not answer"]
 
     play(story)
 

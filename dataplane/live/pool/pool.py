@@ -454,17 +454,23 @@ class WorkerPool:
             self._take(step, kind)
 
     async def _watch(self, every_s: float) -> None:
-        """Notice a worker whose process hangs or has vanished without its link saying so."""
+        """Notice a worker whose process hangs or has vanished without its link saying so.
+
+        While nothing is heard of it over its link that decides: an outage ends either way (wire.SILENCE_S).
+        """
         silent: Counter[WorkerId] = Counter()
         while True:
             await asyncio.sleep(every_s)
             now_s = time.monotonic()
+            unheard = {at.worker for at in self.core.attached() if at.is_silent}
             for member in self.members():
                 if member.state == "starting" and now_s - member.since_s > self.start_limit_s:
                     self.give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
                     self.spawn(self._replace_after(self._pause_s, member))
                     continue
-                if member.state == "starting" or await self.host.is_healthy(member.worker):
+                if member.state == "starting" or member.worker in unheard:
+                    continue
+                if await self.host.is_healthy(member.worker):
                     silent.pop(member.worker, None)
                     continue
                 silent[member.worker] += 1
