@@ -89,6 +89,7 @@ async def under_way(http, fleet):
             if there := await spread(fleet):
                 return running, there
             await asyncio.sleep(0.02)
+        await asyncio.gather(*running)  # raises what ended them
 
 
 async def decided(fleet, *kinds):
