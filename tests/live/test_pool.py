@@ -27,7 +27,9 @@ def play(live_extra, monkeypatch):
             front = Front((), profile(**sizes), QueueSettings())
             host = FrontHost(front)
             types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-            fleet = cluster.WorkerPool(host, front.core, front.events, 4, types, health_every_s=HEALTH_EVERY_S)
+            fleet = cluster.WorkerPool(
+                host, front.core, front.events, 4, types, health_every_s=HEALTH_EVERY_S
+            )
             try:
                 await fleet.start()
                 await asyncio.wait_for(story(front, fleet, host), 30)
