@@ -153,3 +153,51 @@ class FrontHost:
 async def until(holds):
     while not holds():
         await asyncio.sleep(0.005)
+
+
+class Deaths:
+    """A fleet whose core dies and gets a successor, with the engines that it leaves and its record."""
+
+    def __init__(self, folder):
+        self.file = folder / "record.json"
+        self.engines, self.cores = {}, []
+
+    async def core(self, workers=3, most=6, **others):
+        from controlplane.placement.queue import QueueSettings
+        from controlplane.worker_type import WorkerGroup, WorkerType
+        from dataplane.live.engine_api.processes import Record
+        from dataplane.live.pool.fleet_types import FleetTypes
+        from dataplane.live.pool.member import Revision
+        from dataplane.live.pool.pool import FIRST, WorkerPool
+
+        front = Front((), profile(), QueueSettings())
+        front.engines = self.engines
+        types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
+        record = Record(self.file)
+        first = Revision(*record.found["pool"]["revision"]) if record.found else FIRST
+        host = FrontHost(front)
+        pool = WorkerPool(host, front.core, front.events, most, types, first, record=record, **others)
+        self.cores.append((front, pool))
+        await pool.start()
+        return front, pool
+
+    async def die(self):
+        """As kill -9: nothing of the core runs on, and its engines do."""
+        front, pool = self.cores[-1]
+        pool._record_file.note = lambda **facts: None
+        tasks = [*pool._tasks, front.core._admission._dispatcher, front.pump]
+        tasks += [at.reader for at in front.core.attached()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def played(self, story):
+        async def scene():
+            try:
+                await asyncio.wait_for(story(), 60)
+            finally:
+                front, pool = self.cores[-1]
+                await pool.close()
+                await front.close()
+
+        asyncio.run(scene())

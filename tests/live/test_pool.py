@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from front import Front, FrontHost, profile, until
+from front import Deaths, Front, FrontHost, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel
@@ -222,50 +222,6 @@ def test_a_gateway_links_to_a_thousand_workers(live_extra):
         asyncio.run(story())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-class Deaths:
-    """A fleet whose core dies and gets a successor, with the engines that it leaves and its record."""
-
-    def __init__(self, folder):
-        self.file = folder / "record.json"
-        self.engines, self.cores = {}, []
-
-    async def core(self, workers=3, **others):
-        from controlplane.placement.queue import QueueSettings
-        from controlplane.worker_type import WorkerGroup, WorkerType
-        from dataplane.live.engine_api.processes import Record
-        from dataplane.live.pool.fleet_types import FleetTypes
-        from dataplane.live.pool.pool import WorkerPool
-
-        front = Front((), profile(), QueueSettings())
-        front.engines = self.engines
-        types = FleetTypes([WorkerGroup(WorkerType(None), workers)])
-        record = Record(self.file)
-        pool = WorkerPool(FrontHost(front), front.core, front.events, 6, types, record=record, **others)
-        self.cores.append((front, pool))
-        await pool.start()
-        return front, pool
-
-    async def die(self):
-        """As kill -9: nothing of the core runs on, and its engines do."""
-        front, pool = self.cores[-1]
-        tasks = [*pool._tasks, front.core._admission._dispatcher, front.pump]
-        tasks += [at.reader for at in front.core.attached()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def played(self, story):
-        async def scene():
-            try:
-                await asyncio.wait_for(story(), 60)
-            finally:
-                front, pool = self.cores[-1]
-                await pool.close()
-                await front.close()
-
-        asyncio.run(scene())
 
 
 @pytest.fixture

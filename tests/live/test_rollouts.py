@@ -1,10 +1,12 @@
 """Updates and restarts on emulated engines: the fleet ends wholly new or wholly old, and loses no stream."""
 
 import asyncio
+import itertools
 from contextlib import suppress
+from functools import partial
 
 import pytest
-from front import Front, FrontHost, profile, until
+from front import Deaths, Front, FrontHost, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -247,6 +249,24 @@ def test_a_rollback_is_tried_until_it_is_done(play):
     play(story)
 
 
+def test_without_room_a_later_worker_that_does_not_start_leaves_the_fleet_wholly_old(play):
+    async def story(s):
+        launch, starts = s.host.launch, itertools.count(1)
+
+        async def second_fails(worker, kind, revision, say):
+            if revision.model == NEW and next(starts) == 2:
+                raise RuntimeError("no such model")
+            return await launch(worker, kind, revision, say)
+
+        s.host.launch = second_fails
+        update = s.rollout()
+        await update.run()
+        assert (update.state, update.replaced > 0) == ("rolled-back", True)
+        await until(lambda: s.revisions() == [1, 1, 1])
+
+    play(story, most=3)
+
+
 def test_a_restart_replaces_one_worker_and_its_streams_go_on(play):
     async def story(s):
         prompts = await s.streams(9, 900)
@@ -302,3 +322,113 @@ def test_the_only_worker_is_not_stopped_before_another_serves(play):
         await s.front.ended(*prompts)
 
     play(story, workers=1, most=1)
+
+
+class Reign:
+    """A core's end of a fleet whose cores die: its pool, and an operator's way to it."""
+
+    def __init__(self, front, pool, revised=lambda model, flags: {}):
+        from controlplane.placement.policies import Policy
+        from dataplane.live.control.operations import FleetFacts, Operations
+        from dataplane.live.gateway.demand_count import DemandCount
+
+        facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
+        arrived = DemandCount()
+        self.pool, self.events = pool, front.events
+        self.operations = Operations(
+            facts, front.core, pool, front.core.metrics, front.events, arrived, revised=revised
+        )
+
+    def die_at(self, note):
+        """Return an event: the core has come to its note of that number, and writes no more."""
+        dead, count, write = asyncio.Event(), itertools.count(1), self.pool._record_file.note
+
+        def noted(**facts):
+            if next(count) >= note or dead.is_set():
+                dead.set()
+            else:
+                write(**facts)
+
+        self.pool._record_file.note = noted
+        return dead
+
+    async def order(self, what):
+        if what == "restart":
+            self.operations.restart("w1", 20.0)
+            return
+        await self.operations.update(NEW, None, 20.0)
+        if what == "cancelled":
+            rollout = self.operations.rollout
+            await until(lambda: rollout.replaced or not rollout.is_open)
+            if rollout.state == "running":
+                rollout.cancel("an operator cancelled it")
+
+    @property
+    def standing(self):
+        there = sorted((m.worker, m.revision) for m in self.pool.members() if m.state == "serving")
+        is_settled = len(there) == len(list(self.pool.members())) == self.pool.wanted
+        return there if is_settled else []
+
+
+@pytest.fixture
+def reigns(live_extra, monkeypatch, tmp_path):
+    """A fleet of two, whose first core dies at a note of it; how its rollout ends under the next."""
+    from dataplane.live.control import operations
+    from dataplane.live.pool import pool, rollout
+
+    monkeypatch.setattr(pool, "YOUNG_S", 0.0)
+    monkeypatch.setattr(operations, "Rollout", partial(rollout.Rollout, gate_s=0.02))
+
+    def run(what, most, note, **second):
+        deaths, ends = Deaths(tmp_path / f"{what}-{most}-{note}"), []
+        deaths.file.parent.mkdir()
+
+        async def story():
+            first = Reign(*await deaths.core(2, most))
+            dead = first.die_at(note)
+            ordered = asyncio.ensure_future(first.order(what))
+            await until(lambda: dead.is_set() or (ordered.done() and not first.operations.rollout.is_open))
+            has_died = dead.is_set()
+            ordered.cancel()
+            await deaths.die()
+            next_one = Reign(*await deaths.core(2, most), **second)
+            next_one.operations.resume()
+            left = next_one.operations.rollout
+            await until(lambda: left is None or not left.is_open)
+            await until(lambda: next_one.standing)
+            ends.append((has_died, left, dict(next_one.standing), next_one.pool.revision.number))
+
+        deaths.played(story)
+        return ends[0]
+
+    return run
+
+
+@pytest.mark.parametrize("most", [2, 4])
+@pytest.mark.parametrize("what", ["update", "cancelled", "restart"])
+def test_a_rollout_goes_on_to_its_end_wherever_its_core_dies(reigns, what, most):
+    for note in itertools.count(1):
+        has_died, left, standing, number = reigns(what, most, note)
+        begun = left is not None  # else the core died before it had written that it had begun
+        assert set(standing.values()) == {number}, f"at note {note}"
+        if what == "update" and begun:
+            assert (left.state, number) == ("done", 2)
+        if what == "restart" and begun:
+            assert left.state == "done"
+            assert "w1" not in standing
+        if not has_died:
+            return  # it was over before
+
+
+def test_what_a_new_core_cannot_go_on_with_leaves_the_fleet_as_it_is_and_says_why(reigns):
+    def revised(model, flags):
+        raise BadInput("update: the model is not there any more")
+
+    for note in itertools.count(1):
+        has_died, left, standing, _ = reigns("update", 2, note, revised=revised)
+        assert len(standing) == 2
+        if left is not None:
+            assert left.state == "failed"
+            assert "cannot go on with it: update: the model is not there" in left.cause
+        if not has_died:
+            return

@@ -241,6 +241,7 @@ async def run_fleet(
             learning.reasons,
             gateways,
         )
+        operations.resume()
         _register(metrics, core, gateways, settings.extensions)
         for extension in settings.extensions:
             await cleanup.enter_async_context(extension.running())

@@ -348,6 +348,25 @@ class Operations:
         self.rollout.cancel("an operator cancelled it")
         return self.rollout.as_json()
 
+    def resume(self) -> None:
+        """Go on with the update or restart that was under way as the core before was lost."""
+        left, now = self.cluster.rollout_left, self.cluster.revision
+        if left is None:
+            return
+        revisions, obstacle = [], ""
+        for number, model, flags in (left["revision"], left["before"]):
+            settings: Mapping[str, Any] = {}
+            try:
+                settings = now.settings if number == now.number else self._revised(model, flags)
+            except BadInput as why:
+                obstacle = f"a new core cannot go on with it: {why}"
+            revisions.append(Revision(number, model, tuple(flags), settings))
+        to, before = revisions
+        self._number = max(self._number, to.number)
+        rollout = Rollout(self.cluster, to, left["finish_s"], left["only"])
+        rollout.resume(left, before, obstacle)
+        self._roll(rollout)
+
     def _roll(self, rollout: Rollout) -> dict[str, Any]:
         self.rollout = rollout
         self._rolling = self.cluster.spawn(rollout.run())

@@ -51,7 +51,8 @@ class WorkerPool:
     """Keeps the wanted number of workers of each kind running behind one FleetCore.
 
     `measure`: what is done with a worker that has warmed up, before it serves (learning.py). `record`: where
-    it writes down what its successor must know.
+    it writes down what its successor must know. `rollout_left`: the rollout that was under way as the core
+    before was lost, as `note` was told of it, until it goes on.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class WorkerPool:
         self.max_workers, self.types = max_workers, types
         self.start_limit_s = start_limit_s
         self._record_file = record
+        left = {} if record is None else record.found.get("rollout") or {}
+        self.rollout_left: Mapping[str, Any] | None = left if left.get("is_open") else None
         self._measure = measure
         self.wanted_kinds = dict.fromkeys(types.names, 0)
         self.revision = revision  # of those launched from now on
@@ -139,7 +142,7 @@ class WorkerPool:
         self.cold_start_s, self.drain_s = before["cold_start_s"], before["drain_s"]
         members = before["members"].items()
         found = await self.host.adopt([WorkerId(name) for name, its in members if its[1] != "starting"])
-        for worker, (kind, _, reason, revision, _) in members:
+        for worker, (kind, _, reason, revision, _, _) in members:
             left = found.get(WorkerId(worker))
             if left is None:
                 continue
@@ -149,17 +152,25 @@ class WorkerPool:
             self.core.attach(left.link, kind, self.types[kind].role)
             self.core.was_running(member.worker, left.segments)
             self.become(member, "serving", "adopted from the core before")
-        for worker, (_, state, reason, _, until_s) in members:
-            drained = self._members.get(WorkerId(worker)) if state == "draining" else None
-            if drained is not None and until_s is None:
-                self._begin_drain(drained, reason)
-            elif drained is not None:
-                with suppress(BadInput):  # nowhere to go: it serves until it is gone
-                    self.evacuate([drained.worker], max(0.0, until_s - time.time()), reason)
-        for kind in self.wanted_kinds:
-            self.settle(kind, "a new core looks after the fleet")
+        for worker, (_, state, reason, _, until_s, is_leaving) in members:
+            left_over = self._members.get(WorkerId(worker))
+            if left_over is not None and state == "draining":
+                self._let_leave(left_over, reason, until_s, is_leaving)
+        if self.rollout_left is None:
+            for kind in self.wanted_kinds:
+                self.settle(kind, "a new core looks after the fleet")
         self._is_adopting = False
-        self._note()
+        self.note()
+
+    def _let_leave(self, member: Member, reason: str, until_s: float | None, is_leaving: bool) -> None:
+        """Go on with what an adopted worker was leaving for."""
+        if until_s is not None:
+            with suppress(BadInput):  # nowhere to go: it serves until it is gone
+                self.evacuate([member.worker], max(0.0, until_s - time.time()), reason)
+        elif is_leaving:
+            self.retire(member, reason)  # the rollout that goes on sees to its end
+        else:
+            self._begin_drain(member, reason)
 
     def scale(self, kinds: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
         """Set the wanted number of these kinds; launches and drains follow. Raises BadInput beyond a limit.
@@ -341,6 +352,12 @@ class WorkerPool:
         if member.task is not None:
             member.task.cancel()
 
+    def retire(self, member: Member, reason: str) -> None:
+        """Shut a worker in whose place another is wanted; who lets it go must see to the rest."""
+        member.is_leaving = True
+        self.become(member, "draining", reason)
+        self.core.set_open(member.worker, False)
+
     def undrain(self, member: Member, reason: str) -> None:
         if member.task is not None:
             member.task.cancel()
@@ -506,18 +523,19 @@ class WorkerPool:
 
     def _record(self, kind: str, reason: str, **facts: object) -> None:
         self.events.record(time.time(), kind, reason, **facts)
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
-        """Write down what a successor must know."""
+    def note(self, **facts: Any) -> None:
+        """Write down what a successor must know, `facts` with it."""
         if self._record_file is not None and not self._closing and not self._is_adopting:
             members = {
-                m.worker: (m.kind, m.state, m.reason, m.revision, m.until_s) for m in self._members.values()
+                m.worker: (m.kind, m.state, m.reason, m.revision, m.until_s, m.is_leaving)
+                for m in self._members.values()
             }
             now = {"next": self._next, "wanted": self.wanted_kinds, "members": members}
             now |= {"cold_start_s": self.cold_start_s, "drain_s": self.drain_s}
             revision = self.revision.number, self.revision.model, self.revision.flags
-            self._record_file.note(pool=now | {"revision": revision})
+            self._record_file.note(pool=now | {"revision": revision}, **facts)
 
     def spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(what)

@@ -13,14 +13,15 @@ the weights that it began on.
 
 Workers launched for other reasons meanwhile are of the old revision until the first new worker has passed its
 gate, and of the new one from then on, unless it is rolled back. Rolling back is tried until it is done. It
-runs in the fleet's own process: no client's and no controller's end stops it.
+runs in the fleet's own process: no client's and no controller's end stops it. What it is at is written down;
+a core's successor goes on with it from the workers that are there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -57,8 +58,18 @@ class Rollout:
         self._finish_s, self._gate_s = finish_s, gate_s
         self._stop = asyncio.Event()
         self._retiring: list[Member] = []
-        if only is None and not pool.serving:
+        self._is_resumed, self._stays = False, only is not None  # which failing leaves as it then is
+        if only is None and not pool.serving and pool.rollout_left is None:
             raise BadInput("update: no worker serves, so nothing would show whether a new one does; scale up")
+
+    def resume(self, left: Mapping[str, Any], before: Revision, obstacle: str) -> None:
+        """Be the one that the core before has left under way; `obstacle`: why it cannot go on, or nothing."""
+        self.pool.rollout_left = None
+        self.before, self.replaced, self.cause = before, left["replaced"], obstacle or left["cause"]
+        self._is_resumed, self._stays = True, self._stays or bool(obstacle)
+        self._retiring = [m for m in self.pool.members() if m.is_leaving and m.until_s is None]
+        for old in self._retiring:
+            old.task = self.pool.spawn(self._let_go(old))
 
     @property
     def is_open(self) -> bool:
@@ -93,7 +104,11 @@ class Rollout:
         """Walk it to one of its ends."""
         self.pool.on_gone.append(self._gone)
         try:
-            self._say(f"{self.what} begins")
+            if self.cause:
+                raise RolloutFailed(self.cause)
+            self._say(f"{self.what} {'goes on, under a new core' if self._is_resumed else 'begins'}")
+            if self._is_resumed:
+                await self._fill()
             await self._replace_all(self.revision)
             self._end("done", f"{self.what}: done, {self.replaced} replaced")
         except RolloutFailed as error:
@@ -120,14 +135,28 @@ class Rollout:
                 self.pool.revision = to  # it has shown that it serves
         while self._still_retiring():
             await self._until_one_less()
+        if self.only is None:
+            self.pool.revision = to
         for kind in self.pool.wanted_kinds:  # one that was lost meanwhile may have been replaced twice
             self.pool.settle(kind, f"{self.what} is over")
+
+    async def _fill(self) -> None:
+        """Start what the core before was starting as it died, and whatever was lost with it."""
+        for kind, wanted in self.pool.wanted_kinds.items():
+            while self._lack(kind) is not None and any(m.kind == kind for m in self._still_retiring()):
+                await self._until_one_less()
+            if self._standing(kind) < wanted:
+                if self.only is None:
+                    await self._start(kind, "one that was lost", self.revision)
+                    self.pool.revision = self.revision
+                self.replaced += 1
+                self.pool.settle(kind, self.what)
 
     async def _start_first(self, old: Member, to: Revision) -> None:
         self.how = "start-first: there is room for one worker more"
         self.pool.surge[old.kind] += 1
         try:
-            new = await self._start(old, to)
+            new = await self._start(old.kind, old.worker, to)
             self._retire(old, to)
         finally:
             self.pool.surge[old.kind] -= 1
@@ -139,12 +168,12 @@ class Rollout:
             raise RolloutFailed(f"{old.worker} is the only one serving, and {lack}")
         self._retire(old, to)
         await self._until(lambda: old not in self._still_retiring())
-        self._replaced(old, await self._start(old, to))
+        self._replaced(old, await self._start(old.kind, old.worker, to))
 
-    async def _start(self, old: Member, to: Revision) -> Member:
-        """A new worker, past its gate. Raises RolloutFailed."""
+    async def _start(self, kind: str, old: str, to: Revision) -> Member:
+        """A new worker in place of `old`, past its gate. Raises RolloutFailed."""
         pool = self.pool
-        new = pool.enroll(old.kind, f"{self.what}: in place of {old.worker}", to.number)
+        new = pool.enroll(kind, f"{self.what}: in place of {old}", to.number)
         new.is_tried = True
         new.task = pool.spawn(pool.launch(new, to, self._gate))
         stop = asyncio.ensure_future(self._stop.wait())
@@ -181,9 +210,7 @@ class Rollout:
         """Let a worker's requests move or finish, then stop it; another is wanted in its place."""
         if old.state != "serving" or self.pool.state_of(old.worker) is None:
             return  # it was lost, or drained, meanwhile
-        old.is_leaving = True
-        self.pool.become(old, "draining", f"{self.what}: replaced by a worker of revision {to.number}")
-        self.pool.core.set_open(old.worker, False)
+        self.pool.retire(old, f"{self.what}: replaced by a worker of revision {to.number}")
         old.task = self.pool.spawn(self._let_go(old))
         self._retiring.append(old)
 
@@ -204,11 +231,14 @@ class Rollout:
         self.pool.revision = self.before
         self._say(f"{self.what} fails: {cause}")
         for member in self._still_retiring():
-            if not member.is_stopping and (self.only is not None or member.revision == self.before.number):
+            if not member.is_stopping and (self._stays or member.revision == self.before.number):
                 member.is_leaving = False
                 self.pool.undrain(member, f"{self.what} failed")
+        for kind, wanted in self.pool.wanted_kinds.items():
+            if self._standing(kind) < wanted:
+                self.pool.settle(kind, f"{self.what} failed")
         pause_s = 1.0
-        while self.only is None:
+        while not self._stays:
             try:
                 await self._replace_all(self.before)
                 break
@@ -218,7 +248,7 @@ class Rollout:
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
         for kind in self.pool.wanted_kinds:
             self.pool.settle(kind, f"{self.what} failed")
-        if self.only is not None:
+        if self._stays:
             self._end("failed", f"{self.what} failed: {cause}")
             return
         await self._until(lambda: all(self._standing(k) >= n for k, n in self.pool.wanted_kinds.items()))
@@ -272,6 +302,7 @@ class Rollout:
 
     def _fail(self, why: str) -> None:
         self.cause = why
+        self._note()
         self._stop.set()
 
     def _end(self, state: State, said: str) -> None:
@@ -281,3 +312,13 @@ class Rollout:
 
     def _say(self, said: str) -> None:
         self.pool.events.record(time.time(), "update", said, **self.as_json())
+        self._note()
+
+    def _note(self) -> None:
+        """Write down what a core's successor must know to go on."""
+        both = {
+            name: (its.number, its.model, its.flags)
+            for name, its in (("revision", self.revision), ("before", self.before))
+        }
+        how = {"cause": self.cause, "replaced": self.replaced, "only": self.only, "finish_s": self._finish_s}
+        self.pool.note(rollout={"is_open": self.is_open, **both, **how})
