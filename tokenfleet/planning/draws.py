@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from controlplane.compiled import compiled
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import INSTANT_S, Workload
@@ -43,6 +44,17 @@ NEARBY = 0.1  # of the trace's duration, to either side
 TEMPLATE = 8
 # Fractions of their multiples are spread evenly whatever their number: the golden ratio, and the root of 2.
 _EVEN, _APART = (np.sqrt(5.0) - 1.0) / 2.0, np.sqrt(2.0) - 1.0
+
+
+@compiled
+def renamed(offsets: Ints, ids: Ints, own: Ints, rows: Ints, begins: Ints, found: Ints) -> None:
+    """Fill `found` with the lists of `rows`, own blocks numbered from `begins`; where that is -1 as they are."""
+    n = 0
+    for k in range(len(rows)):
+        for at in range(offsets[rows[k]], offsets[rows[k] + 1]):
+            of = own[ids[at]] if begins[k] >= 0 else -1
+            found[n] = ids[at] if of < 0 else begins[k] + of
+            n += 1
 
 
 @dataclass(frozen=True)
@@ -113,18 +125,15 @@ class Units:
         prefixes = self.workload.prefixes
         if prefixes is None or self.own is None or self.counts is None:
             return None
-        drawn = prefixes.pick(rows)
         by_unit = np.argsort(draw.unit, kind="stable")
         is_again = np.zeros(len(draw.unit), bool)
         is_again[by_unit[1:]] = draw.unit[by_unit[1:]] == draw.unit[by_unit[:-1]]
         news = np.where(is_again, self.counts[draw.unit], 0)
-        begins = len(self.own) + np.cumsum(news) - news
-        lengths, again = np.diff(drawn.offsets), is_again[copy]
-        at = np.flatnonzero(np.repeat(again, lengths))
-        own = self.own[drawn.ids[at]]
-        named = np.repeat(begins[copy[again]], lengths[again]) + own
-        drawn.ids[at] = np.where(own >= 0, named, drawn.ids[at])
-        return drawn
+        begins = np.where(is_again, len(self.own) + np.cumsum(news) - news, -1)
+        offsets = np.concatenate([[0], np.cumsum(np.diff(prefixes.offsets)[rows])])
+        ids = np.empty(offsets[-1], np.int64)
+        renamed(prefixes.offsets, prefixes.ids, self.own, rows, begins[copy], ids)
+        return replace(prefixes, offsets=offsets, ids=ids)
 
     def _sessions(self, rows: Ints, copy: Ints, order: Ints, offsets: Ints) -> Sessions | None:
         sessions = self.workload.sessions

@@ -8,9 +8,11 @@ what binds and when, the worker line, the schedule, other policies, other target
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import stdev
+from typing import TypeVar
 
 import numpy as np
 
@@ -48,10 +50,13 @@ from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 
+R = TypeVar("R")
+
 CONFIRMED_KINDS = (
     4  # the cheapest so many are confirmed in other replicates; dearer ones are sized on the trace
 )
 DOUBT_REPLICATES = 6
+_REASONS = 10  # parts of a plan's explanation
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
 
@@ -240,45 +245,58 @@ def _explained(
 ) -> Plan:
     """The plan with its reasons and its neighbourhood."""
     question = plan.question
-    watch.stage("showing that one fewer fails", 0.5)
-    one_fewer = _one_fewer(replicates, question, winner, pool)
-    doubt = _doubt(replicates.roughly(), best.fleet, pool)
-    watch.stage("finding what binds", 0.6)
-    bind = _binding(replicates, question, winner, pool)
-    watch.stage("fitting the worker line", 0.65)
-    line = demand_line(replicates, question, winner, pool)
-    watch.stage("making the schedule", 0.75)
-    schedule = _schedule(replicates, winner, question, pool)
-    watch.stage("comparing policies", 0.85)
-    others = baselines(replicates, question, winner, pool)
-    watch.stage("looking for the cliff of prefix caches", 0.9)
+    begun = itertools.count()
+
+    def begin(text: str, explains: Callable[[], R]) -> Callable[[], R]:
+        def told() -> R:
+            watch.stage(text, 0.5 + 0.5 * next(begun) / _REASONS)
+            return explains()
+
+        return pool.begin(told)
+
+    def around() -> dict[int, float]:
+        counts = [n for n in counts_around(winner) if n not in winner.on_trace]
+        outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n)), counts)
+        return winner.on_trace | {n: o.attainment for n, o in zip(counts, outcomes, strict=True)}
+
+    def one_more() -> dict[int, Estimate]:
+        more = winner.confirmed + 1 if winner.confirmed else 1
+        known = winner.sure.get(more)
+        return {more: known or _verdict(replicates, question, winner.fleet(more), pool)}
+
+    # Side by side, what takes longest first.
     hit_rates = best.estimate.hit_rates if best.estimate else ()
-    reuse = reuse_of(replicates, best.fleet, hit_rates, question.attainment, pool)
-    watch.stage("pricing other targets", 0.95)
-    costed = cost_by_slo(replicates, question, winner, pool)
-    counts = [n for n in counts_around(winner) if n not in winner.on_trace]
-    outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n)), counts)
-    on_trace = winner.on_trace | {n: o.attainment for n, o in zip(counts, outcomes, strict=True)}
-    more = winner.confirmed + 1 if winner.confirmed else 1
-    if more not in winner.sure:
-        winner.sure[more] = _verdict(replicates, question, winner.fleet(more), pool)
-    watch.stage("done", 1.0)
-    return replace(
+    reuse = begin(
+        "looking for the cliff of prefix caches",
+        lambda: reuse_of(replicates, best.fleet, hit_rates, question.attainment, pool),
+    )
+    line = begin("fitting the worker line", lambda: demand_line(replicates, question, winner, pool))
+    costed = begin("pricing other targets", lambda: cost_by_slo(replicates, question, winner, pool))
+    one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(replicates, question, winner, pool))
+    doubt = begin("telling doubts apart", lambda: _doubt(replicates.roughly(), best.fleet, pool))
+    others = begin("comparing policies", lambda: baselines(replicates, question, winner, pool))
+    bind = begin("finding what binds", lambda: _binding(replicates, question, winner, pool))
+    schedule = begin("making the schedule", lambda: _schedule(replicates, winner, question, pool))
+    surer = begin("confirming one more", one_more)
+    on_trace = begin("replaying the counts around it", around)()
+    plan = replace(
         plan,
-        one_fewer=one_fewer,
-        doubt=doubt,
-        binding=bind,
+        one_fewer=one_fewer(),
+        doubt=doubt(),
+        binding=bind(),
         plateau=plateau(
             replicates, winner.worker_type.profile, on_trace, best.fleet.workers, question.attainment
         ),
-        line=line,
-        schedule=schedule,
-        baselines=others,
-        reuse=reuse,
-        costed=costed,
+        line=line(),
+        schedule=schedule(),
+        baselines=others(),
+        reuse=reuse(),
+        costed=costed(),
         on_trace=dict(sorted(on_trace.items())),
-        sure=dict(sorted(winner.sure.items())),
+        sure=dict(sorted((winner.sure | surer()).items())),
     )
+    watch.stage("done", 1.0)
+    return plan
 
 
 def _as_sizing(replicates: Replicates, question: PlanRequest, mixed: Mixed, single: Sizing) -> Sizing:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,23 +17,42 @@ R = TypeVar("R")
 
 
 class Threads:
-    """A pool whose `map` keeps the order of its items; called from inside itself it just loops."""
+    """A pool for what runs side by side, which may itself run things side by side.
+
+    A thread of the pool that needs an answer does what no other thread has begun, so none waits for itself.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, count: int) -> None:
         self._pool, self.count = pool, count
         self._inside = threading.local()
 
-    def map(self, does: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """`does(item)` for each item, in order; the first exception is raised."""
-        if getattr(self._inside, "yes", False):
-            return [does(item) for item in items]
+    def begin(self, does: Callable[[], R]) -> Callable[[], R]:
+        """Queue `does`; what is returned waits for its result, and returns or raises it."""
 
-        def inside(item: T) -> R:
+        def inside() -> R:
             self._inside.yes = True
-            return does(item)
+            return does()
 
-        futures = [self._pool.submit(inside, item) for item in items]
-        return [future.result() for future in futures]
+        future = self._pool.submit(inside)
+
+        def result() -> R:
+            if self._is_inside and future.cancel():
+                return does()
+            return future.result()
+
+        return result
+
+    def map(self, does: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """`does(item)` for each item, in order; an exception is raised."""
+        results = [self.begin(partial(does, item)) for item in items]
+        if not self._is_inside:
+            return [result() for result in results]
+        # Other threads take the first that are left; this one takes the last, until the two meet.
+        return [result() for result in reversed(results)][::-1]
+
+    @property
+    def _is_inside(self) -> bool:
+        return getattr(self._inside, "yes", False)
 
 
 @contextmanager
