@@ -48,7 +48,7 @@ _EVEN, _APART = (np.sqrt(5.0) - 1.0) / 2.0, np.sqrt(2.0) - 1.0
 
 @compiled
 def renamed(offsets: Ints, ids: Ints, own: Ints, rows: Ints, begins: Ints, found: Ints) -> None:
-    """Fill `found` with the lists of `rows`, own blocks numbered from `begins`; where that is -1 as they are."""
+    """Fill `found` with the lists of `rows`, own blocks numbered from `begins` where that is not -1."""
     n = 0
     for k in range(len(rows)):
         for at in range(offsets[rows[k]], offsets[rows[k] + 1]):
