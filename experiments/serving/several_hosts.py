@@ -236,6 +236,11 @@ class Cluster:
     async def decisions(self, kind: str) -> list[dict[str, Any]]:
         return [d for d in (await self.ask("GET", "/v1/fleet"))["decisions"] if d["kind"] == kind]
 
+    async def settled(self) -> None:
+        """Return once no worker is starting: one whose host dies meanwhile is waited for, for minutes."""
+        while any(w["state"] == "starting" for w in (await self.ask("GET", "/v1/fleet"))["workers"]):
+            await asyncio.sleep(0.2)
+
     async def spread_out(self) -> None:
         """Return once each host has a serving worker, and each worker a host of its own."""
         while True:
@@ -310,6 +315,7 @@ async def _faulty(
         "longest gap_s": max(s.worst_gap_s for s in got),
     }
     if fault not in HARMLESS:  # Ray gives such a node up for good: it joins anew
+        await cluster.settled()
         if far.first_pid:
             far.die()
         await asyncio.to_thread(cluster.hosts.revive, far)
