@@ -29,6 +29,7 @@ from tokenfleet.planning.sizing import (
     confirm,
     fluid_workers,
     nearest_possible,
+    nearest_session_s,
     passes_on_trace,
     size_on_trace,
     smallest,
@@ -44,6 +45,7 @@ SLO_SCALES = (0.7, 0.85, 1.0, 1.25, 1.6, 2.0)
 _HOPELESS = 3  # times the answer's count, where the search for a baseline ends
 # Each step looser than the one before by about a tenth; the last is a hundred times what was asked.
 LOOSER = tuple(1.1**i for i in range(49))
+Which = tuple[bool, bool, bool]  # of the targets TTFT, TPOT and time of sessions
 _PLENTY = 8  # times the fluid bound: as good as endless workers
 
 
@@ -198,12 +200,16 @@ def counts_around(sizing: Sizing, beyond: int = 2) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """A target that can be met, with which fleet, and how much looser it is than what was asked."""
+    """A target that can be met, with which fleet, and how much looser it is than what was asked.
+
+    `session_s`: the one for the time of sessions, where there is one.
+    """
 
     slo: Slo
     fleet: Fleet
     estimate: Estimate
     looser: float
+    session_s: float | None = None
 
 
 def nearest_feasible(
@@ -219,30 +225,33 @@ def nearest_of_kind(
 ) -> Nearest | None:
     """The nearest target for one kind of worker, within the question's limits and at its confidence.
 
-    First only what a lone request breaks is loosened; where that is not enough, both targets are.
+    First only what a lone request or session breaks is loosened, then the time of sessions; where that is not
+    enough, every target is.
     """
-    target, profile = replicates.slo, sizing.worker_type.profile
+    target, session_s, profile = replicates.slo, replicates.session_s, sizing.worker_type.profile
     base = nearest_possible(profile, replicates.workload, target, question.attainment)
     if replicates.classes:
         base = target  # the targets of all classes are loosened as much as each other
-    broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s)
+    possible = replace(replicates, slo=base, session_s=nearest_session_s(replicates, question, profile))
+    of_sessions = session_s is not None
+    broken = (base.ttft_s > target.ttft_s, base.tpot_s > target.tpot_s, possible.session_s != session_s)
     limit = question.most_workers(sizing.worker_type)
     fewest = 2 if sizing.worker_type.is_split else 1
     if limit is not None and limit < fewest:
         return None
-    bound = fluid_workers(replace(replicates, slo=base), question, sizing.worker_type)
+    bound = fluid_workers(possible, question, sizing.worker_type)
     plenty = max(min(_PLENTY * bound, PER_REQUEST * len(replicates.workload)), 2 * fewest)
     fleet = of_one_kind(
         sizing.worker_type, plenty if limit is None else min(limit, plenty), sizing.prefill_share or 0.5
     )
-    for which in dict.fromkeys((broken, (True, True))):
-        first = _first_step(replicates, question, fleet, base, which) if any(which) else None
+    for which in dict.fromkeys((broken, (False, False, of_sessions), (True, True, of_sessions))):
+        first = _first_step(possible, question, fleet, which) if any(which) else None
         if first is None:
             continue
         sized: dict[int, Sizing] = {}
 
-        def holds(step: int, which: tuple[bool, bool] = which, sized: dict[int, Sizing] = sized) -> bool:
-            eased = _eased(replicates, base, which, step)
+        def holds(step: int, which: Which = which, sized: dict[int, Sizing] = sized) -> bool:
+            eased = _eased(possible, which, step)
             sized[step] = size_on_trace(eased, question, sizing.worker_type)
             if sized[step].workers is not None:
                 confirm(eased, question, sized[step], pool)
@@ -251,37 +260,36 @@ def nearest_of_kind(
         # What holds on the trace may not hold in other replicates: looser still, it does.
         step = smallest(holds, first, first, len(LOOSER) - 1)
         if step is not None:
-            slo, count = _eased(replicates, base, which, step).slo, sized[step].confirmed or 0
+            eased, count = _eased(possible, which, step), sized[step].confirmed or 0
+            slo, took_s = eased.slo, eased.session_s
             looser = max(slo.ttft_s / target.ttft_s, slo.tpot_s / target.tpot_s)
-            return Nearest(slo, sized[step].fleet(count), sized[step].sure[count], looser)
+            if took_s is not None and session_s is not None:
+                looser = max(looser, took_s / session_s)
+            return Nearest(slo, sized[step].fleet(count), sized[step].sure[count], looser, took_s)
     return None
 
 
-def _first_step(
-    replicates: Replicates, question: PlanRequest, fleet: Fleet, base: Slo, which: tuple[bool, bool]
-) -> int | None:
+def _first_step(replicates: Replicates, question: PlanRequest, fleet: Fleet, which: Which) -> int | None:
     """The least loosening of the targets in `which` that the fleet meets on the trace."""
     allowed = replicates.may_miss(question.attainment) * len(replicates.workload)
 
     def passes(step: int) -> bool:
-        eased = _eased(replicates, base, which, step)
-        outcome = eased.replay(fleet, max_misses=int(allowed))
+        outcome = _eased(replicates, which, step).replay(fleet, max_misses=int(allowed))
         return outcome.complete and outcome.attainment >= question.attainment
 
     return smallest(passes, 0, 1, len(LOOSER) - 1)
 
 
-def _eased(replicates: Replicates, base: Slo, which: tuple[bool, bool], step: int) -> Replicates:
+def _eased(replicates: Replicates, which: Which, step: int) -> Replicates:
+    """The same with the targets in `which` loosened by a step."""
+    slo, session_s, times = replicates.slo, replicates.session_s, LOOSER[step]
+    if which[2] and session_s is not None:
+        replicates = replace(replicates, session_s=_rounded_up(session_s * times))
     if replicates.classes:
-        return replicates.eased(LOOSER[step], LOOSER[step])
-    return replace(replicates, slo=_target(base, which, step))
-
-
-def _target(base: Slo, which: tuple[bool, bool], step: int) -> Slo:
-    return Slo(
-        _rounded_up(base.ttft_s * LOOSER[step]) if which[0] else base.ttft_s,
-        _rounded_up(base.tpot_s * LOOSER[step]) if which[1] else base.tpot_s,
-    )
+        return replicates.eased(times, times) if which[0] or which[1] else replicates
+    ttft_s = _rounded_up(slo.ttft_s * times) if which[0] else slo.ttft_s
+    tpot_s = _rounded_up(slo.tpot_s * times) if which[1] else slo.tpot_s
+    return replace(replicates, slo=Slo(ttft_s, tpot_s))
 
 
 def _rounded_up(seconds: float) -> float:

@@ -212,6 +212,7 @@ def _nearest(plan: Plan) -> dict[str, Any] | None:
     return {
         "ttft_s": near.slo.ttft_s,
         "tpot_s": near.slo.tpot_s,
+        "session_s": near.session_s,
         **fleet_json(near.fleet),
         "attainment": _share(near.estimate.expected),
         "low": _share(near.estimate.low),

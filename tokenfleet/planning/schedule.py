@@ -105,11 +105,12 @@ def make_schedule(
 ) -> Schedule | None:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through.
 
-    None where work waits that no schedule was found for.
+    Work that waits, and sessions, outlast windows: then the schedule is replayed as a whole, and has more
+    workers where that falls short. None where that finds none.
     """
-    if not waits(replicates):
+    if not waits(replicates) and replicates.session_s is None:
         return _by_windows(replicates, question, sizing, full, pool)
-    level = levelled(replicates, sizing.worker_type.profile)
+    level = levelled(replicates, sizing.worker_type.profile) if waits(replicates) else replicates
     schedule = _by_windows(level, question, sizing, full, pool)
     for _ in range(TRIES):
         attained = followed(replicates, sizing, schedule.stretches)
@@ -171,7 +172,7 @@ def followed(replicates: Replicates, sizing: Sizing, stretches: Sequence[Stretch
         predictor=replicates.predictor,
         seed=replicates.seed,
     )
-    return replicates.attained(outcome.met, replicates.workload)
+    return replace(outcome, session_target_s=replicates.session_s, asked=replicates.asked).attainment
 
 
 def _stays(counts: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[tuple[float, float | None]]:

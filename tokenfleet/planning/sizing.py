@@ -421,6 +421,15 @@ def nearest_possible(profile: Profile, workload: Workload, slo: Slo, attainment:
     return Slo(max(slo.ttft_s, _quantile(ttft_s, share)), max(slo.tpot_s, _quantile(tpot_s, share)))
 
 
+def nearest_session_s(replicates: Replicates, question: PlanRequest, profile: Profile) -> float | None:
+    """The time for sessions, or the shortest that endless workers meet where that is longer."""
+    if replicates.session_s is None:
+        return None
+    return max(
+        replicates.session_s, _quantile(alone_session_s(profile, replicates.workload), question.attainment)
+    )
+
+
 def _quantile(values: NDArray[np.float64], share: float) -> float:
     """The smallest value that at least `share` of them do not exceed."""
     return float(np.quantile(values, min(share, 1.0), method="inverted_cdf"))

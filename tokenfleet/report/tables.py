@@ -320,8 +320,9 @@ def _plateau_text(flat: Plateau) -> str:
 
 def nearest_text(near: Nearest) -> str:
     """The nearest feasible target and its fleet, in words."""
+    sessions = "" if near.session_s is None else f", sessions {duration_text(near.session_s)}"
     return (
-        f"TTFT {duration_text(near.slo.ttft_s)}, TPOT {duration_text(near.slo.tpot_s)}"
+        f"TTFT {duration_text(near.slo.ttft_s)}, TPOT {duration_text(near.slo.tpot_s)}{sessions}"
         f" with {near.fleet.label} ({gpus_text(near.fleet.gpus)}, {usd_text(near.fleet.usd_per_hour)})"
     )
 

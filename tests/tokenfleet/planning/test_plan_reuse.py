@@ -21,6 +21,8 @@ from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
+from tokenfleet.planning.schedule import followed
+from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import threads
 from tokenfleet.report.figures import figures
 from tokenfleet.report.tables import facts
@@ -180,7 +182,7 @@ def test_a_fleet_is_judged_by_its_hardest_replicates_as_by_all() -> None:
 def test_a_plan_holds_the_time_of_sessions_too() -> None:
     workload, easy = crowd(120), Slo(20.0, 0.5)
     types = [worker_type(worker(kv=KV))]
-    loose = planned(workload, types, slo=easy, attainment=0.9)
+    loose = planned(workload, types, slo=easy, attainment=0.9, explained=True)
     assert loose.best is not None
     replicates = replace(replicates_of(workload), slo=easy, policy="spread")
     one, endless = (replicates.replay(f) for f in (loose.best.fleet, of_one_kind(types[0], 60)))
@@ -195,10 +197,28 @@ def test_a_plan_holds_the_time_of_sessions_too() -> None:
     assert tight.reuse.sessions.within is not None
     assert tight.reuse.sessions.within >= 0.9
     assert "in time" in dict(facts(tight))["sessions"]
+    # Its schedule holds it as well, all through, where one by requests alone does not.
+    assert tight.schedule is not None
+    held = replace(replicates, session_s=target_s)
+    sizing = Sizing(types[0])
+    assert tight.schedule.attainment == followed(held, sizing, tight.schedule.stretches) >= 0.9
+    assert loose.schedule is not None
+    assert followed(held, sizing, loose.schedule.stretches) < 0.9
     assert json.loads(json.dumps(plan_json(tight)))["session_s"] == target_s
     never = planned(workload, types, slo=easy, attainment=0.9, session_s=least_s / 4)
     assert never.best is None
     assert "of the sessions already take longer than" in never.reason
+    # The nearest target loosens the time of sessions alone, and can be asked for.
+    near = never.nearest
+    assert near is not None
+    assert near.slo == easy
+    assert near.session_s is not None
+    assert near.session_s > least_s / 4
+    assert near.looser == near.session_s / (least_s / 4)
+    again = planned(workload, types, slo=easy, attainment=0.9, session_s=near.session_s)
+    assert again.best is not None
+    assert again.best.fleet == near.fleet
+    assert ", sessions " in dict(facts(never))["nearest target"]
 
 
 def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:

@@ -24,7 +24,7 @@ export function sentence(plan) {
   return `${fleetLabel(plan.fleet)}: ${counted(plan.gpus, "GPU")}, ${dollars(plan.usd_per_hour)}`;
 }
 
-/** The whole answer as elements. `tryTargets(ttft_s, tpot_s)` is what the offered targets' button does. */
+/** The whole answer as elements. `tryTargets(nearest)` is what the offered targets' button does. */
 export function answer(plan, tryTargets) {
   return [
     make("h2", { id: "answer-title", tabindex: "-1", class: plan.feasible ? "" : "bad" }, sentence(plan)),
@@ -233,7 +233,9 @@ function nearest(plan, tryTargets) {
     make(
       "p",
       {},
-      `TTFT ${duration(near.ttft_s)} and TPOT ${duration(near.tpot_s)}, with ${fleetLabel(near.fleet)}: ` +
+      `TTFT ${duration(near.ttft_s)} and TPOT ${duration(near.tpot_s)}` +
+        (near.session_s === null ? "" : `, sessions within ${duration(near.session_s)}`) +
+        `, with ${fleetLabel(near.fleet)}: ` +
         `${counted(near.gpus, "GPU")}, ${dollars(near.usd_per_hour)}, ${share(near.attainment)} expected, at least ${share(near.low)}.`,
     ),
     make(
@@ -241,7 +243,7 @@ function nearest(plan, tryTargets) {
       { class: "buttons" },
       make(
         "button",
-        { type: "button", onclick: () => tryTargets(near.ttft_s, near.tpot_s) },
+        { type: "button", onclick: () => tryTargets(near) },
         "Ask for these targets",
       ),
     ),

@@ -146,8 +146,8 @@ function show(job) {
     void showRecent();
     return;
   }
-  const tryTargets = (ttft_s, tpot_s) => {
-    form.question = { ...form.question, slo: { ttft_s, tpot_s } };
+  const tryTargets = ({ ttft_s, tpot_s, session_s }) => {
+    form.question = { ...form.question, slo: { ttft_s, tpot_s }, ...(session_s === null ? {} : { session_s }) };
     onChange();
     void plan();
   };
