@@ -1,4 +1,4 @@
-"""Durations and latency targets in text form: `1.6s`, `ttft=1.6s,tpot=75ms`, `chat:ttft=…`, `10m..20m`."""
+"""Durations, targets and drafts in text form: `1.6s`, `ttft=1.6s,tpot=75ms`, `chat:ttft=…`, `10m..20m`, `0.8/0.6`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.speculation import Speculation
 from controlplane.types import Slo, SloClass
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -132,3 +133,23 @@ def duration_text(seconds: float) -> str:
     if seconds < 7200.0:
         return f"{seconds / 60:.3g} min"
     return f"{seconds / 3600:.3g} h"
+
+
+def parse_speculation(text: str) -> Speculation | None:
+    """What is accepted of drafts by position, and what one takes: `0.8/0.6/0.4@1ms`; None for `off`.
+
+    Raises BadInput.
+    """
+    if text == "off":
+        return None
+    shares, at, draft = text.partition("@")
+    try:
+        acceptance = tuple(float(share) for share in shares.split("/"))
+    except ValueError:
+        raise BadInput(
+            f"--speculate: expected shares by position, such as 0.8/0.6/0.4@1ms, got {text!r}"
+        ) from None
+    try:
+        return Speculation(acceptance, parse_duration_s(draft, "--speculate: a draft") if at else 0.0)
+    except BadInput as error:
+        raise BadInput(f"--speculate: {error}" if "--speculate" not in str(error) else str(error)) from None

@@ -149,7 +149,10 @@ def worker_seconds(
     d, held = mean(steps), mean(context - steps * cached)
     work = mean(step.per_sequence_s * steps + step.per_context_token_s * context)
     least = mean((step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps)
-    slack = slo.tpot_s - step.base_s
+    tpot_s = slo.tpot_s
+    if (drafts := profile.speculation) is not None:  # with luck every draft is accepted
+        tpot_s *= (1 + drafts.drafted) / drafts.tokens_per_step
+    slack = tpot_s - step.base_s
     if slack <= 0 and d > 0:
         return math.inf
     fewest = max(held / profile.kv.capacity_tokens, d / limits.max_seqs)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
 
@@ -159,6 +160,7 @@ class Profile:
     context_limit_tokens: int = 0  # the model's longest prompt + output; 0 = not stated
     fitted: FittedRange | None = None
     frontend: Frontend = Frontend()
+    speculation: Speculation | None = None  # what the step times count already (`speculation.py`)
 
     def __post_init__(self) -> None:
         if self.tp_degree < 1:

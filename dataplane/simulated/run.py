@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.speculation import paces
 from controlplane.placement.caches import Caches, new_caches
 from controlplane.placement.constraints import clients_s, kept_tpot_s, yields_to
 from controlplane.placement.ledger import (
@@ -70,6 +71,8 @@ class RunState:
     settings: PlacementSettings
     policy: Policy
     migrates: bool
+    # [requests] how many times as many steps as on average each takes: drafts are accepted by chance
+    pace: NDArray[np.float64] | None = None
 
     @property
     def arrived(self) -> NDArray[np.int64]:
@@ -85,7 +88,7 @@ class RunState:
             workload=self.workload,
             arrival_s=np.where(np.isinf(led.requests["arrival_s"]), np.nan, led.requests["arrival_s"]),
             ttft_target_s=led.requests["ttft_s"],
-            tpot_target_s=eng.requests["tpot_s"],
+            tpot_target_s=eng.requests["tpot_s"] * (1.0 if self.pace is None else self.pace),
             worker=led.requests["worker"],
             first_token_s=led.requests["first_s"] + to_client_s,
             finish_s=finish_s + to_client_s,
@@ -96,6 +99,7 @@ class RunState:
             complete=not np.isnan(finish_s).any(),
             misses=int(eng.total["misses"][0]),
             cached_tokens=led.caches.requests["cached"] if led.caches.tokens else None,
+            pace=self.pace,
         )
 
 
@@ -165,13 +169,22 @@ def prepare(
         draws=np.random.default_rng(options.get("seed", 0)).random((requests, 2)),
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
-    engines = new_engines(len(workers), workload.output_tokens, tpot_s)
+    pace = _paces(profiles, workload, options.get("seed", 0))
+    engines = new_engines(
+        len(workers), workload.output_tokens, tpot_s if pace is None else tpot_s / np.maximum(pace, 1e-9)
+    )
     sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
     ledger.requests["arrival_s"] = first_times(sending, workload.arrival_s)
     cluster = new_cluster(requests, _timeline(workers), settings.queue, sending)
     return RunState(
-        workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates
+        workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates, pace
     )
+
+
+def _paces(profiles: Sequence[Profile], workload: Workload, seed: int) -> NDArray[np.float64] | None:
+    """How chance spreads the requests' decode where workers speculate (as the first that does); else None."""
+    first = next((p.speculation for p in profiles if p.speculation is not None), None)
+    return None if first is None else paces(first, workload.output_tokens, np.random.default_rng([seed, 1]))
 
 
 def _classes(slo: Slo | Sequence[Slo], workload: Workload) -> tuple[Slo, ...]:
@@ -328,6 +341,7 @@ class Outcome:
     cached_tokens: NDArray[np.int64] | None = None
     session_target_s: float | None = None  # of whole sessions
     asked: tuple[float, ...] = ()  # attainment of each SLO class, where there are several
+    pace: NDArray[np.float64] | None = None  # see RunState; `finish_s` is without it
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
@@ -337,7 +351,8 @@ class Outcome:
     def tpot_s(self) -> NDArray[np.float64]:
         """NaN for an output of one token, which has no gaps."""
         gaps = self.workload.output_tokens - 1
-        return np.where(gaps > 0, (self.finish_s - self.first_token_s) / np.maximum(gaps, 1), np.nan)
+        tpot_s = (self.finish_s - self.first_token_s) / np.maximum(gaps, 1)
+        return np.where(gaps > 0, tpot_s if self.pace is None else tpot_s * self.pace, np.nan)
 
     @property
     def met(self) -> NDArray[np.bool_]:

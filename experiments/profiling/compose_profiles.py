@@ -52,7 +52,7 @@ from experiments.lib.published_models import (
     grid_samples,
 )
 from experiments.lib.results import Flags
-from tokenfleet.profiles.library import FRONTEND, write_profile
+from tokenfleet.profiles.library import FRONTEND, canonical_model, write_profile
 from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
 # Standard deviation of what no grid shows: host time, mixed steps, the drift between engine releases.
@@ -74,8 +74,13 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("Qwen/Qwen3-30B-A3B", "fp8"): (1, 2),
     ("Qwen/Qwen3-235B-A22B", "fp8"): (4, 8),
     ("Qwen/Qwen3-32B", "fp8"): (1, 2, 4),
+    ("Qwen/Qwen3-32B", None): (1, 2, 4),
+    ("meta-llama/Meta-Llama-3.1-8B", None): (1, 2),
     ("meta-llama/Meta-Llama-3.1-8B", "fp8"): (1,),
+    ("meta-llama/Meta-Llama-3.1-70B", None): (1, 2, 4, 8),
     ("meta-llama/Meta-Llama-3.1-70B", "fp8"): (1, 2, 4, 8),
+    ("mistralai/Mixtral-8x7B-v0.1", None): (2, 4),
+    ("google/gemma-4-26B-A4B", None): (1, 2),
     ("openai/gpt-oss-20b", None): (1,),
     ("openai/gpt-oss-120b", None): (1, 2, 4, 8),
     ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "fp8"): (2, 4, 8),
@@ -83,8 +88,10 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("MiniMaxAI/MiniMax-M2.5", None): (4, 8),
     ("Qwen/Qwen3.5-397B-A17B", None): (8,),
 }
-EXPERT_PARALLEL = {("MiniMaxAI/MiniMax-M2.5", 8)}  # its experts' blocks do not divide by 8
+# Their experts' blocks do not divide by 8.
+EXPERT_PARALLEL = {("MiniMaxAI/MiniMax-M2.5", 8), ("Qwen/Qwen3-235B-A22B", 8)}
 PREDICTED_GPUS = ("a100-sxm", "h100-sxm", "h200-sxm", "b200-sxm", "gb200", "l40s")
+ON_GRIDS = {canonical_model(name) for name in GRID_NAMES}  # in 16 bits, on the GPUs that have grids
 
 
 def predicted(only: str) -> Iterator[tuple[Path, Profile]]:
@@ -93,6 +100,8 @@ def predicted(only: str) -> Iterator[tuple[Path, Profile]]:
         for gpu in PREDICTED_GPUS:
             for tp_degree in degrees:
                 if only not in f"{model} {gpu} {tp_degree}".lower():
+                    continue
+                if precision is None and gpu in GRID_ENGINE and canonical_model(model) in ON_GRIDS:
                     continue
                 host_s = HOST_S.get(gpu, HOST_S["h100-sxm"])
                 parallel = (model, tp_degree) in EXPERT_PARALLEL

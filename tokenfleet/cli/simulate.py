@@ -66,6 +66,7 @@ class SessionFlags:
     "engine",
     "gpu_memory_utilization",
     "kv_tokens",
+    "speculate",
     "kv_gb_per_s",
     "kv_latency_s",
     "rate_scale",
@@ -98,7 +99,7 @@ def simulate_command(
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, warn
     from tokenfleet.files import refuse_unwritable, write_files
-    from tokenfleet.planning.inputs import refuse_without_sessions
+    from tokenfleet.planning.inputs import refuse_without_sessions, what_drafts_do
 
     profile = _profile(worker, request)
     usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
@@ -108,7 +109,7 @@ def simulate_command(
         workload, classes, warnings = _workload(trace, request, profile)
     refuse_without_sessions(workload, request)
     workload = _as_asked(workload, as_sessions, request)
-    warn(warnings)
+    warn([*warnings, *what_drafts_do(workload, _of(worker, request))])
     began = time.perf_counter()
     with console(stderr=True).status(f"simulating {len(workload):,} requests"):
         outcome = simulate(
@@ -193,17 +194,21 @@ def _profile(worker: OneWorker, request: PlanRequest) -> Profile:
 
     if worker.profile is not None and (worker.gpu or worker.tp):
         raise BadInput("--profile: says which worker to simulate; leave out --gpu and --tp")
-    request = replace(
+    profiles = chosen_profiles(_of(worker, request))
+    if len(profiles) > 1:
+        names = ", ".join(p.type_name for p in profiles)
+        raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
+    return profiles[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
+
+
+def _of(worker: OneWorker, request: PlanRequest) -> PlanRequest:
+    """The request with the one type of worker that is asked for."""
+    return replace(
         request,
         profiles=() if worker.profile is None else (worker.profile,),
         gpu=(worker.gpu,) if worker.gpu else (),
         tp=(worker.tp,) if worker.tp else (),
     )
-    profiles = chosen_profiles(request)
-    if len(profiles) > 1:
-        names = ", ".join(p.type_name for p in profiles)
-        raise BadInput(f"simulate: one kind of worker at a time, got {names}; choose with --gpu and --tp")
-    return profiles[0].with_engine(max_batched_tokens=worker.max_batched_tokens, max_seqs=worker.max_seqs)
 
 
 def _workload(

@@ -10,9 +10,10 @@ import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile, with_times
+from controlplane.perfmodel.speculation import pays_up_to, speculating
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
-from tokenfleet.durations import parse_window_s
+from tokenfleet.durations import parse_speculation, parse_window_s
 from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.request import PlanRequest
@@ -93,6 +94,7 @@ def gather(
         ]
     ages = old_profiles([t.profile for t in usable], today) if today else []
     biased = [bias.says] if bias is not None else []
+    biased += what_drafts_do(workload, request)
     if request.precision not in (None, "bf16"):
         biased.append(f"what {request.precision} weights do to the model's answers is not judged here")
     warnings = (
@@ -139,7 +141,27 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
         raise BadInput(f"--kv-tokens: is of one kind of worker, got {names}; choose with --gpu and --tp")
     profiles = [profile.with_kv(request.gpu_memory_utilization, request.kv_tokens) for profile in profiles]
     mode = request.engine
-    return profiles if mode is None else [profile.with_engine(mode=mode) for profile in profiles]
+    profiles = profiles if mode is None else [profile.with_engine(mode=mode) for profile in profiles]
+    drafts = parse_speculation(request.speculate or "off")
+    return profiles if drafts is None else [speculating(profile, drafts) for profile in profiles]
+
+
+def what_drafts_do(workload: Workload, request: PlanRequest) -> list[str]:
+    """For each kind of worker up to which batch speculation saves time; nothing where none is asked for."""
+    if parse_speculation(request.speculate or "off") is None or len(workload) == 0:
+        return []
+    context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
+    lines = []
+    plain = chosen_profiles(replace(request, speculate=None))
+    for without, with_drafts in zip(plain, chosen_profiles(request), strict=True):
+        assert with_drafts.speculation is not None
+        most = pays_up_to(without, with_drafts, context)
+        pays = f"saves time in batches of up to {most}" if most else "never saves time"
+        if most == without.engine.max_seqs:
+            pays = "saves time in every batch"
+        made = with_drafts.speculation.tokens_per_step
+        lines.append(f"{without.type_name}: speculation makes {made:.3g} tokens a step and {pays}")
+    return lines
 
 
 def _same_model(name: str, stated: str) -> bool:

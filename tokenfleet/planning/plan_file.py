@@ -265,6 +265,8 @@ class PlanFile(PlanBrief):
                 return f"inputs.profiles: no step times of {part.gpu} TP{part.tp_degree}; plan anew"
             if (mode := profile.engine.mode) == EngineMode.PREFILL_FIRST:
                 return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
+            if profile.speculation is not None:
+                return "speculate: no fleet here serves drafts; plan without --speculate"
         return None
 
     def _group(self, part: FleetPart) -> WorkerGroup:

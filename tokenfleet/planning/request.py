@@ -20,7 +20,13 @@ from pydantic.fields import FieldInfo
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo, SloClass
-from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class, parse_window_s
+from tokenfleet.durations import (
+    parse_duration_s,
+    parse_slo,
+    parse_slo_class,
+    parse_speculation,
+    parse_window_s,
+)
 from tokenfleet.field_errors import first_fault
 
 if TYPE_CHECKING:
@@ -63,6 +69,13 @@ def known_window(text: str | None) -> str | None:
     """`text`, if it is a part of a trace. Raises BadInput."""
     if text is not None:
         parse_window_s(text)
+    return text
+
+
+def known_speculation(text: str | None) -> str | None:
+    """`text`, if it says what is accepted of drafts. Raises BadInput."""
+    if text is not None:
+        parse_speculation(text)
     return text
 
 
@@ -179,6 +192,16 @@ class PlanRequest:
             "tokens of KV a worker holds",
             "tokens of KV a worker holds, as the engine says at its start, instead of the profile's",
             key="kv",
+        ),
+    ] = None
+    speculate: Annotated[
+        str | None,
+        Field(max_length=400, examples=["0.8/0.6/0.4@1ms"]),
+        AfterValidator(known_speculation),
+        About(
+            "speculative decoding",
+            "drafts accepted by position, and what one takes: 0.8/0.6/0.4@1ms (off: none)",
+            "choice",
         ),
     ] = None
     kv_gb_per_s: Annotated[

@@ -22,6 +22,7 @@ from controlplane.perfmodel.profile import (
     Residuals,
     Source,
 )
+from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import (
     PREFILL_TERMS,
     STEP_TERMS,
@@ -89,6 +90,11 @@ class _FrontendPart(_Part):
     per_prompt_token_s: Seconds = 0.0
 
 
+class _SpeculationPart(_Part):
+    acceptance: Annotated[list[Seconds], Field(min_length=1)]
+    draft_s: Seconds = 0.0
+
+
 class _EnginePart(_Part):
     name: str = "vllm"
     version: str = ""
@@ -136,6 +142,7 @@ class _ProfileContent(_Part):
     context_limit_tokens: Count = 0
     fitted: _FittedPart | None = None
     frontend: _FrontendPart = _FrontendPart()
+    speculation: _SpeculationPart | None = None
 
 
 _MODELS: dict[str, Any] = {"step": (_StepPart, ...), "prefill": (_PrefillPart | None, None)}
@@ -175,6 +182,9 @@ def _noun(part: _ProfileContent) -> Profile:
         context_limit_tokens=part.context_limit_tokens,
         fitted=FittedRange(**part.fitted.model_dump()) if part.fitted else None,
         frontend=Frontend(**part.frontend.model_dump()),
+        speculation=None
+        if part.speculation is None
+        else Speculation(tuple(part.speculation.acceptance), part.speculation.draft_s),
     )
 
 
@@ -200,6 +210,9 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     content["hinges"] = _hinge_rows(profile.step.hinges)
     if profile.frontend != Frontend():
         content["frontend"] = _numbers(profile.frontend, "per_request_s per_prompt_token_s")
+    if profile.speculation is not None:
+        drafts = profile.speculation
+        content["speculation"] = {"acceptance": list(drafts.acceptance), "draft_s": drafts.draft_s}
     content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")
     if profile.kv.gpu_memory_bytes:
         content["kv"] |= _numbers(profile.kv, "gpu_memory_bytes gpu_memory_utilization")

@@ -61,7 +61,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 SMALLEST_KV = 8192  # a worker with less KV than this serves no useful batch
 # What the driver reports of a card; the tables count whole GiB, which no driver gives.
-VISIBLE_GIB = {"a100_sxm": 79.15, "h100_sxm": 79.10, "h200_sxm": 139.8}
+VISIBLE_GIB = {
+    "a100_sxm": 79.15,
+    "h100_sxm": 79.10,
+    "h200_sxm": 139.8,
+    "b200_sxm": 179.06,
+    "gb200": 185.03,
+    "l40s": 44.99,
+}
 # vLLM's default step budget of its server: 8192 on cards of 70 GiB and more except the A100.
 SMALL_BUDGET = frozenset({"a100_sxm", "a100_pcie", "a30", "l4", "l40s"})
 

@@ -1,0 +1,171 @@
+"""Speculative decoding: drafts that a step verifies, as a profile whose decode steps make one token each.
+
+With K tokens drafted for each sequence, the i-th accepted in a share a_i of the steps (all before it were,
+so a_i never rises with i), a step makes E = 1 + Σ a_i tokens of a sequence and takes
+
+    t = base + D·K + f((1 + K)·b) + k2·C          D: seconds to draft a token for the batch
+
+f is what tokens of decode cost: the sequence terms as far as they were fitted, past that what tokens of prefill
+cost, since a verified token goes through the same matrices; K and V of a sequence are read once for all its tokens.
+`speculating` gives the profile of t / E a token. Everything that reads profiles, placement and bounds
+included, then goes by it. Prefill costs what it did; a first token comes of a whole step and waits for half of
+one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the prefills beside
+them take the same time, though a prefill falls on one token of a sequence rather than on E.
+
+By chance a request needs more steps or fewer than (output - 1) / E: `paces` draws by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.step import Hinge, StepModel
+from controlplane.types import EngineMode
+
+if TYPE_CHECKING:
+    from controlplane.perfmodel.profile import Profile
+
+MOST_DRAFTED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Shares of the steps in which the first, the second, … drafted token is accepted, and a draft's seconds."""
+
+    acceptance: tuple[float, ...]
+    draft_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        shares = self.acceptance
+        if not 1 <= len(shares) <= MOST_DRAFTED or not all(0 < a <= 1 for a in shares):
+            raise BadInput(f"speculation: acceptance: 1 to {MOST_DRAFTED} shares above 0, at most 1")
+        if any(later > earlier for earlier, later in zip(shares, shares[1:], strict=False)):
+            raise BadInput(
+                "speculation: acceptance: a token is accepted no more often than the one before it"
+            )
+        if not 0 <= self.draft_s < math.inf:
+            raise BadInput(f"speculation: draft_s: must be a number of at least 0, got {self.draft_s}")
+
+    @property
+    def drafted(self) -> int:
+        """K, tokens that are drafted for each sequence and step."""
+        return len(self.acceptance)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """E, those that come of a step on average: vLLM's mean acceptance length."""
+        return 1.0 + sum(self.acceptance)
+
+    @property
+    def squares_per_step(self) -> float:
+        """The mean square of the tokens of a step: Σ (2i + 1)·a_i, a_0 = 1."""
+        return 1.0 + sum((2 * i + 1) * a for i, a in enumerate(self.acceptance, start=1))
+
+
+def speculating(profile: Profile, speculation: Speculation) -> Profile:
+    """The profile of such an engine: `profile`'s, which decodes plainly, with a step for each token."""
+    if profile.speculation is not None:
+        raise BadInput(f"{profile.label}: its step times count speculation already")
+    made, wide = speculation.tokens_per_step, 1 + speculation.drafted
+    step = profile.step
+    slopes = _decode_slopes(profile, wide * profile.engine.max_seqs)
+    hinges = [
+        Hinge("sequences", start / wide, slope * wide / made) for start, slope in slopes[1:] if slope > 0
+    ]
+    for hinge in step.hinges:
+        if hinge.of == "experts":
+            hinges.append(Hinge("experts", hinge.start / wide, hinge.per_unit_s * wide / made))
+        elif hinge.of == "prefill_tokens":
+            hinges.append(hinge)
+    base_s = step.base_s + speculation.draft_s * speculation.drafted
+    faster = replace(
+        step,
+        base_s=base_s / made,
+        per_sequence_s=slopes[0][1] * wide / made,
+        per_context_token_s=step.per_context_token_s / made,
+        hinges=tuple(hinges),
+    )
+    # A first token is of a whole step, and its request comes, on a worker that serves, amid another.
+    whole_s = 0.0 if profile.engine.mode == EngineMode.PREFILL_FIRST else 1.5 * base_s * (1.0 - 1.0 / made)
+    frontend = replace(profile.frontend, per_request_s=profile.frontend.per_request_s + whole_s)
+    return replace(profile, step=faster, frontend=frontend, speculation=speculation)
+
+
+def _decode_slopes(profile: Profile, most: int) -> list[tuple[float, float]]:
+    """Tokens of decode in a step: (from how many, seconds each adds more than before), at most three.
+
+    The lower convex hull of what so many take, up to `most`.
+    """
+    step = profile.step
+    fitted = profile.fitted.sequences if profile.fitted is not None else float(profile.engine.max_seqs)
+    knees = {h.start for h in step.hinges if h.of == "sequences"} | {fitted}
+    knees |= {h.start for h in step.hinges if h.of == "prefill_tokens" and h.start > fitted}
+    at = np.array([0.0, *sorted(k for k in knees if 0 < k < most), float(most)])
+    seconds = [_tokens_s(step, n, fitted) for n in at]
+    kept: list[int] = []
+    for i in range(len(at)):
+        while len(kept) > 1 and _slope(at, seconds, kept[-2], kept[-1]) >= _slope(at, seconds, kept[-1], i):
+            kept.pop()
+        kept.append(i)
+    slopes = [_slope(at, seconds, i, j) for i, j in zip(kept, kept[1:], strict=False)]
+    bends = [(float(at[kept[0]]), slopes[0])]
+    bends += [(float(at[kept[j]]), slopes[j] - slopes[j - 1]) for j in range(1, len(slopes))]
+    while len(bends) > 3:  # as many as a profile has places for: the least bend joins the one before it
+        j = min(range(1, len(bends)), key=lambda j: bends[j][1])
+        into = j - 1 if j > 1 else j + 1
+        bends[into] = (bends[into][0], bends[into][1] + bends[j][1])
+        del bends[j]
+    return bends
+
+
+def _tokens_s(step: StepModel, tokens: float, fitted: float) -> float:
+    """Seconds that so many tokens of decode add to a step: past the fit's range, as prefill would."""
+    near = min(tokens, fitted)
+    hinges = [h for h in step.hinges if h.of == "sequences"]
+    seconds = step.per_sequence_s * near + sum(h.per_unit_s * max(near - h.start, 0.0) for h in hinges)
+    if tokens > near:
+        seconds += step.per_prefill_token_s * (tokens - near)
+        for h in step.hinges:
+            if h.of == "prefill_tokens":
+                seconds += h.per_unit_s * (max(tokens - h.start, 0.0) - max(near - h.start, 0.0))
+    return seconds
+
+
+def _slope(at: NDArray[np.float64], seconds: list[float], i: int, j: int) -> float:
+    return float((seconds[j] - seconds[i]) / (at[j] - at[i]))
+
+
+def pays_up_to(plain: Profile, faster: Profile, context_tokens: float) -> int:
+    """The largest batch, of sequences of that context, in which a token takes less time with speculation.
+
+    0 where it never does; the engine's most sequences where it always does.
+    """
+    batch = np.arange(1, plain.engine.max_seqs + 1, dtype=float)
+    pays = faster.step.step_s(0, batch, batch * context_tokens) < plain.step.step_s(
+        0, batch, batch * context_tokens
+    )
+    stops = np.flatnonzero(~pays)
+    return int(stops[0]) if len(stops) else len(batch)
+
+
+def paces(
+    speculation: Speculation, output_tokens: NDArray[np.int64], rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """[requests] steps that each takes by chance, over those that its tokens after the first take on average.
+
+    First passage of a random walk: mean and variance by renewal theory, and never fewer steps than if all
+    drafts were accepted.
+    """
+    made, squares = speculation.tokens_per_step, speculation.squares_per_step
+    gaps = np.maximum(output_tokens - 1, 0).astype(float)
+    mean = (gaps + squares / (2 * made) - 0.5) / made
+    spread = np.sqrt(gaps * max(squares - made**2, 0.0) / made**3)
+    steps = np.rint(mean + spread * rng.standard_normal(len(gaps)))
+    steps = np.clip(steps, np.ceil(gaps / (1 + speculation.drafted)), np.maximum(gaps, 0.0))
+    return np.where(gaps > 0, steps * made / np.maximum(gaps, 1.0), 1.0)
