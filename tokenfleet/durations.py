@@ -1,4 +1,4 @@
-"""Durations, targets and drafts in text form: `1.6s`, `ttft=1.6s,tpot=75ms`, `chat:ttft=…`, `10m..20m`, `0.8/0.6`."""
+"""Durations, targets and drafts in text form: `1.6s`, `ttft=1.6s,tpot=75ms`, `chat:ttft=…`, `0.8/0.6`."""
 
 from __future__ import annotations
 

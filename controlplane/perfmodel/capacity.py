@@ -146,7 +146,8 @@ def worker_seconds(
         kept = math.floor(attainment * len(values) + 1e-9)
         return float(np.partition(values, kept - 1)[:kept].sum() / len(values)) if kept else 0.0
 
-    d, held = mean(steps), mean(context - steps * cached)
+    beside = profile.kv.held(prompt) - prompt  # windows: as the prompt leaves them, the least there is
+    d, held = mean(steps), mean(context + steps * (beside - cached))
     work = mean(step.per_sequence_s * steps + step.per_context_token_s * context)
     least = mean((step.per_sequence_s + step.per_context_token_s * (prompt + 1)) * steps)
     tpot_s = slo.tpot_s
@@ -234,7 +235,7 @@ def decode_throughput(
         return float(profile.step.step_s(0, batch, batch * mean_context_tokens))
 
     bound: Literal["kv", "slo", "sequences"] = "kv"
-    batch = profile.kv.capacity_tokens / reserved
+    batch = profile.kv.capacity_tokens / float(profile.kv.held(reserved))
     if batch > profile.engine.max_seqs:
         batch, bound = float(profile.engine.max_seqs), "sequences"
     if step_s(batch) > tpot_s:

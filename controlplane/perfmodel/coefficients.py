@@ -1,7 +1,7 @@
 """A profile as one row of numbers for compiled code, and the step times computed from that row.
 
 The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine,
-the frontend.
+the frontend, windows.
 Models outside the layout (more hinges than it has places for) are refused.
 """
 
@@ -27,7 +27,8 @@ PRE_HINGE = PRE_BASE + len(PREFILL_TERMS)  # two
 PRE_TOKEN, PRE_SUM_SQ = range(PRE_BASE + 1, PRE_HINGE)
 KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_HINGE + 9)
 PER_REQUEST, PER_PROMPT_TOKEN = MODE + 1, MODE + 2
-WIDTH = PER_PROMPT_TOKEN + 1
+WINDOW_BLOCKS, WINDOW_TOKENS = PER_PROMPT_TOKEN + 1, PER_PROMPT_TOKEN + 2
+WIDTH = WINDOW_TOKENS + 1
 
 CHUNKED, PREFILL_FIRST = 0.0, 1.0
 _MODES = {
@@ -55,6 +56,8 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     row[MODE] = _MODES[profile.engine.mode]
     row[PER_REQUEST] = profile.frontend.per_request_s
     row[PER_PROMPT_TOKEN] = profile.frontend.per_prompt_token_s
+    row[WINDOW_BLOCKS] = -(-profile.kv.request_tokens // profile.kv.block_tokens)
+    row[WINDOW_TOKENS] = max(profile.kv.window_tokens, 1)
     return row
 
 
@@ -112,6 +115,13 @@ def prefill_s(k: NDArray[np.float64], tokens: float, sum_sq: float) -> float:
         if tokens > k[i]:
             t += k[i + 1] * (tokens - k[i])
     return t
+
+
+@compiled
+def window_blocks(k: NDArray[np.float64], tokens: int) -> int:
+    """KV blocks that a request of so many tokens holds beyond those of its tokens (`profile.KvModel`)."""
+    window = int(k[WINDOW_TOKENS])
+    return (int(k[WINDOW_BLOCKS]) * min(tokens, window) + window - 1) // window
 
 
 @compiled

@@ -29,6 +29,10 @@ class KvModel:
 
     The engine takes the share `gpu_memory_utilization` of each GPU's `gpu_memory_bytes` (as its driver
     reports them); what weights, activations and graphs leave of that is `capacity_tokens`. 0: not known.
+
+    Layers that attend to a window, and recurrent ones, keep no more of a longer request. Then a token is what
+    it takes in the layers that keep all, and a request holds up to `request_tokens` beside its tokens: all
+    of them from `window_tokens` on, fewer in proportion before.
     """
 
     capacity_tokens: int
@@ -36,12 +40,21 @@ class KvModel:
     bytes_per_token: int = 0
     gpu_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.0
+    request_tokens: int = 0
+    window_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if self.request_tokens < 0 or self.window_tokens < 0:
+            raise BadInput(f"kv: request_tokens and window_tokens must be at least 0, got {self}")
         if self.capacity_tokens < 1 or self.block_tokens < 1 or self.bytes_per_token < 0:
             raise BadInput(f"kv: capacity_tokens and block_tokens must be at least 1, got {self}")
         if self.gpu_memory_bytes < 0 or not 0 <= self.gpu_memory_utilization <= 1:
             raise BadInput(f"kv: gpu_memory_bytes and gpu_memory_utilization: got {self}")
+
+    def held(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        """What requests of so many tokens take of `capacity_tokens`."""
+        n = np.asarray(tokens, float)
+        return n + self.request_tokens * np.minimum(n / max(self.window_tokens, 1), 1.0)
 
     def with_utilization(self, share: float, gpus: int) -> KvModel:
         """With another share of the memory of the worker's GPUs; weights and activations take what they took.

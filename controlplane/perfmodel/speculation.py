@@ -5,12 +5,12 @@ so a_i never rises with i), a step makes E = 1 + Σ a_i tokens of a sequence and
 
     t = base + D·K + f((1 + K)·b) + k2·C          D: seconds to draft a token for the batch
 
-f is what tokens of decode cost: the sequence terms as far as they were fitted, past that what tokens of prefill
-cost, since a verified token goes through the same matrices; K and V of a sequence are read once for all its tokens.
-`speculating` gives the profile of t / E a token. Everything that reads profiles, placement and bounds
-included, then goes by it. Prefill costs what it did; a first token comes of a whole step and waits for half of
-one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the prefills beside
-them take the same time, though a prefill falls on one token of a sequence rather than on E.
+f is what tokens of decode cost: the sequence terms as far as they were fitted, past that what tokens of
+prefill cost, since a verified token goes through the same matrices; the KV of a sequence is read once for all
+its tokens. `speculating` gives the profile of t / E a token: all that reads profiles, placement and
+bounds included, goes by it. Prefill costs what it did; a first token comes of a whole step and waits for
+half of one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the prefills
+beside them take the same time, though a prefill falls on one token of a sequence rather than on E.
 
 By chance a request needs more steps or fewer than (output - 1) / E: `paces` draws by how much.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +37,7 @@ MOST_DRAFTED = 32
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Shares of the steps in which the first, the second, … drafted token is accepted, and a draft's seconds."""
+    """Shares of the steps in which the first, the second, … draft is accepted, and a draft's seconds."""
 
     acceptance: tuple[float, ...]
     draft_s: float = 0.0
@@ -45,7 +46,7 @@ class Speculation:
         shares = self.acceptance
         if not 1 <= len(shares) <= MOST_DRAFTED or not all(0 < a <= 1 for a in shares):
             raise BadInput(f"speculation: acceptance: 1 to {MOST_DRAFTED} shares above 0, at most 1")
-        if any(later > earlier for earlier, later in zip(shares, shares[1:], strict=False)):
+        if any(later > earlier for earlier, later in pairwise(shares)):
             raise BadInput(
                 "speculation: acceptance: a token is accepted no more often than the one before it"
             )
@@ -113,7 +114,7 @@ def _decode_slopes(profile: Profile, most: int) -> list[tuple[float, float]]:
         while len(kept) > 1 and _slope(at, seconds, kept[-2], kept[-1]) >= _slope(at, seconds, kept[-1], i):
             kept.pop()
         kept.append(i)
-    slopes = [_slope(at, seconds, i, j) for i, j in zip(kept, kept[1:], strict=False)]
+    slopes = [_slope(at, seconds, i, j) for i, j in pairwise(kept)]
     bends = [(float(at[kept[0]]), slopes[0])]
     bends += [(float(at[kept[j]]), slopes[j] - slopes[j - 1]) for j in range(1, len(slopes))]
     while len(bends) > 3:  # as many as a profile has places for: the least bend joins the one before it

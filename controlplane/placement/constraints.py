@@ -12,7 +12,7 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
     prefill is what it adds to these, summed; the paper's (d) is harm = 0, but for requests that have failed
     already, which block none here.
 (e) KV of all assigned, each growing by a token a step until its expected end, within γ·capacity at every
-    step; what running requests share is held once
+    step, windows counted as at its end; what running requests share is held once
 
 **Room for tighter classes.** Work that can wait, beside a class whose TTFT target is `YIELDS` times as tight,
 takes no worker's last: it leaves a share `ROOM` of the step time that the tighter class's TPOT allows, of the
@@ -44,10 +44,12 @@ from controlplane.perfmodel.coefficients import (
     PER_REQUEST,
     PER_SUM_SQ,
     PREFILL_STEP,
+    WINDOW_BLOCKS,
     decode_base_s,
     frontend_s,
     prefill_hinges_s,
     prefill_s,
+    window_blocks,
 )
 from controlplane.placement.ledger import (
     DECODE_ONLY,
@@ -157,7 +159,8 @@ def harm(
     if knobs[USE_E] > 0 and sequences > 1:
         limit = share * knobs[GAMMA] * k[KV_BLOCKS] * k[BLOCK_TOKENS]
         # As if all ended at once, which no peak exceeds; only past that does it matter who ends when.
-        at_most = held + growth - shared_tokens(led, w)
+        windows = sequences * k[WINDOW_BLOCKS] * k[BLOCK_TOKENS]
+        at_most = held + growth - shared_tokens(led, w) + windows
         if at_most > limit and overflows(led, w, r, cached, at_most, limit):
             return np.inf
     return harmed
@@ -179,7 +182,7 @@ def left_to(led: Ledger, w: int, r: int) -> tuple[float, float]:
 
 
 @compiled
-def overflows(led: Ledger, w: int, r: int, cached: int, most: int, limit: float) -> bool:
+def overflows(led: Ledger, w: int, r: int, cached: int, most: float, limit: float) -> bool:
     """Whether `r` would drive worker `w`, which should hold `most` tokens then at most, over its limit.
 
     What others use of the request's prefix takes no memory; what sleeps of it is memory as any other.
@@ -368,6 +371,7 @@ def kv_peak(led: Ledger, w: int, r: int) -> float:
 
     Demand at step n is Σ (context + n) over requests that last n steps; it peaks where one ends.
     """
+    k = led.coefficients[led.workers[w].variant]
     count = led.workers[w].running_n
     lasts = np.empty(count + led.workers[w].queued + 1, np.int64)
     holds = np.empty(len(lasts), np.int64)
@@ -386,6 +390,8 @@ def kv_peak(led: Ledger, w: int, r: int) -> float:
             holds[count] = led.requests[other].prompt + led.requests[other].key
             count += 1
             other = led.requests[other].next
+    for i in range(count):
+        holds[i] += window_blocks(k, holds[i] + lasts[i]) * int(k[BLOCK_TOKENS])
     order = np.argsort(lasts[:count])
     held, peak = 0.0, 0.0
     for i in range(count - 1, -1, -1):

@@ -84,7 +84,8 @@ def capacity_rps(profile: Profile, arrivals: ClassArrivals) -> float:
     prompt = max(arrivals.mean_prompt_tokens, 1.0)
     output = max(arrivals.mean_output_tokens, 1.0)
     context = prompt + output / 2.0
-    seats = max(min(float(profile.engine.max_seqs), GAMMA * profile.kv.capacity_tokens / context), 1.0)
+    room = GAMMA * profile.kv.capacity_tokens / float(profile.kv.held(context))
+    seats = max(min(float(profile.engine.max_seqs), room), 1.0)
     tpot_s = arrivals.slo.tpot_s
     batch = seats
     if _step_s(profile, seats, prompt, output) > tpot_s:

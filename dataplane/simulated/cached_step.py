@@ -14,7 +14,14 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
-from controlplane.perfmodel.coefficients import BLOCK_TOKENS, CHUNKED, MAX_BATCHED, MAX_SEQS, MODE
+from controlplane.perfmodel.coefficients import (
+    BLOCK_TOKENS,
+    CHUNKED,
+    MAX_BATCHED,
+    MAX_SEQS,
+    MODE,
+    WINDOW_BLOCKS,
+)
 from controlplane.placement.caches import NOTHING, block_id, most_hits
 from controlplane.placement.ledger import (
     DECODE_ONLY,
@@ -107,8 +114,13 @@ def go_on(led: Ledger, eng: Engines, w: int) -> tuple[int, float]:
 
 @compiled
 def room(led: Ledger, eng: Engines, w: int) -> int:
-    """Blocks that a worker can give out, those promised to requests on their way here left alone."""
-    return free_blocks(led.caches, w) - int(eng.workers[w].reserved_blocks)
+    """Blocks that a worker can give out, those promised to requests on their way here left alone.
+
+    Of what running requests hold beyond their tokens all is counted from their first token on.
+    """
+    k = led.coefficients[led.workers[w].variant]
+    windows = led.workers[w].running_n * int(k[WINDOW_BLOCKS])
+    return free_blocks(led.caches, w) - int(eng.workers[w].reserved_blocks) - windows
 
 
 @compiled
@@ -138,7 +150,8 @@ def begin_waiting(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, 
             break
         length = led.requests[r].prompt + led.requests[r].key
         copies, cached, asleep = hit(led, w, r, length)
-        if seats > 0 and blocks_of(length, block) - cached // block + asleep > room(led, eng, w):
+        need = blocks_of(length, block) - cached // block + asleep + int(k[WINDOW_BLOCKS])
+        if seats > 0 and need > room(led, eng, w):
             break
         chunk = min(length - cached, budget)
         admit_cached(led, eng, w, r, copies, cached, chunk)
@@ -177,7 +190,7 @@ def prefill_waiting(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
         seats = running + taken + eng.workers[w].reserved_seats
         length = led.requests[r].prompt + led.requests[r].key
         copies, cached, asleep = hit(led, w, r, length)
-        need = blocks_of(length + 1, block) - cached // block + asleep
+        need = blocks_of(length + 1, block) - cached // block + asleep + int(k[WINDOW_BLOCKS])
         if seats > 0 and (seats >= k[MAX_SEQS] or need + running + taken > room(led, eng, w)):
             break
         if taken > 0 and tokens + length - cached > k[MAX_BATCHED]:
@@ -202,7 +215,7 @@ def receive_waiting(led: Ledger, eng: Engines, w: int) -> None:
         running = led.workers[w].running_n
         tokens = led.requests[r].prompt + led.requests[r].key
         _, cached, asleep = hit(led, w, r, tokens)
-        need = blocks_of(tokens, block) - cached // block + asleep
+        need = blocks_of(tokens, block) - cached // block + asleep + int(k[WINDOW_BLOCKS])
         if running > 0 and (running >= k[MAX_SEQS] or need + running + 1 > room(led, eng, w)):
             return
         dequeue(led, w, r)

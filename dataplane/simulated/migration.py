@@ -51,7 +51,7 @@ from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
 from dataplane.simulated.cached_step import grow, receive
 from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
-from dataplane.simulated.next_step import blocks_after, blocks_of, drop_running, free_kv
+from dataplane.simulated.next_step import blocks_after, blocks_held, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState
 
@@ -349,8 +349,8 @@ def reserve(led: Ledger, eng: Engines, w: int, r: int, tokens: int, now_s: float
         copies, asleep = peek(led.caches, w, r, most)
         cached = min(copies * led.caches.tokens, most_tokens)
     else:
-        used += blocks_after(led, w, 0, block)
-    need = blocks_of(tokens + 1, block) - cached // block
+        used += blocks_after(led, w, 0)
+    need = blocks_held(k, tokens + 1) - cached // block
     if count + eng.workers[w].reserved_seats + 1 > k[MAX_SEQS] or used + need + asleep + count > k[KV_BLOCKS]:
         return NONE, 0, 0
     if copies > 0:

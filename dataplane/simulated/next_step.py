@@ -20,16 +20,19 @@ from controlplane.perfmodel.coefficients import (
     MAX_BATCHED,
     MAX_SEQS,
     PER_CONTEXT,
+    WINDOW_BLOCKS,
     decode_base_s,
     mixed_s,
     prefill_s,
     run_s,
+    window_blocks,
 )
 from controlplane.placement.ledger import (
     DECODING,
     NONE,
     PREFILLING,
     QUEUED,
+    Floats,
     Ledger,
     begin_decoding,
     dequeue,
@@ -52,17 +55,16 @@ from dataplane.simulated.records import (
 def begin_prefill(led: Ledger, eng: Engines, w: int, now_s: float) -> bool:
     """Begin a prefill step of all waiting requests that can be admitted; False when none can."""
     k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
     running = led.workers[w].running_n
     seats = running + eng.workers[w].reserved_seats
-    used = blocks_after(led, w, 0, block) + eng.workers[w].reserved_blocks
+    used = blocks_after(led, w, 0) + eng.workers[w].reserved_blocks
     taken, tokens, squares = 0, 0, 0.0
     while True:
         r = queue_first(led, w)
         if r == NONE:
             break
         length = led.requests[r].prompt + led.requests[r].key
-        need = blocks_of(length + 1, block)
+        need = blocks_held(k, length + 1)
         if seats + taken > 0 and (
             seats + taken + 1 > k[MAX_SEQS] or used + need + running + taken > k[KV_BLOCKS]
         ):
@@ -106,14 +108,13 @@ def admit(led: Ledger, eng: Engines, w: int, r: int) -> None:
 def admit_decoding(led: Ledger, eng: Engines, w: int) -> None:
     """A decode worker takes requests whose KV has arrived, in order, while batch and KV allow."""
     k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
-    used = blocks_after(led, w, 0, block)
+    used = blocks_after(led, w, 0)
     while True:
         r = queue_first(led, w)
         if r == NONE:
             return
         running = led.workers[w].running_n
-        need = blocks_of(led.requests[r].prompt + led.requests[r].key, block)
+        need = blocks_held(k, led.requests[r].prompt + led.requests[r].key)
         if running > 0 and (running + 1 > k[MAX_SEQS] or used + need + running + 1 > k[KV_BLOCKS]):
             eng.workers[w].blocked = 1
             return
@@ -132,7 +133,7 @@ def begin_run(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     block = int(k[BLOCK_TOKENS])
     capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
     preempted = False
-    while led.workers[w].running_n > 1 and blocks_after(led, w, 1, block) > capacity:
+    while led.workers[w].running_n > 1 and blocks_after(led, w, 1) > capacity:
         preempt_newest(led, eng, w)
         preempted = True
     if led.workers[w].running_n == 0:
@@ -193,10 +194,9 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     With no prefill to carry it is a run of decode steps instead.
     """
     k = led.coefficients[led.workers[w].variant]
-    block = int(k[BLOCK_TOKENS])
     capacity = int(k[KV_BLOCKS]) - eng.workers[w].reserved_blocks
     before = led.workers[w].running_n
-    used, chunk, budget = make_room(led, eng, w, block, capacity)
+    used, chunk, budget = make_room(led, eng, w, capacity)
     preempted = led.workers[w].running_n < before
     prefill, squares = 0, 0.0
     if chunk > 0:
@@ -209,7 +209,7 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
             break
         length = led.requests[r].prompt + led.requests[r].key
         chunk = min(length, budget)
-        need = blocks_of(length + 1 if chunk == length else chunk, block)
+        need = blocks_held(k, length + 1 if chunk == length else chunk)
         seats = led.workers[w].running_n + eng.workers[w].reserved_seats
         if seats > 0 and (seats >= k[MAX_SEQS] or used + need > capacity):
             break
@@ -240,11 +240,11 @@ def enter_mixed(led: Ledger, eng: Engines, w: int, now_s: float, prefill: int, s
 
 
 @compiled
-def make_room(led: Ledger, eng: Engines, w: int, block: int, capacity: int) -> tuple[int, int, int]:
+def make_room(led: Ledger, eng: Engines, w: int, capacity: int) -> tuple[int, int, int]:
     """Preempt until the next step fits; the KV blocks that it needs, the chunk in prefill, the budget."""
     budget = int(led.coefficients[led.workers[w].variant][MAX_BATCHED]) - led.workers[w].decoding
     while True:
-        used, chunk = chunked_need(led, eng, w, budget, block)
+        used, chunk = chunked_need(led, eng, w, budget)
         if used <= capacity or led.workers[w].running_n <= 1:
             return used, chunk, budget
         newest = led.running[w, led.workers[w].running_n - 1]
@@ -254,18 +254,19 @@ def make_room(led: Ledger, eng: Engines, w: int, block: int, capacity: int) -> t
 
 
 @compiled
-def chunked_need(led: Ledger, eng: Engines, w: int, budget: int, block: int) -> tuple[int, int]:
+def chunked_need(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, int]:
     """KV blocks that the admitted requests need for their next step, and the chunk of the one in prefill."""
+    k = led.coefficients[led.workers[w].variant]
     used, chunk = 0, 0
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
         if led.requests[r].phase == DECODING:
-            used += blocks_of(led.requests[r].prompt + generated(led, r) + 1, block)
+            used += blocks_held(k, led.requests[r].prompt + generated(led, r) + 1)
         else:
             length = led.requests[r].prompt + led.requests[r].key
             chunk = min(length - eng.requests[r].computed, budget)
             after = eng.requests[r].computed + chunk
-            used += blocks_of(length + 1 if after == length else after, block)
+            used += blocks_held(k, length + 1 if after == length else after)
     return used, chunk
 
 
@@ -285,12 +286,18 @@ def blocks_of(tokens: int, block: int) -> int:
 
 
 @compiled
-def blocks_after(led: Ledger, w: int, steps: int, block: int) -> int:
+def blocks_held(k: Floats, tokens: int) -> int:
+    """KV blocks of a request of so many tokens."""
+    return blocks_of(tokens, int(k[BLOCK_TOKENS])) + window_blocks(k, tokens)
+
+
+@compiled
+def blocks_after(led: Ledger, w: int, steps: int) -> int:
     """KV blocks the admitted requests hold once each has `steps` more tokens."""
-    used = 0
+    k, used = led.coefficients[led.workers[w].variant], 0
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
-        used += blocks_of(led.requests[r].prompt + generated(led, r) + steps, block)
+        used += blocks_held(k, led.requests[r].prompt + generated(led, r) + steps)
     return used
 
 
@@ -298,12 +305,13 @@ def blocks_after(led: Ledger, w: int, steps: int, block: int) -> int:
 def steps_with_room(led: Ledger, w: int, steps: int, block: int, capacity: int) -> int:
     """The number of `steps` decode steps that KV has room for; the first is known to fit."""
     count = led.workers[w].running_n
-    if led.workers[w].context + count * (steps + block - 1) <= capacity * block:
+    window = int(led.coefficients[led.workers[w].variant][WINDOW_BLOCKS]) * block
+    if led.workers[w].context + count * (steps + block - 1 + window) <= capacity * block:
         return steps  # even with every last block nearly empty
     low, high = 1, steps
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_after(led, w, middle, block) <= capacity:
+        if blocks_after(led, w, middle) <= capacity:
             low = middle
         else:
             high = middle - 1

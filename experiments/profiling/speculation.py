@@ -4,9 +4,9 @@
 
 github.com/vllm-project/vllm/issues/20780 (2025) has TPOT of Llama-3.1-8B with one sequence on vLLM v1, plain
 and with 2 to 7 tokens drafted by EAGLE 1 and EAGLE 3, and the mean acceptance length of each; how often a
-position is accepted is what the length grows by. The GPU is not named; 7.07 ms a token is an H100's. What a draft
-takes is not published: it is learned from the row of two tokens, and the others are judged. The best number of
-tokens is where one more stops paying.
+position is accepted is what the length grows by. The GPU is not named; 7.07 ms a token is an H100's. What a
+draft takes is not published: it is learned from the row of two tokens, and the others are judged. The best
+number of tokens is where one more stops paying.
 """
 
 from __future__ import annotations

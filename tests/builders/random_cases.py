@@ -35,7 +35,12 @@ def random_profile(rng: np.random.Generator, mode: EngineMode) -> Profile:
         prefill=PrefillModel(
             rng.uniform(0, 0.02), rng.uniform(1e-6, 2e-4), 1e-8, (Hinge("prefill_tokens", 30, 1e-5),)
         ),
-        kv=KvModel(capacity_tokens=int(rng.integers(3, 40)) * 16, block_tokens=block),
+        kv=KvModel(
+            capacity_tokens=int(rng.integers(3, 40)) * 16,
+            block_tokens=block,
+            request_tokens=int(rng.choice([0, 0, 30, 70])),
+            window_tokens=int(rng.choice([0, 1, 50])),
+        ),
         engine=EngineLimits(mode=mode, max_batched_tokens=int(rng.integers(seqs, 160)), max_seqs=seqs),
     )
 

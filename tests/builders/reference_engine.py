@@ -78,7 +78,9 @@ class _Worker:
         return self.profile.kv.capacity_tokens // self.profile.kv.block_tokens
 
     def blocks(self, tokens: int) -> int:
-        return -(-tokens // self.profile.kv.block_tokens)
+        kv = self.profile.kv
+        own, window = -(-kv.request_tokens // kv.block_tokens), max(kv.window_tokens, 1)
+        return -(-tokens // kv.block_tokens) + -(-own * min(tokens, window) // window)
 
     def waiting(self) -> list[_Request]:
         return self.high + self.normal

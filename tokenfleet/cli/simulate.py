@@ -228,7 +228,7 @@ def _workload(
     doctored = doctor_warnings(replace(read, workload=workload))
     workload, warnings = within_context(workload, [worker], request.drop_too_long, read.name)
     longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
-    if longest > worker.kv.capacity_tokens:
+    if worker.kv.held(longest) > worker.kv.capacity_tokens:
         raise BadInput(
             f"{read.name}: the longest request has {longest} tokens,"
             f" the worker's KV holds {worker.kv.capacity_tokens}"

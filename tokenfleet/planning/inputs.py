@@ -251,7 +251,7 @@ def within_kv(
 ) -> tuple[tuple[WorkerType, ...], list[str]]:
     """The types whose KV memory holds the longest request. Raises BadInput when none does."""
     longest = int((workload.prompt_tokens + workload.output_tokens).max()) if len(workload) else 0
-    usable = tuple(t for t in worker_types if t.profile.kv.capacity_tokens >= longest)
+    usable = tuple(t for t in worker_types if t.profile.kv.capacity_tokens >= t.profile.kv.held(longest))
     if not usable:
         most = max(t.profile.kv.capacity_tokens for t in worker_types)
         raise BadInput(

@@ -347,7 +347,7 @@ def prefill_share(worker_type: WorkerType, replicates: Replicates) -> float:
     while (
         batch < profile.engine.max_seqs
         and profile.step.context_limit(batch + 1, replicates.slo.tpot_s) >= (batch + 1) * context.mean()
-        and (batch + 1) * context.mean() <= profile.kv.capacity_tokens
+        and (batch + 1) * profile.kv.held(context.mean()) <= profile.kv.capacity_tokens
     ):
         batch += 1
     decode_s = float((profile.step.step_s(0, batch, batch * context) * workload.output_tokens).sum()) / batch

@@ -83,6 +83,8 @@ class _KvPart(_Part):
     bytes_per_token: Count = 0
     gpu_memory_bytes: Count = 0
     gpu_memory_utilization: Annotated[Seconds, Field(le=1)] = 0.0
+    request_tokens: Count = 0
+    window_tokens: Count = 0
 
 
 class _FrontendPart(_Part):
@@ -216,6 +218,8 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")
     if profile.kv.gpu_memory_bytes:
         content["kv"] |= _numbers(profile.kv, "gpu_memory_bytes gpu_memory_utilization")
+    if profile.kv.request_tokens:
+        content["kv"] |= _numbers(profile.kv, "request_tokens window_tokens")
     content["context_limit_tokens"] = profile.context_limit_tokens
     engine = profile.engine
     content["engine"] = {

@@ -11,9 +11,10 @@ context and the worker's KV allow, and a model or GPU without tables is refused.
 
 Weights have the precision of the model's configuration, or the one that is asked for, KV 16 bits; experts are
 split over a worker's GPUs like other weights, unless they are to stay whole. A mixture's steps are fitted
-with the experts that they touch. KV of latent attention is counted once; where layers attend to a window,
-capacity is in requests of KV_REFERENCE tokens, or of the window if that is longer: less than what longer
-requests find.
+with the experts that they touch. KV of latent attention is counted once. Where layers attend to a window or
+keep a state, a token is what it takes in the others, and the window or state is a request's own (`KvModel`),
+as vLLM's groups of layers have it; their step times are in the fit's terms of sequences and context, from
+contexts on that fill the window.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, wha
 UTILIZATION = 0.9  # vLLM's default share of GPU memory
 BLOCK_TOKENS = 16
 MAX_SEQS = 256
-KV_REFERENCE = 1024  # tokens of a request: below a usual one, so that windows are not taken for less
+FAR = 32768  # tokens past which every window is full
 # The tables' names of a precision, of matrices and of experts.
 PRECISIONS = {
     "bf16": ("bfloat16", "bfloat16"),
@@ -102,7 +103,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     modes = _modes(target, experts)
     with _quiet():
         engine, engine_version = _engine(model, system, modes)
-        kv = _kv(model, system, modes, budget, target.max_seqs)
+        kv = _kv(model, system, modes, budget, target.max_seqs, config)
         capacity = kv.capacity_tokens
         samples = grid_samples(engine, budget, target.max_seqs, longest, capacity, target.host_s)
         samples = replace(samples, experts=experts)
@@ -273,7 +274,14 @@ def _engine(model: str, system: str, modes: Mapping[str, Any]) -> tuple[Any, str
     return engine, str(own["current"])
 
 
-def _kv(model: str, system: str, modes: Mapping[str, Any], budget: int, max_seqs: int) -> KvModel:
+def _kv(
+    model: str,
+    system: str,
+    modes: Mapping[str, Any],
+    budget: int,
+    max_seqs: int,
+    config: Mapping[str, Any],
+) -> KvModel:
     """The KV memory of a worker at vLLM's default share of its GPUs."""
     from aiconfigurator_core.sdk.memory import KVCacheEstimator
 
@@ -288,27 +296,40 @@ def _kv(model: str, system: str, modes: Mapping[str, Any], budget: int, max_seqs
             fraction=UTILIZATION,
             gpu_memory_capacity_bytes_override=visible or None,
         )
-        token_bytes = _bytes_per_token(memory.breakdown)
+        token_bytes, own_bytes, window = _kv_bytes(memory.breakdown, config)
     except Exception as error:
         raise BadInput(f"{worker}: KV: {str(error)[:200]}") from None
     tokens = int(estimate["total_kv_size_bytes"] / token_bytes)
     if tokens < SMALLEST_KV:
         raise ProfileMissing(f"{worker}: its weights leave room for {max(tokens, 0)} KV tokens")
     share = UTILIZATION if visible else 0.0
-    return KvModel(tokens, BLOCK_TOKENS, round(token_bytes * gpus), visible, share)
+    own = round(own_bytes / token_bytes)
+    per_token = round(token_bytes * gpus)
+    return KvModel(tokens, BLOCK_TOKENS, per_token, visible, share, own, window if own else 0)
 
 
-def _bytes_per_token(memory: Mapping[str, Any]) -> float:
-    """KV bytes of a GPU for each token of a request of KV_REFERENCE tokens, or of the window if longer.
+def _kv_bytes(memory: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float, int]:
+    """KV bytes of a GPU for each token of a long request, those of its windows and states, and the window.
 
-    The package tells of one request how many tokens fit in so many bytes; past a window they grow slower.
+    The package tells of one request how many tokens fit in so many bytes. Of Llama 4, whose layers attend to
+    a chunk but for every fourth, it takes all for whole ones.
     """
-    first, tokens_in = float(memory["kv_size_per_token_bytes"]), memory["tokens_from_kv_bytes"]
-    low, high = 0.0, first * KV_REFERENCE
-    for _ in range(50):  # the least bytes that hold a request of KV_REFERENCE tokens
-        middle = (low + high) / 2
-        low, high = (low, middle) if tokens_in(middle) >= KV_REFERENCE else (middle, high)
-    return high / KV_REFERENCE
+    tokens_in = memory["tokens_from_kv_bytes"]
+
+    def bytes_of(tokens: int) -> float:
+        low, high = 0.0, float(memory["kv_size_per_token_bytes"]) * tokens * 2
+        for _ in range(60):  # the least bytes that hold a request of so many tokens
+            middle = (low + high) / 2
+            low, high = (low, middle) if tokens_in(middle) >= tokens else (middle, high)
+        return high
+
+    token_bytes = (bytes_of(2 * FAR) - bytes_of(FAR)) / FAR
+    own_bytes = max(bytes_of(FAR) - token_bytes * FAR, 0.0)
+    window = int(config.get("sliding_window") or config.get("sliding_window_size") or 0)
+    if (chunk := config.get("attention_chunk_size")) and own_bytes < token_bytes:
+        whole = 1.0 / int(config.get("no_rope_layer_interval") or 4)
+        return token_bytes * whole, token_bytes * (1.0 - whole) * int(chunk), int(chunk)
+    return token_bytes, own_bytes, window
 
 
 def _up_to(most: int, start: int) -> Iterator[int]:

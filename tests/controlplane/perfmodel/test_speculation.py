@@ -29,7 +29,7 @@ def llama() -> Profile:
 
 
 def step_by_step(profile: Profile, drafts: Speculation, work: Workload, seed: int) -> np.ndarray:
-    """[requests, 2] TTFT and TPOT of an engine that verifies each draft by chance, without limits of memory."""
+    """[requests, 2] TTFT and TPOT of an engine that verifies each draft by chance, in endless memory."""
     rng, step = np.random.default_rng(seed), profile.step
     shares = np.array(drafts.acceptance)
     left, held = np.maximum(work.output_tokens - 1, 0), work.prompt_tokens.astype(float)
@@ -100,7 +100,7 @@ def test_what_chance_does_to_a_request_is_what_drawing_each_draft_does() -> None
 
 
 def test_a_verified_token_costs_what_the_tables_say_of_it() -> None:
-    """70B on four H100s: tables' steps of 4b sequences of a quarter of the context, aiconfigurator-core 0.12.0."""
+    """70B on four H100s: aiconfigurator-core 0.12.0's steps of 4b sequences of a quarter of the context."""
     (plain,) = find_profiles("llama-3.1-70b", ["h100-sxm"], [4])
     faster = speculating(plain, Speculation((0.8, 0.6, 0.4)))
     batch = np.array([1.0, 8.0, 32.0, 64.0, 128.0, 256.0])

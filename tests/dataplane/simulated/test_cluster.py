@@ -13,6 +13,7 @@ from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.constraints import AS_REPORTED, USE_B, USE_C, USE_D, USE_E
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings, Policy
+from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
@@ -320,3 +321,24 @@ def test_a_step_reports_the_load_it_began_with():
     heard = simulate(workload, fleet, SLO, "freeness", settings=AsReported())
     assert heard.worker[0] == 0
     assert len(set(heard.worker[3:])) == 1, "the second long prefill is not heard of while it runs"
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_worker_whose_layers_keep_a_window_holds_as_many_requests_as_their_windows_leave_room_for(caching):
+    """4,000 tokens hold 19 requests of 200, or 9 that keep 200 more each, or 13 of windows half full."""
+    n = 40
+    prefixes = Prefixes(16, np.arange(n + 1) * 12, np.arange(n * 12)) if caching else None
+    together = Workload(np.zeros(n), np.full(n, 190), np.full(n, 10), prefixes=prefixes)
+
+    def most_at_once(kv: KvModel) -> int:
+        one = replace(profile(EngineMode.CHUNKED), kv=kv)
+        one = one.with_engine(max_batched_tokens=20_000)
+        done = simulate(together, [WorkerSpec(one)], SLO, "jsq")
+        assert done.complete
+        return int((done.first_token_s == done.first_token_s.min()).sum())
+
+    plain = KvModel(4000, 16)
+    assert most_at_once(plain) == 20 if caching else 19
+    assert most_at_once(replace(plain, request_tokens=200, window_tokens=100)) in (9, 10)
+    half = most_at_once(replace(plain, request_tokens=200, window_tokens=400))
+    assert half in ((9, 10) if caching else (12, 13))

@@ -99,19 +99,24 @@ def test_a_configuration_says_how_many_tokens_touch_most_experts(
     assert experts_scale(config) == pytest.approx(tokens, rel=0.01)
 
 
-def test_kv_of_windows_is_counted_in_requests_of_a_stated_length() -> None:
-    from tokenfleet.profiles.predict import KV_REFERENCE, _bytes_per_token
+def test_kv_that_stops_growing_is_a_requests_own() -> None:
+    from tokenfleet.profiles.predict import _kv_bytes
 
     def tokens_in(held: float, window: float) -> float:
         """Half of the layers attend to a window, each of 100 bytes a token."""
         return held / 200 if held <= 200 * window else window + (held - 200 * window) / 100
 
-    for window, expected in ((128, 100 + 100 * 128 / KV_REFERENCE), (4096, 200.0)):
+    for window in (128, 4096):
         memory = {
             "kv_size_per_token_bytes": 200.0,
             "tokens_from_kv_bytes": lambda held, window=window: tokens_in(held, window),
         }
-        assert _bytes_per_token(memory) == pytest.approx(expected, rel=1e-6)
+        told = _kv_bytes(memory, {"sliding_window": window})
+        assert told == (pytest.approx(100, rel=1e-6), pytest.approx(100 * window, rel=1e-4), window)
+    whole = {"kv_size_per_token_bytes": 200.0, "tokens_from_kv_bytes": lambda held: held / 200}
+    assert _kv_bytes(whole, {}) == (pytest.approx(200), pytest.approx(0, abs=1e-2), 0)
+    chunks = _kv_bytes(whole, {"attention_chunk_size": 8192})  # Llama 4: every fourth layer attends to all
+    assert chunks == (pytest.approx(50), pytest.approx(150 * 8192), 8192)
 
 
 @needs_tables
