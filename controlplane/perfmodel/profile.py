@@ -54,7 +54,7 @@ class KvModel:
     def held(self, tokens: ArrayLike) -> NDArray[np.float64]:
         """What requests of so many tokens take of `capacity_tokens`."""
         n = np.asarray(tokens, float)
-        return n + self.request_tokens * np.minimum(n / max(self.window_tokens, 1), 1.0)
+        return np.asarray(n + self.request_tokens * np.minimum(n / max(self.window_tokens, 1), 1.0))
 
     def with_utilization(self, share: float, gpus: int) -> KvModel:
         """With another share of the memory of the worker's GPUs; weights and activations take what they took.

@@ -9,8 +9,8 @@ f is what tokens of decode cost: the sequence terms as far as they were fitted, 
 prefill cost, since a verified token goes through the same matrices; the KV of a sequence is read once for all
 its tokens. `speculating` gives the profile of t / E a token: all that reads profiles, placement and
 bounds included, goes by it. Prefill costs what it did; a first token comes of a whole step and waits for
-half of one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the prefills
-beside them take the same time, though a prefill falls on one token of a sequence rather than on E.
+half of one, which the frontend makes up for. The rest is exact in the sum: n tokens of decode and the
+prefills beside them take the same time, though a prefill falls on one token of a sequence, not on E.
 
 By chance a request needs more steps or fewer than (output - 1) / E: `paces` draws by how much.
 """

@@ -120,7 +120,7 @@ def room(led: Ledger, eng: Engines, w: int) -> int:
     """
     k = led.coefficients[led.workers[w].variant]
     windows = led.workers[w].running_n * int(k[WINDOW_BLOCKS])
-    return free_blocks(led.caches, w) - int(eng.workers[w].reserved_blocks) - windows
+    return int(free_blocks(led.caches, w) - eng.workers[w].reserved_blocks - windows)
 
 
 @compiled

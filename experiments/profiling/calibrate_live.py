@@ -3,12 +3,13 @@
     python experiments/profiling/calibrate_live.py [--quick] [--resume DIR] [--format table|json]
 
 One real vLLM engine on a CPU serves Poisson arrivals at a rate that rises and falls, with log-normal lengths.
-`tokenfleet calibrate` reads its `/metrics` for fifteen minutes (`--quick`: two) and corrects the library's
-profile of an 8B model on an H100, which is wrong here in every term. Then ten windows of a minute follow
-(`--quick`: four of twenty seconds). Every step of theirs, as the fleet wrote it down, is predicted; the row
-`noise` is the least mean error that a model of these steps could have. The attainment of each window is
-simulated under DRAWS profiles drawn from the calibrated one, and as many binomial draws of its requests each;
-the targets are the 0.9 quantiles of TTFT and TPOT while it was calibrated, so that they can be missed.
+`tokenfleet calibrate` reads its `/metrics` for fifteen minutes and corrects the library's profile of an 8B
+model on an H100, which is wrong here in every term; others of it end after two, four and eight minutes, to
+show how the error falls (`--quick`: one, two, four and six). Then ten windows of a minute follow (`--quick`:
+of fifteen seconds). Every step of theirs, as the fleet wrote it down, is predicted; row `noise` is the least
+mean error that a model of these steps could have. The attainment of each window is simulated under DRAWS
+profiles drawn from the calibrated one, and as many binomial draws of its requests each; the targets are the
+0.9 quantiles of TTFT and TPOT while it was calibrated, so that they can be missed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,11 +36,13 @@ from tokenfleet.compare.replay import replay, served_model
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
 
-RATE_RPS, SWING, PERIOD_S = 3.0, 0.8, 150.0
+RATE_RPS, SWING, PERIOD_S = 1.2, 0.8, 75.0  # a third of what the engine carries here, so that no queue builds
 PROMPT, OUTPUT, SPREAD = 150.0, 40.0, 0.7
-MINUTES, WINDOWS, WINDOW_S = 15.0, 10, 60.0
-QUICK_MINUTES, QUICK_WINDOWS, QUICK_WINDOW_S = 2.0, 4, 20.0
+MINUTES, WINDOW_S = (2.0, 4.0, 8.0, 15.0), 60.0
+QUICK_MINUTES, QUICK_WINDOW_S = (1.0, 2.0, 4.0, 6.0), 15.0
+WINDOWS = 10
 DRAWS = 40
+KV_BYTES = str(1 << 30)
 MOST_ERROR, LEAST_WITHIN = 0.08, 0.9
 COLUMNS = ("sent_s", "first_token_s", "last_token_s", "prompt_tokens", "output_tokens")
 
@@ -57,38 +61,42 @@ def traffic(seconds: float, seed: int) -> Workload:
     return Workload(at, *sizes)
 
 
-def served(minutes: float, windows: int, window_s: float, seed: int) -> dict[str, Any]:
-    """The calibrated profile, the steps after it, and all requests as their client saw them."""
+def served(minutes: Sequence[float], window_s: float, seed: int) -> dict[str, Any]:
+    """The calibrated profiles, the steps after the last, and all requests as their client saw them."""
     (prior,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
     with tiny_model("--fat") as model:
         there = model.parent
         (there / "prior.yaml").write_text(profile_text(prior))
         serving = ("--workers", "1", "--policy", "round-robin", "--data", str(there / "data"))
-        with fleet(model, *serving, engine_flags=ENGINE_FLAGS[:-2]) as server:
-            calibrate = [
-                sys.executable, "-m", "tokenfleet", "calibrate", "--metrics", f"{server.gateway}/metrics",
-                "--profile", str(there / "prior.yaml"), "--minutes", str(minutes), "--max-seqs", "256",
-                "--output", str(there / "made.yaml"), "--format", "json",
+        with fleet(model, *serving, engine_flags=(*ENGINE_FLAGS[:-1], KV_BYTES)) as server:
+            calibrations = [
+                [
+                    sys.executable, "-m", "tokenfleet", "calibrate", "--metrics", f"{server.gateway}/metrics",
+                    "--profile", str(there / "prior.yaml"), "--minutes", str(some), "--max-seqs", "256",
+                    "--output", str(there / f"made-{some:g}.yaml"), "--format", "json",
+                ] for some in minutes
             ]  # fmt: skip
 
-            async def serve() -> tuple[Any, str]:
+            async def serve() -> tuple[Any, list[str]]:
                 endpoint = await served_model(server.gateway, None)
                 rng = np.random.default_rng(seed)
                 await replay(traffic(5.0, seed + 1), endpoint, rng)  # what is loaded first
-                watch = await asyncio.create_subprocess_exec(*calibrate, cwd=ROOT, stdout=subprocess.PIPE)
-                seconds = 60 * minutes + windows * window_s + 10
+                watching = [
+                    await asyncio.create_subprocess_exec(*one, cwd=ROOT, stdout=subprocess.PIPE)
+                    for one in calibrations
+                ]
+                seconds = 60 * minutes[-1] + WINDOWS * window_s + 10
                 done = await replay(traffic(seconds, seed), endpoint, rng)
-                said, _ = await watch.communicate()
-                return done, said.decode()
+                return done, [(await one.communicate())[0].decode() for one in watching]
 
             done, said = asyncio.run(serve())
         steps = pl.read_csv(there / "data" / "steps.csv")
-        made = (there / "made.yaml").read_text()
-    since_s = done.began_unix_s + 60 * minutes + 8
+        made = [(there / f"made-{some:g}.yaml").read_text() for some in minutes]
+    since_s = done.began_unix_s + 60 * minutes[-1] + 8
     later = steps.filter(pl.col("at_s") > since_s).sort("at_s")
     return {
-        "profile": made,
-        "said": json.loads(said),
+        "profiles": made,
+        "said": json.loads(said[-1]),
         "steps": later.to_dicts(),
         "requests": {name: getattr(done, name).tolist() for name in COLUMNS},
     }
@@ -124,16 +132,14 @@ def within(
 
 def main() -> int:
     asked = flags(__doc__, resumes=True).parse_args()
-    minutes, windows, window_s = (
-        (QUICK_MINUTES, QUICK_WINDOWS, QUICK_WINDOW_S) if asked.quick else (MINUTES, WINDOWS, WINDOW_S)
-    )
-    part = asked.resume.part(
-        f"calibrate {minutes} {asked.seed}", lambda: served(minutes, windows, window_s, asked.seed)
-    )
-    profile = parse_profile(part["profile"], "made.yaml")
+    minutes, window_s = (QUICK_MINUTES, QUICK_WINDOW_S) if asked.quick else (MINUTES, WINDOW_S)
+    name = f"calibrate {minutes[-1]:g} {asked.seed}"
+    part = asked.resume.part(name, lambda: served(minutes, window_s, asked.seed))
+    profiles = [parse_profile(text, "made.yaml") for text in part["profiles"]]
+    profile = profiles[-1]
     (prior,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
     fixed, _ = errors(profile, part["steps"])
-    seen = within(profile, part, 60 * minutes + 8, window_s, windows)
+    seen = within(profile, part, 60 * minutes[-1] + 8, window_s, WINDOWS)
     inside = sum(low <= share <= high for share, low, high, _ in seen) / len(seen)
     rows: list[dict[str, Any]] = [
         {"name": f"{one['name']}, factor", "value": one["factor"]} for one in part["said"]["corrections"]
@@ -141,7 +147,11 @@ def main() -> int:
     rows += [
         {"name": "steps predicted", "value": float(len(part["steps"]))},
         {"name": "mean error of the prior", "value": errors(prior, part["steps"])[0]},
-        {"name": "mean error, calibrated", "value": fixed},
+        *(
+            {"name": f"mean error, calibrated for {some:g} minutes", "value": errors(one, part["steps"])[0]}
+            for some, one in zip(minutes, profiles, strict=True)
+        ),
+        {"name": "KV, tokens", "value": float(profile.kv.capacity_tokens)},
         {"name": "noise of equal batches", "value": noise(part["steps"])},
         {"name": "error of intervals, held out", "value": profile.residuals.held_out_mean or float("nan")},
     ]

@@ -182,7 +182,7 @@ def _kind(text: str) -> WorkerGroup:
     if not 0 <= reclaims < 60:
         raise BadInput(f"--kind: reclaims: expected how often an hour, below 60, got {values['reclaims']!r}")
     if usd is None and gpu is not None:
-        price = read_prices().usd_per_gpu_h(gpu, spot=reclaims > 0)
+        price = read_prices().usd_per_gpu_h(gpu, "spot" if reclaims > 0 else "on_demand")
         usd = None if price is None else price.usd * tp
     worker_type = WorkerType(gpu, tp, usd_per_h=usd, limit=limit, reclaims_per_h=reclaims, role=role)
     return WorkerGroup(worker_type, workers)

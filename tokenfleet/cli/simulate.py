@@ -73,7 +73,9 @@ class SessionFlags:
     "window",
     "drop_too_long",
     "prices",
+    "provider",
     "spot",
+    "reserved",
     "no_prefix_cache",
     "seed",
 )

@@ -25,7 +25,7 @@ from tokenfleet.profiles.library import (
     network_gb_per_s,
     read_profile,
 )
-from tokenfleet.profiles.prices import read_prices
+from tokenfleet.profiles.prices import Kind, read_prices
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
 
@@ -178,7 +178,8 @@ def priced(
     prices, scale = read_prices(request.prices), request.price_scale
     worker_types, warnings, unpriced = [], [], set()
     for profile in profiles:
-        price = prices.usd_per_gpu_h(profile.gpu, spot=request.spot)
+        kind: Kind = "spot" if request.spot else "reserved" if request.reserved else "on_demand"
+        price = prices.usd_per_gpu_h(profile.gpu, kind, request.provider)
         if price is None:
             unpriced.add(profile.gpu)
             warnings.append(f"{profile.gpu}: no price known; fleets with it are ranked by GPUs")
@@ -187,7 +188,8 @@ def priced(
         old = price.age_warning(today) if today else None
         if old:
             warnings.append(f"{profile.gpu}: {old}")
-        source = f"{'spot' if request.spot else 'on demand'}, {price.date}, {price.source}"
+        of = f" at {request.provider}" if request.provider else ""
+        source = f"{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
         usd_per_h = price.usd * profile.tp_degree * scale
         source += f", times {scale:g}" if scale != 1.0 else ""
         worker_types.append(WorkerType.of(profile, usd_per_h, source))

@@ -151,7 +151,15 @@ class PlanRequest:
         About("profile", "profile files instead of the library", "choice", flag="profile"),
     ] = ()
     prices: Annotated[Path | None, About("price list", "price list instead of the shipped one")] = None
+    provider: Annotated[
+        Word | None,
+        Field(examples=["coreweave"]),
+        About("provider", "whose prices are taken (else the list's first of a GPU)", "choice"),
+    ] = None
     spot: Annotated[bool, About("spot", "spot prices instead of on demand", "choice")] = False
+    reserved: Annotated[bool, About("reserved", "prices of a commitment instead of on demand", "choice")] = (
+        False
+    )
     reclaims_per_h: Annotated[
         float | None,
         Field(ge=0, le=3600),
@@ -335,6 +343,8 @@ class PlanRequest:
         for flag, value in (("--kv-gb-per-s", self.kv_gb_per_s), ("--kv-latency", self.kv_latency_s)):
             if value is not None and not self.profiles and self.engine != EngineMode.SPLIT:
                 raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")
+        if self.reserved and self.spot:
+            raise BadInput("--reserved: contradicts --spot; a worker is the one or the other")
         if self.reclaims_per_h is not None:
             if not self.spot:
                 raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")

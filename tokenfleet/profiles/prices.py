@@ -3,6 +3,9 @@
 schema: tokenfleet.prices/1
 prices:
 - {gpu: h100-sxm, on_demand: 2.69, spot: 1.52, date: 2026-05-22, source: "where from"}
+- {gpu: h100-sxm, provider: coreweave, on_demand: 6.16, spot: 2.46, date: 2026-09-28, source: "where from"}
+
+Where no provider is asked for, a GPU's price of a kind is that of its first row that has one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -20,6 +23,8 @@ from tokenfleet.field_errors import parse_yaml, read_text
 from tokenfleet.profiles.library import canonical_gpus, library_folder
 
 SCHEMA = "tokenfleet.prices/1"
+Kind = Literal["on_demand", "reserved", "spot"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 STALE_AFTER_DAYS = 180
 MAX_FILE_BYTES = 1_000_000
 
@@ -42,22 +47,30 @@ class GpuPrice:
 
 @dataclass(frozen=True)
 class PriceList:
-    """Prices by canonical GPU name and kind (on demand or spot)."""
+    """Prices by canonical GPU name, kind and provider, in the order of the file."""
 
-    prices: Mapping[tuple[str, bool], GpuPrice]
+    prices: Mapping[tuple[str, Kind, str], GpuPrice]
     where: str
 
-    def usd_per_gpu_h(self, gpu: str, spot: bool = False) -> GpuPrice | None:
-        """The price of a GPU by any name people write; None when the list has none of that kind."""
+    def usd_per_gpu_h(
+        self, gpu: str, kind: Kind = "on_demand", provider: str | None = None
+    ) -> GpuPrice | None:
+        """The price of a GPU by any name people write; None when the list has none of that kind.
+
+        Raises BadInput for a provider that the list does not have.
+        """
+        known = sorted({of for _, _, of in self.prices if of})
+        if provider is not None and provider not in known:
+            raise BadInput(f"--provider: {self.where} has {', '.join(known) or 'none'}, got {provider!r}")
         for name in canonical_gpus(gpu):
-            price = self.prices.get((name, spot))
-            if price is not None:
-                return price
+            for (row, of_kind, of), price in self.prices.items():
+                if (row, of_kind) == (name, kind) and provider in (None, of):
+                    return price
         return None
 
     @property
     def gpus(self) -> list[str]:
-        return sorted({gpu for gpu, _ in self.prices})
+        return sorted({gpu for gpu, _, _ in self.prices})
 
 
 def _number(value: Any) -> Any:
@@ -73,7 +86,9 @@ class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     gpu: Annotated[str, Field(min_length=1, max_length=100)]
+    provider: Annotated[str, Field(max_length=100)] = ""
     on_demand: _Usd | None = None
+    reserved: _Usd | None = None
     spot: _Usd | None = None
     date: datetime.date
     source: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -95,13 +110,14 @@ def read_prices(path: Path | str | None = None) -> PriceList:
     path = library_folder() / "prices.yaml" if path is None else Path(path)
     no_prices = f"not a price list: expected `schema: {SCHEMA}` and `prices`"
     file = parse_yaml(read_text(path, MAX_FILE_BYTES), str(path), _PriceFile, no_prices)
-    prices: dict[tuple[str, bool], GpuPrice] = {}
+    prices: dict[tuple[str, Kind, str], GpuPrice] = {}
     for row in file.prices:
         gpu = canonical_gpus(row.gpu)[0]
-        for spot, usd in ((False, row.on_demand), (True, row.spot)):
+        for kind in KINDS:
+            usd = getattr(row, kind)
             if usd is None:
                 continue
-            if (gpu, spot) in prices:
-                raise BadInput(f"{path}: {row.gpu}: {'spot' if spot else 'on_demand'}: given twice")
-            prices[gpu, spot] = GpuPrice(usd, row.date, row.source)
+            if (gpu, kind, row.provider) in prices:
+                raise BadInput(f"{path}: {row.gpu}: {kind}: given twice")
+            prices[gpu, kind, row.provider] = GpuPrice(usd, row.date, row.source)
     return PriceList(prices, str(path))

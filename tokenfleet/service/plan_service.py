@@ -23,7 +23,7 @@ from dataplane.http.rules import Conflict, TooBusy, UnknownName
 from tokenfleet.planning.inputs import chosen_profiles
 from tokenfleet.planning.request import options
 from tokenfleet.profiles.library import find_profiles, library
-from tokenfleet.profiles.prices import read_prices
+from tokenfleet.profiles.prices import Kind, read_prices
 from tokenfleet.service.data_folder import Database, made_folder
 from tokenfleet.service.forks import fork
 from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace, in_field_names
@@ -231,10 +231,10 @@ def known_gpus() -> list[dict[str, Any]]:
     prices = read_prices()
     names = sorted({profile.gpu for profile in library()} | set(prices.gpus))
 
-    def price(gpu: str, spot: bool) -> dict[str, Any] | None:
-        usd = prices.usd_per_gpu_h(gpu, spot=spot)
+    def price(gpu: str, kind: Kind) -> dict[str, Any] | None:
+        usd = prices.usd_per_gpu_h(gpu, kind)
         if usd is None:
             return None
         return {"usd_per_gpu_h": usd.usd, "date": usd.date.isoformat(), "source": usd.source}
 
-    return [{"name": gpu, "on_demand": price(gpu, False), "spot": price(gpu, True)} for gpu in names]
+    return [{"name": gpu, "on_demand": price(gpu, "on_demand"), "spot": price(gpu, "spot")} for gpu in names]

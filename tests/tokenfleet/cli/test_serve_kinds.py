@@ -232,7 +232,7 @@ def test_kinds_are_taken_from_the_line():
     assert [t.usd_per_h for t in types] == [7.5, listed, None]
     assert types_of(5, 2, (), (), is_emulated=False).workers == {"TP2": 5}
     (spot,) = types_of(2, 1, ["gpu=h100-sxm,reclaims=0.1"], (), is_emulated=False)
-    assert (spot.reclaims_per_h, spot.usd_per_h) == (0.1, read_prices().usd_per_gpu_h("h100-sxm", True).usd)
+    assert (spot.reclaims_per_h, spot.usd_per_h) == (0.1, read_prices().usd_per_gpu_h("h100-sxm", "spot").usd)
 
 
 def test_roles_are_kinds_of_their_own():

@@ -304,7 +304,24 @@ def test_every_gpu_of_the_library_has_a_dated_price() -> None:
         assert price.age_warning(price.date) is None
         assert "days old" in str(price.age_warning(price.date.replace(year=price.date.year + 1)))
     assert prices.usd_per_gpu_h("H100") == prices.usd_per_gpu_h("h100-sxm")
-    assert prices.usd_per_gpu_h("b200") is None
+    assert prices.usd_per_gpu_h("b300") is None
+
+
+def test_prices_of_three_providers_are_known_for_each_gpu_but_those_that_say_so() -> None:
+    prices = read_prices()
+    of: dict[str, set[str]] = {}
+    for gpu, _, provider in prices.prices:
+        of.setdefault(gpu, set()).add(provider)
+    short = {gpu for gpu, names in of.items() if len(names - {""}) < 3}
+    assert short <= {"gb200", "a100-80gb", "h100-80gb"}  # docs/limits.md; the last two are the same cards
+    theirs = prices.usd_per_gpu_h("h100", "spot", "coreweave")
+    ours = prices.usd_per_gpu_h("h100", "spot")
+    assert theirs is not None
+    assert ours is not None
+    assert theirs.usd != ours.usd
+    assert prices.usd_per_gpu_h("h100", "spot", "modal") is None  # it has none
+    with pytest.raises(BadInput, match=r"--provider: .* has .*coreweave.*, got 'corewave'"):
+        prices.usd_per_gpu_h("h100", "spot", "corewave")
 
 
 def test_a_price_list_of_ones_own_stands_alone(tmp_path: Path) -> None:
@@ -317,7 +334,7 @@ def test_a_price_list_of_ones_own_stands_alone(tmp_path: Path) -> None:
     price = prices.usd_per_gpu_h("h100-sxm")
     assert price is not None
     assert (price.usd, price.date, price.source) == (2.0, date(2026, 11, 1), "our contract")
-    assert prices.usd_per_gpu_h("h100-sxm", spot=True) is None
+    assert prices.usd_per_gpu_h("h100-sxm", "spot") is None
     assert prices.usd_per_gpu_h("a100-sxm") is None
     assert prices.gpus == ["h100-sxm"]
 

@@ -1,0 +1,113 @@
+"""How often the interval of a predicted attainment holds the measured one, on LMBench's ladders.
+
+    python experiments/profiling/attainment_interval.py [--development] [--resume DIR] [--format table|json]
+
+Each rate of each ladder (docs/data.md, `profiling/accuracy.py`) is simulated under DRAWS profiles, drawn from
+the library's as a plan's replicates draw them, with as many binomial draws of its requests each; the interval
+is from the 5th to the 95th percentile of these shares. Targets are the MET quantiles of TTFT and of TPOT at
+the ladder's middle rate, so that they are kept at low rates and missed at high ones. Rates at which all is
+far within (measured and least predicted over SURE) tell nothing and are counted apart. Development ladders
+are those that terms and doubts were chosen on, the others judge; `calibrated`: by each ladder's three
+lowest rates, which are then left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controlplane.perfmodel.profile import Profile, draw_profile
+from controlplane.types import Slo
+from dataplane.simulated.simulate import Outcome
+from experiments.lib.ladders import LMBENCH, ladder
+from experiments.lib.results import flags, show
+from experiments.profiling.accuracy import DEVELOPMENT, JUDGED
+from tokenfleet.profiles.accuracy import CALIBRATED_ON, Ladder
+from tokenfleet.profiles.fit_log import calibrated, joined, replay
+
+DRAWS = 40
+MET, SURE, CONFIDENCE = 0.9, 0.995, 0.9
+WITHIN = 0.04
+
+
+def targets(runs: Ladder) -> Slo:
+    """The MET quantiles at the middle rate."""
+    middle = runs.runs[len(runs.runs) // 2]
+    log, m = middle.log, middle.measured
+    return Slo(*(float(np.nanquantile(x[m], MET)) for x in (log.ttft_s, log.tpot_s)))
+
+
+def shares(found: Any, of: Any, slo: Slo) -> float:
+    """The share of the measured requests within the targets."""
+    return float(np.mean((found.ttft_s[of] <= slo.ttft_s) & ~(found.tpot_s[of] > slo.tpot_s)))
+
+
+def intervals(name: str, data: Path, calibrates: bool) -> list[list[float]]:
+    """Of each rate: its measured share, the interval, and the rate."""
+    runs = ladder(data, name)
+    profile: Profile = runs.worker()
+    workers, caches = runs.settings.workers, runs.settings.engine.prefix_caching
+    slo = targets(runs)
+    judged = runs.runs
+    if calibrates:
+        learn, judged = judged[:CALIBRATED_ON], judged[CALIBRATED_ON:]
+        known = np.concatenate([run.measured for run in learn])
+        profile, _ = calibrated(joined([run.log for run in learn]), profile, known, workers, caches)
+    rng = np.random.default_rng(0)
+    drawn = [draw_profile(profile, rng) for _ in range(DRAWS)]
+    found = []
+    for run in judged:
+        n = int(run.measured.sum())
+        said: list[float] = []
+        for one in drawn:
+            outcome: Outcome = replay(run.log, one, workers, caches)
+            said += (rng.binomial(n, shares(outcome, run.measured, slo), DRAWS) / n).tolist()
+        low, high = np.quantile(said, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+        found.append([shares(run.log, run.measured, slo), float(low), float(high), run.rate_rps])
+    return found
+
+
+def main() -> int:
+    parser = flags(__doc__, LMBENCH, resumes=True)
+    parser.add_argument("--development", action="store_true", help="only those of development")
+    asked = parser.parse_args()
+    names = DEVELOPMENT if asked.development else (*DEVELOPMENT, *JUDGED)
+    rows: list[dict[str, Any]] = []
+    bars: dict[str, dict[str, Any]] = {}
+    for calibrates, words in ((False, "as it is"), (True, "calibrated")):
+        inside: dict[str, list[bool]] = {"development": [], "judged": []}
+        for name in names:
+            found = asked.resume.part(f"{name} {words}", partial(intervals, name, asked.data, calibrates))
+            tells = [one for one in found if min(one[0], one[1]) < SURE]
+            held = [low <= share <= high for share, low, high, _ in tells]
+            inside["development" if name in DEVELOPMENT else "judged"] += held
+            widths = [high - low for _, low, high, _ in tells]
+            rows.append(
+                {
+                    "runs": name,
+                    "profile": words,
+                    "rates": len(tells),
+                    "sure": len(found) - len(tells),
+                    "within": float(np.mean(held)) if held else None,
+                    "too high": sum(low > share for share, low, _, _ in tells),
+                    "too low": sum(high < share for share, _, high, _ in tells),
+                    "mean width": float(np.mean(widths)) if widths else None,
+                }
+            )
+        for part, held in inside.items():
+            if held:
+                share = float(np.round(np.mean(held), 4))
+                bars[f"{words}: share of {len(held)} {part} rates within"] = {
+                    "value": share,
+                    "bar": CONFIDENCE - WITHIN,
+                    "ok": abs(share - CONFIDENCE) <= WITHIN,
+                }
+    return show("attainment_interval", rows, bars, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
