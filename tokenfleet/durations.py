@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.speculation import Speculation
 from controlplane.types import Slo, SloClass
+
+if TYPE_CHECKING:
+    from controlplane.perfmodel.speculation import Speculation
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-z]*)\s*")
@@ -140,6 +143,8 @@ def parse_speculation(text: str) -> Speculation | None:
 
     Raises BadInput.
     """
+    from controlplane.perfmodel.speculation import Speculation  # loads numpy
+
     if text == "off":
         return None
     shares, at, draft = text.partition("@")

@@ -129,4 +129,4 @@ def tight_profile(rng: np.random.Generator, longest: int, block: int) -> Profile
     """A chunked worker on which requests of up to `longest` tokens fit, but few at a time."""
     profile = random_profile(rng, EngineMode.CHUNKED)
     tokens = int(longest * rng.choice([1.0, 1.3, 2.0, 4.0])) // block * block + block
-    return replace(profile, kv=replace(profile.kv, capacity_tokens=tokens, block_tokens=block))
+    return replace(profile, kv=KvModel(capacity_tokens=tokens, block_tokens=block))

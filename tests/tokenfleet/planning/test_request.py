@@ -106,6 +106,8 @@ def values(option: Option) -> st.SearchStrategy[Any]:
         "file": st.builds(Path, words),
         "word": st.just("10m..20m") if option.field == "window" else words,
     }
+    if option.field == "speculate":
+        return st.sampled_from(["off", "0.8/0.6", "0.7@1ms"])
     if option.field == "classes":
         return st.lists(st.sampled_from(CLASSES), unique=True).map(tuple)
     found = one[option.kind].map(EngineMode) if option.item is EngineMode else one[option.kind]
