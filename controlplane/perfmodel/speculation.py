@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from controlplane.perfmodel.profile import Profile
 
 MOST_DRAFTED = 32
+PIECES = 3  # straight ones of what decode costs: a profile has two places for hinges of sequences
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +110,27 @@ def _decode_slopes(profile: Profile, most: int) -> list[tuple[float, float]]:
     fitted = profile.fitted.sequences if profile.fitted is not None else float(profile.engine.max_seqs)
     knees = {h.start for h in step.hinges if h.of == "sequences"} | {fitted}
     knees |= {h.start for h in step.hinges if h.of == "prefill_tokens" and h.start > fitted}
-    at = np.array([0.0, *sorted(k for k in knees if 0 < k < most), float(most)])
-    seconds = [_tokens_s(step, n, fitted) for n in at]
-    kept: list[int] = []
-    for i in range(len(at)):
-        while len(kept) > 1 and _slope(at, seconds, kept[-2], kept[-1]) >= _slope(at, seconds, kept[-1], i):
+    at = [0.0, *sorted(k for k in knees if 0 < k < most), float(most)]
+    points = _hull([(n, _tokens_s(step, n, fitted)) for n in at])
+    while len(points) > PIECES + 1:  # as many as a profile has places for: the least bend is left out
+        slopes = [_slope(*pair) for pair in pairwise(points)]
+        del points[1 + int(np.argmin(np.diff(slopes)))]
+    slopes = [_slope(*pair) for pair in pairwise(points)]
+    return [(n, more) for (n, _), more in zip(points, np.diff(slopes, prepend=0.0).tolist(), strict=False)]
+
+
+def _hull(points: list[Point]) -> list[Point]:
+    """The lower convex hull of points in the order of their first coordinate."""
+    kept: list[Point] = []
+    for point in points:
+        while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-1], point):
             kept.pop()
-        kept.append(i)
-    slopes = [_slope(at, seconds, i, j) for i, j in pairwise(kept)]
-    bends = [(float(at[kept[0]]), slopes[0])]
-    bends += [(float(at[kept[j]]), slopes[j] - slopes[j - 1]) for j in range(1, len(slopes))]
-    while len(bends) > 3:  # as many as a profile has places for: the least bend joins the one before it
-        j = min(range(1, len(bends)), key=lambda j: bends[j][1])
-        into = j - 1 if j > 1 else j + 1
-        bends[into] = (bends[into][0], bends[into][1] + bends[j][1])
-        del bends[j]
-    return bends
+        kept.append(point)
+    return kept
+
+
+def _slope(first: Point, second: Point) -> float:
+    return (second[1] - first[1]) / (second[0] - first[0])
 
 
 def _tokens_s(step: StepModel, tokens: float, fitted: float) -> float:
@@ -136,10 +144,6 @@ def _tokens_s(step: StepModel, tokens: float, fitted: float) -> float:
             if h.of == "prefill_tokens":
                 seconds += h.per_unit_s * (max(tokens - h.start, 0.0) - max(near - h.start, 0.0))
     return seconds
-
-
-def _slope(at: NDArray[np.float64], seconds: list[float], i: int, j: int) -> float:
-    return float((seconds[j] - seconds[i]) / (at[j] - at[i]))
 
 
 def pays_up_to(plain: Profile, faster: Profile, context_tokens: float) -> int:

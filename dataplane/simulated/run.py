@@ -71,8 +71,8 @@ class RunState:
     settings: PlacementSettings
     policy: Policy
     migrates: bool
-    # [requests] how many times as many steps as on average each takes: drafts are accepted by chance
-    pace: NDArray[np.float64] | None = None
+    # [requests] how many times as many steps as on average each takes, where drafts are accepted by chance
+    pace: NDArray[np.float64] | float = 1.0
 
     @property
     def arrived(self) -> NDArray[np.int64]:
@@ -88,7 +88,7 @@ class RunState:
             workload=self.workload,
             arrival_s=np.where(np.isinf(led.requests["arrival_s"]), np.nan, led.requests["arrival_s"]),
             ttft_target_s=led.requests["ttft_s"],
-            tpot_target_s=eng.requests["tpot_s"] * (1.0 if self.pace is None else self.pace),
+            tpot_target_s=eng.requests["tpot_s"] * self.pace,
             worker=led.requests["worker"],
             first_token_s=led.requests["first_s"] + to_client_s,
             finish_s=finish_s + to_client_s,
@@ -170,9 +170,7 @@ def prepare(
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     pace = _paces(profiles, workload, options.get("seed", 0))
-    engines = new_engines(
-        len(workers), workload.output_tokens, tpot_s if pace is None else tpot_s / np.maximum(pace, 1e-9)
-    )
+    engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace)
     sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
     ledger.requests["arrival_s"] = first_times(sending, workload.arrival_s)
     cluster = new_cluster(requests, _timeline(workers), settings.queue, sending)
@@ -181,10 +179,10 @@ def prepare(
     )
 
 
-def _paces(profiles: Sequence[Profile], workload: Workload, seed: int) -> NDArray[np.float64] | None:
-    """How chance spreads the requests' decode where workers speculate (as the first that does); else None."""
+def _paces(profiles: Sequence[Profile], workload: Workload, seed: int) -> NDArray[np.float64] | float:
+    """How chance spreads the requests' decode where workers speculate, as the first that does."""
     first = next((p.speculation for p in profiles if p.speculation is not None), None)
-    return None if first is None else paces(first, workload.output_tokens, np.random.default_rng([seed, 1]))
+    return 1.0 if first is None else paces(first, workload.output_tokens, np.random.default_rng([seed, 1]))
 
 
 def _classes(slo: Slo | Sequence[Slo], workload: Workload) -> tuple[Slo, ...]:
@@ -341,7 +339,7 @@ class Outcome:
     cached_tokens: NDArray[np.int64] | None = None
     session_target_s: float | None = None  # of whole sessions
     asked: tuple[float, ...] = ()  # attainment of each SLO class, where there are several
-    pace: NDArray[np.float64] | None = None  # see RunState; `finish_s` is without it
+    pace: NDArray[np.float64] | float = 1.0  # see RunState; `finish_s` is without it
 
     @property
     def ttft_s(self) -> NDArray[np.float64]:
@@ -352,7 +350,7 @@ class Outcome:
         """NaN for an output of one token, which has no gaps."""
         gaps = self.workload.output_tokens - 1
         tpot_s = (self.finish_s - self.first_token_s) / np.maximum(gaps, 1)
-        return np.where(gaps > 0, tpot_s if self.pace is None else tpot_s * self.pace, np.nan)
+        return np.where(gaps > 0, tpot_s * self.pace, np.nan)
 
     @property
     def met(self) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
-from tokenfleet.profiles.prices import read_prices
+from tokenfleet.profiles.prices import kind_of, read_prices
 
 if TYPE_CHECKING:
     from dataplane.live.control.settings import Autoscale
@@ -182,7 +182,7 @@ def _kind(text: str) -> WorkerGroup:
     if not 0 <= reclaims < 60:
         raise BadInput(f"--kind: reclaims: expected how often an hour, below 60, got {values['reclaims']!r}")
     if usd is None and gpu is not None:
-        price = read_prices().usd_per_gpu_h(gpu, "spot" if reclaims > 0 else "on_demand")
+        price = read_prices().usd_per_gpu_h(gpu, kind_of(spot=reclaims > 0))
         usd = None if price is None else price.usd * tp
     worker_type = WorkerType(gpu, tp, usd_per_h=usd, limit=limit, reclaims_per_h=reclaims, role=role)
     return WorkerGroup(worker_type, workers)

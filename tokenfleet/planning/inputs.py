@@ -25,7 +25,7 @@ from tokenfleet.profiles.library import (
     network_gb_per_s,
     read_profile,
 )
-from tokenfleet.profiles.prices import Kind, read_prices
+from tokenfleet.profiles.prices import kind_of, read_prices
 from tokenfleet.traces import Trace
 from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
 
@@ -139,11 +139,15 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
     if request.kv_tokens is not None and len(profiles) > 1:
         names = ", ".join(profile.type_name for profile in profiles)
         raise BadInput(f"--kv-tokens: is of one kind of worker, got {names}; choose with --gpu and --tp")
-    profiles = [profile.with_kv(request.gpu_memory_utilization, request.kv_tokens) for profile in profiles]
-    mode = request.engine
-    profiles = profiles if mode is None else [profile.with_engine(mode=mode) for profile in profiles]
+    return [_as_asked(profile, request) for profile in profiles]
+
+
+def _as_asked(profile: Profile, request: PlanRequest) -> Profile:
+    """The profile with the engine's memory, mode and drafts that are asked for."""
+    profile = profile.with_kv(request.gpu_memory_utilization, request.kv_tokens)
+    profile = profile if request.engine is None else profile.with_engine(mode=request.engine)
     drafts = parse_speculation(request.speculate or "off")
-    return profiles if drafts is None else [speculating(profile, drafts) for profile in profiles]
+    return profile if drafts is None else speculating(profile, drafts)
 
 
 def what_drafts_do(workload: Workload, request: PlanRequest) -> list[str]:
@@ -178,7 +182,7 @@ def priced(
     prices, scale = read_prices(request.prices), request.price_scale
     worker_types, warnings, unpriced = [], [], set()
     for profile in profiles:
-        kind: Kind = "spot" if request.spot else "reserved" if request.reserved else "on_demand"
+        kind = kind_of(request.spot, request.reserved)
         price = prices.usd_per_gpu_h(profile.gpu, kind, request.provider)
         if price is None:
             unpriced.add(profile.gpu)

@@ -29,6 +29,11 @@ STALE_AFTER_DAYS = 180
 MAX_FILE_BYTES = 1_000_000
 
 
+def kind_of(spot: bool = False, reserved: bool = False) -> Kind:
+    """The kind of price that workers have."""
+    return "spot" if spot else "reserved" if reserved else "on_demand"
+
+
 @dataclass(frozen=True, slots=True)
 class GpuPrice:
     """US dollars for one GPU for one hour, when and where that was the price."""

@@ -12,6 +12,7 @@ from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.speculation import Speculation, speculating
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from tokenfleet.cli.main import main
@@ -19,7 +20,7 @@ from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, 
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.form import profile_document
-from tokenfleet.profiles.library import find_profiles
+from tokenfleet.profiles.library import find_profiles, read_profile
 from tokenfleet.profiles.prices import read_prices
 
 LIBRARY = ROOT / "profiles"
@@ -172,6 +173,11 @@ def test_prefill_and_decode_workers_of_a_plan_keep_their_roles(tmp_path, as_is):
         assert {t.kv_link for t in types} == {KvLink(50e9, 0.01)}
 
 
+SPECULATING = profile_document(
+    speculating(read_profile(LIBRARY / "h100-sxm" / "llama-3.1-70b_tp2.yaml"), Speculation((0.8, 0.6)))
+)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -180,6 +186,7 @@ def test_prefill_and_decode_workers_of_a_plan_keep_their_roles(tmp_path, as_is):
         ({"profiles": {"gpu": "unheard-of"}}, "no step times of unheard-of TP2; plan anew"),
         ({"profiles": {"engine_limits": {"mode": "prefill-first", "max_batched_tokens": 1, "max_seqs": 1}}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
+        ({"profiles": {"profile": SPECULATING}}, "speculate: no fleet here serves drafts; plan without"),
     ],
 )  # fmt: skip
 def test_a_plan_that_no_fleet_runs_is_refused_whole(tmp_path, change, says):

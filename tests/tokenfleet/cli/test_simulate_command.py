@@ -226,3 +226,23 @@ def test_weights_of_a_lower_precision_are_a_profile_of_their_own(
     assert said[0] == said[1] != said[2] == said[3]
     assert main([*asked, "--model", "llama-3.1-70b", "--precision", "int3"]) == 2
     assert "no profile ships; nearest: llama-3.1-70b" in capsys.readouterr().err
+
+
+def test_engines_that_speculate_are_faster_and_it_is_said_how_long_that_pays(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tpot_s = {}
+    for drafts in ("off", "0.8/0.6@1ms"):
+        assert simulated(folder, "--speculate", drafts, "--format", "json") == 0
+        said = capsys.readouterr()
+        tpot_s[drafts] = json.loads(said.out)["tpot_s"]["mean"]
+        assert ("2.4 tokens a step and saves time" in said.err) is (drafts != "off")
+    assert 0.35 < tpot_s["0.8/0.6@1ms"] / tpot_s["off"] < 0.7  # 1 / 2.4, drafts and verification beside
+
+
+@pytest.mark.parametrize("text", ["1.2", "0.5/0.6", "0.8/", "often", "0.8@1", "0.8@-1ms", ""])
+def test_what_says_no_acceptance_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    assert simulated(folder, "--speculate", text) == 2
+    assert capsys.readouterr().err.startswith("error: --speculate: ")
