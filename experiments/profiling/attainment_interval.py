@@ -29,7 +29,7 @@ from experiments.profiling.accuracy import DEVELOPMENT, JUDGED
 from tokenfleet.profiles.accuracy import CALIBRATED_ON, Ladder
 from tokenfleet.profiles.fit_log import calibrated, joined, replay
 
-DRAWS = 40
+DRAWS = 24
 MET, SURE, CONFIDENCE = 0.9, 0.995, 0.9
 WITHIN = 0.04
 
