@@ -156,6 +156,18 @@ def test_a_header_that_makes_no_sense_is_a_400_that_names_it(emulated_fleet, hea
     assert next(iter(headers)) in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("nobody", "slo_class: one of batch, hasty, got 'nobody'"),
+        (7, "slo_class: the name of a class, got '7'"),
+    ],
+)
+def test_a_body_that_names_no_class_is_a_400_that_says_which_there_are(emulated_fleet, asked, says):
+    reply = raw(emulated_fleet, slo_class=asked)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, says)
+
+
 def test_a_request_has_the_targets_of_its_class_and_each_class_has_an_attainment(emulated_fleet, capsys):
     def attained(name):
         return next(
@@ -165,8 +177,8 @@ def test_a_request_has_the_targets_of_its_class_and_each_class_has_an_attainment
         )
 
     before = {name: attained(name) for name in ("batch", "hasty")}
-    for name in ("batch", "hasty"):
-        assert raw(emulated_fleet, {"x-slo-class": name}, max_tokens=20).is_success
+    assert raw(emulated_fleet, {"x-slo-class": "batch"}, max_tokens=20, slo_class="hasty").is_success
+    assert raw(emulated_fleet, max_tokens=20, slo_class="hasty").is_success  # in place of the header
     (batch_met, batch_of), (hasty_met, hasty_of) = before["batch"], before["hasty"]
     emulated_fleet.until(lambda: attained("hasty")[1] == hasty_of + 1)
     assert attained("batch") == (batch_met + 1, batch_of + 1)

@@ -74,7 +74,8 @@ def test_kinds_are_scaled_one_by_one(mixed_fleet, capsys):
 
 def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder, scratch):
     flags = ("--dtype", "float32", "--max-model-len", "2048", "--kv-cache-memory-bytes", str(64 << 20))
-    fleet = serve(model_folder, "--kind", "tp=1", "--kind", "tp=2", engine_flags=flags, folder=scratch)
+    kinds = ("--kind", "tp=1", "--kind", "tp=2", "--policy", "jsq")
+    fleet = serve(model_folder, *kinds, engine_flags=flags, folder=scratch)
 
     async def story():
         async with session() as http:
@@ -82,7 +83,6 @@ def test_real_workers_of_two_tp_degrees_hand_requests_to_each_other(model_folder
             alone = await stream(http, fleet.gateway, **asked)
             both = [asyncio.ensure_future(stream(http, fleet.gateway, **asked)) for _ in range(2)]
             await begun(fleet, 2, both)
-            # Placement may send both to the worker that has the prompt cached: either kind may be drained.
             left = next(w["kind"] for w in fleet.ask("GET", "/v1/fleet")["workers"] if w["requests"])
             await asyncio.to_thread(fleet.ask, "POST", "/v1/fleet/scale", {"workers": 0, "kind": left})
             return left, alone, await asyncio.gather(*both)

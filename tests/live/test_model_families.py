@@ -37,7 +37,9 @@ def family_fleet(family):
 
     @pytest.fixture
     def fleet(live_extra, scratch):
-        served = serve(made(scratch, family), "--workers", "2", engine_flags=FLAGS, folder=scratch)
+        # By load: step times need not be measured.
+        flags = ("--workers", "2", "--policy", "jsq")
+        served = serve(made(scratch, family), *flags, engine_flags=FLAGS, folder=scratch)
         yield served
         served.stop()
 

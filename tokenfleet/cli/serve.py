@@ -108,7 +108,8 @@ class ServeFlags:
         list[str] | None,
         typer.Option(
             help="default targets (without: ttft=1.6s,tpot=75ms, or what the engine can meet), and those of"
-            " classes: chat:ttft=400ms,tpot=30ms; a request's class is in its x-slo-class or its key's"
+            " classes: chat:ttft=400ms,tpot=30ms; a request's class is in its header x-slo-class, its body's"
+            " slo_class, or its key's"
         ),
     ] = None
     kind: Annotated[

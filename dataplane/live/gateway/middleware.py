@@ -13,6 +13,7 @@ import asyncio
 import json
 import re
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 CLASS_HEADER = "x-slo-class"
+CLASS_FIELD = "slo_class"  # of the body, where the header is not there
 PRIORITY_HEADER = "x-tokenfleet-priority"
 IDEMPOTENCY_HEADER = "idempotency-key"
 SESSION_HEADER = "x-session-id"
@@ -130,10 +132,11 @@ class FrontDoor:
         if _opens_page(scope):
             await _redirect(policy.page, send)
             return
+        ahead = _Ahead(receive)
         asked_id = headers.get("x-request-id", "")
         request_id = asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex
         try:
-            ticket = await _admit(policy, scope, headers, request_id)
+            ticket = await _admit(policy, scope, headers, request_id, ahead)
             name = _claimed_name(scope, headers, ticket)
         except Refusal as refusal:
             await _answer(refusal, request_id, send)
@@ -142,7 +145,7 @@ class FrontDoor:
         scope["headers"] = [h for h in scope["headers"] if h[0] != b"x-request-id"]
         scope["headers"].append((b"x-request-id", request_id.encode()))
         token = CURRENT_TICKET.set(ticket)
-        body = _Body(receive, ticket)
+        body = _Body(ahead, ticket)
         watch = asyncio.ensure_future(body.until_client_leaves(policy)) if scope["method"] == "POST" else None
 
         async def run(receive: Receive, send: Send) -> None:
@@ -188,7 +191,9 @@ def _claimed_name(scope: Message, headers: dict[str, str], ticket: Ticket) -> st
     return "\n".join((ticket.key, scope["path"], key))
 
 
-async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str) -> Ticket:
+async def _admit(
+    policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str, ahead: _Ahead
+) -> Ticket:
     path, method = scope["path"], scope["method"]
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))
     if key is None and path not in OPEN_PATHS and method != "OPTIONS":
@@ -205,7 +210,7 @@ async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], re
         raise Refusal(
             413, "invalid_request_error", "too_large", f"the body must be at most {MAX_BODY_BYTES} bytes"
         )
-    name, default = _class_of(headers, key, policy)
+    name, default = await _class_of(headers, key, policy, ahead)
     slo = slo_from_headers(headers, default)
     if slo != default or name == "":  # what the operator promises a class is bounded for no key
         slo = key.bounds.bounded(slo)
@@ -220,17 +225,52 @@ async def _admit(policy: DoorPolicy, scope: Message, headers: dict[str, str], re
     return Ticket(request_id, key.name, slo, priority, session=session, slo_class=name)
 
 
-def _class_of(headers: dict[str, str], key: ApiKey, policy: DoorPolicy) -> tuple[str, Slo]:
-    """A request's SLO class and its targets: its header's, its key's, or none and the plain targets.
+async def _class_of(
+    headers: dict[str, str], key: ApiKey, policy: DoorPolicy, ahead: _Ahead
+) -> tuple[str, Slo]:
+    """A request's SLO class (its header's, its body's, its key's, or none) and its targets.
 
-    Raises Refusal (400) for a header that names a class which the fleet does not have. A key may name one: it
-    is filed for all fleets.
+    Raises Refusal (400) for a header or body that names a class which the fleet does not have. A key may name
+    one: it is filed for all fleets.
     """
-    name = headers.get(CLASS_HEADER, key.slo_class if key.slo_class in policy.classes else "")
-    if name not in policy.classes and name:
+    where, name = CLASS_HEADER, headers.get(CLASS_HEADER, "")
+    if not name and policy.classes:
+        where, name = CLASS_FIELD, await ahead.slo_class()
+    if name and name not in policy.classes:
         known = ", ".join(policy.classes) or "this fleet has no classes"
-        raise _bad_header(CLASS_HEADER, f"one of {known}", name)
+        raise _bad_header(where, f"one of {known}", name)
+    name = name or (key.slo_class if key.slo_class in policy.classes else "")
     return name, policy.classes.get(name, policy.default_slo)
+
+
+class _Ahead:
+    """Receive, from which the body's SLO class may be read before the body is asked for."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._read = receive, deque[Message]()
+
+    async def __call__(self) -> Message:
+        return self._read.popleft() if self._read else await self._receive()
+
+    async def slo_class(self) -> str:
+        """The field of the body; empty where that has none, is no JSON, or is too large to be taken."""
+        size, is_last = 0, False
+        while not is_last and size <= MAX_BODY_BYTES:
+            message = await self._receive()
+            self._read.append(message)
+            size += len(message.get("body", b""))
+            is_last = not message.get("more_body", False)
+        text = b"".join(message.get("body", b"") for message in self._read)
+        if f'"{CLASS_FIELD}"'.encode() not in text:
+            return ""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):  # vLLM says what is wrong with it
+            return ""
+        name = found.get(CLASS_FIELD, "") if isinstance(found, dict) else ""
+        if not isinstance(name, str):
+            raise _bad_header(CLASS_FIELD, "the name of a class", repr(name))
+        return name
 
 
 class _Body:
