@@ -13,6 +13,7 @@ from controlplane.prefixes import Prefixes, Sessions
 
 INSTANT_S = 1e-9
 LONGEST_S = 1e9  # 31 years; much later, the milliseconds of a step are lost in rounding
+LONGEST_TOKENS = 2**30
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Workload:
     `arrival_s` seconds since the workload's start, `prompt_tokens` and `output_tokens` at least 1,
     `priority` 0 normal or 1 high, `slo_class` an index into `slo_classes`. `prefixes`: what the requests
     share, None where it is not known; `sessions`: what they wait for, None where all come at their times.
+    Tokens may be int32, of which a long trace takes half the memory. `weight` of a sample: how many requests of
+    the whole each tells of, 0 for one that is only there beside others; None: each tells of itself.
     """
 
     arrival_s: NDArray[np.float64]
@@ -32,6 +35,7 @@ class Workload:
     slo_classes: tuple[str, ...] = ("default",)
     prefixes: Prefixes | None = None
     sessions: Sessions | None = None
+    weight: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -45,11 +49,15 @@ class Workload:
             ("priority", np.int64),
             ("slo_class", np.int64),
         ):
-            column = np.ascontiguousarray(getattr(self, name), dtype=kind)
+            given = getattr(self, name)
+            if name.endswith("tokens") and getattr(given, "dtype", kind) == np.int32:
+                kind = np.int32
+            column = np.ascontiguousarray(given, dtype=kind)
             if column.shape != (n,):
                 raise BadInput(f"workload: {name}: {column.shape[0]} rows, arrival_s has {n}")
             object.__setattr__(self, name, column)
-        for name, rows in (("prefixes", self.prefixes), ("sessions", self.sessions)):
+        beside = (("prefixes", self.prefixes), ("sessions", self.sessions), ("weight", self.weight))
+        for name, rows in beside:
             if rows is not None and len(rows) != n:
                 raise BadInput(f"workload: {name}: {len(rows)} rows, arrival_s has {n}")
         if n == 0:
@@ -68,6 +76,11 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    @property
+    def requests(self) -> float:
+        """How many requests it tells of: all that it has, or of a sample's whole."""
+        return float(len(self)) if self.weight is None else float(self.weight.sum())
 
     @property
     def duration_s(self) -> float:
@@ -112,9 +125,10 @@ class Workload:
         part = self.take(slice(int(lo), int(hi)))
         return replace(part, arrival_s=part.arrival_s - start_s)
 
-    def take(self, rows: slice | NDArray[np.bool_]) -> Workload:
+    def take(self, rows: slice | NDArray[np.bool_] | NDArray[np.int64]) -> Workload:
         """Some of the requests, in their order, times unchanged."""
-        which = np.arange(len(self))[rows]
+        shared = self.prefixes is not None or self.sessions is not None
+        which = np.arange(len(self))[rows] if shared else np.zeros(0, np.int64)
         return replace(
             self,
             arrival_s=self.arrival_s[rows],
@@ -124,9 +138,18 @@ class Workload:
             slo_class=self.slo_class[rows],
             prefixes=None if self.prefixes is None else self.prefixes.pick(which),
             sessions=None if self.sessions is None else self.sessions.pick(which),
+            weight=None if self.weight is None else self.weight[rows],
         )
+
+    def thinned(self, most: int) -> Workload:
+        """At most so many of the requests, each of which tells of its neighbours; itself where it has no more."""
+        every = -(-len(self) // most)
+        if every <= 1:
+            return self
+        part = self.take(slice(None, None, every))
+        return replace(part, weight=np.full(len(part), len(self) / len(part)))
 
 
 def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
     # Beyond any context the length does not matter, but it must stay a number that fits.
-    return np.asarray(np.clip(np.rint(tokens * scale), 1, 2**40), np.int64)
+    return np.clip(np.rint(tokens * scale), 1, LONGEST_TOKENS).astype(tokens.dtype)

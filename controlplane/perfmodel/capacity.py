@@ -98,7 +98,8 @@ def fluid_workers_of(
     if not math.isfinite(work):
         raise BadInput(f"{profile.label}: no number of workers reaches a TPOT of {slo.tpot_s:g} s")
     # The subtracted crumb keeps rounding in the sums from adding a worker.
-    return max(1, math.ceil(work * len(prompts) / horizon_s - 1e-9))
+    each = workload.requests / len(workload)  # of a thinned trace each request tells of several
+    return max(1, math.ceil(work * len(prompts) * each / horizon_s - 1e-9))
 
 
 def _deadlines_s(workload: Workload, slo: Slo) -> NDArray[np.float64]:

@@ -297,9 +297,23 @@ def _own_lengths(workload: Workload) -> LengthTable:
 
 def attained_by_class(met: NDArray[np.bool_], workload: Workload) -> NDArray[np.float64]:
     """[classes] the share of each SLO class's requests that are met; 1 for one without requests."""
+    counts, missed = class_counts(met, workload)
+    return np.asarray(1.0 - missed / np.where(counts > 0, counts, 1))
+
+
+def class_counts(
+    met: NDArray[np.bool_], workload: Workload
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[classes] the requests of each SLO class, and those of them that are not met; of a sample, its whole's."""
     slo_class, classes = workload.slo_class, len(workload.slo_classes)
-    missed = np.bincount(slo_class, weights=~met, minlength=classes)
-    return np.asarray(1.0 - missed / np.maximum(np.bincount(slo_class, minlength=classes), 1))
+    weight = np.ones(len(met)) if workload.weight is None else workload.weight
+    counts = np.bincount(slo_class, weights=weight, minlength=classes)
+    return counts, np.bincount(slo_class, weights=weight * ~met, minlength=classes)
+
+
+def share_of(met: NDArray[np.bool_], workload: Workload) -> float:
+    """The share of the requests that are met."""
+    return float(np.average(met, weights=workload.weight)) if len(met) else 1.0
 
 
 def joint(attained: NDArray[np.float64], asked: Sequence[float]) -> float:
@@ -364,7 +378,7 @@ class Outcome:
 
         With several SLO classes it is what `joint` says of them.
         """
-        requests = float(self.met.mean()) if len(self.workload) else 1.0
+        requests = share_of(self.met, self.workload)
         if self.asked:
             requests = joint(self.class_attainments, self.asked)
         sessions = self.session_attainment

@@ -97,8 +97,7 @@ def crossing(
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
     """
     assert sizing.workers is not None
-    workload = replicates.units.busier(rate_scale)
-    requests = len(workload)
+    requests = len(replicates.units.busier(rate_scale))
     allowed = (1.0 - question.attainment) * requests
     most = replicates.may_miss(question.attainment) * requests
     stop = min(_BROKEN_OFF * most, most + requests / 5)  # the smallest fleets take longest to fail
@@ -107,7 +106,7 @@ def crossing(
     misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
-        outcome = replicates.replay(sizing.fleet(workers), workload=workload, max_misses=max(int(stop), 1))
+        outcome = replicates.replay(sizing.fleet(workers), growth=rate_scale, max_misses=max(int(stop), 1))
         misses[workers] = float(missed(outcome)) if outcome.complete else math.inf
         return misses[workers] <= allowed
 
@@ -174,7 +173,7 @@ def cost_by_slo(
         eased = replicates.eased(scale, scale)
         if scale == 1.0:
             return Costed(scale, eased.slo, sizing.fleet(workers))
-        if ceiling(sizing.worker_type.profile, eased.workload, eased) < question.attainment:
+        if ceiling(sizing.worker_type.profile, eased.outline, eased) < question.attainment:
             return Costed(scale, eased.slo, None)
         return Costed(scale, eased.slo, _fewest(eased, question, sizing, 4 * workers + 4))
 
@@ -229,7 +228,7 @@ def nearest_of_kind(
     enough, every target is.
     """
     target, session_s, profile = replicates.slo, replicates.session_s, sizing.worker_type.profile
-    base = nearest_possible(profile, replicates.workload, target, question.attainment)
+    base = nearest_possible(profile, replicates.outline, target, question.attainment)
     if replicates.classes:
         base = target  # the targets of all classes are loosened as much as each other
     possible = replace(replicates, slo=base, session_s=nearest_session_s(replicates, question, profile))

@@ -40,7 +40,8 @@ Floats = NDArray[np.float64]
 BLOCK_S = 60.0
 FEWEST_BLOCKS = 20  # a short trace gets shorter blocks, or every draw would be the trace itself
 MOST_BLOCKS = 100_000  # ten weeks of minutes; a time in the wrong unit shall not fill the memory
-NEARBY = 0.1  # of the trace's duration, to either side
+NEARBY = 0.1  # of the trace's duration, to either side,
+NEARBY_S = 1800.0  # at most: the day's shape stays what it is
 TEMPLATE = 8
 # Fractions of their multiples are spread evenly whatever their number: the golden ratio, and the root of 2.
 _EVEN, _APART = (np.sqrt(5.0) - 1.0) / 2.0, np.sqrt(2.0) - 1.0
@@ -69,6 +70,7 @@ class Draw:
 class Units:
     """The units of a workload in order of start: `rows[offsets[u] : offsets[u + 1]]` are unit u's requests.
 
+    Where each request is a unit that shares nothing both are empty.
     `own` [ids]: the number of a block among those that its unit alone has, -1 for one that several have;
     None where what is shared is not known. `counts` [units]: how many such blocks each has.
     """
@@ -82,6 +84,8 @@ class Units:
     @property
     def whole(self) -> Draw:
         """The workload as it is."""
+        if self.is_plain:
+            return Draw(np.arange(len(self.workload)), self.workload.arrival_s)
         return Draw(np.arange(len(self.offsets) - 1), self.workload.arrival_s[self.rows[self.offsets[:-1]]])
 
     @property
@@ -98,12 +102,16 @@ class Units:
     def made(self, draw: Draw) -> Workload:
         """The workload of a draw; the trace itself for the draw of it whole."""
         workload = self.workload
-        first, lengths = self.offsets[draw.unit], np.diff(self.offsets)[draw.unit]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        copy = np.repeat(np.arange(len(draw.unit)), lengths)
-        rows = self.rows[first[copy] + np.arange(offsets[-1]) - offsets[copy]]
-        since_s = workload.arrival_s[rows] - workload.arrival_s[self.rows[first]][copy]
-        arrival_s = draw.start_s[copy] + since_s
+        if self.is_plain:
+            rows = copy = draw.unit
+            arrival_s, offsets = draw.start_s, draw.unit
+        else:
+            first, lengths = self.offsets[draw.unit], np.diff(self.offsets)[draw.unit]
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            copy = np.repeat(np.arange(len(draw.unit)), lengths)
+            rows = self.rows[first[copy] + np.arange(offsets[-1]) - offsets[copy]]
+            since_s = workload.arrival_s[rows] - workload.arrival_s[self.rows[first]][copy]
+            arrival_s = draw.start_s[copy] + since_s
         order = np.argsort(arrival_s, kind="stable")
         rows, copy = rows[order], copy[order]
         arrival_s = np.maximum(arrival_s[order], 0.0)
@@ -159,7 +167,7 @@ def units_of(workload: Workload) -> Units:
     """The units of a workload. Raises BadInput for a request that waits for another session's."""
     n = len(workload)
     if workload.prefixes is None and workload.sessions is None:
-        return Units(workload, np.arange(n), np.arange(n + 1))
+        return Units(workload, np.zeros(0, np.int64), np.zeros(0, np.int64))
     label = np.arange(n) if workload.prefixes is None else families(workload)
     if (sessions := workload.sessions) is not None:
         label = np.where(sessions.session >= 0, n + sessions.session, label)
@@ -254,10 +262,8 @@ def _by_blocks(draw: Draw, rng: np.random.Generator) -> Draw:
     duration_s = float(draw.start_s[-1] - draw.start_s[0])
     if duration_s <= INSTANT_S:
         return draw
-    block_s = _block_s(duration_s)
-    places = np.arange(int(np.ceil(duration_s / block_s))) * block_s
-    reach_s = max(NEARBY * duration_s, block_s)
-    starts = np.clip(places + rng.uniform(-reach_s, reach_s, len(places)), 0.0, duration_s - block_s)
+    block_s, starts = block_starts(duration_s, rng)
+    places = np.arange(len(starts)) * block_s
     start_s = draw.start_s - float(draw.start_s[0])
     low = np.searchsorted(start_s, starts, side="left")
     # The very last unit sits on the closing edge of the last block and belongs to it.
@@ -271,6 +277,14 @@ def _by_blocks(draw: Draw, rng: np.random.Generator) -> Draw:
     # Rounding may put a unit a hair before the block's edge, and the next block's first after it.
     order = np.argsort(moved_s, kind="stable")
     return Draw(draw.unit[which[order]], np.maximum(moved_s[order], 0.0))
+
+
+def block_starts(duration_s: float, rng: np.random.Generator) -> tuple[float, Floats]:
+    """The length of a block, and where the one begins that is put in the place of each."""
+    block_s = _block_s(duration_s)
+    places = np.arange(int(np.ceil(duration_s / block_s))) * block_s
+    reach_s = max(min(NEARBY * duration_s, NEARBY_S), block_s)
+    return block_s, np.clip(places + rng.uniform(-reach_s, reach_s, len(places)), 0.0, duration_s - block_s)
 
 
 def _block_s(duration_s: float) -> float:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from dataplane.simulated.run import joint
+from dataplane.simulated.run import class_counts, joint
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest
@@ -218,9 +218,8 @@ def look(
         most = hopeless if allowed is None else int(allowed * replicates.count(replicate))
         outcome = replicates.replay(fleet, replicate, max_misses=most)
         lost = allowed is not None and not outcome.complete
-        of = np.bincount(outcome.workload.slo_class, minlength=len(replicates.asked))
-        late = np.bincount(outcome.workload.slo_class, weights=~outcome.met, minlength=len(replicates.asked))
-        classes = tuple(zip(late.astype(int).tolist(), of.tolist(), strict=True)) if replicates.asked else ()
-        return Seen(missed(outcome), len(outcome.workload), outcome.prefix_hit_rate, lost, classes)
+        counts, late = (of.round().astype(int).tolist() for of in class_counts(outcome.met, outcome.workload))
+        classes = tuple(zip(late, counts, strict=True)) if replicates.asked else ()
+        return Seen(missed(outcome), round(outcome.workload.requests), outcome.prefix_hit_rate, lost, classes)
 
     return pool.map(one, numbers)

@@ -86,10 +86,11 @@ def worst_window(outcome: Outcome, window_s: float = WINDOW_S) -> tuple[float, f
 
     Windows with less than half the usual number of requests are passed over: one miss of two is no finding.
     """
-    arrival_s = outcome.arrival_s
+    counts = slice(None) if outcome.workload.weight is None else outcome.workload.weight > 0
+    arrival_s, met = outcome.arrival_s[counts], outcome.met[counts]
     # Only windows that hold something, so that long silences cost no memory.
     windows, which, count = np.unique(arrival_s // window_s, return_inverse=True, return_counts=True)
-    share = np.bincount(which, weights=outcome.met) / count
+    share = np.bincount(which, weights=met) / count
     share[count < 0.5 * np.median(count)] = np.inf
     # Of equally bad windows, the busier one.
     worst = int(np.lexsort((-count, share))[0])
@@ -133,10 +134,11 @@ def plateau(
     missed = 1.0 - on_trace.get(max(near), 1.0)
     if len(near) < 3 or missed < allowed / 2:
         return None
-    ttft_s, tpot_s = alone_ttft_s(profile, replicates.workload), alone_tpot_s(profile, replicates.workload)
-    ttft_target_s, tpot_target_s = replicates.targets_s(replicates.workload)
+    workload = replicates.outline
+    ttft_s, tpot_s = alone_ttft_s(profile, workload), alone_tpot_s(profile, workload)
+    ttft_target_s, tpot_target_s = replicates.targets_s(workload)
     late, slow = ttft_s[ttft_s > ttft_target_s], tpot_s[tpot_s > tpot_target_s]
-    requests = len(replicates.workload)
+    requests = len(workload)
     return Plateau(
         tuple(sorted(near)),
         _span(on_trace, near),

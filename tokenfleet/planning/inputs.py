@@ -18,6 +18,7 @@ from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
+from tokenfleet.planning.sample import LONG
 from tokenfleet.profiles.library import (
     age_warning,
     canonical_model,
@@ -30,7 +31,6 @@ from tokenfleet.traces import Trace
 from tokenfleet.traces.check import LATEST_DATE_S, doctor_warnings
 
 RATE_POINTS = 120
-MANY_REQUESTS = 200_000
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,10 @@ def gather(
     workload, classes = present(workload, request, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
     slow = []
-    if len(workload) > MANY_REQUESTS:
+    if len(workload) > LONG and (workload.prefixes is not None or workload.sessions is not None):
         slow = [
-            f"{len(workload):,} requests are replayed a hundred times and more; --window plans a part sooner"
+            f"{len(workload):,} requests that share prefixes or wait for others are replayed whole a hundred"
+            " times and more; --window plans a part sooner"
         ]
     ages = old_profiles([t.profile for t in usable], today) if today else []
     biased = [bias.says] if bias is not None else []

@@ -47,6 +47,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "binding_window_s": [round(t, 3) for t in plan.binding.window_s] if plan.binding else None,
         "binding_detail": _binding(plan),
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
+        **({"sampling": _sampled(plan)} if plan.sampled else {}),
         "one_fewer": _one_fewer(plan),
         "doubt": _doubt(plan),
         "nearest_feasible": _nearest(plan),
@@ -200,6 +201,23 @@ def _doubt(plan: Plan) -> dict[str, Any] | None:
         "drift": _figures(doubt.drift),
         "coefficients": _figures(doubt.coefficients),
         "mostly": doubt.mostly,
+    }
+
+
+def _sampled(plan: Plan) -> dict[str, Any] | None:
+    """What a long trace was judged by, its bound on the attainment of the whole, and what that was."""
+    sampled = plan.sampled
+    if sampled is None:
+        return None
+    return {
+        "requests": sampled.requests,
+        "windows": sampled.windows,
+        "binding_windows": sampled.binding,
+        "of_windows": sampled.of_windows,
+        "attainment": _share(sampled.attainment),
+        "low": _share(sampled.low),
+        "full_replay": _share(sampled.whole),
+        "added_workers": sampled.added,
     }
 
 

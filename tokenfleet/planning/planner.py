@@ -9,12 +9,11 @@ what binds and when, the worker line, the schedule, other policies, other target
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import stdev
 from typing import TypeVar
-
-import numpy as np
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
@@ -22,6 +21,7 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.types import SloClass
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.simulated.run import class_counts
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.classes import ClassOfPlan, costs, part
 from tokenfleet.planning.comparisons import (
@@ -46,9 +46,11 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
+from tokenfleet.planning.sample import CURVE, LONG, Sampler
 from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
+from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
 
@@ -84,6 +86,7 @@ def make_plan(
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
     question = _strictest(question, inputs.classes)
+    outline = workload.thinned(CURVE)
 
     def serving(request: PlanRequest) -> Plan:
         replicates = replicates_of(
@@ -91,7 +94,7 @@ def make_plan(
             request.slo,
             request.policy,
             request.seed,
-            LengthTable.from_history(workload.prompt_tokens, workload.output_tokens),
+            LengthTable.from_history(outline.prompt_tokens, outline.output_tokens),
             watch.simulated,
         )
         settings = PlacementSettings(headroom=request.priority_headroom)
@@ -103,6 +106,7 @@ def make_plan(
             session_s=request.session_s,
             agents=request.agents,
         )
+        replicates = replace(replicates, sampler=_sampler(replicates, request))
         return _serving(
             Plan(request, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
         )
@@ -125,6 +129,19 @@ def _strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanReques
         return question
     tightest = min(classes, key=lambda one: one.slo.ttft_s)
     return replace(question, slo=tightest.slo, attainment=max(one.attainment for one in classes))
+
+
+def _sampler(replicates: Replicates, question: PlanRequest) -> Sampler | None:
+    """What samples a long trace; None where it is replayed whole.
+
+    So it is where requests share prefixes or wait for each other, or may wait for minutes: a window does not
+    show that.
+    """
+    workload = replicates.workload
+    if len(workload) <= LONG or not replicates.units.is_plain or waits(replicates):
+        return None
+    loosest_s = max(slo.tpot_s for slo in replicates.slos)
+    return Sampler(workload, replicates.may_miss(question.attainment), loosest_s, question.seed)
 
 
 def _classes(plan: Plan, workload: Workload, pool: Threads) -> tuple[ClassOfPlan, ...]:
@@ -185,10 +202,20 @@ def _serving(
     if mixed:
         fleet, verdict = mixed.fleet, mixed.estimate
         winner = _as_sizing(replicates, question, mixed, winner)
-    best = _candidate(replicates, fleet, verdict)
+    best, sampled = _candidate(replicates, fleet, verdict), None
+    if replicates.sampler is not None and explained:
+        watch.stage("replaying the whole trace", 0.48)
+        best, sampled = verified(replicates, question, winner, best)
+        if sampled.added:
+            verdict = winner.sure[best.fleet.workers] = _verdict(replicates, question, best.fleet, pool)
+            best = replace(best, estimate=verdict)
+        if sampled.whole is not None and sampled.whole < question.attainment:
+            reason = f"{best.fleet.label} met the target in samples; replayed whole, {sampled.whole:.4f} do"
+            return replace(blank, reason=reason, sampled=sampled)
     plan = replace(
         blank,
         best=best,
+        sampled=sampled,
         alternatives=_others(replicates, possible, None if mixed else single, pool),
         on_trace=dict(winner.on_trace),
         sure=dict(winner.sure),
@@ -373,17 +400,18 @@ def _others(
 
 def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, note: str = "") -> Candidate:
     outcome: Outcome = replicates.replay(fleet)
-    of = outcome.workload.slo_class
+    weight = outcome.workload.weight
+    counts = class_counts(outcome.met, outcome.workload)[0].round().astype(int)
     return Candidate(
         fleet,
         outcome.attainment,
         verdict,
-        latency(outcome.ttft_s),
-        latency(outcome.tpot_s),
-        outcome.utilisation,
+        latency(outcome.ttft_s, weight),
+        latency(outcome.tpot_s, weight),
+        outcome.utilisation if weight is None else math.nan,
         note,
         outcome.prefix_hit_rate,
-        tuple(zip(np.bincount(of).tolist(), outcome.class_attainments.tolist(), strict=True)),
+        tuple(zip(counts.tolist(), outcome.class_attainments.tolist(), strict=True)),
     )
 
 

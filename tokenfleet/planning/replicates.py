@@ -43,6 +43,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -54,10 +56,11 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo, SloClass
 from controlplane.workload import INSTANT_S, Workload
-from dataplane.simulated.run import attained_by_class, joint
+from dataplane.simulated.run import attained_by_class, joint, share_of
 from dataplane.simulated.simulate import Outcome, simulate
 from tokenfleet.planning.draws import Units, busier, next_draw, next_like, units_of
 from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.sample import CURVE, Sampler
 
 AS_IT_IS = 0
 Doubted = Literal["arrivals", "drift", "coefficients"]
@@ -81,12 +84,23 @@ class Replicates:
     known: Units | None = None  # of the workload; found where they are not given
     classes: tuple[SloClass, ...] = ()  # where the workload has several; `slo` is the tightest's then
     coarse: Units | None = None  # and with its prefixes in large blocks, once `roughly` was asked for
+    sampler: Sampler | None = None  # of a workload too long to be replayed whole each time
     # The share that was missed in each replicate by the fleet that met it last.
     hardness: dict[int, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.known is None or self.known.workload is not self.workload:
             object.__setattr__(self, "known", units_of(self.workload))
+
+    @cached_property
+    def outline(self) -> Workload:
+        """The workload, thinned where it is long: for bounds and means, which need no neighbours."""
+        return self.workload.thinned(CURVE)
+
+    @cached_property
+    def drift(self) -> Drift:
+        """How far the workload's levels may go."""
+        return drift_of(self.workload)
 
     def roughly(self) -> Replicates:
         """The same with prefixes in large blocks, of which replays take about half of the time.
@@ -140,7 +154,9 @@ class Replicates:
 
     def attained(self, met: NDArray[np.bool_], workload: Workload) -> float:
         """The attainment of requests of which these are met."""
-        return joint(attained_by_class(met, workload), self.asked) if self.asked else float(met.mean())
+        if self.asked:
+            return joint(attained_by_class(met, workload), self.asked)
+        return share_of(met, workload)
 
     @property
     def units(self) -> Units:
@@ -164,9 +180,12 @@ class Replicates:
         Stopped once more than `max_misses` requests have missed, where only a yes or no is wanted.
         `doubted`: what is drawn there, the rest being as it was.
         """
+        sampled = workload is None and self.sampler is not None
         if workload is None:
-            workload = self.workload if growth == 1.0 else self.units.busier(growth)
+            workload = self.workload if growth == 1.0 or sampled else self.units.busier(growth)
         requests = self.requests(replicate, workload, doubted)
+        if sampled and growth != 1.0:
+            requests = requests.scaled(growth)
         unsure = replicate != AS_IT_IS and "coefficients" in doubted
         outcome = simulate(
             requests,
@@ -185,13 +204,17 @@ class Replicates:
     def requests(
         self, replicate: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING
     ) -> Workload:
-        """`workload` as it comes in a replicate."""
+        """`workload` as it comes in a replicate; a sample of it where it is sampled."""
         drawn = workload
-        if replicate != AS_IT_IS and "arrivals" in doubted:
+        if self.sampler is not None and workload is self.workload:
+            anew = replicate != AS_IT_IS and "arrivals" in doubted
+            drawn = (self.sampler.sample(replicate) if anew else self.sampler.as_it_is).workload
+        elif replicate != AS_IT_IS and "arrivals" in doubted:
             units = self.units if workload is self.workload else units_of(workload)
             drawn = next_like(units, np.random.default_rng([self.seed, replicate, 1]))
         if replicate != AS_IT_IS and "drift" in doubted and self.drifts:
-            drawn = drift_of(workload).drawn(drawn, np.random.default_rng([self.seed, replicate, 3]))
+            drift = self.drift if workload is self.workload else drift_of(workload)
+            drawn = drift.drawn(drawn, np.random.default_rng([self.seed, replicate, 3]))
         return drawn
 
     def count(self, replicate: int) -> int:
@@ -229,6 +252,8 @@ def missed(outcome: Outcome) -> int:
 
     Of several classes as many as the worst of them misses, at the strictest one's scale.
     """
+    if outcome.workload.weight is not None:
+        return round((1.0 - outcome.attainment) * outcome.workload.requests)
     if outcome.session_target_s is None and not outcome.asked:
         return len(outcome.workload) - int(outcome.met.sum())
     return math.ceil((1.0 - outcome.attainment) * len(outcome.workload) - 1e-6)
@@ -305,9 +330,9 @@ def _changes(workload: Workload, spans: int) -> NDArray[np.float64]:
     edges = np.linspace(0.0, workload.duration_s, spans + 1)
     cut = np.append(np.searchsorted(arrival_s, edges[:-1]), len(workload))
     count = np.maximum(np.diff(cut), 0.5)
-    overall = np.array([workload.prompt_tokens.mean(), workload.output_tokens.mean()])
-    tokens = np.stack((workload.prompt_tokens, workload.output_tokens))
-    sums = np.diff(np.concatenate((np.zeros((2, 1)), tokens.cumsum(axis=1)), axis=1)[:, cut], axis=1)
+    columns = (workload.prompt_tokens, workload.output_tokens)
+    sums = np.array([[of[a:b].sum() for a, b in pairwise(cut)] for of in columns], float)
+    overall = np.array([of.mean() for of in columns])
     means = np.where(sums > 0, sums / count, overall[:, None])
     departs = np.diff(np.log(np.vstack((count, means))), n=2, axis=1)
     return np.asarray(departs @ departs.T / departs.shape[1])

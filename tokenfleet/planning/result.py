@@ -19,6 +19,7 @@ from tokenfleet.planning.reuse import Reuse
 from tokenfleet.planning.schedule import Paid, Schedule
 
 QUANTILES = (0.5, 0.9, 0.99)
+POINTS = 500_000
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,38 @@ class Latency:
         return float(self.sorted_s.mean()) if len(self.sorted_s) else float("nan")
 
 
-def latency(values_s: NDArray[np.float64]) -> Latency:
-    """The latency of those that have one (NaN: a one-token output has no TPOT)."""
-    return Latency(np.sort(values_s[~np.isnan(values_s)]))
+def latency(values_s: NDArray[np.floating], weight: NDArray[np.float64] | None = None) -> Latency:
+    """The latency of those that have one (NaN: a one-token output has no TPOT); of many, `POINTS` quantiles.
+
+    `weight`: of how many requests each tells.
+    """
+    has_one = ~np.isnan(values_s)
+    values_s = values_s[has_one]
+    if weight is None and len(values_s) <= POINTS:
+        return Latency(np.sort(values_s).astype(np.float64))
+    order = np.argsort(values_s)
+    upto = np.cumsum(np.ones(len(order)) if weight is None else weight[has_one][order])
+    at = np.searchsorted(upto, (np.arange(POINTS) + 0.5) / POINTS * (upto[-1] if len(upto) else 0.0))
+    return Latency(values_s[order[at]].astype(np.float64) if len(order) else np.zeros(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """How a long trace was judged: the `requests` of a sample, its windows, and what they and the whole say.
+
+    `binding` of the windows were there for certain. `attainment` of the fleet in the sample, which the whole
+    exceeds or falls below by chance: at the plan's confidence not below `low`. `whole`: in a replay of every
+    request; None where there was none. `added`: the workers that took more than the sample had asked for.
+    """
+
+    requests: int
+    windows: int
+    binding: int
+    of_windows: int
+    attainment: float
+    low: float
+    whole: float | None = None
+    added: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +82,7 @@ class Candidate:
     estimate: Estimate | None
     ttft: Latency
     tpot: Latency
-    utilisation: float
+    utilisation: float  # NaN where it was judged by a sample
     note: str = ""
     hit_rate: float | None = None  # of prefix caches on the trace; None where nothing is cached
     classes: tuple[tuple[int, float], ...] = ()  # of each SLO class its requests, and attainment on the trace
@@ -137,6 +167,7 @@ class Plan:
     line: DemandLine | None = None
     schedule: Schedule | None = None
     paid: Paid | None = None  # the schedule with its cold starts
+    sampled: Sampled | None = None  # where the trace is too long to be replayed whole each time
     spares: Spares | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
     reuse: Reuse | None = None  # where prefixes are known and cached

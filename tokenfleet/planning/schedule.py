@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from controlplane.perfmodel.profile import Profile
 from controlplane.workload import INSTANT_S, Workload
-from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.replicates import AS_IT_IS, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.threads import Threads
@@ -40,6 +40,7 @@ WINDOW_S = 600.0
 MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
 SHORTEST_S = 1.0
+OF_WINDOW = 10_000  # requests of a window's sample, where the trace is long
 LONGEST_WAIT_S = 120.0  # a window shows what waits no longer: it is judged by itself, whatever comes after it
 EVEN = (np.sqrt(5.0) - 1.0) / 2.0  # multiples of which are spread evenly
 TRIES = 4
@@ -67,29 +68,21 @@ class _Window:
     """One window: misses by worker count, simulated when first asked for."""
 
     def __init__(self, replicates: Replicates, sizing: Sizing, start_s: float, end_s: float) -> None:
-        lead_s = min(LEAD_IN_S, start_s)
         self.start_s, self.end_s = start_s, end_s
         self._replicates, self._sizing = replicates, sizing
-        self._workload = replicates.workload.window(start_s - lead_s, end_s)
-        self._judged = self._workload.arrival_s >= lead_s
-        self.requests = int(self._judged.sum())
+        self._workload = _judged(replicates, start_s, end_s)
+        self.requests = round(self._workload.requests)
         self._misses: dict[int, int] = {}
 
     def misses(self, workers: int) -> int:
+        """Those judged that missed; of several classes as many as their worst, at the strictest's scale."""
         if self.requests == 0:
             return 0
         if workers not in self._misses:
             outcome = self._replicates.replay(self._sizing.fleet(workers), workload=self._workload)
-            self._misses[workers] = self._missed(outcome)
+            attained = self._replicates.attained(outcome.met, outcome.workload)
+            self._misses[workers] = math.ceil((1.0 - attained) * self.requests - 1e-6)
         return self._misses[workers]
-
-    def _missed(self, outcome: Outcome) -> int:
-        """Those judged that missed; of several classes as many as their worst, at the strictest's scale."""
-        met = outcome.met[self._judged]
-        if not self._replicates.classes:
-            return int((~met).sum())
-        attained = self._replicates.attained(met, self._workload.take(self._judged))
-        return math.ceil((1.0 - attained) * self.requests - 1e-6)
 
     def fewest(self, target: float, low: int, guess: int, most: int) -> int:
         """The fewest workers that meet the target here; `most` where none of fewer do."""
@@ -98,6 +91,15 @@ class _Window:
         allowed = (1.0 - target) * self.requests
         count = smallest(lambda n: self.misses(n) <= allowed, low, guess, most - 1)
         return most if count is None else count
+
+
+def _judged(replicates: Replicates, start_s: float, end_s: float) -> Workload:
+    """What is replayed of a window, with a weight for what is judged by: of a long trace a sample."""
+    if replicates.sampler is not None:
+        return replicates.sampler.sample(AS_IT_IS, start_s, end_s).workload
+    lead_s = min(LEAD_IN_S, start_s)
+    part = replicates.workload.window(start_s - lead_s, end_s)
+    return replace(part, weight=(part.arrival_s >= lead_s).astype(np.float64))
 
 
 def make_schedule(
@@ -189,6 +191,8 @@ def _by_windows(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
 ) -> Schedule:
     most = sizing.workers or full.workers
+    if replicates.sampler is not None:
+        replicates = replace(replicates, sampler=replace(replicates.sampler, requests=OF_WINDOW))
     windows = [
         _Window(replicates, sizing, float(a), float(b)) for a, b in pairwise(_edges(replicates.workload))
     ]

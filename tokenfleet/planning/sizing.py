@@ -128,7 +128,7 @@ def size_on_trace(
     `guess`: where to begin, when a similar question has been answered.
     """
     workload, profile = replicates.workload, worker_type.profile
-    sizing = Sizing(worker_type, ceiling=ceiling(profile, workload, replicates))
+    sizing = Sizing(worker_type, ceiling=ceiling(profile, replicates.outline, replicates))
     if sizing.ceiling < question.attainment:
         sizing.reason = _alone_text(replicates, question, profile)
         return sizing
@@ -182,7 +182,7 @@ def size_all(
 def floor(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Fleet:
     """The smallest fleet of a kind that the fluid bound allows."""
     fewest = 2 if worker_type.is_split else 1
-    most = ceiling(worker_type.profile, replicates.workload, replicates)
+    most = ceiling(worker_type.profile, replicates.outline, replicates)
     if most < question.attainment:
         return of_one_kind(worker_type, fewest, 0.5)
     bound = fluid_workers(replicates, question, worker_type)
@@ -193,7 +193,7 @@ def fluid_workers(replicates: Replicates, question: PlanRequest, worker_type: Wo
     """The bound from below; 1 for agents, since they send when they come to it, in whatever time."""
     if replicates.agents is not None:
         return 1
-    profile, workload = worker_type.profile, replicates.workload
+    profile, workload = worker_type.profile, replicates.outline
     if replicates.classes:
         return fluid_workers_of_classes(workload, profile, replicates.slos, replicates.asked)
     return fluid_workers_of(workload, profile, replicates.slo, question.attainment)
@@ -203,7 +203,7 @@ def _alone_text(replicates: Replicates, question: PlanRequest, profile: Profile)
     """How many requests, or else sessions, break their target with workers to themselves."""
     told, requests = _alone_missed(replicates, profile)
     if requests >= question.attainment and (asked_s := replicates.session_s) is not None:
-        took_s = alone_session_s(profile, replicates.workload)
+        took_s = alone_session_s(profile, replicates.outline)
         most_s = _quantile(took_s, question.attainment)
         told = f"alone on workers, {float((took_s > asked_s).mean()):.2%} of the sessions already take longer"
         told += f" than {duration_text(asked_s)}, and {question.attainment:g} of them {duration_text(most_s)}"
@@ -212,14 +212,14 @@ def _alone_text(replicates: Replicates, question: PlanRequest, profile: Profile)
 
 def _alone_missed(replicates: Replicates, profile: Profile) -> tuple[str, float]:
     """The same of requests alone, and the attainment that leaves; of classes the one that misses most."""
-    met = _met_alone(profile, replicates.workload, replicates)
+    met = _met_alone(profile, replicates.outline, replicates)
     missed, whose = 1.0 - float(met.mean()), ""
     if replicates.classes:
-        share = 1.0 - attained_by_class(met, replicates.workload)
+        share = 1.0 - attained_by_class(met, replicates.outline)
         worst = int(np.argmax(share / (1.0 - np.array(replicates.asked))))
         missed, whose = float(share[worst]), f" of class {replicates.classes[worst].name}"
     told = f"alone on a worker, {missed:.2%} of the requests{whose} already break the target"
-    return told, replicates.attained(met, replicates.workload)
+    return told, replicates.attained(met, replicates.outline)
 
 
 def far_above(fleet: Fleet, cheapest: tuple[float, int, int], times: float = PAST_HOPE) -> bool:
@@ -327,19 +327,20 @@ def past_hope(sizing: Sizing, workload: Workload) -> int:
 
 def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:
     """Workers by Eq 6, which counts decode alone: a first guess, no bound."""
-    workload = replicates.workload
+    workload = replicates.outline
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     try:
         per_gpu = decode_throughput(worker_type.profile, replicates.slo.tpot_s, context).tokens_per_s_per_gpu
     except Infeasible:
         return 1.0
     seconds = max(workload.duration_s, 1.0)
-    return float(workload.output_tokens.sum()) / seconds / (per_gpu * worker_type.gpus)
+    outputs = float(workload.output_tokens.mean()) * workload.requests
+    return outputs / seconds / (per_gpu * worker_type.gpus)
 
 
 def prefill_share(worker_type: WorkerType, replicates: Replicates) -> float:
     """Share of the workers that should prefill, by the work each phase brings (split mode)."""
-    profile, workload = worker_type.profile, replicates.workload
+    profile, workload = worker_type.profile, replicates.outline
     prefill_s = float(profile.prefill_alone_s(workload.prompt_tokens, workload.ideal_hits).sum())
     context = workload.prompt_tokens + workload.output_tokens / 2.0
     # A decode worker is shared by as many sequences as the TPOT target lets into one step.

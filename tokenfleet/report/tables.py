@@ -16,7 +16,7 @@ from tokenfleet.planning.comparisons import Nearest
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.result import Candidate, Plan
+from tokenfleet.planning.result import Candidate, Plan, Sampled
 from tokenfleet.planning.reuse import LOST, Reuse
 
 _BINDS = {
@@ -233,6 +233,8 @@ def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
             f"{share_text(sure.expected)} expected, at least {share_text(sure.low)}"
             f" ({sure.replicates} worlds); {share_text(best.on_trace)} on the trace as it is",
         )
+    if plan.sampled is not None:
+        yield "sampling", sampled_text(plan.sampled)
     yield "TTFT", _quantiles(best, "ttft")
     yield "TPOT", _quantiles(best, "tpot")
     fewer = plan.one_fewer
@@ -240,6 +242,19 @@ def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
         expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
         words = f"{workers_text(fewer.workers)}: {share_text(expected)} expected; {fewer.fails}"
         yield "one fewer", words if fewer.workers else fewer.fails
+
+
+def sampled_text(sampled: Sampled) -> str:
+    """What a long trace was judged by, what that cost, and what the replay of the whole found."""
+    words = (
+        f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests), all"
+        f" {sampled.binding:,} that bind among them, say {share_text(sampled.attainment)}, at least"
+        f" {share_text(sampled.low)} of the whole; "
+    )
+    if sampled.whole is None:
+        return f"{words}this policy is not replayed whole"
+    more = f", with {workers_text(sampled.added)} more" if sampled.added else ""
+    return f"{words}replayed whole{more}: {share_text(sampled.whole)}"
 
 
 def _binding_text(bind: Binding) -> str:

@@ -98,6 +98,7 @@ def workload_digest(workload: Workload) -> str:
     digest = hashlib.sha256(repr(workload.slo_classes).encode())
     for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class"):
         digest.update(getattr(workload, name).tobytes())
+    digest.update(b"" if workload.weight is None else workload.weight.tobytes())
     for shared in (workload.prefixes, workload.sessions):
         digest.update(b"none" if shared is None else b"known")
         for column in vars(shared).values() if shared is not None else ():

@@ -1,0 +1,239 @@
+"""The sample by which a long trace is judged: the windows that bind whole, and a random choice of the others.
+
+A trace of more than `LONG` requests is cut into windows. Its load in each is what its requests ask of workers:
+prompts and outputs, each over the trace's mean. Misses come with load, so the windows are taken as follows.
+
+**What binds**: the busiest windows, as many as hold `BINDING` times the requests that may miss, are replayed
+whole. A fleet that is about right misses most of what it misses there.
+
+**The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before. From
+each as many windows are drawn, at equal distances in the order of their mean prompts: so both rate and mix of
+lengths are there as they are in the trace. A request of a drawn window tells of as many as its stratum has for
+each that was drawn (`Workload.weight`).
+
+A window is replayed behind a lead-in and before some arrivals more, none of which count, as many seconds as a
+long answer takes; neighbours are replayed as one. Requests keep their times, so that a sample is a workload
+with gaps. It is drawn from a replicate's own traffic, so that what a fleet misses in it is what it misses in the
+replicate, but for the chance of the draw, which adds to the scatter of replicates and so to a plan's doubt.
+
+**Its cost**: on the trace as it is, the share met is below the sample's by at most `reach` with the confidence
+asked for: by the scatter of windows within strata, or, where nothing was missed, Jeffreys' bound.
+
+**A replicate** of a long trace is held as pieces (rows in a row, so many seconds later), not row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from controlplane.workload import Workload
+from tokenfleet.planning.draws import block_starts
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+LONG = 500_000  # requests; all of fewer are replayed each time
+SAMPLED = 400_000  # requests of a sample, lead-ins aside
+WINDOWS = 2000
+SHORTEST_S = 60.0
+BINDING = 3.0
+STRATA = 6
+FEWEST = 4  # windows of a stratum
+LEAD_S = (30.0, 600.0)
+CURVE = 1_000_000  # points of the curves of load
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A draw of a trace: rows [low, high) come `shift_s` later than there, from `begin_s` on, in that order."""
+
+    begin_s: Floats
+    low: Ints
+    high: Ints
+    shift_s: Floats
+
+    def cut(self, arrival_s: Floats, start_s: Floats, end_s: Floats) -> tuple[Ints, Pieces]:
+        """What comes within each span [start, end), times unchanged, and which span each piece is of."""
+        first = np.maximum(np.searchsorted(self.begin_s, start_s, side="right") - 1, 0)
+        last = np.maximum(np.searchsorted(self.begin_s, end_s, side="left") - 1, first)
+        count = last - first + 1
+        span = np.repeat(np.arange(len(start_s)), count)
+        at = np.arange(len(span)) - np.repeat(np.cumsum(count) - count, count) + first[span]
+        shift_s, low, high = self.shift_s[at], self.low[at], self.high[at]
+        low = np.clip(np.searchsorted(arrival_s, start_s[span] - shift_s), low, high)
+        high = np.clip(np.searchsorted(arrival_s, end_s[span] - shift_s), low, high)
+        return span, Pieces(np.maximum(self.begin_s[at], start_s[span]), low, high, shift_s)
+
+    def rows(self, arrival_s: Floats) -> tuple[Ints, Floats]:
+        """The rows in order of time, and when they come."""
+        count = self.high - self.low
+        row = np.arange(count.sum()) + np.repeat(self.low - (np.cumsum(count) - count), count)
+        when_s = arrival_s[row] + np.repeat(self.shift_s, count)
+        order = np.argsort(when_s, kind="stable")  # rounding may put a row a hair before the one before it
+        return row[order], np.maximum(when_s[order], 0.0)
+
+    def span_s(self, arrival_s: Floats) -> tuple[float, float]:
+        """When the first row comes, and the last."""
+        held = np.flatnonzero(self.high > self.low)
+        a, b = held[0], held[-1]
+        return (
+            float(arrival_s[self.low[a]] + self.shift_s[a]),
+            float(arrival_s[self.high[b] - 1] + self.shift_s[b]),
+        )
+
+
+def whole(arrival_s: Floats) -> Pieces:
+    """The trace as it is."""
+    return Pieces(np.array([0.0]), np.array([0]), np.array([len(arrival_s)]), np.array([0.0]))
+
+
+def drawn_anew(arrival_s: Floats, pieces: Pieces, rng: np.random.Generator) -> Pieces:
+    """Other starts, as `draws` draws them: each block of time replaced by one nearby."""
+    first_s, last_s = pieces.span_s(arrival_s)
+    block_s, starts_s = block_starts(last_s - first_s, rng)
+    starts_s = starts_s + first_s
+    ends_s = np.where(starts_s + block_s >= last_s, np.inf, starts_s + block_s)
+    span, cut = pieces.cut(arrival_s, starts_s, ends_s)
+    later_s = (np.arange(len(starts_s)) * block_s - starts_s)[span]
+    return Pieces(cut.begin_s + later_s, cut.low, cut.high, cut.shift_s + later_s)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a replicate: the requests, `window` [requests] of each, and the strata.
+
+    `window` is -1 of requests that do not count. `stratum` [windows]: -1 of windows that were not drawn, 0 of
+    those that bind. `held` and `windows` [strata]: the requests and the windows that each has in the replicate.
+    """
+
+    workload: Workload
+    window: Ints
+    stratum: Ints
+    held: Floats
+    windows: Ints
+
+    def reach(self, met: NDArray[np.bool_], confidence: float) -> float:
+        """By how much the share met in the whole may be below the sample's, at a confidence."""
+        counts = self.window >= 0
+        of = self.window[counts]
+        requests = np.bincount(of, minlength=len(self.stratum)).astype(float)
+        missed = np.bincount(of, weights=~met[counts], minlength=len(self.stratum))
+        variance = chance = 0.0
+        for h in range(1, len(self.held)):
+            drawn = np.flatnonzero(self.stratum == h)
+            if len(drawn) == self.windows[h] or requests[drawn].sum() == 0:
+                continue
+            share = missed[drawn].sum() / requests[drawn].sum()
+            departs = missed[drawn] - share * requests[drawn]
+            spread = float((departs**2).sum()) / max(len(drawn) - 1, 1)
+            variance += self.windows[h] * (self.windows[h] - len(drawn)) * spread / len(drawn)
+            n, bad = float(requests[drawn].sum()), float(missed[drawn].sum())
+            chance += self.held[h] ** 2 * (_jeffreys(bad, n, confidence) - share) ** 2
+        by_windows = float(stats.norm.ppf(confidence)) * np.sqrt(variance)
+        return float(max(by_windows, np.sqrt(chance)) / self.held.sum())
+
+
+def _jeffreys(missed: float, requests: float, confidence: float) -> float:
+    return float(stats.beta.ppf(confidence, missed + 0.5, requests - missed + 0.5))
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws samples of a long trace and of its replicates; `may_miss` the share of requests that may miss."""
+
+    workload: Workload
+    may_miss: float
+    tpot_s: float
+    seed: int = 0
+    requests: int = SAMPLED
+
+    @cached_property
+    def as_it_is(self) -> Sample:
+        """A sample of the trace itself."""
+        return self.sample(0)
+
+    def sample(self, replicate: int, start_s: float | None = None, end_s: float | None = None) -> Sample:
+        """A sample of a replicate, 0 being the trace; or of a part of its time."""
+        arrival_s = self.workload.arrival_s
+        pieces = whole(arrival_s)
+        if replicate:
+            rng = np.random.default_rng([self.seed, replicate, 1])
+            pieces = drawn_anew(arrival_s, drawn_anew(arrival_s, pieces, rng), rng)
+        first_s, last_s = pieces.span_s(arrival_s)
+        first_s, last_s = start_s or first_s, end_s or np.nextafter(last_s, np.inf)
+        width_s = max((last_s - first_s) / WINDOWS, min(SHORTEST_S, (last_s - first_s) / 4))
+        edges_s = np.append(np.arange(first_s, last_s, width_s), last_s)
+        stratum, held, windows = self._chosen(pieces, edges_s, np.random.default_rng([self.seed, replicate, 4]))
+        begin_s, end_of_s = self._runs(edges_s, stratum >= 0)
+        rows, when_s = pieces.cut(arrival_s, begin_s, end_of_s)[1].rows(arrival_s)
+        window = np.clip(np.searchsorted(edges_s, when_s, side="right") - 1, 0, len(stratum) - 1)
+        counts = (stratum[window] >= 0) & (when_s >= first_s) & (when_s < last_s)
+        of = np.where(counts, stratum[window], len(held))
+        weight = np.append(held / np.maximum(np.bincount(of, minlength=len(held) + 1)[:-1], 1), 0.0)[of]
+        part = self.workload.take(rows)
+        workload = Workload(
+            when_s, part.prompt_tokens.astype(np.int64), part.output_tokens.astype(np.int64), part.priority,
+            part.slo_class, part.slo_classes, weight=weight,
+        )  # fmt: skip
+        return Sample(workload, np.where(counts, window, -1), stratum, held, windows)
+
+    @cached_property
+    def _curves(self) -> tuple[Floats, Floats, Floats]:
+        """Rows, and the load and the prompt tokens of all before each."""
+        every = max(len(self.workload) // CURVE, 1)
+        at = np.append(np.arange(0, len(self.workload), every), len(self.workload))
+        prompts, outputs = (
+            np.concatenate([[0.0], np.cumsum(np.add.reduceat(tokens, at[:-1], dtype=np.int64))])
+            for tokens in (self.workload.prompt_tokens, self.workload.output_tokens)
+        )
+        return at.astype(float), prompts / prompts[-1] + outputs / outputs[-1], prompts
+
+    def _chosen(
+        self, pieces: Pieces, edges_s: Floats, rng: np.random.Generator
+    ) -> tuple[Ints, Floats, Ints]:
+        """Of each window its stratum, -1 where it is not drawn; and each stratum's requests and windows."""
+        span, cut = pieces.cut(self.workload.arrival_s, edges_s[:-1], edges_s[1:])
+        of = len(edges_s) - 1
+        count = np.bincount(span, weights=cut.high - cut.low, minlength=of)
+        at, *curves = self._curves
+        load, prompts = (
+            np.bincount(span, np.interp(cut.high, at, c) - np.interp(cut.low, at, c), of) for c in curves
+        )
+        order = np.argsort(-load, kind="stable")
+        order = order[count[order] > 0]
+        upto = np.cumsum(count[order])
+        most = min(BINDING * self.may_miss * upto[-1], self.requests / 2)
+        binding = int(np.searchsorted(upto, most)) + 1
+        groups = [order[:binding], *np.split(order[binding:], _edges(len(order) - binding))]
+        stratum = np.full(of, -1, np.int64)
+        stratum[groups[0]] = 0
+        left = max(self.requests - upto[binding - 1], 0.0)
+        for h, group in enumerate(groups[1:], 1):
+            if len(group) == 0:
+                continue
+            each = left / (len(groups) - h) / count[group].mean()
+            drawn = min(max(int(each), FEWEST), len(group))
+            ordered = group[np.argsort(prompts[group] / count[group], kind="stable")]
+            places = ((rng.random() + np.arange(drawn)) * len(group) / drawn).astype(np.int64)
+            stratum[ordered[places]] = h
+            left = max(left - count[ordered[places]].sum(), 0.0)
+        held = np.array([count[group].sum() for group in groups])
+        return stratum, held, np.array([len(group) for group in groups])
+
+    def _runs(self, edges_s: Floats, drawn: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """The spans to replay: drawn windows with what goes before and behind, those that meet as one."""
+        long = float(np.quantile(self.workload.thinned(CURVE // 10).output_tokens, 0.95))
+        aside_s = float(np.clip(long * self.tpot_s, *LEAD_S))
+        begin_s, end_s = edges_s[:-1][drawn] - aside_s, edges_s[1:][drawn] + aside_s
+        apart = np.append(True, begin_s[1:] > end_s[:-1])
+        return begin_s[apart], end_s[np.append(np.flatnonzero(apart)[1:] - 1, len(end_s) - 1)]
+
+
+def _edges(windows: int) -> Ints:
+    """Where the strata of so many windows begin, but for the first: each is twice as large as the one before."""
+    return np.round(windows * (2.0 ** np.arange(1, STRATA) - 1.0) / (2.0**STRATA - 1.0)).astype(np.int64)

@@ -1,0 +1,116 @@
+"""The full replay of a long trace on the fleet that samples found, and what the sampling cost.
+
+Every request of the trace is replayed once, as a stream. Where fewer meet the target than the sample said, a
+worker is added and the trace replayed again. What a plan then says of the trace (attainment, latencies,
+utilisation) is of that replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.workload import Workload
+from dataplane.simulated.run import class_counts, joint
+from dataplane.simulated.stream import can_stream, simulate_stream
+from tokenfleet.planning.fleet import Fleet
+from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.result import Candidate, Sampled, latency
+from tokenfleet.planning.sizing import Sizing
+
+PART = 100_000  # requests in memory at once
+MOST_MORE = 8  # workers
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What became of all requests: attainment, of each class its requests and those met, latencies, seconds."""
+
+    attainment: float
+    classes: tuple[tuple[int, float], ...]
+    ttft_s: NDArray[np.float32]
+    tpot_s: NDArray[np.float32]
+    utilisation: float
+
+
+def full_replay(replicates: Replicates, fleet: Fleet) -> Whole:
+    """All requests of the trace on a fleet, part by part."""
+    workload = replicates.workload
+    counts = np.zeros((2, len(workload.slo_classes)))
+    ttft_s, tpot_s = (np.empty(len(workload), np.float32) for _ in range(2))
+    at, busy_s, end_s = 0, 0.0, 0.0
+    outcomes = simulate_stream(
+        _parts(workload),
+        fleet.specs(),
+        replicates.slos,
+        replicates.policy,
+        settings=replicates.settings,
+        predictor=replicates.predictor,
+        seed=replicates.seed,
+    )
+    for outcome in outcomes:
+        counts += class_counts(outcome.met, outcome.workload)
+        upto = at + len(outcome.workload)
+        ttft_s[at:upto], tpot_s[at:upto] = outcome.ttft_s, outcome.tpot_s
+        at, busy_s, end_s = upto, float(outcome.busy_s.sum()), max(end_s, outcome.end_s)
+    replicates.told()
+    requests, missed = counts
+    shares = 1.0 - missed / np.maximum(requests, 1)
+    met = joint(shares, replicates.asked) if replicates.asked else float(1.0 - missed.sum() / len(workload))
+    classes = tuple(zip(requests.astype(int).tolist(), shares.tolist(), strict=True))
+    return Whole(met, classes, ttft_s, tpot_s, busy_s / (fleet.workers * end_s))
+
+
+def _parts(workload: Workload) -> Iterator[Workload]:
+    for start in range(0, len(workload), PART):
+        yield workload.take(slice(start, start + PART))
+
+
+def verified(
+    replicates: Replicates, question: PlanRequest, winner: Sizing, best: Candidate
+) -> tuple[Candidate, Sampled]:
+    """The smallest fleet from `best` on that meets the target on every request; sets `winner.confirmed`.
+
+    `best` where none of `MOST_MORE` workers more do, or the policy takes no stream: `Sampled` says which.
+    """
+    assert replicates.sampler is not None
+    assert winner.confirmed is not None
+    sample = replicates.sampler.as_it_is
+    outcome = replicates.replay(best.fleet)
+    reach = sample.reach(outcome.met, question.confidence)
+    binding = int((sample.stratum == 0).sum())
+    told = Sampled(
+        requests=int((sample.window >= 0).sum()),
+        windows=int((sample.stratum >= 0).sum()),
+        binding=binding,
+        of_windows=int(sample.windows.sum()),
+        attainment=outcome.attainment,
+        low=max(outcome.attainment - reach, 0.0),
+    )
+    if not can_stream(replicates.workload, replicates.policy):
+        return best, told
+    limit = question.most_workers(winner.worker_type)
+    for more in range(MOST_MORE + 1):
+        count = winner.confirmed + more
+        if more and winner.mix is None and limit is not None and count > limit:
+            break
+        fleet = best.fleet if more == 0 else winner.fleet(count)
+        whole = full_replay(replicates, fleet)
+        told = replace(told, whole=whole.attainment, added=more)
+        if whole.attainment >= question.attainment:
+            winner.confirmed = count
+            winner.on_trace[count] = whole.attainment
+            return replace(
+                best,
+                fleet=fleet,
+                on_trace=whole.attainment,
+                ttft=latency(whole.ttft_s),
+                tpot=latency(whole.tpot_s),
+                utilisation=whole.utilisation,
+                classes=whole.classes,
+            ), told
+    return best, told
