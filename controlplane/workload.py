@@ -23,8 +23,9 @@ class Workload:
     `arrival_s` seconds since the workload's start, `prompt_tokens` and `output_tokens` at least 1,
     `priority` 0 normal or 1 high, `slo_class` an index into `slo_classes`. `prefixes`: what the requests
     share, None where it is not known; `sessions`: what they wait for, None where all come at their times.
-    Tokens may be int32, of which a long trace takes half the memory. `weight` of a sample: how many requests of
-    the whole each tells of, 0 for one that is only there beside others; None: each tells of itself.
+    Whole numbers are int64, or as narrow as they were given: a long trace takes less memory. `weight` of a
+    sample: how many requests of the whole each tells of, 0 for one that is only there beside others; None:
+    each tells of itself.
     """
 
     arrival_s: NDArray[np.float64]
@@ -41,7 +42,7 @@ class Workload:
         n = len(self.arrival_s)
         for name in ("priority", "slo_class"):
             if len(getattr(self, name)) == 0:
-                object.__setattr__(self, name, np.zeros(n, np.int64))
+                object.__setattr__(self, name, np.zeros(n, np.int8))
         for name, kind in (
             ("arrival_s", np.float64),
             ("prompt_tokens", np.int64),
@@ -50,8 +51,8 @@ class Workload:
             ("slo_class", np.int64),
         ):
             given = getattr(self, name)
-            if name.endswith("tokens") and getattr(given, "dtype", kind) == np.int32:
-                kind = np.int32
+            if kind is np.int64 and np.issubdtype(getattr(given, "dtype", kind), np.signedinteger):
+                kind = given.dtype
             column = np.ascontiguousarray(given, dtype=kind)
             if column.shape != (n,):
                 raise BadInput(f"workload: {name}: {column.shape[0]} rows, arrival_s has {n}")
@@ -142,7 +143,7 @@ class Workload:
         )
 
     def thinned(self, most: int) -> Workload:
-        """At most so many of the requests, each of which tells of its neighbours; itself where it has no more."""
+        """At most so many of the requests, each telling of its neighbours; itself where it has no more."""
         every = -(-len(self) // most)
         if every <= 1:
             return self
@@ -152,4 +153,4 @@ class Workload:
 
 def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:
     # Beyond any context the length does not matter, but it must stay a number that fits.
-    return np.clip(np.rint(tokens * scale), 1, LONGEST_TOKENS).astype(tokens.dtype)
+    return np.asarray(np.clip(np.rint(tokens * scale), 1, LONGEST_TOKENS), tokens.dtype)

@@ -254,7 +254,10 @@ def _caches(workload: Workload, profiles: Sequence[Profile], variant: NDArray[np
     kv = [(p.kv.capacity_tokens // p.kv.block_tokens, p.kv.block_tokens) for p in profiles]
     blocks, block_tokens = np.array(kv)[variant].T
     return new_caches(
-        workload.prefixes, blocks, block_tokens, workload.prompt_tokens + workload.output_tokens
+        workload.prefixes,
+        blocks,
+        block_tokens,
+        workload.prompt_tokens.astype(np.int64) + workload.output_tokens,
     )
 
 
@@ -304,11 +307,11 @@ def attained_by_class(met: NDArray[np.bool_], workload: Workload) -> NDArray[np.
 def class_counts(
     met: NDArray[np.bool_], workload: Workload
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[classes] the requests of each SLO class, and those of them that are not met; of a sample, its whole's."""
+    """[classes] the requests of each SLO class, and those not met; of a sample, its whole's."""
     slo_class, classes = workload.slo_class, len(workload.slo_classes)
     weight = np.ones(len(met)) if workload.weight is None else workload.weight
-    counts = np.bincount(slo_class, weights=weight, minlength=classes)
-    return counts, np.bincount(slo_class, weights=weight * ~met, minlength=classes)
+    counts, missed = (np.bincount(slo_class, each, classes) for each in (weight, weight * ~met))
+    return np.asarray(counts, np.float64), np.asarray(missed, np.float64)
 
 
 def share_of(met: NDArray[np.bool_], workload: Workload) -> float:

@@ -1,14 +1,24 @@
-"""The simulation of a fleet on a trace: which worker served each request, and when it had its tokens."""
+"""The simulation of a fleet on a trace: which worker served each request, and when it had its tokens.
+
+**A stream** is simulated part after part, in memory for one part at a time. What has not ended when the next
+part begins goes along with it, at the head of its rows and in its order, so that the outcome of every request
+is the one that a run of all of them at once would give it. Requests that share prefixes or wait for each
+other, and policies that move requests, place them together or go by their number, need the whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from controlplane.control import State
-from controlplane.placement.policies import EXACT, Policy
+from controlplane.errors import BadInput
+from controlplane.placement.ledger import NONE
+from controlplane.placement.policies import EXACT, Policy, read_policy
 from controlplane.port import Decide
 from controlplane.types import Slo
 from controlplane.workload import Workload
@@ -25,10 +35,16 @@ __all__ = [
     "Outcome",
     "RunState",
     "WorkerSpec",
+    "can_stream",
     "prepare",
     "simulate",
     "simulate_elastic",
+    "simulate_stream",
 ]
+
+ENDLESS = 1 << 60
+COLUMNS = ("arrival_s", "ttft_target_s", "tpot_target_s", "worker", "first_token_s", "finish_s",
+           "preemptions", "migrations")  # fmt: skip
 
 
 def simulate(
@@ -75,3 +91,99 @@ def simulate_elastic(
     fleet = Elastic(run, elastic)
     drive(run, control, fleet, decide, state)
     return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))
+
+
+def can_stream(workload: Workload, policy: Policy | str) -> bool:
+    """Whether these requests can be simulated part by part under a policy."""
+    placement, migrates = read_policy(policy)
+    if workload.prefixes is not None or workload.sessions is not None:
+        return False
+    return not migrates and placement not in (Policy.EXACT, Policy.ROUND_ROBIN)
+
+
+def simulate_stream(
+    parts: Iterable[Workload],
+    workers: Sequence[WorkerSpec],
+    slo: Slo | Sequence[Slo],
+    policy: Policy | str = Policy.SPREAD,
+    **options: Unpack[RunOptions],
+) -> Iterator[Outcome]:
+    """Run the parts, none empty, one behind the other in time; with each the outcome of what has ended since.
+
+    `predictor` is needed: a part alone does not know the others' lengths. `busy_s` and `end_s` are of the run
+    so far. Raises BadInput for what cannot be simulated in parts, and for a part that begins before the last.
+    """
+    if options.get("predictor") is None:
+        raise BadInput("simulate: predictor: a stream needs one of all its requests")
+    draws = np.random.default_rng(options.get("seed", 0))
+    options["max_misses"] = ENDLESS
+    state: RunState | None = None
+    waiting = iter(parts)
+    part = next(waiting, None)
+    while part is not None:
+        if not can_stream(part, policy):
+            raise BadInput("simulate: requests that are moved, or that share or wait, are no stream")
+        after = next(waiting, None)
+        if after is not None and after.arrival_s[0] < part.arrival_s[-1]:
+            raise BadInput(f"simulate: a part begins at {after.arrival_s[0]:g} s, before the last has ended")
+        fresh = draws.random((len(part), 2))
+        state = _begun(state, part, workers, slo, policy, fresh, options)
+        until_s = np.inf if after is None else np.nextafter(after.arrival_s[0], -np.inf)
+        advance(state.ledger, state.engines, state.cluster, state.rules, until_s)
+        outcome = state.outcome()
+        yield picked(outcome, ~np.isnan(outcome.finish_s) | (after is None))
+        part = after
+
+
+def _begun(
+    before: RunState | None,
+    part: Workload,
+    workers: Sequence[WorkerSpec],
+    slo: Slo | Sequence[Slo],
+    policy: Policy | str,
+    draws: NDArray[np.float64],
+    options: RunOptions,
+) -> RunState:
+    """A run of what the one before left unfinished and of a part, at the moment where that one stands."""
+    if before is None:
+        state = prepare(part, workers, slo, policy, **options)
+        return replace(state, rules=state.rules._replace(draws=draws))
+    alive = np.flatnonzero(np.isnan(before.engines.requests["finish_s"]))
+    state = prepare(_joined(before.workload.take(alive), part), workers, slo, policy, **options)
+    place = np.full(len(before.workload) + 1, NONE, np.int64)  # the last row is that of NONE
+    place[alive] = np.arange(len(alive))
+    old, led = before.ledger, state.ledger
+    led.requests[: len(alive)] = old.requests[alive]
+    led.requests["next"][: len(alive)] = place[old.requests["next"][alive]]
+    led.workers[:] = old.workers
+    for name in ("queue_head", "queue_tail", "running"):
+        getattr(led, name)[:] = place[np.minimum(getattr(old, name), len(before.workload))]
+    engines = state.engines
+    engines.requests[: len(alive)] = before.engines.requests[alive]
+    engines.workers[:] = before.engines.workers
+    engines.total["misses"] = before.engines.total["misses"]
+    cluster, was = state.cluster, before.cluster
+    cluster.clock[:] = was.clock
+    # Those of the part's last instant are sent with the next part, if that begins at the same one.
+    cluster.sending.counts["sent"] = np.searchsorted(alive, was.sending.counts["sent"][0])
+    for name in ("head", "tail", "refused"):
+        getattr(cluster.queue, name)[:] = place[getattr(was.queue, name)]
+    cluster.queue.counts[:] = was.queue.counts
+    passing = int(was.clock["transit_n"][0])
+    cluster.transit[:passing] = place[was.transit[:passing]]
+    cluster.transit_s[:passing] = was.transit_s[:passing]
+    kept = np.concatenate([before.rules.draws[alive], draws])
+    return replace(state, rules=state.rules._replace(draws=kept))
+
+
+def _joined(left: Workload, part: Workload) -> Workload:
+    """The requests that are left, and those of a part behind them."""
+    columns = ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class")
+    both = {name: np.concatenate([getattr(left, name), getattr(part, name)]) for name in columns}
+    return Workload(**both, slo_classes=part.slo_classes)
+
+
+def picked(outcome: Outcome, rows: NDArray[np.bool_]) -> Outcome:
+    """The outcome of some of the requests."""
+    columns = {name: getattr(outcome, name)[rows] for name in COLUMNS}
+    return replace(outcome, workload=outcome.workload.take(rows), cached_tokens=None, **columns)

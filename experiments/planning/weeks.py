@@ -1,15 +1,15 @@
-"""A week of ten million requests, planned from them; and whether samples find the fleet that full replays find.
+"""A week of ten million requests, planned; and whether samples find the fleet that full replays find.
 
     python experiments/planning/weeks.py [--quick] [--requests 10000000] [--part week|same] [--resume FOLDER]
 
 *week*: seven days at the rates of ServeGen's m-mid (its first week; Poisson within ten minutes), scaled to so
-many requests. Lengths are pairs of the Azure conversation hour and of ShareGPT, more of the first by day (a
-share of 0.5 + 0.3 sin, a day round). The trace is written in seven files, one a day (CSV), and planned by
-`tokenfleet plan` for Llama-3.1-8B on A100 and H100, 99 % within 1.6 s and 50 ms at confidence 0.95: wall time,
-peak memory, the sample's bound and what the full replay found.
+many requests. Lengths are pairs of the Azure conversation hour and of ShareGPT, more of the first by day
+(a share of 0.5 + 0.3 sin, a day round). The trace is written in seven files, one a day (CSV), and planned
+by `tokenfleet plan` for Llama-3.1-8B on A100 and H100, 99 % within 1.6 s and 50 ms at confidence 0.95: wall
+time, peak memory, the sample's bound and what the full replay found.
 
-*same*: twenty half-days of 200,000 requests (ten of m-mid's second week, ten of m-small), Llama-2-70B on four
-H100s, 99 % within 1.6 s and 75 ms, planned once by replays of all requests and once by samples of 40,000.
+*same*: twenty stretches of three hours and 200,000 requests (ten of m-mid's second week, ten of m-small, six
+hours apart; windows of a minute), Llama-2-70B on four H100s, 99 % within 1.6 s and 75 ms, planned once by replays of all requests and once by samples of 40,000.
 `same` counts fleets that are equal; `held` those whose full replay is not below the sample's bound.
 """
 
@@ -47,7 +47,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.library import find_profiles
 
-STANDS_S, DAY = 600.0, 144
+STANDS_S, DAY, STRETCH, APART = 600.0, 144, 18, 36  # the latter three in rates
 MOST_S, MOST_GB, SAME = 600.0, 2.0, 0.95
 BEGINS = "2025-06-02"  # a Monday
 CASES, OF_CASE, OF_SAMPLE = 20, 200_000, 40_000
@@ -96,10 +96,12 @@ def week(data: Path, requests: int, seed: int) -> dict[str, Any]:
             frame.write_csv(files[-1], datetime_format="%Y-%m-%d %H:%M:%S%.6f")
         del workload, part, frame
         command = [sys.executable, "-m", "tokenfleet", "plan", "--model", "llama-3.1-8b", "--slo", SLO_8B]
-        command += ["--gpu", "a100", "--gpu", "h100-80gb", "--tp", "1", "--format", "json", "--drop-too-long"]
+        command += ["--gpu", "a100", "--gpu", "h100", "--tp", "1", "--format", "json", "--drop-too-long"]
         began = time.perf_counter()
         done = subprocess.run(
-            [*command, *(word for file in files for word in ("--trace", str(file)))], stdout=subprocess.PIPE
+            [*command, *(word for file in files for word in ("--trace", str(file)))],
+            stdout=subprocess.PIPE,
+            check=True,
         )
         wall_s = time.perf_counter() - began
     plan = json.loads(done.stdout)
@@ -119,10 +121,10 @@ def week(data: Path, requests: int, seed: int) -> dict[str, Any]:
 
 
 def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
-    """One half-day, planned by full replays and by samples."""
+    """One stretch, planned by full replays and by samples."""
     name, first = ("m-mid", 7 * DAY) if number % 2 else ("m-small", 0)
-    start = first + number // 2 * (DAY // 2)
-    workload = made(data, rates(data, name)[start : start + DAY // 2], requests, seed + number)
+    start = first + number // 2 * APART
+    workload = made(data, rates(data, name)[start : start + STRETCH], requests, seed + number)
     profile = find_profiles("llama-2-70b", ["h100-80gb"], [4])[0]
     worker_type = WorkerType.of(profile, 8.0, "made")
     question = PlanRequest(SLO_70B, attainment=0.99, confidence=0.95, seed=seed + number)
@@ -131,8 +133,10 @@ def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
     with threads(2) as pool:
         for how, most in (("full", len(long) + 1), ("sample", len(long) - 1)):
             began = time.perf_counter()
-            with patch.object(planner, "LONG", most), patch.object(sample.Sampler, "requests", OF_SAMPLE):
-                plan = make_plan(long, [worker_type], question, described("made", long, ()), pool, explained=False)
+            with patch.object(planner, "LONG", most), patch.object(planner, "SAMPLED", OF_SAMPLE):
+                plan = make_plan(
+                    long, [worker_type], question, described("made", long, ()), pool, explained=False
+                )
             row[how] = plan.best.fleet.workers if plan.best else 0
             row[f"{how} s"] = round(time.perf_counter() - began, 1)
     fleet = of_one_kind(worker_type, row["sample"])
@@ -163,10 +167,13 @@ def main() -> int:
     if asked.part != "week":
         size, count = (60_000, 2) if asked.quick else (OF_CASE, asked.cases)
         cases = [
-            asked.resume.part(f"case {i}", lambda i=i: case(asked.data, i, size, asked.seed)) for i in range(count)
+            asked.resume.part(f"case {i}", lambda i=i: case(asked.data, i, size, asked.seed))
+            for i in range(count)
         ]
         rows += cases
-        bars["same fleet"] = bar(float(np.mean([c["full"] == c["sample"] for c in cases])), SAME, at_least=True)
+        bars["same fleet"] = bar(
+            float(np.mean([c["full"] == c["sample"] for c in cases])), SAME, at_least=True
+        )
         held = [c["full replay"] >= c["at least"] for c in cases]
         bars["full replay above the sample's bound"] = bar(float(np.mean(held)), SAME, at_least=True)
     return show("a week of requests", rows, bars, asked)

@@ -78,7 +78,7 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
 
 
 def _of_one(workload: Workload) -> Workload:
-    return replace(workload, slo_class=np.zeros(len(workload), np.int64), slo_classes=(PLAIN_CLASS,))
+    return replace(workload, slo_class=np.zeros(len(workload), np.int8), slo_classes=(PLAIN_CLASS,))
 
 
 def _matching(trace: Trace, column: str, value: str) -> NDArray[np.bool_]:

@@ -46,7 +46,7 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.sample import CURVE, LONG, Sampler
+from tokenfleet.planning.sample import CURVE, LONG, SAMPLED, Sampler
 from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
@@ -141,7 +141,8 @@ def _sampler(replicates: Replicates, question: PlanRequest) -> Sampler | None:
     if len(workload) <= LONG or not replicates.units.is_plain or waits(replicates):
         return None
     loosest_s = max(slo.tpot_s for slo in replicates.slos)
-    return Sampler(workload, replicates.may_miss(question.attainment), loosest_s, question.seed)
+    may_miss = replicates.may_miss(question.attainment)
+    return Sampler(workload, may_miss, loosest_s, question.seed, SAMPLED)
 
 
 def _classes(plan: Plan, workload: Workload, pool: Threads) -> tuple[ClassOfPlan, ...]:

@@ -1,23 +1,24 @@
-"""The sample by which a long trace is judged: the windows that bind whole, and a random choice of the others.
+"""The sample by which a long trace is judged: the windows that bind whole, a random choice of the others.
 
-A trace of more than `LONG` requests is cut into windows. Its load in each is what its requests ask of workers:
-prompts and outputs, each over the trace's mean. Misses come with load, so the windows are taken as follows.
+A trace of more than `LONG` requests is cut into windows. Its load in each is what its requests ask of
+workers: prompts and outputs, each over the trace's mean. Misses come with load, so windows are taken by it.
 
 **What binds**: the busiest windows, as many as hold `BINDING` times the requests that may miss, are replayed
 whole. A fleet that is about right misses most of what it misses there.
 
-**The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before. From
-each as many windows are drawn, at equal distances in the order of their mean prompts: so both rate and mix of
-lengths are there as they are in the trace. A request of a drawn window tells of as many as its stratum has for
-each that was drawn (`Workload.weight`).
+**The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before.
+From each as many windows are drawn, at equal distances in the order of their mean prompts: so both rate and
+mix of lengths are there as they are in the trace. A request of a drawn window tells of as many as its stratum
+has for each that was drawn (`Workload.weight`).
 
 A window is replayed behind a lead-in and before some arrivals more, none of which count, as many seconds as a
 long answer takes; neighbours are replayed as one. Requests keep their times, so that a sample is a workload
-with gaps. It is drawn from a replicate's own traffic, so that what a fleet misses in it is what it misses in the
-replicate, but for the chance of the draw, which adds to the scatter of replicates and so to a plan's doubt.
+with gaps. It is drawn from a replicate's own traffic, so that what a fleet misses in it is what it misses in
+the replicate, but for the chance of the draw, which adds to the scatter of replicates and so to a plan's
+doubt.
 
-**Its cost**: on the trace as it is, the share met is below the sample's by at most `reach` with the confidence
-asked for: by the scatter of windows within strata, or, where nothing was missed, Jeffreys' bound.
+**Its cost**: on the trace as it is, the share met is below the sample's by at most `reach`, with the
+confidence asked for: by the scatter of windows within strata, or, where that is more, by Jeffreys' bound.
 
 **A replicate** of a long trace is held as pieces (rows in a row, so many seconds later), not row by row.
 """
@@ -50,7 +51,7 @@ CURVE = 1_000_000  # points of the curves of load
 
 @dataclass(frozen=True)
 class Pieces:
-    """A draw of a trace: rows [low, high) come `shift_s` later than there, from `begin_s` on, in that order."""
+    """A draw of a trace in order: rows [low, high) come `shift_s` later than there, from `begin_s` on."""
 
     begin_s: Floats
     low: Ints
@@ -108,7 +109,7 @@ class Sample:
     """A sample of a replicate: the requests, `window` [requests] of each, and the strata.
 
     `window` is -1 of requests that do not count. `stratum` [windows]: -1 of windows that were not drawn, 0 of
-    those that bind. `held` and `windows` [strata]: the requests and the windows that each has in the replicate.
+    those that bind. `held` and `windows` [strata]: the requests and windows that each has in the replicate.
     """
 
     workload: Workload
@@ -168,18 +169,18 @@ class Sampler:
         first_s, last_s = start_s or first_s, end_s or np.nextafter(last_s, np.inf)
         width_s = max((last_s - first_s) / WINDOWS, min(SHORTEST_S, (last_s - first_s) / 4))
         edges_s = np.append(np.arange(first_s, last_s, width_s), last_s)
-        stratum, held, windows = self._chosen(pieces, edges_s, np.random.default_rng([self.seed, replicate, 4]))
+        stratum, held, windows = self._chosen(
+            pieces, edges_s, np.random.default_rng([self.seed, replicate, 4])
+        )
         begin_s, end_of_s = self._runs(edges_s, stratum >= 0)
         rows, when_s = pieces.cut(arrival_s, begin_s, end_of_s)[1].rows(arrival_s)
         window = np.clip(np.searchsorted(edges_s, when_s, side="right") - 1, 0, len(stratum) - 1)
         counts = (stratum[window] >= 0) & (when_s >= first_s) & (when_s < last_s)
         of = np.where(counts, stratum[window], len(held))
         weight = np.append(held / np.maximum(np.bincount(of, minlength=len(held) + 1)[:-1], 1), 0.0)[of]
-        part = self.workload.take(rows)
-        workload = Workload(
-            when_s, part.prompt_tokens.astype(np.int64), part.output_tokens.astype(np.int64), part.priority,
-            part.slo_class, part.slo_classes, weight=weight,
-        )  # fmt: skip
+        names = ("prompt_tokens", "output_tokens", "priority", "slo_class")
+        columns = {name: getattr(self.workload, name)[rows].astype(np.int64) for name in names}
+        workload = Workload(when_s, **columns, slo_classes=self.workload.slo_classes, weight=weight)
         return Sample(workload, np.where(counts, window, -1), stratum, held, windows)
 
     @cached_property
@@ -193,9 +194,7 @@ class Sampler:
         )
         return at.astype(float), prompts / prompts[-1] + outputs / outputs[-1], prompts
 
-    def _chosen(
-        self, pieces: Pieces, edges_s: Floats, rng: np.random.Generator
-    ) -> tuple[Ints, Floats, Ints]:
+    def _chosen(self, pieces: Pieces, edges_s: Floats, rng: np.random.Generator) -> tuple[Ints, Floats, Ints]:
         """Of each window its stratum, -1 where it is not drawn; and each stratum's requests and windows."""
         span, cut = pieces.cut(self.workload.arrival_s, edges_s[:-1], edges_s[1:])
         of = len(edges_s) - 1
@@ -235,5 +234,5 @@ class Sampler:
 
 
 def _edges(windows: int) -> Ints:
-    """Where the strata of so many windows begin, but for the first: each is twice as large as the one before."""
+    """Where the strata of so many windows begin but the first: each is twice as large as the last."""
     return np.round(windows * (2.0 ** np.arange(1, STRATA) - 1.0) / (2.0**STRATA - 1.0)).astype(np.int64)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from controlplane.workload import Workload
 from dataplane.simulated.run import class_counts, joint
-from dataplane.simulated.stream import can_stream, simulate_stream
+from dataplane.simulated.simulate import can_stream, simulate_stream
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
@@ -28,7 +28,7 @@ MOST_MORE = 8  # workers
 
 @dataclass(frozen=True)
 class Whole:
-    """What became of all requests: attainment, of each class its requests and those met, latencies, seconds."""
+    """What became of all requests: attainment, (requests, attainment) of each class, latencies."""
 
     attainment: float
     classes: tuple[tuple[int, float], ...]

@@ -247,8 +247,8 @@ def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
 def sampled_text(sampled: Sampled) -> str:
     """What a long trace was judged by, what that cost, and what the replay of the whole found."""
     words = (
-        f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests), all"
-        f" {sampled.binding:,} that bind among them, say {share_text(sampled.attainment)}, at least"
+        f"{sampled.windows:,} of {sampled.of_windows:,} windows ({count_text(sampled.requests)} requests),"
+        f" the {sampled.binding:,} that bind among them, say {share_text(sampled.attainment)}, at least"
         f" {share_text(sampled.low)} of the whole; "
     )
     if sampled.whole is None:

@@ -12,7 +12,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -161,13 +161,13 @@ def plain_name(column: str) -> str:
 
 ROW = "__row"  # index of a row in its file, counted from 0 and without the header
 HEAD_BYTES = 1 << 16
+HEAD_LINES = 100
 LONGEST_LINE_BYTES = 1 << 24
 UNREADABLE = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError, RecursionError)
 
+UNPACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # as they are read
 PACKED = {
-    b"\x1f\x8b": "gzip",
     b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstd",
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
 }
@@ -189,6 +189,7 @@ class TableFile:
     kind: Kind
     columns: tuple[str, ...]
     separator: str = ","
+    packer: str = ""
 
     def scan(self, wanted: Sequence[str]) -> pl.LazyFrame:
         """The wanted columns and the row index ROW, read when collected."""
@@ -226,13 +227,29 @@ def open_container(path: Path) -> TableFile:
 
 
 def _by_content(path: Path, head: bytes) -> TableFile:
+    for magic, packer in UNPACKED.items():
+        if head.startswith(magic):
+            try:
+                lines = pl.read_lines(path, n_rows=HEAD_LINES, glob=False).to_series().to_list()
+            except UNREADABLE as error:
+                raise BadInput(
+                    f"{path}: breaks off, or is no whole {packer} file: {one_line(error)}"
+                ) from error
+            return replace(_by_text(path, [line.encode() for line in lines]), packer=packer)
     for magic, packer in PACKED.items():
         if head.startswith(magic):
-            raise BadInput(f"{path}: packed with {packer}; unpack it first")
+            raise BadInput(f"{path}: packed with {packer}; unpack it first, or pack it with gzip or zstd")
     if head.startswith(b"PAR1"):
         return TableFile(
             path, Kind.PARQUET, tuple(pl.scan_parquet(path, glob=False).collect_schema().names())
         )
+    with path.open("rb") as file:
+        return _by_text(path, [file.readline(LONGEST_LINE_BYTES) for _ in range(HEAD_LINES)])
+
+
+def _by_text(path: Path, lines: Sequence[bytes]) -> TableFile:
+    """What a text file is, by its first lines."""
+    head = b"\n".join(lines)
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start:
         raise BadInput(f"{path}: empty file; expected a header and at least one request")
@@ -241,7 +258,7 @@ def _by_content(path: Path, head: bytes) -> TableFile:
     if start.startswith(b"["):
         raise BadInput(f"{path}: a JSON array; expected JSON lines, one object a line")
     if start.startswith(b"{"):
-        return TableFile(path, Kind.JSONL, _json_columns(path))
+        return TableFile(path, Kind.JSONL, _json_columns(path, lines))
     separator = _separator(start)
     frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
     columns = tuple(frame.collect_schema().names())
@@ -256,16 +273,12 @@ def _separator(text: bytes) -> str:
     return max(",;\t|", key=lambda mark: header.count(mark.encode()))
 
 
-def _json_columns(path: Path) -> tuple[str, ...]:
-    """Every key of the first hundred objects: an optional one may be missing from the first."""
+def _json_columns(path: Path, lines: Sequence[bytes]) -> tuple[str, ...]:
+    """Every key of the first objects: an optional one may be missing from the first."""
     columns: dict[str, None] = {}
-    with path.open("rb") as file:
-        for number in range(1, 101):
-            line = file.readline(LONGEST_LINE_BYTES)
-            if not line:
-                break
-            if line.strip():
-                columns.update(dict.fromkeys(_json_object(path, number, line)))
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            columns.update(dict.fromkeys(_json_object(path, number, line)))
     return tuple(columns)
 
 
@@ -282,6 +295,9 @@ def _json_object(path: Path, number: int, line: bytes) -> dict[str, object]:
 def blame(container: TableFile, error: BaseException) -> BadInput:
     """The first fault of a file that polars could not parse, found by reading it line by line."""
     path = container.path
+    if container.packer:
+        words = f"breaks off, or is no whole {container.packer} file of {container.kind}: {one_line(error)}"
+        return BadInput(f"{path}: {words}")
     try:
         if container.kind is Kind.JSONL:
             with path.open("rb") as file:

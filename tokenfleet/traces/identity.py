@@ -54,6 +54,8 @@ def identify(rows: Rows) -> Identity:
     links = links_of(rows) if rows.has("session") else None
     arrival_s = rows.arrival_s if links is None else links.arrival_s
     order = np.argsort(arrival_s, kind="stable")
+    if not rows.form.shared:
+        return Identity(order, arrival_s[order])
     if links is not None:
         place = np.argsort(order)
         if (place[links.before] >= place[links.owner]).any():

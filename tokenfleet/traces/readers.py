@@ -42,6 +42,7 @@ MOST_TOKENS = 100_000_000
 LATEST_S = 1e15  # beyond any date in milliseconds, far below where sums of squares overflow
 EPOCH_S = 631_152_000.0  # 1990-01-01: seconds this large are dates, not offsets
 NS = 1e9
+NARROW = 100_000  # requests; the tokens of more are kept as int32
 DATE_FORM = "YYYY-MM-DD HH:MM:SS"
 LISTED = "a list of whole numbers, none negative"
 HIGH = ("high", "1", "1.0")
@@ -119,6 +120,7 @@ def _numbers(container: TableFile, form: Match) -> tuple[pl.LazyFrame, list[Rule
             columns.append(text.fill_null("default").cast(pl.Categorical).alias(name))
     faults = [(rule.fault & ~pl.col("__blank")).alias(f"__fault_{n}") for n, rule in enumerate(rules)]
     rows = raw.select(ROW, "__blank", *columns).with_columns(*faults)
+    rows = rows.with_columns(pl.col("prompt", "output").cast(pl.Int32, strict=False))
     return rows.drop("known_priority", "^__bad_.*$", strict=False), rules
 
 
@@ -201,7 +203,9 @@ def _first_fault(container: TableFile, table: pl.DataFrame, rule: Rule, fault: s
 def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
     blank_rows = int(table["__blank"].sum())
     silent = int((table["output"] == 0).sum())
-    table = table.filter(~pl.col("__blank") & (pl.col("output") > 0))
+    table = table.drop("^__fault_.*$")
+    if blank_rows or silent:
+        table = table.filter(~pl.col("__blank") & (pl.col("output") > 0))
     if not len(table):
         found_rows = f"{silent} requests, all of which returned nothing" if silent else "no requests"
         raise BadInput(f"{path}: {found_rows}; expected at least one with output tokens")
@@ -212,13 +216,15 @@ def _in_order(path: Path, form: Match, table: pl.DataFrame) -> Trace:
     apart = form.name == "weka"
     late = 0 if apart else int((np.diff(arrival_s) < 0).sum())
     found = identify(Rows(str(path), form, table, arrival_s))
-    table = table[found.order]
+    if late or apart:
+        table = table[found.order]
+    tokens = np.int32 if len(table) > NARROW else np.int64
     slo_class, slo_classes = _names(table, "slo_class")
     tenant, tenants = _names(table, "tenant")
     workload = Workload(
         arrival_s=found.arrival_s,
-        prompt_tokens=table["prompt"].to_numpy().astype(np.int64),
-        output_tokens=table["output"].to_numpy().astype(np.int64),
+        prompt_tokens=table["prompt"].to_numpy().astype(tokens),
+        output_tokens=table["output"].to_numpy().astype(tokens),
         priority=table["priority"].to_numpy().astype(np.int64) if "priority" in table.columns else _none(),
         slo_class=slo_class,
         slo_classes=slo_classes,

@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import Workload
+from tokenfleet.durations import duration_text
 from tokenfleet.traces.identity import SystemPrompts
 
+SEAM_S = 60.0  # that files on one clock may overlap, or lie apart
+SILENCE = 100.0  # requests that might have come there
 COUNTS = ("out_of_order", "empty_outputs", "blank_rows")
 
 
@@ -49,7 +53,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         if len(self.tenant) != len(self.workload):
-            object.__setattr__(self, "tenant", np.zeros(len(self.workload), np.int64))
+            object.__setattr__(self, "tenant", np.zeros(len(self.workload), np.int8))
 
     def __len__(self) -> int:
         return len(self.workload)
@@ -63,27 +67,29 @@ def merged(traces: Sequence[Trace]) -> Trace:
     first_s = min(starts) if starts else None
     parts = [t.workload for t in traces]
     arrival_s = _arrivals_s(parts, starts)
-    order = np.argsort(arrival_s, kind="stable")
+    in_order = bool((np.diff(arrival_s) >= 0).all())
+    order = np.arange(len(arrival_s)) if in_order else np.argsort(arrival_s, kind="stable")
+    rows = slice(None) if in_order else order
     slo_classes, slo_class = _one_list([(w.slo_classes, w.slo_class) for w in parts])
     tenants, tenant = _one_list([(t.tenants, t.tenant) for t in traces])
     columns = {
-        name: np.concatenate([getattr(w, name) for w in parts])[order]
+        name: np.concatenate([getattr(w, name) for w in parts])[rows]
         for name in ("prompt_tokens", "output_tokens", "priority")
     }
     return Trace(
         name=" + ".join(t.name for t in traces),
         format=" + ".join(dict.fromkeys(t.format for t in traces)),
         workload=Workload(
-            arrival_s=arrival_s[order],
+            arrival_s=arrival_s[rows],
             **columns,
-            slo_class=slo_class[order],
+            slo_class=slo_class[rows],
             slo_classes=slo_classes,
             prefixes=_prefixes(parts, order),
             sessions=_sessions(parts, order),
         ),
         warnings=_warnings(traces, overlaid=not starts),
         clock_start_s=first_s,
-        tenant=tenant[order],
+        tenant=tenant[rows],
         tenants=tenants,
         **{name: sum(getattr(t, name) for t in traces) for name in COUNTS},
     )
@@ -143,7 +149,38 @@ def _warnings(traces: Sequence[Trace], overlaid: bool) -> list[str]:
     warnings = [warning for t in traces for warning in t.warnings]
     if overlaid and any(t.clock_start_s is not None for t in traces):
         warnings.append(f"{len(traces)} traces without a clock in common; overlaid, each from its own start")
-    return warnings
+    return warnings + ([] if overlaid else _seams(traces))
+
+
+def _seams(traces: Sequence[Trace]) -> list[str]:
+    """Where files on one clock go back, overlap or leave a gap, a line for the first of each kind."""
+    spans = [
+        (t.clock_start_s or 0.0, (t.clock_start_s or 0.0) + float(t.workload.arrival_s[-1]), t)
+        for t in traces
+    ]
+    found = {}
+    for (start_s, _, one), (next_s, _, other) in pairwise(spans):
+        if next_s < start_s:
+            found["back"] = f"{other.name} begins {duration_text(start_s - next_s)} before {one.name}, which"
+            found["back"] += " was given before it; both are laid on their clock"
+            break
+    covered_s, last = -math.inf, None
+    for start_s, end_s, one in sorted(spans, key=lambda span: span[0]):
+        if last is not None:
+            apart_s, beside = start_s - covered_s, f"{last.name} ends"
+            if apart_s < -SEAM_S:
+                text = (
+                    f"{one.name} begins {duration_text(-apart_s)} before {beside}; what overlaps is added up"
+                )
+                found.setdefault("overlap", text)
+            elif apart_s > max(SEAM_S, SILENCE / max(last.workload.rate_rps, 1e-9)):
+                text = (
+                    f"{one.name} begins {duration_text(apart_s)} after {beside}; planned as a time of silence"
+                )
+                found.setdefault("gap", text)
+        if end_s > covered_s:
+            covered_s, last = end_s, one
+    return list(found.values())
 
 
 def _one_list(
@@ -151,6 +188,8 @@ def _one_list(
 ) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """One list of names in place of several, and every index as one into it."""
     all_names = tuple(dict.fromkeys(name for names, _ in labelled for name in names))
+    if all(names == all_names for names, _ in labelled):
+        return all_names, np.concatenate([index for _, index in labelled])
     places = [np.array([all_names.index(name) for name in names])[index] for names, index in labelled]
     return all_names, np.concatenate(places)
 

@@ -1,5 +1,7 @@
 """A stream of requests gives every request what a run of all of them gives it."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import WorkerSpec, simulate
-from dataplane.simulated.stream import COLUMNS, simulate_stream
+from dataplane.simulated.simulate import COLUMNS, WorkerSpec, simulate, simulate_stream
 
 SLO = Slo(0.6, 0.03)
 CHUNKED, SPLIT, PREFILL_FIRST = EngineMode.CHUNKED, EngineMode.SPLIT, EngineMode.PREFILL_FIRST
@@ -44,13 +45,17 @@ def load(rate_rps: float, requests: int = 600) -> Workload:
 def fleet(mode: EngineMode) -> list[WorkerSpec]:
     one = profile(mode)
     if mode == SPLIT:
-        return [WorkerSpec(one, role="prefill"), WorkerSpec(one, role="decode"), WorkerSpec(one, role="decode")]
+        return [
+            WorkerSpec(one, role="prefill"),
+            WorkerSpec(one, role="decode"),
+            WorkerSpec(one, role="decode"),
+        ]
     return [WorkerSpec(one), WorkerSpec(one, fails_s=((9.0, 14.0),)), WorkerSpec(one, ready_s=5.0)]
 
 
 def parts_of(workload: Workload, cuts: list[int]) -> list[Workload]:
     edges = sorted({0, len(workload), *(cut % len(workload) for cut in cuts)})
-    return [workload.take(slice(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+    return [workload.take(slice(a, b)) for a, b in pairwise(edges)]
 
 
 @settings(max_examples=25)
@@ -70,7 +75,9 @@ def test_however_a_stream_is_cut_each_request_has_the_outcome_of_the_whole_run(
     # Requests end out of order, so both are compared as sets of rows.
     rows = np.concatenate([np.column_stack([_known(o), *(getattr(o, c) for c in COLUMNS)]) for o in ended])
     expected = np.column_stack([_known(whole), *(getattr(whole, c) for c in COLUMNS)])
-    assert np.array_equal(rows[np.lexsort(rows.T[::-1])], expected[np.lexsort(expected.T[::-1])], equal_nan=True)
+    assert np.array_equal(
+        rows[np.lexsort(rows.T[::-1])], expected[np.lexsort(expected.T[::-1])], equal_nan=True
+    )
     assert np.array_equal(ended[-1].busy_s, whole.busy_s)
     assert ended[-1].end_s == pytest.approx(whole.end_s)
 

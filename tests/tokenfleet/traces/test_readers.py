@@ -1,6 +1,9 @@
 """Reading traces: every format in every container, strict where it must be, lenient where it may be."""
 
+import gzip
 import json
+import subprocess
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +49,69 @@ def test_a_format_is_found_by_its_content_and_read_alike(file: Path, form: str) 
     assert trace.workload.prompt_tokens.tolist() == [10, 30]
     assert trace.workload.output_tokens.tolist() == [20, 40]
     assert trace.warnings == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("packer", ["gzip", "zstd"])
+def test_a_text_may_be_packed(file: Path, form: str, packer: str) -> None:
+    expected = read_trace(written(file, FORMATS[form]))
+    packed = read_trace(written(file, packed_with(packer, FORMATS[form].encode())))
+    assert packed.format == form
+    for name in ("arrival_s", "prompt_tokens", "output_tokens"):
+        assert np.array_equal(getattr(packed.workload, name), getattr(expected.workload, name))
+
+
+@pytest.mark.parametrize("packer", ["gzip", "zstd"])
+@pytest.mark.parametrize("form", ["plain", "mooncake"])
+def test_a_packed_stream_that_breaks_off_is_refused_wherever_it_does(
+    file: Path, form: str, packer: str
+) -> None:
+    rows = "".join(
+        f"{i},{i % 97 + 1},{i % 89 + 1}\n"
+        if form == "plain"
+        else json.dumps({"timestamp": i, "input_length": 7, "output_length": i % 89 + 1}) + "\n"
+        for i in range(3000)
+    )
+    whole = packed_with(packer, ((f"{HEAD}\n" if form == "plain" else "") + rows).encode())
+    assert len(read_trace(written(file, whole))) == 3000
+    for size in (5, 40, len(whole) // 2, len(whole) - 3):
+        with pytest.raises(BadInput) as refused:
+            read_trace(written(file, whole[:size]))
+        assert f"breaks off, or is no whole {packer} file" in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def packed_with(packer: str, text: bytes) -> bytes:
+    if packer == "gzip":
+        return gzip.compress(text)
+    return subprocess.run(["zstd", "-c"], input=text, capture_output=True, check=True).stdout
+
+
+def files_on_a_clock(tmp_path: Path, *starts: str) -> list[Path]:
+    paths = []
+    for number, start in enumerate(starts):
+        first = datetime.fromisoformat(start)
+        rows = [f"{first + timedelta(seconds=2 * i)},10,20" for i in range(600)]  # twenty minutes
+        paths.append(tmp_path / f"part{number}.csv")
+        paths[-1].write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        (("2025-01-01 00:00:00", "2025-01-01 00:20:00", "2025-01-01 00:40:01"), None),
+        (("2025-01-01 00:00:00", "2025-01-01 00:10:00"), "part1.csv begins 9m 58s before part0.csv ends"),
+        (("2025-01-01 00:00:00", "2025-01-01 00:40:00"), "part1.csv begins 20m 2s after part0.csv ends"),
+        (("2025-01-01 00:20:00", "2025-01-01 00:00:00"), "part1.csv begins 20m before part0.csv, which was"),
+    ],
+)
+def test_where_files_on_one_clock_overlap_leave_a_gap_or_go_back_one_line_says_it(
+    tmp_path: Path, starts: tuple[str, ...], said: str | None
+) -> None:
+    trace = read_traces(files_on_a_clock(tmp_path, *starts))
+    assert (np.diff(trace.workload.arrival_s) >= 0).all()
+    assert [said in line for line in trace.warnings] == [True] if said else trace.warnings == []
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -165,7 +231,8 @@ def test_a_plain_trace_keeps_its_start_and_a_clock_does_not(file: Path) -> None:
         ('{"timestamp": 0, "input_length": 1, "output_length": 1}\n[1]\n', "expected a JSON object"),
         ("[]", "a JSON array"),
         (b"PAR1 and then nothing", "cannot be read"),
-        (b"\x1f\x8b\x08", "packed with gzip"),
+        (b"\x1f\x8b\x08", "no whole gzip file"),
+        (b"BZh91AY", "packed with bzip2; unpack it first"),
         (HEAD.encode("utf-16"), "binary"),
         (f"{HEAD}\n".encode() + b"\xff\xfe,1,1\n", "utf-8"),
     ],
