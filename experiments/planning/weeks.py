@@ -9,8 +9,9 @@ by `tokenfleet plan` for Llama-3.1-8B on A100 and H100, 99 % within 1.6 s and 50
 time, peak memory, the sample's bound and what the full replay found.
 
 *same*: twenty stretches of three hours and 200,000 requests (ten of m-mid's second week, ten of m-small, six
-hours apart; windows of a minute), Llama-2-70B on four H100s, 99 % within 1.6 s and 75 ms, planned once by replays of all requests and once by samples of 40,000.
-`same` counts fleets that are equal; `held` those whose full replay is not below the sample's bound.
+hours apart; windows of a minute), Llama-2-70B on four H100s, 99 % within 1.6 s and 75 ms, planned once by
+replays of all requests and once by samples of 40,000. `same` counts fleets that are equal; `held` those whose
+full replay is not below the sample's bound.
 """
 
 from __future__ import annotations
