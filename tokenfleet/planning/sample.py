@@ -18,7 +18,8 @@ the replicate, but for the chance of the draw, which adds to the scatter of repl
 doubt.
 
 **Its cost**: on the trace as it is, the share met is below the sample's by at most `reach`, with the
-confidence asked for: by the scatter of windows within strata, or, where that is more, by Jeffreys' bound.
+confidence asked for: by the scatter of windows within strata, each taken to scatter at least 1/`CALMER` as
+much as the busier one before it, and by Jeffreys' bound on each one's share.
 
 **A replicate** of a long trace is held as pieces (rows in a row, so many seconds later), not row by row.
 """
@@ -38,12 +39,14 @@ from tokenfleet.planning.draws import block_starts
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-LONG = 500_000  # requests; all of fewer are replayed each time
-SAMPLED = 400_000  # requests of a sample, lead-ins aside
+LONG = 1_000_000  # requests; all of fewer are replayed each time
+SAMPLED = 500_000  # requests of a sample, lead-ins aside
 WINDOWS = 2000
 SHORTEST_S = 60.0
 BINDING = 3.0
+MOST_BINDING = 0.6  # of a sample
 STRATA = 6
+CALMER = 4.0
 FEWEST = 4  # windows of a stratum
 LEAD_S = (30.0, 600.0)
 CURVE = 1_000_000  # points of the curves of load
@@ -60,7 +63,8 @@ class Pieces:
 
     def cut(self, arrival_s: Floats, start_s: Floats, end_s: Floats) -> tuple[Ints, Pieces]:
         """What comes within each span [start, end), times unchanged, and which span each piece is of."""
-        first = np.maximum(np.searchsorted(self.begin_s, start_s, side="right") - 1, 0)
+        # From one piece before: its last row may stand on the edge where the next begins.
+        first = np.maximum(np.searchsorted(self.begin_s, start_s, side="right") - 2, 0)
         last = np.maximum(np.searchsorted(self.begin_s, end_s, side="left") - 1, first)
         count = last - first + 1
         span = np.repeat(np.arange(len(start_s)), count)
@@ -68,7 +72,9 @@ class Pieces:
         shift_s, low, high = self.shift_s[at], self.low[at], self.high[at]
         low = np.clip(np.searchsorted(arrival_s, start_s[span] - shift_s), low, high)
         high = np.clip(np.searchsorted(arrival_s, end_s[span] - shift_s), low, high)
-        return span, Pieces(np.maximum(self.begin_s[at], start_s[span]), low, high, shift_s)
+        holds = high > low
+        begin_s = np.maximum(self.begin_s[at], start_s[span])
+        return span[holds], Pieces(begin_s[holds], low[holds], high[holds], shift_s[holds])
 
     def rows(self, arrival_s: Floats) -> tuple[Ints, Floats]:
         """The rows in order of time, and when they come."""
@@ -80,12 +86,8 @@ class Pieces:
 
     def span_s(self, arrival_s: Floats) -> tuple[float, float]:
         """When the first row comes, and the last."""
-        held = np.flatnonzero(self.high > self.low)
-        a, b = held[0], held[-1]
-        return (
-            float(arrival_s[self.low[a]] + self.shift_s[a]),
-            float(arrival_s[self.high[b] - 1] + self.shift_s[b]),
-        )
+        ends_s = arrival_s[self.high - 1] + self.shift_s
+        return float(arrival_s[self.low[0]] + self.shift_s[0]), float(ends_s.max())
 
 
 def whole(arrival_s: Floats) -> Pieces:
@@ -97,8 +99,10 @@ def drawn_anew(arrival_s: Floats, pieces: Pieces, rng: np.random.Generator) -> P
     """Other starts, as `draws` draws them: each block of time replaced by one nearby."""
     first_s, last_s = pieces.span_s(arrival_s)
     block_s, starts_s = block_starts(last_s - first_s, rng)
+    # The very last row stands on the closing edge of the last block and belongs to it.
+    is_last = starts_s + block_s >= last_s - first_s
     starts_s = starts_s + first_s
-    ends_s = np.where(starts_s + block_s >= last_s, np.inf, starts_s + block_s)
+    ends_s = np.where(is_last, np.inf, starts_s + block_s)
     span, cut = pieces.cut(arrival_s, starts_s, ends_s)
     later_s = (np.arange(len(starts_s)) * block_s - starts_s)[span]
     return Pieces(cut.begin_s + later_s, cut.low, cut.high, cut.shift_s + later_s)
@@ -124,19 +128,21 @@ class Sample:
         of = self.window[counts]
         requests = np.bincount(of, minlength=len(self.stratum)).astype(float)
         missed = np.bincount(of, weights=~met[counts], minlength=len(self.stratum))
-        variance = chance = 0.0
-        for h in range(1, len(self.held)):
+        variance = chance = spread = 0.0
+        for h in range(len(self.held)):
             drawn = np.flatnonzero(self.stratum == h)
-            if len(drawn) == self.windows[h] or requests[drawn].sum() == 0:
+            if requests[drawn].sum() == 0:
                 continue
             share = missed[drawn].sum() / requests[drawn].sum()
             departs = missed[drawn] - share * requests[drawn]
-            spread = float((departs**2).sum()) / max(len(drawn) - 1, 1)
+            spread = max(float((departs**2).sum()) / max(len(drawn) - 1, 1), spread / CALMER**2)
+            if len(drawn) == self.windows[h]:
+                continue
             variance += self.windows[h] * (self.windows[h] - len(drawn)) * spread / len(drawn)
             n, bad = float(requests[drawn].sum()), float(missed[drawn].sum())
             chance += self.held[h] ** 2 * (_jeffreys(bad, n, confidence) - share) ** 2
-        by_windows = float(stats.norm.ppf(confidence)) * np.sqrt(variance)
-        return float(max(by_windows, np.sqrt(chance)) / self.held.sum())
+        by_windows = float(stats.norm.ppf(confidence)) ** 2 * variance
+        return float(np.sqrt(by_windows + chance) / self.held.sum())
 
 
 def _jeffreys(missed: float, requests: float, confidence: float) -> float:
@@ -206,7 +212,7 @@ class Sampler:
         order = np.argsort(-load, kind="stable")
         order = order[count[order] > 0]
         upto = np.cumsum(count[order])
-        most = min(BINDING * self.may_miss * upto[-1], self.requests / 2)
+        most = min(BINDING * self.may_miss * upto[-1], MOST_BINDING * self.requests)
         binding = int(np.searchsorted(upto, most)) + 1
         groups = [order[:binding], *np.split(order[binding:], _edges(len(order) - binding))]
         stratum = np.full(of, -1, np.int64)

@@ -160,7 +160,7 @@ def _seams(traces: Sequence[Trace]) -> list[str]:
     ]
     found = {}
     for (start_s, _, one), (next_s, _, other) in pairwise(spans):
-        if next_s < start_s:
+        if next_s < start_s - SEAM_S:
             found["back"] = f"{other.name} begins {duration_text(start_s - next_s)} before {one.name}, which"
             found["back"] += " was given before it; both are laid on their clock"
             break

@@ -20,30 +20,31 @@ from tokenfleet.report.tables import facts
 MAY_MISS = 0.05
 
 
-def days(requests: int = 20_000, seed: int = 0) -> Workload:
-    """Two made days in twelve hours, busy around noon, with longer prompts in the first."""
+def days(requests: int = 60_000, seed: int = 0) -> Workload:
+    """Two made days in 16,200 seconds, busy around noon, with longer prompts in the first."""
     rng = np.random.default_rng(seed)
-    at = np.sort(rng.random(3 * requests)) * 43_200
-    busy = 0.5 + 0.5 * np.sin(2 * np.pi * at / 21_600) ** 3
-    arrival_s = at[rng.random(len(at)) < busy][:requests]
-    prompt = rng.integers(200, 600, len(arrival_s)) + np.where(arrival_s < 20_000, 100, 0)
+    at = np.sort(rng.random(2 * requests)) * 16_200
+    busy = 0.5 + 0.5 * np.sin(2 * np.pi * at / 8_100) ** 3
+    arrival_s = at[rng.random(len(at)) < busy]
+    prompt = rng.integers(200, 600, len(arrival_s)) + np.where(arrival_s < 8_100, 100, 0)
     return Workload(arrival_s, prompt, rng.integers(2, 120, len(arrival_s)))
 
 
-def sampler(workload: Workload, requests: int = 4_000, seed: int = 0) -> Sampler:
+def sampler(workload: Workload, requests: int = 15_000, seed: int = 0) -> Sampler:
     return Sampler(workload, MAY_MISS, SLO.tpot_s, seed, requests)
 
 
 def met_of(workload: Workload) -> np.ndarray:
-    """A made outcome: what is long at a busy time misses, and a few by chance."""
-    busy = np.sin(2 * np.pi * workload.arrival_s / 21_600) > 0.9
-    return ~((busy & (workload.prompt_tokens > 400)) | (workload.prompt_tokens % 97 == 0))
+    """A made outcome: what is long misses when much has come in half a minute, and a few do by chance."""
+    before = np.searchsorted(workload.arrival_s, workload.arrival_s - 30.0)
+    busy = np.arange(len(workload)) - before > 225
+    return ~((busy & (workload.prompt_tokens > 350)) | (workload.prompt_tokens % 97 == 0))
 
 
 @pytest.fixture
 def short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "LONG", 10_000)
-    monkeypatch.setattr(planner, "SAMPLED", 4_000)
+    monkeypatch.setattr(planner, "SAMPLED", 15_000)
 
 
 def replicates(workload: Workload, **more: object) -> Replicates:
@@ -58,7 +59,7 @@ def test_a_replicate_in_pieces_is_the_one_that_is_drawn_row_by_row(seed: int) ->
     whole = sampler(workload, requests=10**9, seed=seed).sample(1).workload
     assert np.allclose(whole.arrival_s - whole.arrival_s[0], drawn.arrival_s - drawn.arrival_s[0], atol=1e-6)
     assert np.array_equal(whole.prompt_tokens, drawn.prompt_tokens)
-    assert np.array_equal(whole.weight, np.ones(len(drawn)))
+    assert whole.weight == pytest.approx(1.0, abs=0.02)  # rounding moves a row over a window's edge
 
 
 @pytest.mark.parametrize("replicate", [0, 3])
@@ -74,7 +75,7 @@ def test_a_samples_requests_tell_of_all_those_of_each_stratum(replicate: int) ->
     assert (taken.workload.weight[~counts] == 0.0).all()
     # What binds is there for certain, and each tells of itself.
     assert taken.workload.weight[counts][of == 0] == pytest.approx(1.0)
-    assert taken.held[0] >= 3.0 * MAY_MISS * len(workload) * 0.6
+    assert taken.held[0] >= 3.0 * MAY_MISS * len(workload) * 0.9
 
 
 def test_what_binds_are_the_busiest_windows() -> None:
@@ -108,12 +109,12 @@ def test_a_sample_of_everything_leaves_no_doubt() -> None:
 
 def test_a_part_of_the_time_is_sampled_alone() -> None:
     workload = days()
-    part = workload.window(9_000.0, 15_000.0)
-    one = sampler(workload, requests=500).sample(0, 9_000.0, 15_000.0)
+    part = workload.window(3_000.0, 6_000.0)
+    one = sampler(workload, requests=500).sample(0, 3_000.0, 6_000.0)
     judged = one.workload.arrival_s[one.workload.weight > 0]
     assert one.workload.requests == pytest.approx(len(part))
-    assert judged.min() >= 9_000.0
-    assert judged.max() < 15_000.0
+    assert judged.min() >= 3_000.0
+    assert judged.max() < 6_000.0
 
 
 def test_the_full_replay_of_a_long_trace_is_that_of_a_run_of_all_its_requests() -> None:

@@ -101,9 +101,12 @@ def files_on_a_clock(tmp_path: Path, *starts: str) -> list[Path]:
     ("starts", "said"),
     [
         (("2025-01-01 00:00:00", "2025-01-01 00:20:00", "2025-01-01 00:40:01"), None),
-        (("2025-01-01 00:00:00", "2025-01-01 00:10:00"), "part1.csv begins 9m 58s before part0.csv ends"),
-        (("2025-01-01 00:00:00", "2025-01-01 00:40:00"), "part1.csv begins 20m 2s after part0.csv ends"),
-        (("2025-01-01 00:20:00", "2025-01-01 00:00:00"), "part1.csv begins 20m before part0.csv, which was"),
+        (("2025-01-01 00:00:00", "2025-01-01 00:10:00"), "part1.csv begins 9.97 min before part0.csv ends"),
+        (("2025-01-01 00:00:00", "2025-01-01 00:40:00"), "part1.csv begins 20 min after part0.csv ends"),
+        (
+            ("2025-01-01 00:20:00", "2025-01-01 00:00:00"),
+            "part1.csv begins 20 min before part0.csv, which was",
+        ),
     ],
 )
 def test_where_files_on_one_clock_overlap_leave_a_gap_or_go_back_one_line_says_it(
