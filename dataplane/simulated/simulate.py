@@ -133,6 +133,7 @@ def simulate_stream(
         outcome = state.outcome()
         yield picked(outcome, ~np.isnan(outcome.finish_s) | (after is None))
         part = after
+        options["seed"] = options.get("seed", 0) + 1  # how far drafts are accepted differs from part to part
 
 
 def _begun(
@@ -173,7 +174,10 @@ def _begun(
     cluster.transit[:passing] = place[was.transit[:passing]]
     cluster.transit_s[:passing] = was.transit_s[:passing]
     kept = np.concatenate([before.rules.draws[alive], draws])
-    return replace(state, rules=state.rules._replace(draws=kept))
+    pace = state.pace
+    if isinstance(pace, np.ndarray) and isinstance(before.pace, np.ndarray):
+        pace[: len(alive)] = before.pace[alive]
+    return replace(state, rules=state.rules._replace(draws=kept), pace=pace)
 
 
 def _joined(left: Workload, part: Workload) -> Workload:
@@ -186,4 +190,5 @@ def _joined(left: Workload, part: Workload) -> Workload:
 def picked(outcome: Outcome, rows: NDArray[np.bool_]) -> Outcome:
     """The outcome of some of the requests."""
     columns = {name: getattr(outcome, name)[rows] for name in COLUMNS}
-    return replace(outcome, workload=outcome.workload.take(rows), cached_tokens=None, **columns)
+    pace = outcome.pace[rows] if isinstance(outcome.pace, np.ndarray) else outcome.pace
+    return replace(outcome, workload=outcome.workload.take(rows), cached_tokens=None, pace=pace, **columns)

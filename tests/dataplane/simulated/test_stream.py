@@ -10,6 +10,7 @@ from made_profiles import made_profile
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
+from controlplane.perfmodel.speculation import Speculation, speculating
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.lengths import LengthTable
 from controlplane.prefixes import Prefixes
@@ -85,6 +86,17 @@ def test_however_a_stream_is_cut_each_request_has_the_outcome_of_the_whole_run(
 def _known(outcome) -> np.ndarray:
     workload = outcome.workload
     return np.column_stack([workload.prompt_tokens, workload.output_tokens, workload.slo_class])
+
+
+def test_where_drafts_are_accepted_by_chance_a_request_keeps_its_share_of_it_from_part_to_part() -> None:
+    workload, one = load(12.0), speculating(profile(CHUNKED), Speculation((0.8, 0.6)))
+    table = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    parts, workers = parts_of(workload, list(range(50, 600, 50))), [WorkerSpec(one)] * 3
+    ended = list(simulate_stream(parts, workers, (SLO, Slo(20.0, 0.2)), predictor=table))
+    assert sum(len(outcome.workload) for outcome in ended) == len(workload)
+    for outcome in ended:
+        asked_s = np.array([0.03, 0.2])[outcome.workload.slo_class]
+        assert outcome.tpot_target_s == pytest.approx(asked_s)
 
 
 def test_a_stream_that_goes_back_in_time_is_refused() -> None:
