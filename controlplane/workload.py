@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
@@ -50,10 +50,7 @@ class Workload:
             ("priority", np.int64),
             ("slo_class", np.int64),
         ):
-            given = getattr(self, name)
-            if kind is np.int64 and np.issubdtype(getattr(given, "dtype", kind), np.signedinteger):
-                kind = given.dtype
-            column = np.ascontiguousarray(given, dtype=kind)
+            column = np.ascontiguousarray(getattr(self, name), dtype=_kept(getattr(self, name), kind))
             if column.shape != (n,):
                 raise BadInput(f"workload: {name}: {column.shape[0]} rows, arrival_s has {n}")
             object.__setattr__(self, name, column)
@@ -149,6 +146,12 @@ class Workload:
             return self
         part = self.take(slice(None, None, every))
         return replace(part, weight=np.full(len(part), len(self) / len(part)))
+
+
+def _kept(column: NDArray[np.generic], kind: type[np.generic]) -> DTypeLike:
+    """The type of a column: where it is of whole numbers, the one that it has."""
+    of = getattr(column, "dtype", kind)
+    return of if kind is np.int64 and np.issubdtype(of, np.signedinteger) else kind
 
 
 def _times(tokens: NDArray[np.int64], scale: float) -> NDArray[np.int64]:

@@ -30,9 +30,9 @@ from controlplane.workload import Workload
 from experiments.lib.held_out_windows import STANDS_S, Pair, arrivals, made, pairs_of, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import flags, show
-from tokenfleet.planning.draws import next_like, units_of
 from tokenfleet.planning.estimate import REPLICATES, rank
 from tokenfleet.planning.replicates import SPANS, USUAL, WEIGHT, Drift, drift_of
+from tokenfleet.planning.traffic.draws import next_like, units_of
 
 WEEK = 1008  # ten-minute rates
 MINUTES = (10, 30, 60, 180, 360)

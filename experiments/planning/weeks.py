@@ -39,13 +39,14 @@ from controlplane.workload import Workload
 from experiments.lib.held_out_windows import sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT, azure_hour
 from experiments.lib.results import bar, flags, show
-from tokenfleet.planning import planner, sample
+from tokenfleet.planning import planner
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.threads import threads
+from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import find_profiles
 
 STANDS_S, DAY, STRETCH, APART = 600.0, 144, 18, 36  # the latter three in rates
@@ -143,7 +144,7 @@ def case(data: Path, number: int, requests: int, seed: int) -> dict[str, Any]:
     fleet = of_one_kind(worker_type, row["sample"])
     table = LengthTable.from_history(long.prompt_tokens, long.output_tokens)
     whole = Replicates(long, SLO_70B, "spread", question.seed, table)
-    taken = sample.Sampler(long, 1 - question.attainment, SLO_70B.tpot_s, question.seed, OF_SAMPLE)
+    taken = Sampler(long, 1 - question.attainment, SLO_70B.tpot_s, question.seed, OF_SAMPLE)
     seen = Replicates(long, SLO_70B, "spread", question.seed, table, sampler=taken).replay(fleet)
     row["sample says"] = seen.attainment
     row["at least"] = seen.attainment - taken.as_it_is.reach(seen.met, question.confidence)

@@ -15,11 +15,11 @@ import numpy as np
 
 from controlplane.perfmodel.profile import Profile
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.draws import time_scale
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.sizing import alone_tpot_s, alone_ttft_s
 from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.traffic.draws import time_scale
 
 RELIEF = 1.25
 WINDOW_S = 60.0

@@ -15,10 +15,10 @@ from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.durations import parse_speculation, parse_window_s
 from tokenfleet.planning.classes import classed, present
-from tokenfleet.planning.draws import busier, in_sessions, time_scale
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
-from tokenfleet.planning.sample import LONG
+from tokenfleet.planning.traffic.draws import busier, in_sessions, time_scale
+from tokenfleet.planning.traffic.sample import LONG
 from tokenfleet.profiles.library import (
     age_warning,
     canonical_model,

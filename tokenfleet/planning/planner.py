@@ -46,10 +46,10 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.sample import CURVE, LONG, SAMPLED, Sampler
 from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
+from tokenfleet.planning.traffic.sample import CURVE, LONG, SAMPLED, Sampler
 from tokenfleet.planning.verified import verified
 
 R = TypeVar("R")
@@ -203,29 +203,37 @@ def _serving(
     if mixed:
         fleet, verdict = mixed.fleet, mixed.estimate
         winner = _as_sizing(replicates, question, mixed, winner)
-    best, sampled = _candidate(replicates, fleet, verdict), None
+    plan = replace(blank, best=_candidate(replicates, fleet, verdict))
     if replicates.sampler is not None and explained:
         watch.stage("replaying the whole trace", 0.48)
-        best, sampled = verified(replicates, question, winner, best)
-        if sampled.added:
-            verdict = winner.sure[best.fleet.workers] = _verdict(replicates, question, best.fleet, pool)
-            best = replace(best, estimate=verdict)
-        if sampled.whole is not None and sampled.whole < question.attainment:
-            reason = f"{best.fleet.label} met the target in samples; replayed whole, {sampled.whole:.4f} do"
-            return replace(blank, reason=reason, sampled=sampled)
+        plan = _proven(plan, replicates, winner, pool)
+        if plan.best is None:
+            return plan
     plan = replace(
-        blank,
-        best=best,
-        sampled=sampled,
+        plan,
         alternatives=_others(replicates, possible, None if mixed else single, pool),
         on_trace=dict(winner.on_trace),
         sure=dict(winner.sure),
     )
     if explained:
-        return _explained(plan, replicates, winner, best, pool, watch)
+        return _explained(plan, replicates, winner, pool, watch)
     if scheduled:
         return replace(plan, schedule=_schedule(replicates, winner, question, pool))
     return plan
+
+
+def _proven(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads) -> Plan:
+    """The plan with its fleet replayed on the whole of a long trace, and enough workers for that."""
+    question = plan.question
+    assert plan.best is not None
+    best, sampled = verified(replicates, question, winner, plan.best)
+    if sampled.whole is not None and sampled.whole < question.attainment:
+        reason = f"{best.fleet.label} met the target in samples; replayed whole, {sampled.whole:.4f} do"
+        return replace(plan, best=None, reason=reason, sampled=sampled)
+    if sampled.added:
+        verdict = winner.sure[best.fleet.workers] = _verdict(replicates, question, best.fleet, pool)
+        best = replace(best, estimate=verdict)
+    return replace(plan, best=best, sampled=sampled)
 
 
 def _schedule(
@@ -268,11 +276,10 @@ def _below(sizing: Sizing, cost: tuple[float, int, int]) -> int:
     return count
 
 
-def _explained(
-    plan: Plan, replicates: Replicates, winner: Sizing, best: Candidate, pool: Threads, watch: Watch
-) -> Plan:
+def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads, watch: Watch) -> Plan:
     """The plan with its reasons and its neighbourhood."""
-    question = plan.question
+    question, best = plan.question, plan.best
+    assert best is not None
     begun = itertools.count()
 
     def begin(text: str, explains: Callable[[], R]) -> Callable[[], R]:

@@ -58,9 +58,9 @@ from controlplane.types import Slo, SloClass
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.run import attained_by_class, joint, share_of
 from dataplane.simulated.simulate import Outcome, simulate
-from tokenfleet.planning.draws import Units, busier, next_draw, next_like, units_of
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.sample import CURVE, Sampler
+from tokenfleet.planning.traffic.draws import Units, busier, next_draw, next_like, units_of
+from tokenfleet.planning.traffic.sample import CURVE, Sampler
 
 AS_IT_IS = 0
 Doubted = Literal["arrivals", "drift", "coefficients"]

@@ -12,7 +12,6 @@ from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from tokenfleet.planning import replicates as rough
-from tokenfleet.planning.draws import in_sessions, units_of
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import gather
@@ -24,6 +23,7 @@ from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, sessi
 from tokenfleet.planning.schedule import followed
 from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import threads
+from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.figures import figures
 from tokenfleet.report.tables import facts
 from tokenfleet.traces import Trace

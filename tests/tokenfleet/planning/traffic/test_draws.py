@@ -9,7 +9,7 @@ from planning_builders import BLOCK, SYSTEM, offsets, poisson, talks
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import Workload
-from tokenfleet.planning.draws import TEMPLATE, busier, families, next_like, resampled, units_of
+from tokenfleet.planning.traffic.draws import TEMPLATE, busier, families, next_like, resampled, units_of
 
 workloads = st.builds(
     lambda gaps, seed: (

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from controlplane.workload import Workload
-from tokenfleet.planning.draws import block_starts
+from tokenfleet.planning.traffic.draws import block_starts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -8,12 +8,12 @@ from planning_builders import SLO, planned, poisson, worker_type
 
 from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
-from tokenfleet.planning import planner, sample
-from tokenfleet.planning.draws import next_like, units_of
+from tokenfleet.planning import planner
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Replicates
-from tokenfleet.planning.sample import Sample, Sampler
+from tokenfleet.planning.traffic.draws import next_like, units_of
+from tokenfleet.planning.traffic.sample import Sample, Sampler
 from tokenfleet.planning.verified import full_replay
 from tokenfleet.report.tables import facts
 
@@ -156,7 +156,7 @@ def test_where_samples_say_too_much_the_full_replay_adds_workers(monkeypatch: py
         rows = np.arange(0, len(one.window), 2)
         return replace(one, workload=one.workload.take(rows), window=one.window[rows])
 
-    monkeypatch.setattr(sample.Sampler, "sample", easy)
+    monkeypatch.setattr(Sampler, "sample", easy)
     plan = planned(workload, explained=True)
     assert plan.best is not None
     assert plan.sampled is not None
@@ -177,7 +177,7 @@ def test_where_no_worker_may_be_added_the_plan_says_what_the_full_replay_found(
         rows = np.arange(0, len(one.window), 2)
         return replace(one, workload=one.workload.take(rows), window=one.window[rows])
 
-    monkeypatch.setattr(sample.Sampler, "sample", easy)
+    monkeypatch.setattr(Sampler, "sample", easy)
     enough = planned(days()).best.fleet.workers  # type: ignore[union-attr]
     plan = planned(days(), explained=True, max_gpus=enough)
     assert plan.best is None
