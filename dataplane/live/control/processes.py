@@ -4,7 +4,8 @@
 (sockets, a folder, the fleet's own Ray), and forks one core after another from itself, with all modules
 loaded, so that the next begins within seconds. A core that has served and then dies, or hangs for SILENT_S
 and is killed, gets a successor, once its parent has seen its end. One that ends in its own time ends the
-fleet. Told to end, the supervisor tells the core; what is left below it then is killed.
+fleet. Told to end, the supervisor tells the core, and kills it if it hangs on its way, as where Ray does not
+answer; what is left below it then is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from dataplane.live.gateway.events import EventLog
 
 log = logging.getLogger("tokenfleet.supervisor")
 RESTART_AFTER_S = 2.0
-SILENT_S = 30.0  # of a core that hangs, or is stopped
+SILENT_S = 30.0  # of a core that hangs, or is stopped,
+LAST_S = 60.0  # and of one that was told to end: its loop stops before its workers have
 YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
 END_S = 15.0  # for what is below to end by itself
 SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -136,7 +138,7 @@ class Supervisor:
             code = self._wait(1.0)
             if code is not None:
                 return code
-            if self._pulse.silent_s > SILENT_S and not self._is_told:
+            if self._pulse.silent_s > (LAST_S if self._is_told else SILENT_S):
                 log.warning("the core has not run for %.0f s: it is killed", self._pulse.silent_s)
                 with suppress(ProcessLookupError):
                     os.kill(self._core, signal.SIGKILL)

@@ -15,6 +15,9 @@ from contextlib import suppress
 from dataplane.live.control import processes
 
 processes.SILENT_S, processes.YOUNG_S, processes.END_S = 0.5, 0.0, 0.2
+processes.LAST_S = 0.5 if "lingers" in sys.argv else 60.0
+if "lingers" in sys.argv:
+    processes.SILENT_S = 60.0
 fates = sys.argv[1:]
 
 
@@ -31,6 +34,11 @@ def core(estate):
         print("ready", flush=True)
         signal.sigwait([signal.SIGTERM])
         return 0
+    if fate == "lingers":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        print("ready", flush=True)
+        while True:
+            signal.pause()
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", stubborn])
     if fate != "ends":
@@ -80,6 +88,14 @@ def test_told_to_end_it_tells_the_core(sign):
     process.send_signal(sign)
     assert said(process) == []
     assert process.returncode == 0
+
+
+def test_told_to_end_it_kills_a_core_that_does_not():
+    process = play("lingers")
+    assert [process.stdout.readline() for _ in range(2)] == ["1 lingers None\n", "ready\n"]
+    process.send_signal(signal.SIGTERM)
+    assert said(process) == []
+    assert process.returncode == 128 + signal.SIGKILL
 
 
 def test_a_core_ends_with_its_supervisor():
