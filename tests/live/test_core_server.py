@@ -335,9 +335,10 @@ def test_a_gateway_that_leaves_waits_for_what_is_open_and_for_what_still_comes()
 def test_keys_and_answers_are_the_cores_for_all_gateways():
     async def story(world):
         one, two = [await world.gateway(name) for name in ("g0", "g1")]
-        world.limits["few"] = 7.0
-        assert await one.core.allow(ApiKey("few", "x")) == 7.0
-        assert await two.core.allow(ApiKey("many", "y")) == 0.0
+        world.limits = {"few": 7.0, "unasked": 7.0}
+        assert await one.core.allow(ApiKey("few", "x", tokens_per_minute=1.0)) == 7.0
+        assert await two.core.allow(ApiKey("many", "y", requests_per_minute=1.0)) == 0.0
+        assert await two.core.allow(ApiKey("unasked", "z")) == 0.0  # without a limit, nobody is asked
         assert await one.core.claim("k", b"d") is None
         with pytest.raises(OtherBody):
             await two.core.claim("k", b"e")
@@ -404,3 +405,30 @@ def test_a_message_is_read_as_it_was_written_and_half_of_one_is_the_end():
             await next_message(reader)
 
     play(story)
+
+
+def test_what_a_gateway_counts_is_in_the_file_that_all_share_once_it_is_written(monkeypatch, tmp_path):
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client.values import MultiProcessValue
+
+    from dataplane.live.gateways.process import Unwritten
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    unwritten = Unwritten(MultiProcessValue())
+    made = unwritten.value()("counter", "tokens", "tokens_total", ["of"], ["w0"], "help")
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(tmp_path))
+
+    def told():
+        return registry.get_sample_value("tokens_total", {"of": "w0"})
+
+    made.inc(3)
+    made.inc(4)
+    assert (made.get(), told()) == (7.0, 0.0)
+    unwritten.write()
+    assert told() == 7.0
+    made.inc(1)
+    unwritten.write()
+    unwritten.write()
+    assert told() == 8.0

@@ -156,7 +156,8 @@ def test_engine_metrics_are_those_of_all_gateways_together(fleet):
     before = fleet.metric("vllm:generation_tokens_total")
     for _ in range(4):
         ask(fleet)
-    fleet.until(lambda: fleet.metric("vllm:generation_tokens_total") == before + 4 * 24)
+    # They write what they count every second, and so what they had counted before this test.
+    fleet.until(lambda: fleet.metric("vllm:generation_tokens_total") >= before + 4 * 24)
 
 
 def test_a_killed_core_gets_a_successor_and_every_stream_goes_on_where_it_was(fleet):

@@ -62,6 +62,7 @@ from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.mirrors import Hits, Mirrors
 from dataplane.live.gateway.request import Tracked
 
+MOST_TARGETS = 64
 ROWS, SLOTS = 1024, 256  # requests in the ledger, and that decode on a worker, to begin with
 # What a worker's record counts; 0 for one that is gone.
 QUEUE = ("queued", "queued_tokens", "queued_context", "queued_shared")
@@ -72,7 +73,7 @@ class Account:
     """What every worker holds.
 
     `profiles`: by kind, where step times are known. `workers` bounds how many it can hold at once. Where the
-    step times of an attached worker's kind are not known, those of none count.
+    step times of an attached worker's kind are not known, those of none count; `knows_step_times` is False.
     """
 
     def __init__(self, profiles: Mapping[str, Profile], workers: int, lengths: LengthTable) -> None:
@@ -89,6 +90,7 @@ class Account:
         self._computed, self._chunks = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
         self._free = list(range(ROWS))
         self._mirrors = Mirrors(workers)
+        self._kept_up_to: dict[float, int] = {}  # of a TPOT target, the longest prompt known to keep it
         self.slos: tuple[Slo, ...] = ()  # of the fleet's SLO classes, to which others may yield
         self._lay_out()
         self._compile()
@@ -135,6 +137,7 @@ class Account:
     def refit(self, kind: str, step: StepModel) -> None:
         """Use other step times than the profile's from now on, for all workers of a kind."""
         self._profiles[kind] = replace(self._profiles[kind], step=step)
+        self._kept_up_to.clear()
         row = coefficient_row(self._profiles[kind])
         times = slice(BASE, PRE_BASE)
         self._profile_rows[kind][times] = row[times]
@@ -146,13 +149,10 @@ class Account:
         self._profiles[kind], self._profile_rows[kind] = profile, coefficient_row(profile)
         self._lay_out()
 
-    @property
-    def knows_step_times(self) -> bool:
-        """Whether the step times of every worker's kind are known."""
-        return bool(self._profiles) and set(self._kinds.values()) <= set(self._profiles)
-
     def _lay_out(self) -> None:
         """Write the step times of each worker's kind, or none at all; free rows have those of the first."""
+        self.knows_step_times = bool(self._profiles) and set(self._kinds.values()) <= set(self._profiles)
+        self._kept_up_to.clear()
         first = next(iter(self._profile_rows), None)
         limits = slice(KV_BLOCKS, MODE)
         for w, row in enumerate(self._led.coefficients):
@@ -355,11 +355,14 @@ class Account:
         return r
 
     def _kept_tpot_s(self, request: Tracked) -> float:
-        if not self.knows_step_times:
-            return request.slo.tpot_s
+        asked_s, tokens = request.slo.tpot_s, request.prompt_tokens
+        if not self.knows_step_times or tokens <= self._kept_up_to.get(asked_s, -1):
+            return asked_s
         types = np.stack(list(self._profile_rows.values()))
-        asked = np.array([request.prompt_tokens]), np.array([request.slo.tpot_s])
-        return float(kept_tpot_s(types, *asked)[0])
+        kept_s = float(kept_tpot_s(types, np.array([tokens]), np.array([asked_s]))[0])
+        if kept_s == asked_s and len(self._kept_up_to) < MOST_TARGETS:
+            self._kept_up_to[asked_s] = tokens
+        return kept_s
 
     def _grow(self) -> None:
         """Make room for twice as many requests."""

@@ -79,7 +79,8 @@ class Admission:
         """Begin a new request on the worker that is chosen for it, or let it wait for one."""
         now_s = self._clock()
         r = self._placement.row(tracked)
-        if goes_first(self._placement.ledger, self._queue, r) and self._placement.policy != Policy.EXACT:
+        is_next = not self._waiting or goes_first(self._placement.ledger, self._queue, r)
+        if is_next and self._placement.policy != Policy.EXACT:
             worker = self._placement.choose(tracked, now_s)
             if worker is not None:
                 await self._begin(tracked, worker)

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 BACK_S = 10.0  # within which an earlier core's gateways come, or are gone
 MOST_UNSENT = 64 << 20  # bytes of outputs that a gateway may leave untaken
 Told = tuple[str | None, str | None, str | None]  # worker, refusal and failure, as a gateway knows them
+UNTOLD: Told = (None, None, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +56,7 @@ class OpenTicket:
     number: int
     ticket: Ticket
     parts: int = 0
-    told: Told = (None, None, None)
+    told: Told = UNTOLD
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +264,12 @@ class CoreServer:
             batch.scheduler_stats = None  # one gateway counts a step: their metrics are added up
 
     def _pass_on(self, gateway: Connected, batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> None:
-        news = [self._news(gateway, RequestId(output.request_id)) for output in outputs]
+        news = []
+        for output in outputs:
+            at = gateway.requests[RequestId(output.request_id)]
+            # What is written on a ticket is its worker, before its first output, and why it ended.
+            if at.told is UNTOLD or output.finish_reason is not None:
+                news.append(_news(at))
         if any(news):
             gateway.say(Kind.TICKETS, pack([n for n in news if n is not None]))
         batch.outputs = outputs
@@ -274,16 +280,6 @@ class CoreServer:
         if gateway.writer.transport.get_write_buffer_size() > MOST_UNSENT:
             log.warning("gateway %s did not take its outputs in time", gateway.name)
             gateway.writer.transport.abort()
-
-    def _news(self, gateway: Connected, request: RequestId) -> TicketNews | None:
-        """What the fleet has written on the request's ticket since the gateway was told."""
-        at = gateway.requests[request]
-        refusal = at.ticket.rejection
-        now: Told = (at.ticket.worker, None if refusal is None else refusal.reason, at.ticket.failure)
-        if at.told == now:
-            return None
-        at.told = now
-        return TicketNews(at.number, now[0], now[1], 0 if refusal is None else refusal.retry_after_s, now[2])
 
     # Questions.
 
@@ -311,6 +307,16 @@ class CoreServer:
             log.exception("gateway %s: its question %r broke", gateway.name, verb)
             error = repr(fault)
         gateway.say(Kind.ANSWER, pack([number, value, error]))
+
+
+def _news(at: OpenTicket) -> TicketNews | None:
+    """What the fleet has written on a ticket since its gateway was told."""
+    refusal = at.ticket.rejection
+    now: Told = (at.ticket.worker, None if refusal is None else refusal.reason, at.ticket.failure)
+    if at.told == now:
+        return None
+    at.told = now
+    return TicketNews(at.number, now[0], now[1], 0 if refusal is None else refusal.retry_after_s, now[2])
 
 
 def _greeting(kind: Kind, frames: Sequence[memoryview]) -> tuple[str, str]:

@@ -17,8 +17,10 @@ from collections.abc import Iterator, MutableSequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+from prometheus_client import values
 from pydantic import TypeAdapter
 
 from controlplane.errors import BadInput
@@ -28,6 +30,7 @@ from dataplane.live.gateway.server import Gateway, GatewaySettings, stop_accepti
 from dataplane.live.gateways.remote_core import RemoteCore
 
 MOST_GATEWAYS = 128  # at once, those that leave among them
+WRITE_EVERY_S = 1.0
 NOT_ACCEPTING = (1 << 31) - 1  # vLLM's own mark, in place of a number of connections
 
 
@@ -79,6 +82,44 @@ class Loads(MutableSequence[int]):
         raise TypeError("no place can be added")
 
 
+class Unwritten:
+    """What metrics have counted since it was last written to the file that they share with other gateways.
+
+    vLLM counts several things for each token, and to write each takes seven times as long as to count it.
+    """
+
+    def __init__(self, written: Any) -> None:
+        """`written`: the client library's class of a value in such a file."""
+        self._written, self._lock = written, Lock()
+        self._changed: set[Any] = set()
+
+    def value(self) -> Any:
+        """A class of values that are written later."""
+        written, changed, lock = self._written, self._changed, self._lock
+
+        class Value(written):  # type: ignore[misc, valid-type]
+            def inc(self, amount: float) -> None:
+                with lock:
+                    self._value += amount
+                    changed.add(self)
+
+        return Value
+
+    def write(self) -> None:
+        """Write what has changed."""
+        with self._lock:
+            changed = self._changed.copy()
+            self._changed.clear()
+        for value in changed:
+            self._written.inc(value, 0.0)
+
+    async def keep_written(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await asyncio.sleep(WRITE_EVERY_S)
+            self.write()
+
+
 def traffic(server: Any) -> tuple[int, int]:
     """A uvicorn server's open connections, and the requests in progress."""
     return (
@@ -86,7 +127,7 @@ def traffic(server: Any) -> tuple[int, int]:
     )
 
 
-async def run(settings: ProcessSettings) -> None:
+async def run(settings: ProcessSettings, unwritten: Unwritten) -> None:
     """Serve until told to leave. Raises BadInput where the core refuses this gateway."""
     loop, loads = asyncio.get_running_loop(), Loads(settings.loads)
     gateway = Gateway(settings.gateway)
@@ -119,10 +160,13 @@ async def run(settings: ProcessSettings) -> None:
         with suppress(BadInput):  # what was in force stays; the core has said so
             ring.reload(file)  # it may have changed since the fleet began
     following = asyncio.ensure_future(gateway.follow(ring, lambda kind, line: None))  # the core tells of it
+    writing = asyncio.ensure_future(unwritten.keep_written())
     # A connection that is still open then is cut.
     with socket.socket(fileno=settings.listening) as listening, suppress(TimeoutError):
         await gateway.serve(core, door, listening, (loads, settings.index))
     following.cancel()
+    writing.cancel()
+    unwritten.write()
 
 
 def main() -> None:
@@ -133,8 +177,10 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("torch").setLevel("ERROR")
     settings = PROCESS_SETTINGS.validate_json(sys.stdin.read())
+    unwritten = Unwritten(values.ValueClass)
+    values.ValueClass = unwritten.value()
     try:
-        uvloop.run(run(settings))
+        uvloop.run(run(settings, unwritten))
     except BadInput as refusal:
         sys.exit(f"error: {refusal}")
 

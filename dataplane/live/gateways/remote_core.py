@@ -181,7 +181,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             self._say(Kind.ABANDON, pack(id(ticket)))
 
     async def allow(self, key: ApiKey) -> float:
-        """Count a request of a key with the core; the seconds until it may come, 0 for now."""
+        """Count a request of a key with limits with the core; the seconds until it may come, 0 for now."""
+        if not key.requests_per_minute and not key.tokens_per_minute:
+            return 0.0
         return float(await self._ask("allow", key.name))
 
     async def claim(self, name: str, digest: bytes) -> Kept | None:
