@@ -9,13 +9,14 @@ adds to a step, the factors a_j are those of
 
 n steps prefill, and q = n·y/T of the gaps have such a step in them (arrivals see time averages). Gaps are met
 by how many decode beside them: b = L + φ where L = G·y/T decode at a time and φ is the variance of the
-running requests over their mean, from scrape to scrape (1 of Poisson arrivals, 0 of a closed loop). Where
-next to nothing decodes, the time from a request's start to its first token is its own steps' alone, and is
-a second equation.
+running requests over their mean, from scrape to scrape (1 of Poisson arrivals, 0 of a closed loop). The time
+from a request's start to its first token, where the engine counts it, is that of its own steps with all that
+shares them, a second equation: it tells prefill where few gaps have any in them.
 
-Each a_j is drawn to a common factor s with a relative doubt of TERM, s to the median of what was seen over
-what the profile says. So what the traffic cannot tell stays in the profile's proportions. Errors are standard
-deviations of that posterior, widened by how alike the residuals of neighbouring intervals are.
+Each a_j is drawn to a common factor s with a doubt of TERM times the larger of both (a machine may be twice
+as slow in one term and fifty times in another), s to the median of what was seen over what the profile says.
+So what the traffic cannot tell stays in the profile's proportions. Errors are standard deviations of that
+posterior, widened by how alike the residuals of neighbouring intervals are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ TERM = 0.5  # doubt of a term beside the others
 SCALE = 3.0  # and of all together
 FEWEST_GAPS, FEWEST_INTERVALS = 300, 6
 ENOUGH = 20  # gaps of an interval that tell half as much as any number
-QUIET = 0.4  # decode at a time, at most, where a first token waits for nothing but itself
 CLIP = 2.5  # residuals past so many standard deviations count linearly
 ROUNDS = 6
 BLOCKS = 5  # consecutive parts of the time, each judged by the others
@@ -181,21 +181,27 @@ def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equat
         rows.append(row)
         seen.append(mean_s)
         weight.append(one.gaps / (one.gaps + ENOUGH))
-        if one.finished > 0 and _decoding(one) < QUIET and one.finished_prefill_s > 0:
-            rows.append(_alone(one, around))
+        if one.finished > 0 and one.finished_prefill_s > 0:
+            rows.append(_first_steps(one, around))
             seen.append(one.finished_prefill_s / one.finished)
             weight.append(one.finished / (one.finished + ENOUGH))
     parts = np.array(rows) * prior / np.array(seen)[:, None]
     return _Equations(parts[:, prior > 0], np.array(weight))
 
 
-def _alone(one: Interval, around: Profile) -> Rows:
-    """What terms add up to from a request's start to its first token, where it has the engine to itself."""
+def _first_steps(one: Interval, around: Profile) -> Rows:
+    """What terms add up to from a request's start to its first token: its own steps, with all beside it."""
     prompt = one.finished_prefill_tokens / one.finished
     chunks = max(1.0, math.ceil(prompt / around.engine.max_batched_tokens))
+    met = _met(one, around)
     beside = _decoding(one)
     context = one.context_tokens * beside / max(one.running, 1.0)
-    return chunks * _parts(around, Batch(prompt / chunks, beside, context, prompt**2 / chunks))
+    return chunks * _parts(around, Batch(met * prompt / chunks, beside, context, met * prompt**2 / chunks))
+
+
+def _met(one: Interval, around: Profile) -> float:
+    """Prompts in a step that prefills, as one of them meets it: itself, and others that came meanwhile."""
+    return 1.0 + _chunks(one, around) * one.gaps_s / (one.gaps * one.seconds)
 
 
 def _parts(profile: Profile, batch: Batch) -> Rows:
@@ -209,12 +215,13 @@ def _solved(equations: _Equations) -> tuple[Rows, Rows]:
     parts, weight = equations
     terms = parts.shape[1]
     start = float(np.median(1.0 / parts.sum(axis=1)))
-    like = np.column_stack([np.eye(terms), -np.ones(terms)]) / (TERM * start)
+    alike = np.column_stack([np.eye(terms), -np.ones(terms)])
     common = np.append(np.zeros(terms), 1.0)[None] / (SCALE * start)
     low = np.append(np.full(terms, PART), 0.0) * start
     high = np.append(np.full(terms, 1.0 / PART), 1.0 / PART) * start
     factors, spread, robust = np.full(terms + 1, start), 0.1, np.ones(len(parts))
     for _ in range(ROUNDS):
+        like = alike / (TERM * np.maximum(factors[:-1], start))[:, None]
         scaled = (np.sqrt(weight * robust) / spread)[:, None]
         matrix = np.vstack([np.column_stack([parts, np.zeros(len(parts))]) * scaled, like, common])
         wanted = np.concatenate([scaled[:, 0], np.zeros(terms), common[0, -1:] * start])
@@ -223,10 +230,10 @@ def _solved(equations: _Equations) -> tuple[Rows, Rows]:
         size = np.abs(residual) * np.sqrt(weight)
         spread = max(1.4826 * float(np.median(size)), LEAST_SPREAD)
         robust = np.minimum(1.0, CLIP * spread / np.maximum(size, 1e-12))
-    alike = 0.0
+    together = 0.0
     if len(residual) > 2 and min(residual[:-1].std(), residual[1:].std()) > 1e-12:
-        alike = float(np.clip(np.corrcoef(residual[:-1], residual[1:])[0, 1], 0.0, 0.9))
-    data = matrix[: len(parts)].T @ matrix[: len(parts)] * ((1.0 - alike) / (1.0 + alike))
+        together = float(np.clip(np.corrcoef(residual[:-1], residual[1:])[0, 1], 0.0, 0.9))
+    data = matrix[: len(parts)].T @ matrix[: len(parts)] * ((1.0 - together) / (1.0 + together))
     rest = matrix[len(parts) :]
     return factors, np.asarray(np.linalg.inv(data + rest.T @ rest), np.float64)
 
@@ -282,7 +289,6 @@ def _own_s(one: Interval, made: Profile) -> float:
     chunks = _chunks(one, made)
     if chunks == 0:
         return 0.0
-    alike = 1.0 + chunks * one.gaps_s / (one.gaps * one.seconds)  # prompts a step, as each of them meets it
-    tokens = alike * one.prefill_tokens / chunks
+    tokens = _met(one, made) * one.prefill_tokens / chunks
     squares = tokens * one.prefill_tokens / one.first_tokens
     return chunks * float(made.step.step_s(tokens, _decoding(one), one.context_tokens, squares))

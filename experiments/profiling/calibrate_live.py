@@ -90,12 +90,14 @@ def served(minutes: Sequence[float], window_s: float, seed: int) -> dict[str, An
                 return done, [(await one.communicate())[0].decode() for one in watching]
 
             done, said = asyncio.run(serve())
+            (worker,) = server.workers()
         steps = pl.read_csv(there / "data" / "steps.csv")
         made = [(there / f"made-{some:g}.yaml").read_text() for some in minutes]
     since_s = done.began_unix_s + 60 * minutes[-1] + 8
     later = steps.filter(pl.col("at_s") > since_s).sort("at_s")
     return {
         "profiles": made,
+        "kv_tokens": worker["kv_blocks"] * worker["block_tokens"],  # which a gateway's metrics do not tell
         "said": json.loads(said[-1]),
         "steps": later.to_dicts(),
         "requests": {name: getattr(done, name).tolist() for name in COLUMNS},
@@ -136,7 +138,7 @@ def main() -> int:
     name = f"calibrate {minutes[-1]:g} {asked.seed}"
     part = asked.resume.part(name, lambda: served(minutes, window_s, asked.seed))
     profiles = [parse_profile(text, "made.yaml") for text in part["profiles"]]
-    profile = profiles[-1]
+    profile = profiles[-1].with_kv(None, part["kv_tokens"])
     (prior,) = find_profiles("llama-3.1-8b", ["h100-sxm"], [1])
     fixed, _ = errors(profile, part["steps"])
     seen = within(profile, part, 60 * minutes[-1] + 8, window_s, WINDOWS)

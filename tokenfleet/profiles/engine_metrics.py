@@ -73,9 +73,11 @@ def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, E
 
     found: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     kv: dict[str, tuple[int, int, bool]] = {}
+    of_fleet = False  # a fleet's gateway tells of a configuration of its own, for slots without a worker too
     try:
         for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
             engine = " ".join(sample.labels[name] for name in ENGINE_LABELS if sample.labels.get(name))
+            of_fleet = of_fleet or "worker" in sample.labels
             if sample.name == "vllm:cache_config_info":
                 kv[sample.labels.get("engine", "")] = _kv(sample.labels)
             elif sample.name.startswith("vllm:"):
@@ -83,7 +85,7 @@ def engine_counts(text: str, at_s: float, where: str = "metrics") -> dict[str, E
     except (ValueError, KeyError, IndexError) as error:
         raise BadInput(f"{where}: not Prometheus metrics: {error}") from None
     whole = _whole(found, where)
-    tokens, block_tokens, is_sum = next(iter(kv.values()), (0, 0, False))
+    tokens, block_tokens, is_sum = (0, 0, False) if of_fleet else next(iter(kv.values()), (0, 0, False))
     tokens = tokens // len(kv) if is_sum else tokens
     return {engine: EngineCounts(at_s, values, tokens, block_tokens) for engine, values in whole.items()}
 
@@ -108,8 +110,6 @@ def _named(values: Mapping[str, float]) -> dict[str, float]:
 def _kv(labels: Mapping[str, str]) -> tuple[int, int, bool]:
     """KV tokens (0: not said), tokens of a block, and whether the former are of all engines together."""
     size = _count(labels, "block_size")
-    if "worker" in labels:  # a fleet's gateway tells of a configuration of its own
-        return 0, 0, False
     own = _count(labels, "kv_cache_size_tokens")
     return own or _count(labels, "num_gpu_blocks") * size, size, not own
 

@@ -54,6 +54,18 @@ def test_a_profile_of_quite_another_machine_will_do(scale):
     assert off(made.step) < 0.03
 
 
+def test_a_machine_that_is_slow_in_prefill_alone_is_told_within_minutes():
+    """A CPU beside the profile of a GPU: twice as slow a step, a token of a prompt 75 times."""
+    truth = StepModel(0.0175, 7.7e-4, 1.3e-4, 7e-6)
+    gpu = replace(PRIOR, step=StepModel(0.0074, 1.02e-5, 1.02e-5, 4.2e-8))
+    few = counted(truth, lambda t: 1.2 + np.sin(t / 12), 360.0, 0, 0.1, prompt=150.0, output=40.0)
+    made, _ = calibrated_by(few, gpu)
+    assert made.step.per_prefill_token_s == pytest.approx(7.7e-4, rel=0.1)
+    assert made.frontend.per_request_s < 0.03
+    batch = np.array([0, 0, 150, 300]), np.array([1, 8, 3, 5]), np.array([200, 1600, 600, 1000])
+    assert np.abs(made.step.step_s(*batch) / truth.step_s(*batch) - 1).mean() < 0.08
+
+
 def test_errors_of_the_factors_are_about_as_large_as_they_are_off():
     z = []
     for seed in range(6):

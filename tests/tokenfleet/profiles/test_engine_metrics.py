@@ -94,6 +94,9 @@ def test_the_kv_is_an_engines_own_whoever_adds_it_up():
         'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="25000"} 1\n'  # of both together
         'vllm:cache_config_info{engine="1",block_size="16",num_gpu_blocks="25000"} 1\n': (200_000, 16),
         'vllm:cache_config_info{worker="w-1",block_size="64",num_gpu_blocks="25000"} 1\n': (0, 0),
+        # slots of a gateway's, with a worker and without
+        'vllm:cache_config_info{worker="w-1",block_size="64",num_gpu_blocks="25000"} 1\n'
+        'vllm:cache_config_info{engine="1",block_size="64",num_gpu_blocks="25000"} 1\n': (0, 0),
         'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="None"} 1\n': (0, 16),
     }
     for info, expected in told.items():
