@@ -39,6 +39,7 @@ TERM = 0.5  # doubt of a term beside the others
 SCALE = 3.0  # and of all together
 FEWEST_GAPS, FEWEST_INTERVALS = 300, 6
 ENOUGH = 20  # gaps of an interval that tell half as much as any number
+APART = 1.35  # prompts in a step, as each meets it, at most, where first steps are those of few prompts
 CLIP = 2.5  # residuals past so many standard deviations count linearly
 ROUNDS = 6
 BLOCKS = 5  # consecutive parts of the time, each judged by the others
@@ -181,7 +182,7 @@ def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equat
         rows.append(row)
         seen.append(mean_s)
         weight.append(one.gaps / (one.gaps + ENOUGH))
-        if one.finished > 0 and one.finished_prefill_s > 0:
+        if one.finished > 0 and one.finished_prefill_s > 0 and _met(one, around) < APART:
             rows.append(_first_steps(one, around))
             seen.append(one.finished_prefill_s / one.finished)
             weight.append(one.finished / (one.finished + ENOUGH))
