@@ -1,6 +1,6 @@
 """Six plans that a planner of means got wrong, planned on the real hour.
 
-    python experiments/planning/six_cases.py [--quick] [--seed N] [--format table|json]
+    python experiments/planning/six_cases.py [--quick] [--seed N] [--other PROGRAM] [--format table|json]
 
 A widely used planner was asked for 20 requests a second with the mean lengths of the Azure conversation hour
 of 2023. Its fleets, replayed on that very hour (scaled to 20 requests a second) in its own maker's simulator,
@@ -11,20 +11,35 @@ case is planned on the hour itself:
           is, too: no allowance for a wrong profile or other traffic)
   sure    the plan at the default confidence of 0.95, which adds what the doubt asks for
 
-`attained` and `sure_attained` are the simulated attainment of both on the whole hour. --quick plans three of
-the six cases, on the first quarter of the hour.
+`attained` and `sure_attained` are the simulated attainment of both on the whole hour. --quick plans three
+of the six cases, on the first quarter of the hour.
+
+`--other` is the successor of that simulator in an environment of its own (`pip install aisimulate`;
+the path of its program). It replays both fleets on the same requests, with its own step times of vLLM and
+round-robin placement: `other_sized`, `other_sure`. `in_turns` is our own figure of the sized fleet under
+round-robin, so that routers are alike; `ours_tpot_ms` and `other_tpot_ms` are the mean TPOT of both there,
+what step times alone make of it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import polars as pl
+import yaml
 
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
+from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.inputs import described
@@ -92,14 +107,88 @@ def planned(case: Case, hour: Workload, seed: int, pool: Threads) -> dict[str, A
     }
 
 
+THEIR_MODEL = {
+    "llama-3.1-70b": "meta-llama/Meta-Llama-3.1-70B",
+    "llama-3.1-8b": "meta-llama/Meta-Llama-3.1-8B",
+}
+BLOCK = 512
+
+
+def elsewhere(case: Case, hour: Workload, workers: int, program: Path) -> dict[str, float]:
+    """What the other simulator makes of a fleet: attainment, and mean TPOT in ms."""
+    blocks = -(-hour.prompt_tokens // BLOCK)
+    ends = np.cumsum(blocks)
+    with tempfile.TemporaryDirectory(prefix="tokenfleet-") as folder:
+        here = Path(folder)
+        with (here / "trace.jsonl").open("w", encoding="utf-8") as lines:
+            for i, at_s in enumerate(hour.arrival_s.tolist()):  # no two prompts share a block
+                ids = list(range(int(ends[i] - blocks[i]), int(ends[i])))
+                lengths = {
+                    "input_length": int(hour.prompt_tokens[i]),
+                    "output_length": int(hour.output_tokens[i]),
+                }
+                lines.write(json.dumps({"timestamp": at_s * 1e3, **lengths, "hash_ids": ids}) + "\n")
+        source = {
+            "type": "trace",
+            "paths": [str(here / "trace.jsonl")],
+            "format": "mooncake",
+            "block_size": BLOCK,
+        }
+        fleet = {
+            "parallelism": {"replicas": workers, "tensor": case.tp},
+            "scheduler": {"max_batched_tokens": 2048 if case.gpu == "a100" else 8192, "max_sequences": 256},
+            "kv_cache": {"prefix_caching": False},
+        }
+        engine: dict[str, Any] = {
+            "mode": "aggregated",
+            "model": THEIR_MODEL[case.model],
+            "hardware": f"{case.gpu}_sxm",
+        }
+        engine |= {"backend": "vllm", "workers": {"aggregated": fleet}}
+        config = {"traffic": {"source": source, "load": {"type": "trace_timestamps"}}, "engine": engine}
+        (here / "predict.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        command = [str(program), "predict", "--config", str(here / "predict.yaml"), "--format", "json"]
+        command += ["--output-dir", str(here / "out"), "--capture-per-request"]
+        subprocess.run(command, check=True, capture_output=True, timeout=600)
+        told = pl.read_ndjson(here / "out" / "requests.jsonl", infer_schema_length=None)
+    ttft_ms = told["first_token_ms"] - told["arrival_time_ms"]
+    gaps = told["output_length"] - 1
+    tpot_ms = (told["last_token_ms"] - told["first_token_ms"]) / gaps.clip(1)
+    slow = (gaps > 0) & (tpot_ms > case.slo.tpot_s * 1e3)
+    met = (ttft_ms <= case.slo.ttft_s * 1e3) & ~slow
+    return {"attained": float(met.sum()) / len(hour), "tpot_ms": float(tpot_ms.filter(gaps > 0).mean())}  # type: ignore[arg-type]
+
+
+def beside(case: Case, row: dict[str, Any], hour: Workload, program: Path) -> dict[str, Any]:
+    """A row's fleets in the other simulator, and the sized one under round-robin here."""
+    if row["sized_gpus"] is None:
+        return {}
+    (profile,) = find_profiles(case.model, [case.gpu], [case.tp])
+    workers = row["sized_gpus"] // case.tp
+    ours = simulate(hour, [WorkerSpec(profile)] * workers, case.slo, "round-robin")
+    theirs = elsewhere(case, hour, workers, program)
+    sure = None if row["sure_gpus"] is None else elsewhere(case, hour, row["sure_gpus"] // case.tp, program)
+    return {
+        "in_turns": round(ours.attainment, 5),
+        "other_sized": round(theirs["attained"], 5),
+        "other_sure": None if sure is None else round(sure["attained"], 5),
+        "ours_tpot_ms": round(float(np.nanmean(ours.tpot_s)) * 1e3, 2),
+        "other_tpot_ms": round(theirs["tpot_ms"], 2),
+    }
+
+
 def main() -> int:
-    asked = flags(__doc__, AZURE_HOUR).parse_args()
+    parser = flags(__doc__, AZURE_HOUR)
+    parser.add_argument("--other", type=Path, help="program of the other simulator (`aisimulate`)")
+    asked = parser.parse_args()
     hour = azure_hour(asked.data)
     hour = hour.scaled(RATE_RPS / hour.rate_rps)
     if asked.quick:
         hour = hour.window(0.0, hour.duration_s / 4)
     with threads(os.cpu_count() or 1) as pool:
         rows = [planned(case, hour, asked.seed, pool) for case in CASES[: QUICK if asked.quick else None]]
+    if asked.other is not None:
+        rows = [row | beside(case, row, hour, asked.other) for case, row in zip(CASES, rows, strict=False)]
     bars = {}
     for row in rows:
         gpus, limit = row["sized_gpus"], row["needed_there"]
