@@ -119,8 +119,13 @@ def prefill_s(k: NDArray[np.float64], tokens: float, sum_sq: float) -> float:
 
 @compiled
 def window_blocks(k: NDArray[np.float64], tokens: int) -> int:
-    """KV blocks that a request of so many tokens holds beyond those of its tokens (`profile.KvModel`)."""
+    """KV blocks that a request of so many tokens holds beyond those of its tokens (`profile.KvModel`).
+
+    None at a worker without a profile, of which nothing but its room is known.
+    """
     window = int(k[WINDOW_TOKENS])
+    if window == 0:
+        return 0
     return (int(k[WINDOW_BLOCKS]) * min(tokens, window) + window - 1) // window
 
 
