@@ -46,12 +46,14 @@ class Speculation:
     draft_s: float = 0.0
 
     def __post_init__(self) -> None:
-        shares = self.acceptance
+        shares, got = self.acceptance, "/".join(f"{share:g}" for share in self.acceptance)
         if not 1 <= len(shares) <= MOST_DRAFTED or not all(0 < a <= 1 for a in shares):
-            raise BadInput(f"speculation: acceptance: 1 to {MOST_DRAFTED} shares above 0, at most 1")
+            raise BadInput(
+                f"speculation: acceptance: must be 1 to {MOST_DRAFTED} shares above 0, at most 1, got {got}"
+            )
         if any(later > earlier for earlier, later in pairwise(shares)):
             raise BadInput(
-                "speculation: acceptance: a token is accepted no more often than the one before it"
+                f"speculation: acceptance: a token is accepted no more often than the one before it, got {got}"
             )
         if not 0 <= self.draft_s < math.inf:
             raise BadInput(f"speculation: draft_s: must be a number of at least 0, got {self.draft_s}")
