@@ -53,7 +53,7 @@ class Speculation:
             )
         if any(later > earlier for earlier, later in pairwise(shares)):
             raise BadInput(
-                f"speculation: acceptance: a token is accepted no more often than the one before it, got {got}"
+                f"speculation: acceptance: none is accepted more often than the one before it, got {got}"
             )
         if not 0 <= self.draft_s < math.inf:
             raise BadInput(f"speculation: draft_s: must be a number of at least 0, got {self.draft_s}")
