@@ -110,7 +110,7 @@ class FrontHost:
     def __init__(self, front, profiles=None):
         self.front, self.profiles = front, profiles or {}
         self.kinds, self.failures, self.stopped = {}, 0, []
-        self.broken, self.lack, self.told = set(), None, {}
+        self.broken, self.lack, self.told, self.left = set(), None, {}, {}
         self.hung, self.asked = set(), Counter()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
@@ -139,8 +139,13 @@ class FrontHost:
     async def adopt(self, workers):
         from dataplane.live.pool.member import Adopted
 
-        engines = self.front.engines
-        return {w: Adopted(engines[w], ()) for w in workers if not engines[w].is_lost}
+        engines, found = self.front.engines, {}
+        for worker in workers:
+            if not engines[worker].is_lost:
+                segments = self.left.get(worker, ())
+                await engines[worker].abort(segments)
+                found[worker] = Adopted(engines[worker], segments)
+        return found
 
     async def is_healthy(self, worker):
         self.asked[worker] += 1
@@ -160,7 +165,7 @@ class Deaths:
 
     def __init__(self, folder):
         self.file = folder / "record.json"
-        self.engines, self.cores = {}, []
+        self.engines, self.cores, self.left, self.requests = {}, [], {}, []
 
     async def core(self, workers=3, most=6, **others):
         from controlplane.placement.queue import QueueSettings
@@ -176,6 +181,7 @@ class Deaths:
         record = Record(self.file)
         first = Revision(*record.found["pool"]["revision"]) if record.found else FIRST
         host = FrontHost(front)
+        host.left = self.left
         pool = WorkerPool(host, front.core, front.events, most, types, first, record=record, **others)
         self.cores.append((front, pool))
         await pool.start()
@@ -185,6 +191,9 @@ class Deaths:
         """As kill -9: nothing of the core runs on, and its engines do."""
         front, pool = self.cores[-1]
         pool._record_file.note = lambda **facts: None
+        self.requests = list(front.core.requests)
+        there = [at.worker for at in front.core.attached()]
+        self.left = {w: [t.segment for t in front.core.requests.on_worker(w)] for w in there}
         tasks = [*pool._tasks, front.core._admission._dispatcher, front.pump]
         tasks += [at.reader for at in front.core.attached()]
         for task in tasks:

@@ -225,7 +225,8 @@ def test_a_gateway_links_to_a_thousand_workers(live_extra):
 
 
 @pytest.fixture
-def deaths(live_extra, tmp_path):
+def deaths(live_extra, monkeypatch, tmp_path):
+    monkeypatch.setattr("dataplane.live.gateway.fleet_core.BACK_S", 0.05)  # no gateway brings requests back
     return Deaths(tmp_path)
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from front import Deaths, Front, FrontHost, profile, until
+from front import Deaths, Front, FrontHost, alone, profile, until
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
@@ -363,6 +363,9 @@ class Reign:
             if rollout.state == "running":
                 rollout.cancel("an operator cancelled it")
 
+    def standing_of(self, revision):
+        return sum(m.revision == revision and m.state == "serving" for m in self.pool.members())
+
     @property
     def standing(self):
         there = sorted((m.worker, m.revision) for m in self.pool.members() if m.state == "serving")
@@ -432,3 +435,47 @@ def test_what_a_new_core_cannot_go_on_with_leaves_the_fleet_as_it_is_and_says_wh
             assert "cannot go on with it: update: the model is not there" in left.cause
         if not has_died:
             return
+
+
+@pytest.mark.parametrize("dies_too", [False, True])
+def test_a_stream_goes_on_with_its_own_model_or_not_at_all_where_a_core_dies_in_an_update(
+    live_extra, monkeypatch, tmp_path, dies_too
+):
+    from dataplane.live.control import operations
+    from dataplane.live.gateway.request import CURRENT_TICKET
+    from dataplane.live.pool.rollout import Rollout
+
+    monkeypatch.setattr(operations, "Rollout", partial(Rollout, gate_s=0.02))
+    deaths = Deaths(tmp_path)
+
+    async def story():
+        first, pool = await deaths.core(2, 4)
+        await first.send("r", [1, 2], max_tokens=100_000)
+        await first.until("r", 3)
+        old = first.core.requests.get("r").worker
+        reign = Reign(first, pool)
+        await reign.operations.update(NEW, None, 600.0)
+        await until(lambda: pool.state_of(old) == "draining")
+        await until(lambda: reign.standing_of(2) == 2)
+        await deaths.die()
+        if dies_too:
+            deaths.engines[old].kill("kill -9")
+        front, pool = await deaths.core(2, 4)
+        Reign(front, pool).operations.resume()
+        (left,) = deaths.requests
+        so_far = list(left.output_token_ids)
+        left.ticket.requests.clear()
+        CURRENT_TICKET.set(left.ticket)
+        front.ends["r"] = asyncio.Event()
+        await front.core.resume(left.request, so_far, left.first_token_s, 2)
+        if dies_too:
+            await front.ended("r")
+            assert "no worker runs the weights" in left.ticket.failure
+        else:
+            await front.until("r", 3)
+            assert front.core.requests.get("r").worker == old
+            assert so_far + front.tokens["r"][:3] == alone([1, 2], len(so_far) + 3)
+            await front.core.abandon(left.ticket)
+        await until(lambda: pool.state_of(old) is None)
+
+    deaths.played(story)

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ from dataplane.live.migration.move import Mode, Move, MoveBudget, Running
 
 log = logging.getLogger(__name__)
 LAST_WORDS_S = 2.0
+BACK_S = (
+    20.0  # within which gateways bring back what an earlier core has left on a worker, or its client is gone
+)
 COMPUTE = Transfer()  # a segment that brings no KV
 
 
@@ -113,6 +117,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._attached = Attachments(settings.slots)
         self.unread = Unread(settings.max_unread)
         self._left: dict[RequestId, WorkerId] = {}
+        self._awaited: Counter[WorkerId] = Counter()  # requests that an earlier core has left there
+        self.was_mixed = False  # whether that core's workers may have run several models
         self._solved_in_time = True
         self.is_starting: Callable[[], bool] = lambda: False
         self.predict_anew: Callable[[int, int], int] | None = None
@@ -160,16 +166,19 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
     ) -> None:
         """Take over a request of an earlier core with its tokens so far: as if its worker had been lost.
 
-        It goes back to that worker, which has its text cached, where this core has adopted it.
+        It goes back to that worker, which has its text cached, where this core has adopted it. Where nobody
+        knows what made its tokens, it fails rather than go on with another model.
         """
         tracked = self._track(request)
         tracked.resume(tokens, first_s, time.monotonic(), core)
         was_on = self._left.pop(tracked.id, None)
         at = None if was_on is None else self._attached.get(was_on)
+        if was_on is not None:
+            self._awaited[was_on] -= 1
         served = {one.link.info.weights for one in self._attached}
         if at is not None:
             tracked.weights = at.link.info.weights
-        elif len(served) == 1:
+        elif len(served) == 1 and not self.was_mixed:
             tracked.weights = served.pop()
         if not self._may_go_on(tracked, "the fleet's core was lost"):
             return
@@ -180,8 +189,14 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     def was_running(self, worker: WorkerId, segments: Sequence[str]) -> None:
         """Note the segments that an earlier core has left on a worker, for `resume`."""
+        self._awaited[worker] = len(segments)
+        self._loop.call_later(BACK_S, self._awaited.pop, worker, None)
         for segment in segments:
             self._left |= {RequestId(name): worker for name in (segment, segment.rpartition("#")[0])}
+
+    def is_awaited(self, worker: WorkerId) -> bool:
+        """Whether requests that an earlier core has left on a worker have not come back to it yet."""
+        return self._awaited[worker] > 0
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         """End requests: the client left, or the front end found a stop string."""

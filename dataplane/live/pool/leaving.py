@@ -98,7 +98,10 @@ class Exit:
         """Move everything off as it fits elsewhere, until nothing is left or the time has come.
 
         What waits there goes at once, what decodes by the rule of both planes; what is cached goes beside.
+        What an earlier core has left there comes back first: it may be this worker's alone to continue.
         """
+        while self._core.is_awaited(self.worker) and time.monotonic() < until_s:
+            await asyncio.sleep(DRAIN_LOOK_S)
         shedding: asyncio.Task[None] | None = None
         stay: set[RequestId] = set()  # a move of theirs has failed: until the next look
         along = asyncio.ensure_future(self._bring_along(until_s))

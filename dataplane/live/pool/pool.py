@@ -156,7 +156,9 @@ class WorkerPool:
             left_over = self._members.get(WorkerId(worker))
             if left_over is not None and state == "draining":
                 self._let_leave(left_over, reason, until_s, is_leaving)
-        if self.rollout_left is None:
+        if (rollout := self.rollout_left) is not None:
+            self.core.was_mixed = rollout["revision"][1] != rollout["before"][1]
+        else:
             for kind in self.wanted_kinds:
                 self.settle(kind, "a new core looks after the fleet")
         self._is_adopting = False

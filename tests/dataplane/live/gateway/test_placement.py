@@ -9,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from made_types import profile_of
 from numba.core.dispatcher import Dispatcher
 
+from controlplane.perfmodel.step import StepModel
+from controlplane.placement.constraints import kept_tpot_s
 from controlplane.placement.ledger import generated
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
@@ -165,3 +168,26 @@ def test_a_silent_worker_is_better_than_none():
     placement.attach(worker("w2", 4), "")
     placement.set_open(WorkerId("w1"), True)
     assert placement.choose(request(1), 0.0) == "w2"  # whoever comes in its row is not silent
+
+
+def test_the_tpot_target_that_is_kept_for_a_request_is_the_rules_whatever_came_before():
+    slow = StepModel(0.02, 1e-6, 1e-4, 1e-6)  # alone, 1,000 tokens of context take it 21 ms, 30,000 some 50
+    placement = Placement(
+        {"": profile_of(slow, 1_000_000, 64)}, 1, LengthTable.constant(100), np.random.default_rng(0)
+    )
+    placement.attach(worker("w0", 64), "")
+    rng = np.random.default_rng(2)
+    types = placement.ledger.coefficients
+
+    def checked(turn):
+        asked = request(turn, int(rng.integers(1, 40_000)))
+        asked.ticket.slo = Slo(10.0, float(rng.choice([0.01, 0.025, 0.04, 0.1])))
+        kept_s = placement.ledger.requests[placement.row(asked)]["tpot_s"]
+        tokens, target_s = np.array([asked.prompt_tokens]), np.array([asked.slo.tpot_s])
+        assert kept_s == kept_tpot_s(types, tokens, target_s)[0]
+        placement.forget(asked)
+        return kept_s
+
+    assert len({checked(turn) for turn in range(60)}) > 2  # some are kept, some are lost
+    placement.refit("", replace(slow, base_s=0.09))
+    assert len({checked(turn) for turn in range(60)}) > 1
