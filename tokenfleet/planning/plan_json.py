@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
 from tokenfleet.profiles.form import profile_document
 
 CURVE_POINTS = 60
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -276,7 +278,14 @@ def _schedule_detail(plan: Plan) -> dict[str, Any] | None:
         "saved_share": _share(plan.schedule.saved_share),
         "each_window": "starts after a 30 s lead-in; start-up and draining between windows are not included",
         "paid": _paid(plan),
+        **({"week": week_rows(plan.schedule.week)} if plan.schedule.week else {}),
     }
+
+
+def week_rows(week: Sequence[int]) -> dict[str, list[int]]:
+    """Workers by weekday, for each cell of the day (UTC)."""
+    of_day = len(week) // len(WEEKDAYS)
+    return {name: list(week[day * of_day : (day + 1) * of_day]) for day, name in enumerate(WEEKDAYS)}
 
 
 def _paid(plan: Plan) -> dict[str, Any] | None:

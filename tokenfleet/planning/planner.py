@@ -46,7 +46,7 @@ from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
-from tokenfleet.planning.schedule import Schedule, make_schedule, paid, waits
+from tokenfleet.planning.schedule import Clock, Schedule, make_schedule, paid, waits
 from tokenfleet.planning.sizing import Sizing, confirm, passes_on_trace, size_all, smallest
 from tokenfleet.planning.threads import Threads, Watch
 from tokenfleet.planning.traffic.sample import CURVE, LONG, SAMPLED, Sampler
@@ -218,7 +218,7 @@ def _serving(
     if explained:
         return _explained(plan, replicates, winner, pool, watch)
     if scheduled:
-        return replace(plan, schedule=_schedule(replicates, winner, question, pool))
+        return replace(plan, schedule=_schedule(plan, replicates, winner, pool))
     return plan
 
 
@@ -236,16 +236,17 @@ def _proven(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads) -
     return replace(plan, best=best, sampled=sampled)
 
 
-def _schedule(
-    replicates: Replicates, winner: Sizing, question: PlanRequest, pool: Threads
-) -> Schedule | None:
+def _schedule(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads) -> Schedule | None:
     """The schedule of a fleet; None for agents, whose sessions know no time of day.
 
     Nor is there one for work that waits where requests share prefixes or wait for each other.
     """
+    question = plan.question
     if question.agents is not None or (waits(replicates) and not replicates.units.is_plain):
         return None
-    return make_schedule(replicates, question, winner, winner.fleet(winner.confirmed or 0), pool)
+    clock = Clock.of(plan.inputs.clock_start_s, plan.inputs.rate_scale)
+    full = winner.fleet(winner.confirmed or 0)
+    return make_schedule(replicates, question, winner, full, pool, clock)
 
 
 def _confirm_cheapest(
@@ -311,7 +312,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
     doubt = begin("telling doubts apart", lambda: _doubt(replicates.roughly(), best.fleet, pool))
     others = begin("comparing policies", lambda: baselines(replicates, question, winner, pool))
     bind = begin("finding what binds", lambda: _binding(replicates, question, winner, pool))
-    schedule = begin("making the schedule", lambda: _schedule(replicates, winner, question, pool))
+    schedule = begin("making the schedule", lambda: _schedule(plan, replicates, winner, pool))
     surer = begin("confirming one more", one_more)
     on_trace = begin("replaying the counts around it", around)()
     plan = replace(

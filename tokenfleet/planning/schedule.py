@@ -11,6 +11,10 @@ and is due there as others are. Whether it really waits so long and no longer is
 their own times, on workers that come and go as the schedule says. Where that falls short of a target every
 window gets one worker more, a few times, and then there is no schedule.
 
+**A week** repeats: of a trace of seven days and more the windows are cells of `CELL_S` by the clock (UTC;
+the trace's own start where it has none), and those of the same hours of the same weekday get the same
+workers, the fewest that meet the target over all of them. So a month is four weeks of one pattern.
+
 With a cold start L, a worker wanted from t on is ordered, and paid, at t - L. One that would be given back
 and wanted again within L is kept. So at t as many are paid as the schedule wants at most within [t, t + L].
 The workers of the first stretch are taken as running already; the time of draining is not counted.
@@ -37,6 +41,8 @@ from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.threads import Threads
 
 WINDOW_S = 600.0
+DAY_S, WEEK_S, CELL_S = 86_400.0, 604_800.0, 10_800.0
+NEARLY = 0.98  # of a week is one: the last request comes before its end
 MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
 SHORTEST_S = 1.0
@@ -44,6 +50,35 @@ OF_WINDOW = 10_000  # requests of a window's sample, where the trace is long
 LONGEST_WAIT_S = 120.0  # a window shows what waits no longer: it is judged by itself, whatever comes after it
 EVEN = (np.sqrt(5.0) - 1.0) / 2.0  # multiples of which are spread evenly
 TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Where the workload's zero is in the week, and how fast its time passes beside the clock's."""
+
+    since_monday_s: float  # of the workload's time
+    faster: float = 1.0
+
+    @property
+    def week_s(self) -> float:
+        return WEEK_S / self.faster
+
+    @property
+    def cell_s(self) -> float:
+        return CELL_S / self.faster
+
+    @property
+    def cells(self) -> int:
+        return round(WEEK_S / CELL_S)
+
+    @classmethod
+    def of(cls, clock_start_s: float | None, faster: float) -> Clock:
+        """By the Unix time of the workload's zero, where that is known; 1970 began on a Thursday."""
+        since_s = 0.0 if clock_start_s is None else (clock_start_s + 3 * DAY_S) % WEEK_S
+        return cls(since_s / faster, faster)
+
+
+NO_CLOCK = Clock(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +97,17 @@ class Schedule:
     stretches: tuple[Stretch, ...]
     attainment: float
     saved_share: float  # of the worker-hours of the constant fleet
+    week: tuple[int, ...] = ()  # workers by cell from Monday on, where the trace shows a week
 
 
 class _Window:
-    """One window: misses by worker count, simulated when first asked for."""
+    """A window, or those of the same hours of each week: misses by worker count, simulated when asked for."""
 
-    def __init__(self, replicates: Replicates, sizing: Sizing, start_s: float, end_s: float) -> None:
-        self.start_s, self.end_s = start_s, end_s
+    def __init__(self, replicates: Replicates, sizing: Sizing, spans: Sequence[tuple[float, float]]) -> None:
+        self.spans, self.seconds = spans, sum(end_s - start_s for start_s, end_s in spans)
         self._replicates, self._sizing = replicates, sizing
-        self._workload = _judged(replicates, start_s, end_s)
-        self.requests = round(self._workload.requests)
+        self._workloads = [_judged(replicates, *span) for span in spans]
+        self.requests = round(sum(workload.requests for workload in self._workloads))
         self._misses: dict[int, int] = {}
 
     def misses(self, workers: int) -> int:
@@ -79,9 +115,13 @@ class _Window:
         if self.requests == 0:
             return 0
         if workers not in self._misses:
-            outcome = self._replicates.replay(self._sizing.fleet(workers), workload=self._workload)
-            attained = self._replicates.attained(outcome.met, outcome.workload)
-            self._misses[workers] = math.ceil((1.0 - attained) * self.requests - 1e-6)
+            missed, fleet = 0.0, self._sizing.fleet(workers)
+            for workload in self._workloads:
+                if workload.requests:
+                    outcome = self._replicates.replay(fleet, workload=workload)
+                    attained = self._replicates.attained(outcome.met, workload)
+                    missed += (1.0 - attained) * workload.requests
+            self._misses[workers] = math.ceil(missed - 1e-6)
         return self._misses[workers]
 
     def fewest(self, target: float, low: int, guess: int, most: int) -> int:
@@ -95,15 +135,20 @@ class _Window:
 
 def _judged(replicates: Replicates, start_s: float, end_s: float) -> Workload:
     """What is replayed of a window, with a weight for what is judged by: of a long trace a sample."""
-    if replicates.sampler is not None:
-        return replicates.sampler.sample(AS_IT_IS, start_s, end_s).workload
     lead_s = min(LEAD_IN_S, start_s)
     part = replicates.workload.window(start_s - lead_s, end_s)
+    if replicates.sampler is not None and len(part) and part.arrival_s[-1] >= lead_s:
+        return replicates.sampler.sample(AS_IT_IS, start_s, end_s).workload
     return replace(part, weight=(part.arrival_s >= lead_s).astype(np.float64))
 
 
 def make_schedule(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
+    replicates: Replicates,
+    question: PlanRequest,
+    sizing: Sizing,
+    full: Fleet,
+    pool: Threads,
+    clock: Clock = NO_CLOCK,
 ) -> Schedule | None:
     """The schedule under `full`, a fleet of `sizing`'s kind that meets the target all through.
 
@@ -111,7 +156,7 @@ def make_schedule(
     workers where that falls short. None where that finds none.
     """
     if not waits(replicates) and replicates.session_s is None:
-        return _by_windows(replicates, question, sizing, full, pool)
+        return _by_windows(replicates, question, sizing, full, pool, clock)
     level = levelled(replicates, sizing.worker_type.profile) if waits(replicates) else replicates
     schedule = _by_windows(level, question, sizing, full, pool)
     for _ in range(TRIES):
@@ -188,19 +233,28 @@ def _stays(counts: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[tupl
 
 
 def _by_windows(
-    replicates: Replicates, question: PlanRequest, sizing: Sizing, full: Fleet, pool: Threads
+    replicates: Replicates,
+    question: PlanRequest,
+    sizing: Sizing,
+    full: Fleet,
+    pool: Threads,
+    clock: Clock = NO_CLOCK,
 ) -> Schedule:
     most = sizing.workers or full.workers
     if replicates.sampler is not None:
         replicates = replace(replicates, sampler=replace(replicates.sampler, requests=OF_WINDOW))
-    windows = [
-        _Window(replicates, sizing, float(a), float(b)) for a, b in pairwise(_edges(replicates.workload))
-    ]
+    edges = _edges(replicates.workload, clock)
+    cells = _cells(edges, clock)
+    spans = list(pairwise(edges.tolist()))
+    windows = pool.map(
+        lambda cell: _Window(replicates, sizing, [spans[i] for i in np.flatnonzero(cells == cell)]),
+        np.unique(cells).tolist(),
+    )
     low = sizing.fewest
-    busiest = max(w.requests / (w.end_s - w.start_s) for w in windows)
+    busiest = max(w.requests / w.seconds for w in windows)
 
     def fewest(window: _Window) -> int:
-        share = window.requests / (window.end_s - window.start_s) / busiest
+        share = window.requests / window.seconds / busiest
         return window.fewest(question.attainment, low, max(round(most * share), low), most)
 
     workers = pool.map(fewest, windows)
@@ -210,7 +264,11 @@ def _by_windows(
     workers = [min(math.ceil(n * margin - 1e-9), full.workers) for n in workers]
     misses = pool.map(lambda pair: pair[0].misses(pair[1]), list(zip(windows, workers, strict=True)))
     attained = 1.0 - sum(misses) / max(len(replicates.workload), 1)
-    return _scheduled([(w.start_s, w.end_s) for w in windows], workers, full, attained)
+    of_cell = dict(zip(np.unique(cells).tolist(), workers, strict=True))
+    schedule = _scheduled(spans, [of_cell[cell] for cell in cells.tolist()], full, attained)
+    if len(of_cell) < clock.cells:
+        return schedule
+    return replace(schedule, week=tuple(of_cell[cell] for cell in range(clock.cells)))
 
 
 def _scheduled(
@@ -221,9 +279,21 @@ def _scheduled(
     return Schedule(_merged(spans, workers), attained, saved)
 
 
-def _edges(workload: Workload) -> NDArray[np.float64]:
+def _cells(edges: NDArray[np.float64], clock: Clock) -> NDArray[np.int64]:
+    """The cell of the week that each window is of; each its own where the trace shows no week."""
+    if edges[-1] < NEARLY * clock.week_s:
+        return np.arange(len(edges) - 1)
+    middle_s = (edges[:-1] + edges[1:]) / 2.0 + clock.since_monday_s
+    return np.asarray(middle_s // clock.cell_s % clock.cells, np.int64)
+
+
+def _edges(workload: Workload, clock: Clock = NO_CLOCK) -> NDArray[np.float64]:
     """Where windows begin, and the end of the last one, just behind the last arrival."""
     end_s = float(workload.arrival_s[-1])
+    if end_s >= NEARLY * clock.week_s:
+        first_s = -clock.since_monday_s % clock.cell_s
+        edges = np.concatenate([[0.0], np.arange(first_s or clock.cell_s, end_s, clock.cell_s)])
+        return np.append(edges, np.nextafter(end_s, np.inf))
     if end_s <= INSTANT_S:
         return np.array([0.0, SHORTEST_S])  # every request arrives as the recording begins
     length_s = max(WINDOW_S * math.ceil(end_s / (WINDOW_S * MOST_WINDOWS)), 1e-9)
@@ -247,7 +317,7 @@ def _give_back(
         best = max(
             open_,
             key=lambda i: (
-                (misses[i] - windows[i].misses(workers[i] + 1)) / (windows[i].end_s - windows[i].start_s),
+                (misses[i] - windows[i].misses(workers[i] + 1)) / windows[i].seconds,
                 misses[i],
                 -i,
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -15,6 +15,7 @@ from tokenfleet.planning.classes import target_text as class_target_text
 from tokenfleet.planning.comparisons import Nearest
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
+from tokenfleet.planning.plan_json import week_rows
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Plan, Sampled
 from tokenfleet.planning.reuse import LOST, Reuse
@@ -38,7 +39,9 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
         yield _alternatives(plan)
     if plan.passed_over:
         yield _passed_over(plan)
-    if plan.schedule and len(plan.schedule.stretches) > 1:
+    if plan.schedule and plan.schedule.week:
+        yield _week(plan.schedule.week)
+    elif plan.schedule and len(plan.schedule.stretches) > 1:
         yield _schedule(plan)
 
 
@@ -412,6 +415,19 @@ def _passed_over(plan: Plan) -> Table:
     table.add_column("why")
     for passed in plan.passed_over:
         table.add_row(passed.worker_type.name, passed.reason)
+    return table
+
+
+def _week(week: Sequence[int]) -> Table:
+    """The workers of each weekday's hours."""
+    rows = week_rows(week)
+    table = Table(title="Schedule of a week (UTC, workers)", title_justify="left", title_style="bold")
+    table.add_column("")
+    hours = 24 // (len(week) // len(rows))
+    for start in range(0, 24, hours):
+        table.add_column(f"{start:02d}-{start + hours:02d}", justify="right")
+    for day, counts in rows.items():
+        table.add_row(day, *map(str, counts))
     return table
 
 

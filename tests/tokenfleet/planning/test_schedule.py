@@ -1,10 +1,12 @@
 """A schedule with cold starts, against looking at every second; spares, against every case there is."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from math import comb
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +14,16 @@ from planning_builders import plan, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.scaler.weights import enough_stand, missing_share
+from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
+from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, spares_for
+from tokenfleet.planning.inputs import described
+from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.schedule import Stretch, paid
+from tokenfleet.planning.schedule import CELL_S, DAY_S, WEEK_S, Stretch, paid
+from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.library import write_profile
 
 
@@ -148,3 +156,54 @@ def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without
     assert "--spot" in capsys.readouterr().err
     assert plan(tmp_path, "--output-scale", "0") == 2
     assert "--output-scale: must be above 0" in capsys.readouterr().err
+
+
+def weeks(count: float, rate_rps: float = 0.004, weekend: float = 0.25, seed: int = 0) -> Workload:
+    """Busy weekdays from 9 to 18 o'clock UTC, quiet nights and weekends; few requests, all long."""
+    rng = np.random.default_rng(seed)
+    at = np.sort(rng.random(round(count * WEEK_S * rate_rps))) * count * WEEK_S
+    hour, day = at % DAY_S / 3600, at // DAY_S % 7
+    busy = np.where((hour >= 9) & (hour < 18) & (day < 5), 1.0, weekend)
+    at = at[rng.random(len(at)) < busy]
+    return Workload(at, rng.integers(2_000, 12_000, len(at)), rng.integers(20, 60, len(at)))
+
+
+MONDAY_S = 1_748_822_400.0  # 2025-06-02
+
+
+def scheduled_week(workload: Workload, clock_start_s: float | None):
+    slow = worker_type(worker(slower=4.0))
+    question = PlanRequest(Slo(30.0, 0.2), attainment=0.9, confidence=0.8)
+    inputs = replace(described("made", workload, ()), clock_start_s=clock_start_s)
+    with threads(2) as pool:
+        return make_plan(workload, [slow], question, inputs, pool, explained=False, scheduled=True)
+
+
+def test_the_schedule_of_a_month_is_a_week_that_repeats() -> None:
+    plan = scheduled_week(weeks(2.0), MONDAY_S)
+    assert plan.schedule is not None
+    week = np.array(plan.schedule.week).reshape(7, 8)
+    day, night = week[:5, 3:6], np.concatenate([week[5:].ravel(), week[:5, [0, 1, 7]].ravel()])
+    assert day.mean() > 1.5 * night.mean()
+    for stretch in plan.schedule.stretches:
+        for at_s in np.arange(stretch.start_s, stretch.end_s, CELL_S / 2):
+            assert stretch.workers == week.ravel()[int(at_s // CELL_S) % 56]
+    found = plan_json(plan)["schedule_detail"]["week"]
+    assert found["Monday"] == week[0].tolist()
+    assert found["Sunday"] == week[6].tolist()
+
+
+def test_a_week_is_read_from_the_clock_wherever_in_it_a_trace_begins() -> None:
+    workload = weeks(1.0)
+    monday = scheduled_week(workload, MONDAY_S).schedule
+    thursday = scheduled_week(workload, MONDAY_S + 3 * DAY_S).schedule
+    assert monday is not None
+    assert thursday is not None
+    assert np.roll(monday.week, 3 * 8).tolist() == list(thursday.week)
+
+
+def test_less_than_a_week_shows_no_pattern_of_days() -> None:
+    plan = scheduled_week(weeks(0.5), MONDAY_S)
+    assert plan.schedule is not None
+    assert plan.schedule.week == ()
+    assert "week" not in plan_json(plan)["schedule_detail"]
