@@ -1,7 +1,6 @@
 """A schedule with cold starts, against looking at every second; spares, against every case there is."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise, product
 from math import comb
 from pathlib import Path
@@ -13,16 +12,26 @@ from hypothesis import strategies as st
 from planning_builders import plan, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.placement.lengths import LengthTable
 from controlplane.scaler.weights import enough_stand, missing_share
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
 from tokenfleet.planning.fleet import Fleet, spares_for
-from tokenfleet.planning.inputs import described
-from tokenfleet.planning.plan_json import plan_json
-from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.plan_json import week_rows
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.planning.schedule import CELL_S, DAY_S, WEEK_S, Stretch, paid
+from tokenfleet.planning.schedule import (
+    CELL_S,
+    DAY_S,
+    WEEK_S,
+    Clock,
+    Stretch,
+    _Window,
+    make_schedule,
+    paid,
+)
+from tokenfleet.planning.sizing import Sizing
 from tokenfleet.planning.threads import threads
 from tokenfleet.profiles.library import write_profile
 
@@ -158,52 +167,56 @@ def test_the_command_line_says_the_schedule_s_price_and_refuses_reclaims_without
     assert "--output-scale: must be above 0" in capsys.readouterr().err
 
 
-def weeks(count: float, rate_rps: float = 0.004, weekend: float = 0.25, seed: int = 0) -> Workload:
-    """Busy weekdays from 9 to 18 o'clock UTC, quiet nights and weekends; few requests, all long."""
-    rng = np.random.default_rng(seed)
-    at = np.sort(rng.random(round(count * WEEK_S * rate_rps))) * count * WEEK_S
-    hour, day = at % DAY_S / 3600, at // DAY_S % 7
-    busy = np.where((hour >= 9) & (hour < 18) & (day < 5), 1.0, weekend)
-    at = at[rng.random(len(at)) < busy]
-    return Workload(at, rng.integers(2_000, 12_000, len(at)), rng.integers(20, 60, len(at)))
-
-
 MONDAY_S = 1_748_822_400.0  # 2025-06-02
 
 
-def scheduled_week(workload: Workload, clock_start_s: float | None):
-    slow = worker_type(worker(slower=4.0))
-    question = PlanRequest(Slo(30.0, 0.2), attainment=0.9, confidence=0.8)
-    inputs = replace(described("made", workload, ()), clock_start_s=clock_start_s)
-    with threads(2) as pool:
-        return make_plan(workload, [slow], question, inputs, pool, explained=False, scheduled=True)
+def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | None, faster: float = 1.0):
+    """The schedule of days of which working hours need five workers, all others two, as told by a clock."""
+    workload = Workload(np.arange(0.0, days * DAY_S, 600.0) / faster, *np.full((2, round(days * 144)), 100))
+    zero_s = ((start_s or MONDAY_S) - MONDAY_S) % WEEK_S
+
+    def misses(window: _Window, workers: int) -> int:
+        begin_s, end_s = window.spans[0]
+        at_s = (begin_s + end_s) / 2 * faster + zero_s
+        works = 9 <= at_s % DAY_S / 3600 < 18 and at_s // DAY_S % 7 < 5
+        return 0 if workers >= (5 if works else 2) else window.requests
+
+    monkeypatch.setattr(_Window, "misses", misses)
+    table = LengthTable.constant(100)
+    sizing = Sizing(worker_type(), workers=5, confirmed=5)
+    with threads(1) as pool:
+        return make_schedule(
+            Replicates(workload, Slo(1.0, 0.1), "spread", 0, table),
+            PlanRequest(Slo(1.0, 0.1), attainment=0.9),
+            sizing,
+            sizing.fleet(5),
+            pool,
+            Clock.of(start_s, faster),
+        )
 
 
-def test_the_schedule_of_a_month_is_a_week_that_repeats() -> None:
-    plan = scheduled_week(weeks(2.0), MONDAY_S)
-    assert plan.schedule is not None
-    week = np.array(plan.schedule.week).reshape(7, 8)
-    day, night = week[:5, 3:6], np.concatenate([week[5:].ravel(), week[:5, [0, 1, 7]].ravel()])
-    assert day.mean() > 1.5 * night.mean()
-    for stretch in plan.schedule.stretches:
-        for at_s in np.arange(stretch.start_s, stretch.end_s, CELL_S / 2):
-            assert stretch.workers == week.ravel()[int(at_s // CELL_S) % 56]
-    found = plan_json(plan)["schedule_detail"]["week"]
-    assert found["Monday"] == week[0].tolist()
-    assert found["Sunday"] == week[6].tolist()
+WORKING, FREE = [2, 2, 2, 5, 5, 5, 2, 2], [2] * 8
 
 
-def test_a_week_is_read_from_the_clock_wherever_in_it_a_trace_begins() -> None:
-    workload = weeks(1.0)
-    monday = scheduled_week(workload, MONDAY_S).schedule
-    thursday = scheduled_week(workload, MONDAY_S + 3 * DAY_S).schedule
-    assert monday is not None
-    assert thursday is not None
-    assert np.roll(monday.week, 3 * 8).tolist() == list(thursday.week)
+@pytest.mark.parametrize("days", [7, 14, 30])
+@pytest.mark.parametrize("late_days", [0.0, 3.0, 5.3])
+@pytest.mark.parametrize("faster", [1.0, 2.0])
+def test_from_seven_days_on_a_schedule_is_a_week_that_repeats(
+    monkeypatch: pytest.MonkeyPatch, days: float, late_days: float, faster: float
+) -> None:
+    found = scheduled(monkeypatch, days, MONDAY_S + late_days * DAY_S, faster)
+    assert np.array_equal(np.reshape(found.week, (7, 8)), [WORKING] * 5 + [FREE] * 2)
+    for stretch in found.stretches:
+        for at_s in np.arange(stretch.start_s * faster + 1.0, stretch.end_s * faster, CELL_S / 2):
+            assert stretch.workers == found.week[int((at_s + late_days * DAY_S) // CELL_S) % 56]
+    rows = week_rows(found.week)
+    assert rows["Monday"] == WORKING
+    assert rows["Sunday"] == FREE
 
 
-def test_less_than_a_week_shows_no_pattern_of_days() -> None:
-    plan = scheduled_week(weeks(0.5), MONDAY_S)
-    assert plan.schedule is not None
-    assert plan.schedule.week == ()
-    assert "week" not in plan_json(plan)["schedule_detail"]
+def test_less_than_a_week_shows_no_pattern_of_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scheduled(monkeypatch, 5.0, MONDAY_S).week == ()
+
+
+def test_without_a_clock_the_week_begins_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(scheduled(monkeypatch, 7.0, None).week[:8]) == WORKING
