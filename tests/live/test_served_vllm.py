@@ -192,7 +192,6 @@ def is_whole(got, tokens):
 
 
 def test_a_burst_brings_another_worker_and_every_stream_ends_whole(vllm_fleet):
-    before = max(d["id"] for d in vllm_fleet.ask("GET", "/v1/fleet")["decisions"])
     vllm_fleet.ask("POST", "/v1/fleet/scale", {"auto": True})
 
     async def bursts():
