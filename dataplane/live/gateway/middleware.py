@@ -102,7 +102,8 @@ def slo_from_headers(headers: dict[str, str], default: Slo) -> Slo:
 
 
 def _bad_header(name: str, expected: str, value: str) -> Refusal:
-    return Refusal(400, "invalid_request_error", "invalid_header", f"{name}: {expected}, got {value[:40]!r}")
+    code = "invalid_value" if name == CLASS_FIELD else "invalid_header"
+    return Refusal(400, "invalid_request_error", code, f"{name}: {expected}, got {value[:40]!r}")
 
 
 def _too_busy(kind: str, message: str, wait_s: float) -> Refusal:
