@@ -49,6 +49,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput, Infeasible
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.ranks import rank_of
 from controlplane.perfmodel.step import Hinge
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
@@ -93,13 +94,15 @@ def fluid_workers_of(
         return 1
     of: Any = slice(None) if rows is None else rows
     prompts, outputs, cached = workload.prompt_tokens[of], workload.output_tokens[of], workload.ideal_hits[of]
-    work = worker_seconds(prompts, outputs, profile, slo, attainment, cached)
+    work = worker_seconds(prompts, outputs, rank_of(profile), slo, attainment, cached)
     horizon_s = float(_deadlines_s(workload, waits or slo)[of].max() - workload.arrival_s[of][0])
     if not math.isfinite(work):
         raise BadInput(f"{profile.label}: no number of workers reaches a TPOT of {slo.tpot_s:g} s")
     # The subtracted crumb keeps rounding in the sums from adding a worker.
     each = workload.requests / len(workload)  # of a thinned trace each request tells of several
-    return max(1, math.ceil(work * len(prompts) * each / horizon_s - 1e-9))
+    # Ranks that step together take as long as the slowest, so no less than their mean.
+    ranks = 1 if profile.ranks is None else profile.ranks.count
+    return max(1, math.ceil(work * len(prompts) * each / horizon_s / ranks - 1e-9))
 
 
 def _deadlines_s(workload: Workload, slo: Slo) -> NDArray[np.float64]:
@@ -232,13 +235,15 @@ def decode_throughput(
         raise BadInput("eq 6: tpot and mean context must be positive")
     reserved = mean_context_tokens if mean_kv_tokens is None else mean_kv_tokens
 
+    rank = rank_of(profile)
+
     def step_s(batch: float) -> float:
         return float(profile.step.step_s(0, batch, batch * mean_context_tokens))
 
     bound: Literal["kv", "slo", "sequences"] = "kv"
-    batch = profile.kv.capacity_tokens / float(profile.kv.held(reserved))
-    if batch > profile.engine.max_seqs:
-        batch, bound = float(profile.engine.max_seqs), "sequences"
+    batch = rank.kv.capacity_tokens / float(rank.kv.held(reserved))
+    if batch > rank.engine.max_seqs:
+        batch, bound = float(rank.engine.max_seqs), "sequences"
     if step_s(batch) > tpot_s:
         if step_s(1.0) > tpot_s:
             raise Infeasible(

@@ -1,7 +1,7 @@
 """A profile as one row of numbers for compiled code, and the step times computed from that row.
 
 The row is laid out once, here: the terms of `step.py` in their order, hinges, the prefill terms, the engine,
-the frontend, windows.
+the frontend, windows, ranks.
 Models outside the layout (more hinges than it has places for) are refused.
 """
 
@@ -28,7 +28,8 @@ PRE_TOKEN, PRE_SUM_SQ = range(PRE_BASE + 1, PRE_HINGE)
 KV_BLOCKS, BLOCK_TOKENS, MAX_BATCHED, MAX_SEQS, MODE = range(PRE_HINGE + 4, PRE_HINGE + 9)
 PER_REQUEST, PER_PROMPT_TOKEN = MODE + 1, MODE + 2
 WINDOW_BLOCKS, WINDOW_TOKENS = PER_PROMPT_TOKEN + 1, PER_PROMPT_TOKEN + 2
-WIDTH = WINDOW_TOKENS + 1
+SHARED_TOKEN = WINDOW_TOKENS + 1  # of a prefilled token's seconds, those that ranks add up
+WIDTH = SHARED_TOKEN + 1
 
 CHUNKED, PREFILL_FIRST = 0.0, 1.0
 _MODES = {
@@ -58,6 +59,8 @@ def coefficient_row(profile: Profile) -> NDArray[np.float64]:
     row[PER_PROMPT_TOKEN] = profile.frontend.per_prompt_token_s
     row[WINDOW_BLOCKS] = -(-profile.kv.request_tokens // profile.kv.block_tokens)
     row[WINDOW_TOKENS] = max(profile.kv.window_tokens, 1)
+    if profile.ranks is not None:
+        row[SHARED_TOKEN] = profile.ranks.shared_token_s
     return row
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.types import EngineMode
@@ -174,17 +175,26 @@ class Profile:
     fitted: FittedRange | None = None
     frontend: Frontend = Frontend()
     speculation: Speculation | None = None  # what the step times count already (`speculation.py`)
+    ranks: Ranks | None = None  # of which `tp_degree` GPUs and the step times are one (`ranks.py`)
 
     def __post_init__(self) -> None:
         if self.tp_degree < 1:
             raise BadInput(f"profile: tp_degree: must be at least 1, got {self.tp_degree}")
         if self.engine.mode == EngineMode.PREFILL_FIRST and self.prefill is None:
             raise BadInput(f"profile: prefill: engine mode {self.engine.mode} needs prefill coefficients")
+        if self.engine.mode == EngineMode.PREFILL_FIRST and self.ranks is not None:
+            raise BadInput(f"profile: ranks: {self.ranks.name} engines chunk prefill, not {self.engine.mode}")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a worker."""
+        return self.tp_degree * (self.ranks.count if self.ranks is not None else 1)
 
     @property
     def type_name(self) -> str:
         """The name of the type of worker that this is a profile of."""
-        return f"{self.gpu} TP{self.tp_degree}"
+        ranks = f" {self.ranks.name}" if self.ranks is not None else ""
+        return f"{self.gpu} TP{self.tp_degree}{ranks}"
 
     @property
     def label(self) -> str:
@@ -217,7 +227,8 @@ class Profile:
             kv = replace(kv, capacity_tokens=kv_tokens, gpu_memory_utilization=share)
         elif gpu_memory_utilization is not None:
             try:
-                kv = kv.with_utilization(gpu_memory_utilization, self.tp_degree)
+                one = self.ranks is not None and self.ranks.of == "data"  # each rank has KV of its own
+                kv = kv.with_utilization(gpu_memory_utilization, self.tp_degree if one else self.gpus)
             except BadInput as error:
                 raise BadInput(f"--gpu-memory-utilization: {self.label}: {error}") from None
         return replace(self, kv=kv)
@@ -291,4 +302,7 @@ def draw_profile(profile: Profile, rng: np.random.Generator) -> Profile:
 def with_times(profile: Profile, decode: float, prefill: float) -> Profile:
     """The profile with the terms of decode and of prefill so many times as long."""
     alone = profile.prefill.scaled(prefill) if profile.prefill is not None else None
-    return replace(profile, step=profile.step.scaled(decode, prefill), prefill=alone)
+    ranks = profile.ranks
+    if ranks is not None:
+        ranks = replace(ranks, shared_token_s=ranks.shared_token_s * prefill)
+    return replace(profile, step=profile.step.scaled(decode, prefill), prefill=alone, ranks=ranks)

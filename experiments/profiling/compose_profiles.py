@@ -67,6 +67,7 @@ MAX_SEQS = 256
 GRID_DATE = {"a100-sxm": "2026-03-10", "h100-sxm": "2026-07-10", "h200-sxm": "2026-07-10"}
 
 
+CONFIGS = ROOT / "experiments" / "lib" / "model_configs"  # of models that the package does not bring
 # Models of today and the TP degrees that they are served at; a degree without tables or room for KV is left
 # out, and said. The names are the package's; a second one is a precision that the configuration does not say.
 PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
@@ -79,8 +80,11 @@ PREDICTED: dict[tuple[str, str | None], tuple[int, ...]] = {
     ("meta-llama/Meta-Llama-3.1-8B", "fp8"): (1,),
     ("meta-llama/Meta-Llama-3.1-70B", None): (1, 2, 4, 8),
     ("meta-llama/Meta-Llama-3.1-70B", "fp8"): (1, 2, 4, 8),
-    ("mistralai/Mixtral-8x7B-v0.1", None): (2, 4),
+    ("mistralai/Mixtral-8x7B-v0.1", None): (1, 2, 4),
+    ("mistralai/Mixtral-8x22B-v0.1", None): (2, 4, 8),
     ("google/gemma-4-26B-A4B", None): (1, 2),
+    (str(CONFIGS / "gemma-3-4b"), None): (1, 2),
+    (str(CONFIGS / "gemma-3-12b"), None): (2, 4),
     ("openai/gpt-oss-20b", None): (1,),
     ("openai/gpt-oss-120b", None): (1, 2, 4, 8),
     ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "fp8"): (2, 4, 8),

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import takes
 from tokenfleet.cli.terminal import console
-from tokenfleet.durations import parse_duration_s
+from tokenfleet.durations import parse_duration_s, parse_speculation
 
 if TYPE_CHECKING:
     from controlplane.perfmodel.samples import Burst
@@ -65,6 +65,19 @@ class ProfileFlags:
         bool,
         typer.Option("--expert-parallel", help="with --predict: whole experts on each GPU, as vLLM's flag"),
     ] = False
+    data_parallel: Annotated[
+        int,
+        typer.Option(
+            min=1, help="with --predict: ranks of attention that share the experts, of --tp GPUs each"
+        ),
+    ] = 1
+    pipeline_parallel: Annotated[
+        int, typer.Option(min=1, help="with --predict: stages of a pipeline, of --tp GPUs each")
+    ] = 1
+    speculate: Annotated[
+        str,
+        typer.Option(help="with --predict: shares of drafts accepted by position, e.g. 0.8/0.6/0.4@1ms"),
+    ] = "off"
     host: Annotated[str, typer.Option(help="with --predict: the host's time a step, which no table has")] = (
         "1ms"
     )
@@ -84,6 +97,8 @@ def profile_command(flags: ProfileFlags) -> None:
     tokenfleet fit --measurements steps.csv --model llama --gpu my-gpu --out my.yaml
     tokenfleet profile --predict --model llama-3.1-8b --gpu h100_sxm --tp 2 --out my.yaml
     tokenfleet profile --predict --model ./Qwen3-30B-A3B --gpu b200 --precision fp8 --out moe.yaml
+    tokenfleet profile --predict --model deepseek-v3 --gpu h200 --data-parallel 8 --out dp.yaml
+    tokenfleet profile --predict --model llama-3.1-70b --gpu l40s --tp 2 --pipeline-parallel 4 --out pp.yaml
     """
     if flags.output_format not in ("table", "json"):
         raise BadInput(f"--format: table or json, got {flags.output_format!r}")
@@ -113,12 +128,13 @@ def profile_command(flags: ProfileFlags) -> None:
 def _predict(flags: ProfileFlags) -> None:
     from datetime import date
 
+    from controlplane.perfmodel.speculation import speculating
     from tokenfleet.profiles.library import write_profile
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
 
     if flags.gpu is None:
         raise BadInput("--gpu: which one? --predict needs it, e.g. --gpu h100_sxm")
-    host_s = parse_duration_s(flags.host, "--host")
+    host_s, drafts = parse_duration_s(flags.host, "--host"), parse_speculation(flags.speculate)
     worker = PredictedWorker(
         flags.model,
         flags.gpu,
@@ -127,9 +143,13 @@ def _predict(flags: ProfileFlags) -> None:
         precision=flags.precision,
         kv_precision=flags.kv_precision,
         expert_parallel=flags.expert_parallel,
+        data_parallel=flags.data_parallel,
+        pipeline_parallel=flags.pipeline_parallel,
     )
     with console(stderr=True).status("composing"):
         profile = predicted_profile(worker, date.today())
+    if drafts is not None:
+        profile = speculating(profile, drafts)
     write_profile(profile, flags.out)
     residuals = profile.residuals
     summary: dict[str, Any] = {
@@ -142,6 +162,7 @@ def _predict(flags: ProfileFlags) -> None:
         "host_s": host_s,
         "precision": flags.precision,
         "kv_precision": flags.kv_precision,
+        "gpus": profile.gpus,
         "says": profile.source.what,
     }
     if flags.output_format == "json":

@@ -22,6 +22,7 @@ from controlplane.perfmodel.profile import (
     Residuals,
     Source,
 )
+from controlplane.perfmodel.ranks import Ranks, RanksOf
 from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import (
     PREFILL_TERMS,
@@ -97,6 +98,12 @@ class _SpeculationPart(_Part):
     draft_s: Seconds = 0.0
 
 
+class _RanksPart(_Part):
+    of: RanksOf
+    count: Positive
+    shared_token_s: Seconds = 0.0
+
+
 class _EnginePart(_Part):
     name: str = "vllm"
     version: str = ""
@@ -145,6 +152,7 @@ class _ProfileContent(_Part):
     fitted: _FittedPart | None = None
     frontend: _FrontendPart = _FrontendPart()
     speculation: _SpeculationPart | None = None
+    ranks: _RanksPart | None = None
 
 
 _MODELS: dict[str, Any] = {"step": (_StepPart, ...), "prefill": (_PrefillPart | None, None)}
@@ -187,6 +195,7 @@ def _noun(part: _ProfileContent) -> Profile:
         speculation=None
         if part.speculation is None
         else Speculation(tuple(part.speculation.acceptance), part.speculation.draft_s),
+        ranks=None if part.ranks is None else Ranks(**part.ranks.model_dump()),
     )
 
 
@@ -215,6 +224,8 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     if profile.speculation is not None:
         drafts = profile.speculation
         content["speculation"] = {"acceptance": list(drafts.acceptance), "draft_s": drafts.draft_s}
+    if profile.ranks is not None:
+        content["ranks"] = _numbers(profile.ranks, "of count shared_token_s")
     content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")
     if profile.kv.gpu_memory_bytes:
         content["kv"] |= _numbers(profile.kv, "gpu_memory_bytes gpu_memory_utilization")

@@ -164,6 +164,7 @@ def canonical_model(name: str, names: Iterable[str] = ()) -> str:
     that a quantised model is not taken for the plain one.
     """
     plain = name.strip().lower().rstrip("/").rsplit("/", 1)[-1].replace("_", "-")
+    plain = re.sub(r"^(mixtral-.*)-v0\.1(?=-|$)", r"\1", plain)
     plain = re.sub(r"(-(instruct|chat|hf|it|bf16))+$", "", plain)
     plain = re.sub(r"^(meta-)?llama-?(?=[23])", "llama-", plain)
     if plain == "bloom":

@@ -15,6 +15,11 @@ with the experts that they touch. KV of latent attention is counted once. Where 
 keep a state, a token is what it takes in the others, and the window or state is a request's own (`KvModel`),
 as vLLM's groups of layers have it; their step times are in the fit's terms of sequences and context, from
 contexts on that fill the window.
+
+A worker may be ranks in lockstep (`controlplane/perfmodel/ranks.py`). Attention in data parallel: the tables
+have all ranks do the same, which decode is taken to be; of prefill the time in experts and on the way to them
+is one rank's part, and `shared_token_s`. A pipeline: a batch's time through all stages and between them, each
+stage as long as the one with most layers.
 """
 
 from __future__ import annotations
@@ -27,22 +32,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-import numpy as np
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.fit import fit_prefill, fit_step
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Source
-from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
+from tokenfleet.profiles.kernels import UNSEEN, Kernels, grid_samples, mixed_error, uneven_stages
 from tokenfleet.profiles.library import FRONTEND, canonical_gpus, canonical_model
 
 GIB = 1024**3
 VERSION = "0.12.0"
 INSTALL = "pip install 'tokenfleet[predict]'"
-UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, what a host adds
+FILLED = 0.10  # of a pipeline: its batches form otherwise (experiments/profiling/pipeline_batches.py)
 UTILIZATION = 0.9  # vLLM's default share of GPU memory
 BLOCK_TOKENS = 16
 MAX_SEQS = 256
@@ -60,6 +65,15 @@ PRECISIONS = {
 KV_PRECISIONS = {"bf16": "bfloat16", "fp8": "fp8"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TAKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+GEMMA_3_TYPES = ("gemma3", "gemma3_text")
+GEMMA_3: dict[str, Any] = {  # transformers' own where a configuration says nothing
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
 SMALLEST_KV = 8192  # a worker with less KV than this serves no useful batch
 # What the driver reports of a card; the tables count whole GiB, which no driver gives.
 VISIBLE_GIB = {
@@ -90,6 +104,8 @@ class PredictedWorker:
     precision: str | None = None  # of the weights; None: as the configuration has it
     kv_precision: str | None = None
     expert_parallel: bool = False  # each GPU holds whole experts, rather than a part of each
+    data_parallel: int = 1  # ranks of attention, which share the experts
+    pipeline_parallel: int = 1  # stages
 
 
 def predicted_profile(target: PredictedWorker, today: date) -> Profile:
@@ -100,20 +116,27 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     budget = target.max_batched_tokens or (2048 if system in SMALL_BUDGET else 8192)
     config = _config(model)
     longest, experts = context_limit(config, model), experts_scale(config)
-    modes = _modes(target, experts)
-    with _quiet():
-        engine, engine_version = _engine(model, system, modes)
-        kv = _kv(model, system, modes, budget, target.max_seqs, config)
-        capacity = kv.capacity_tokens
-        samples = grid_samples(engine, budget, target.max_seqs, longest, capacity, target.host_s)
-        samples = replace(samples, experts=experts)
+    data, stages = target.data_parallel, target.pipeline_parallel
+    modes = _modes(target, config, experts)
+    with _quiet(), _known_form(model, config) as known:
+        engine, engine_version = _engine(known, system, modes)
+        kv = _kv(known, system, modes, budget, target.max_seqs, config)
+        capacity = kv.capacity_tokens // stages
+        kernels = Kernels(engine, data, uneven_stages(config, stages))
+        samples = grid_samples(kernels, budget, target.max_seqs, longest, capacity, target.host_s)
+        samples = replace(samples, experts=experts / data)
         step, prefill = fit_step(samples), fit_prefill(samples)
-        mixed = mixed_error(engine, step.model, budget, target.max_seqs, longest, capacity, target.host_s)
+        ranks = _ranks(target, kernels, min(budget, longest))
+        fitted, limits = (step.model, ranks), (budget, target.max_seqs)
+        mixed = mixed_error(kernels, fitted, limits, longest, capacity, target.host_s)
     name = canonical_model(Path(model).name if Path(model).is_dir() else model)
     if target.precision and not name.endswith(f"-{target.precision}"):
         name = f"{name}-{target.precision}"
     parallel = "expert" if target.expert_parallel else None
-    asked = ((target.precision, "weights"), (target.kv_precision, "KV"), (parallel, "parallel"))
+    asked = [(target.precision, "weights"), (target.kv_precision, "KV"), (parallel, "parallel")]
+    if ranks is not None:
+        asked.append((str(ranks.count), f"ranks of {ranks.of}"))
+    filled = FILLED if stages > 1 else 0.0
     precision = "".join(f", {value} {of}" for value, of in asked if value)
     return Profile(
         model=name,
@@ -122,7 +145,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         step=step.model,
         kv=kv,
         engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, target.max_seqs),
-        residuals=replace(step.residuals, unseen_relative=float(np.hypot(UNSEEN, mixed))),
+        residuals=replace(step.residuals, unseen_relative=math.hypot(UNSEEN, mixed, filled)),
         source=Source(
             "composed",
             f"aiconfigurator-core {VERSION}, tables of vLLM {engine_version} on {system}{precision}: kernel"
@@ -136,7 +159,17 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         context_limit_tokens=longest,
         fitted=step.fitted,
         frontend=FRONTEND,
+        ranks=ranks,
     )
+
+
+def _ranks(target: PredictedWorker, kernels: Kernels, tokens: int) -> Ranks | None:
+    """A worker's ranks, with what of a prefilled token's time they add up, as in a full step."""
+    if target.pipeline_parallel > 1:
+        return Ranks("pipeline", target.pipeline_parallel)
+    if target.data_parallel == 1:
+        return None
+    return Ranks("data", target.data_parallel, kernels.experts_s(1, tokens) / tokens)
 
 
 def system_of(gpu: str) -> str:
@@ -181,9 +214,33 @@ def _config(model: str) -> dict[str, Any]:
         path = _package() / "model_configs" / f"{model.replace('/', '--')}_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return dict(config.get("text_config") or config)
+        config = dict(config.get("text_config") or config)
+        return GEMMA_3 | config if config.get("model_type") in GEMMA_3_TYPES else config
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"{path}: cannot be read: {error!r}") from None
+
+
+@contextmanager
+def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """The model as the package knows it: Gemma 3 as a dense Gemma 4, which has layers of the same kinds."""
+    import json
+
+    if config.get("model_type") not in GEMMA_3_TYPES:
+        yield model
+        return
+    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    kinds = [
+        "sliding_attention" if (i + 1) % every else "full_attention"
+        for i in range(int(config["num_hidden_layers"]))
+    ]
+    dense = {"num_experts": None, "enable_moe_block": False, "model_type": "gemma4_text"}
+    text = {"layer_types": kinds} | dict(config) | dense
+    form = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    with TemporaryDirectory() as folder:
+        place = Path(folder) / Path(model).name
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(form), encoding="utf-8")
+        yield str(place)
 
 
 def context_limit(config: Mapping[str, Any], model: str) -> int:
@@ -203,11 +260,20 @@ def experts_scale(config: Mapping[str, Any]) -> float:
     return -1.0 / math.log1p(-taken / experts) if 0 < taken < experts else 0.0
 
 
-def _modes(target: PredictedWorker, experts: float) -> dict[str, Any]:
+def _modes(target: PredictedWorker, config: Mapping[str, Any], experts: float) -> dict[str, Any]:
     """How the package is told of the worker: degrees, and precisions that are not the configuration's."""
+    if target.data_parallel > 1 and target.pipeline_parallel > 1:
+        raise BadInput("--data-parallel: not together with --pipeline-parallel, which is not modelled")
+    if target.data_parallel > 1 and not experts:
+        raise BadInput("--data-parallel: ranks of a dense model are engines of their own: plan more workers")
     modes: dict[str, Any] = {"tp_size": target.tp_degree}
-    if experts:
-        modes["moe_ep_size" if target.expert_parallel else "moe_tp_size"] = target.tp_degree
+    if experts or config.get("model_type") in GEMMA_3_TYPES:  # as a Gemma 4, it might have some
+        over = target.tp_degree * target.data_parallel
+        modes["moe_ep_size" if target.expert_parallel else "moe_tp_size"] = over
+    if target.data_parallel > 1:
+        modes["attention_dp_size"] = target.data_parallel
+    if target.pipeline_parallel > 1:
+        modes["pp_size"] = target.pipeline_parallel
     for flag, value, known in (
         ("--precision", target.precision, PRECISIONS),
         ("--kv-precision", target.kv_precision, KV_PRECISIONS),
@@ -221,46 +287,13 @@ def _modes(target: PredictedWorker, experts: float) -> dict[str, Any]:
     return modes
 
 
-def grid_samples(
-    engine: Any, budget: int, max_seqs: int, longest: int, capacity: int, host_s: float
-) -> StepSamples:
-    """Prefill alone up to a step's budget, decode alone up to the KV's size; seconds, host time added."""
-    rows = []
-    for length in _up_to(min(budget, longest), start=16):
-        for n in (1, 2, 4, 8, 16):
-            if n * length <= budget:
-                step_s = engine.predict_prefill_latency(n, length, 0) / 1e3
-                rows.append((n * length, 0, 0, step_s, n * length**2))
-    for batch in _up_to(max_seqs, start=1):
-        for context in _up_to(min(longest - 2, 32768), start=128):
-            if batch * context <= capacity:
-                step_s = engine.predict_decode_latency(batch, context, 2) / 1e3
-                rows.append((0, batch, batch * context, step_s, 0))
-    table = np.array(rows, float)
-    return StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] + host_s, table[:, 4])
-
-
-def mixed_error(
-    engine: Any, step: Any, budget: int, max_seqs: int, longest: int, capacity: int, host_s: float
-) -> float:
-    """Mean relative distance of the tables' mixed steps from the fitted model's."""
-    errors = []
-    length = min(512, longest // 4)
-    context = 2 * length  # the tables take decoding requests at half their output: length + 2·length / 2
-    for prompts in _up_to(max(budget // length // 2, 1), start=1):
-        for batch in _up_to(min(max_seqs, 128), start=8):
-            prefill = prompts * length
-            if batch * context + prefill <= capacity:
-                seen_s = engine.mixed_step_latency(prefill, batch, length, 2 * length) / 1e3 + host_s
-                fitted_s = float(step.step_s(prefill, batch, batch * context, prompts * length**2))
-                errors.append(abs(fitted_s / seen_s - 1))
-    return float(np.mean(errors)) if errors else UNSEEN
-
-
 def _engine(model: str, system: str, modes: Mapping[str, Any]) -> tuple[Any, str]:
     import yaml
+    from aiconfigurator_core.sdk.common import DefaultHFModels
     from aiconfigurator_core.sdk.engine import EngineHandle
 
+    if not Path(model).is_dir():
+        DefaultHFModels.add(model)  # it would download the configuration of some that it brings
     try:
         engine = EngineHandle.compile(model, system, "vllm", backend_version="current", **modes)
         engine.predict_decode_latency(1, 128, 2)
@@ -285,7 +318,11 @@ def _kv(
     """The KV memory of a worker at vLLM's default share of its GPUs."""
     from aiconfigurator_core.sdk.memory import KVCacheEstimator
 
-    visible, gpus = int(VISIBLE_GIB.get(system, 0) * GIB), int(modes["tp_size"])
+    visible, gpus, stages = (
+        int(VISIBLE_GIB.get(system, 0) * GIB),
+        int(modes["tp_size"]),
+        int(modes.get("pp_size", 1)),
+    )
     worker = f"{model} on {system} TP {gpus}"
     try:
         memory = KVCacheEstimator.from_request(
@@ -299,8 +336,9 @@ def _kv(
         token_bytes, own_bytes, window = _kv_bytes(memory.breakdown, config)
     except Exception as error:
         raise BadInput(f"{worker}: KV: {str(error)[:200]}") from None
-    tokens = int(estimate["total_kv_size_bytes"] / token_bytes)
-    if tokens < SMALLEST_KV:
+    # Each stage keeps its own layers of all tokens; the package counts those of all stages.
+    tokens = int(estimate["total_kv_size_bytes"] / token_bytes * stages)
+    if tokens < SMALLEST_KV * stages:
         raise ProfileMissing(f"{worker}: its weights leave room for {max(tokens, 0)} KV tokens")
     share = UTILIZATION if visible else 0.0
     own = round(own_bytes / token_bytes)
@@ -330,14 +368,6 @@ def _kv_bytes(memory: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[flo
         whole = 1.0 / int(config.get("no_rope_layer_interval") or 4)
         return token_bytes * whole, token_bytes * (1.0 - whole) * int(chunk), int(chunk)
     return token_bytes, own_bytes, window
-
-
-def _up_to(most: int, start: int) -> Iterator[int]:
-    value = start
-    while value < most:
-        yield value
-        value *= 2
-    yield most
 
 
 def _package() -> Path:

@@ -1,6 +1,7 @@
 """Profile files, the shipped library, prices: round trips, names, and any bytes at all."""
 
 import math
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel, Profile, Residuals, Source
+from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.types import EngineMode
 from tokenfleet.profiles.form import parse_profile, profile_text
@@ -73,6 +75,10 @@ profiles = st.builds(
 @given(profiles)
 def test_a_profile_comes_back_as_it_was_written(profile: Profile) -> None:
     assert parse_profile(profile_text(profile), "it") == profile
+    for ranks in (Ranks("data", 8, 1e-5), Ranks("pipeline", 2)):
+        if profile.engine.mode != EngineMode.PREFILL_FIRST:
+            ranked = replace(profile, ranks=ranks)
+            assert parse_profile(profile_text(ranked), "it") == ranked
 
 
 def test_files_are_written_and_read(tmp_path: Path) -> None:
@@ -234,6 +240,8 @@ def test_more_gpus_of_a_kind_are_faster_alone() -> None:
         ("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"),
         ("llama2-7b", "llama-2-7b"),
         ("bigscience/bloom", "bloom-176b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mixtral-8x22B-v0.1", "mixtral-8x22b"),
         ("RedHatAI/Llama-3.1-8B-Instruct-FP8", "llama-3.1-8b-instruct-fp8"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.errors import BadInput, ProfileMissing
+from controlplane.perfmodel.profile import Profile
 from tokenfleet.cli.main import main
 
 HAS_TABLES = importlib.util.find_spec("aiconfigurator_core") is not None
@@ -119,6 +120,29 @@ def test_kv_that_stops_growing_is_a_requests_own() -> None:
     assert chunks == (pytest.approx(50), pytest.approx(150 * 8192), 8192)
 
 
+def test_gemma_3_is_told_to_the_tables_as_a_dense_gemma_4(tmp_path: Path) -> None:
+    from tokenfleet.profiles.predict import _config, _known_form
+
+    for inside in (False, True):  # a model of text alone, and one of images, too
+        folder = tmp_path / f"gemma-3-{inside}"
+        folder.mkdir()
+        text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 14}
+        written = {"model_type": "gemma3", "text_config": text} if inside else text
+        (folder / "config.json").write_text(json.dumps(written))
+        config = _config(str(folder))
+        assert config["max_position_embeddings"] == 131_072  # which it leaves to transformers
+        with _known_form(str(folder), config) as known:
+            form = json.loads((Path(known) / "config.json").read_text())
+        assert Path(known).name == folder.name
+        assert form["architectures"] == ["Gemma4ForConditionalGeneration"]
+        told = form["text_config"]
+        assert told["layer_types"] == 2 * (5 * ["sliding_attention"] + ["full_attention"]) + 2 * [
+            "sliding_attention"
+        ]
+        assert (told["num_experts"], told["head_dim"], told["hidden_size"]) == (None, 256, 2560)
+        assert not Path(known).exists()
+
+
 @needs_tables
 def test_a_mixture_is_fitted_with_the_experts_it_touches_at_any_precision(tmp_path: Path) -> None:
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
@@ -138,3 +162,41 @@ def test_a_mixture_is_fitted_with_the_experts_it_touches_at_any_precision(tmp_pa
     assert float(made["fp8"].step.step_s(0, 64, 65_536)) < float(made[None].step.step_s(0, 64, 65_536))
     with pytest.raises(BadInput, match="--precision: one of bf16, fp8, int4, nvfp4, got 'int3'"):
         predicted_profile(PredictedWorker("llama-3.1-8b", "h100", 1, 0.001, precision="int3"), date.today())
+
+
+@needs_tables
+def test_ranks_are_composed_as_the_tables_have_them_all_alike() -> None:
+    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
+
+    def made(model: str, tp: int, **more: int) -> Profile:
+        return predicted_profile(PredictedWorker(model, "h100", tp, 0.001, **more), date(2026, 1, 1))
+
+    whole, ranked = (made("Qwen/Qwen3-30B-A3B", 2), made("Qwen/Qwen3-30B-A3B", 1, data_parallel=2))
+    assert (ranked.type_name, ranked.gpus) == ("h100-sxm TP1 DP2", 2)
+    assert ranked.ranks is not None
+    # Experts are most of a prefill here; the tables' mixed steps on all ranks are those of the sum.
+    shared_s = ranked.ranks.shared_token_s * 4096
+    assert 0.3 < shared_s / (ranked.alone_ttft_s(4096) - ranked.frontend.per_request_s) < 0.8
+    assert ranked.residuals.unseen_relative < 0.2
+    # Keys and values are no longer split over two GPUs, nor attention over them.
+    assert ranked.kv.capacity_tokens == pytest.approx(whole.kv.capacity_tokens / 2, rel=0.15)
+
+    flat, staged = (made("meta-llama/Meta-Llama-3.1-70B", 4, pipeline_parallel=p) for p in (1, 2))
+    assert (staged.type_name, staged.gpus) == ("h100-sxm TP4 PP2", 8)
+    assert staged.kv.capacity_tokens > 2.5 * flat.kv.capacity_tokens  # weights are on twice the GPUs
+    for batch in (1, 32, 128):
+        one, both = (float(p.step.step_s(0, batch, 1024 * batch)) for p in (flat, staged))
+        assert one * 0.99 < both < one * 1.05  # all layers, and the way between the stages
+    with pytest.raises(BadInput, match="--data-parallel: ranks of a dense model"):
+        made("meta-llama/Meta-Llama-3.1-70B", 4, data_parallel=2)
+    with pytest.raises(BadInput, match="--data-parallel: not together"):
+        made("Qwen/Qwen3-30B-A3B", 1, data_parallel=2, pipeline_parallel=2)
+
+
+@pytest.mark.parametrize(("layers", "stages", "times"), [(80, 4, 1.0), (61, 2, 62 / 61), (61, 8, 64 / 61)])
+def test_stages_are_as_long_as_the_one_with_most_layers(layers: int, stages: int, times: float) -> None:
+    from tokenfleet.profiles.kernels import uneven_stages
+
+    assert uneven_stages({"num_hidden_layers": layers}, stages) == pytest.approx(times)
+    with pytest.raises(BadInput, match="stages"):
+        uneven_stages({"num_hidden_layers": 3}, 4)

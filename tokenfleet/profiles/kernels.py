@@ -1,0 +1,106 @@
+"""A rank's steps as aiconfigurator-core's operation tables have them, to fit and to check.
+
+Tables of attention in data parallel have all ranks do the same. Decode is taken to be so, as padding makes
+it; of prefill, a rank's own part is what is not in experts or on the way to them, and of that its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from controlplane.errors import BadInput
+from controlplane.perfmodel.ranks import Ranks
+from controlplane.perfmodel.samples import StepSamples
+from controlplane.perfmodel.step import StepModel
+
+UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, what a host adds
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The tables' seconds of a rank's steps: `ranks` share experts, a stage is `uneven` times the mean."""
+
+    engine: Any
+    ranks: int
+    uneven: float
+
+    def prefill_s(self, prompts: int, length: int) -> float:
+        """Of a step of prefill beside ranks that prefill nothing."""
+        alone_ms = self.engine.predict_prefill_latency(prompts, length, 0)
+        if self.ranks > 1:
+            alone_ms -= self.experts_s(prompts, length) * 1e3 * (self.ranks - 1)
+        return float(alone_ms / 1e3 * self.uneven)
+
+    def experts_s(self, prompts: int, length: int) -> float:
+        """Of the time in experts and on the way to them, where all ranks prefill as much, one rank's part."""
+        operations, _ = self.engine.run_static_per_op(batch_size=prompts, isl=length, osl=2)
+        return float(sum(ms for name, ms, *_ in operations if "moe" in name) / 1e3 / self.ranks)
+
+    def decode_s(self, batch: int, context: int) -> float:
+        return float(self.engine.predict_decode_latency(batch, context, 2) / 1e3 * self.uneven)
+
+
+def uneven_stages(config: Mapping[str, Any], stages: int) -> float:
+    """How many times the mean stage's layers the largest stage has, as vLLM deals them out."""
+    layers = int(config.get("num_hidden_layers") or stages)
+    if layers < stages:
+        raise BadInput(f"--pipeline-parallel: {stages} stages of {layers} layers")
+    return math.ceil(layers / stages) * stages / layers
+
+
+def grid_samples(
+    kernels: Kernels, budget: int, max_seqs: int, longest: int, capacity: int, host_s: float
+) -> StepSamples:
+    """Prefill alone up to a step's budget, decode alone up to the KV's size; seconds, host time added."""
+    rows = []
+    for length in _up_to(min(budget, longest), start=16):
+        for n in (1, 2, 4, 8, 16):
+            if n * length <= budget:
+                rows.append((n * length, 0, 0, kernels.prefill_s(n, length), n * length**2))
+    for batch in _up_to(max_seqs, start=1):
+        for context in _up_to(min(longest - 2, 32768), start=128):
+            if batch * context <= capacity:
+                rows.append((0, batch, batch * context, kernels.decode_s(batch, context), 0))
+    table = np.array(rows, float)
+    return StepSamples(table[:, 0], table[:, 1], table[:, 2], table[:, 3] + host_s, table[:, 4])
+
+
+def mixed_error(
+    kernels: Kernels,
+    fitted: tuple[StepModel, Ranks | None],
+    limits: tuple[int, int],
+    longest: int,
+    capacity: int,
+    host_s: float,
+) -> float:
+    """Mean relative distance of the tables' mixed steps, the same on all ranks, from the fitted model's.
+
+    `limits`: the step budget and the most sequences.
+    """
+    (step, ranks), (budget, max_seqs) = fitted, limits
+    others = 0.0 if ranks is None else (ranks.count - 1) * ranks.shared_token_s
+    errors = []
+    length = min(512, longest // 4)
+    context = 2 * length  # the tables take decoding requests at half their output: length + 2·length / 2
+    for prompts in _up_to(max(budget // length // 2, 1), start=1):
+        for batch in _up_to(min(max_seqs, 128), start=8):
+            prefill = prompts * length
+            if batch * context + prefill <= capacity:
+                table_s = kernels.engine.mixed_step_latency(prefill, batch, length, 2 * length) / 1e3
+                seen_s = table_s * kernels.uneven + host_s
+                fitted_s = float(step.step_s(prefill, batch, batch * context, prompts * length**2))
+                errors.append(abs((fitted_s + others * prefill) / seen_s - 1))
+    return float(np.mean(errors)) if errors else UNSEEN
+
+
+def _up_to(most: int, start: int) -> Iterator[int]:
+    value = start
+    while value < most:
+        yield value
+        value *= 2
+    yield most
