@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode, Role
 
 HANDOVER_S = 0.01  # of a hand-over besides its bytes: what a move's pause takes (migration.move.Price)
@@ -73,12 +74,19 @@ class WorkerType:
     def name(self) -> str:
         """The type's name within a fleet, as plans print it."""
         plain = f"{self.gpu} TP{self.tp_degree}" if self.gpu else f"TP{self.tp_degree}"
+        if self.ranks is not None:
+            plain += f" {self.ranks.name}"
         return name_in_role(plain, self.role)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those of one worker, each over `tp_degree` GPUs; None where it is one engine."""
+        return None if self.known_profile is None else self.known_profile.ranks
 
     @property
     def gpus(self) -> int:
         """GPUs of one worker."""
-        return self.tp_degree
+        return self.tp_degree * (1 if self.ranks is None else self.ranks.count)
 
     @property
     def usd_per_gpu_h(self) -> float | None:

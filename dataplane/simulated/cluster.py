@@ -43,7 +43,16 @@ from controlplane.placement.queue import (
     refuse,
     turned_away,
 )
-from dataplane.simulated.engine import arrive, begin_activity, count_miss, end, end_activity, view
+from dataplane.simulated.engine import (
+    arrive,
+    begin_activity,
+    count_miss,
+    end,
+    end_activity,
+    ranks_with,
+    step_together,
+    view,
+)
 from dataplane.simulated.next_step import drop_running, free_kv
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
 from dataplane.simulated.sending import next_send, release, send
@@ -81,10 +90,7 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
             clu.transit_s[passing] = clu.transit_s[clu.clock[0].transit_n]
             place_decode(led, eng, clu, rules, r)
         elif boundary_s == now_s:
-            end_activity(led, eng, w)
-            if eng.total[0].handover_n > 0:
-                hand_over(led, eng, clu, rules, w, now_s)
-            begin_activity(led, eng, w, now_s)
+            pass_boundary(led, eng, clu, rules, w, now_s)
         else:
             offer_held(led, eng, clu, rules)
         if is_empty(clu.queue):
@@ -92,6 +98,21 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
         elif clu.clock[0].offer_s == np.inf and in_turn(led, 0, pool) != NONE:
             # With no worker serving no offer can succeed until one is ready.
             clu.clock[0].offer_s = now_s + next_offer_s(led, clu.queue, rules.offer_every_s)
+
+
+@compiled
+def pass_boundary(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, w: int, now_s: float) -> None:
+    """End the steps of a worker's ranks that end now, and begin their next."""
+    for rank in ranks_with(eng, w):
+        if eng.workers[rank].next_s == now_s:
+            end_activity(led, eng, rank)
+            if eng.total[0].handover_n > 0:
+                hand_over(led, eng, clu, rules, rank, now_s)
+    for rank in ranks_with(eng, w):
+        if eng.workers[rank].next_s == now_s:
+            begin_activity(led, eng, rank, now_s)
+    if eng.workers[w].ranks > 1:
+        step_together(led, eng, w, now_s)
 
 
 @compiled

@@ -91,9 +91,36 @@ def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: boo
     if eng.workers[w].activity == IDLE:
         eng.workers[w].activity = WAKING
         eng.workers[w].next_s = now_s
+        if eng.workers[w].ranks > 1:
+            join(led, eng, w, now_s)
     elif eng.workers[w].activity == DECODE_RUN:
         eng.workers[w].blocked = 0
-        cut(led, eng, w, now_s)
+        cut_ranks(led, eng, w, now_s)
+
+
+@compiled
+def join(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """A rank that wakes begins when the step that the others are in ends."""
+    for other in ranks_with(eng, w):
+        if other != w and eng.workers[other].activity != IDLE:
+            cut_ranks(led, eng, other, now_s)
+            eng.workers[w].next_s = eng.workers[other].next_s
+    led.workers[w].boundary_s = eng.workers[w].next_s
+
+
+@compiled
+def cut_ranks(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """End the decode run of a worker's ranks, which step together, at its first boundary from `now_s` on."""
+    for rank in ranks_with(eng, w):
+        if eng.workers[rank].activity == DECODE_RUN:
+            cut(led, eng, rank, now_s)
+
+
+@compiled
+def ranks_with(eng: Engines, w: int) -> range:
+    """The engines that step together with this one, itself among them."""
+    first = eng.workers[w].first_rank
+    return range(first, first + eng.workers[w].ranks)
 
 
 @compiled
@@ -134,7 +161,7 @@ def count_miss(eng: Engines, r: int) -> None:
     """A request meets its targets no more; it is counted once."""
     if eng.requests[r].missed == 0:
         eng.requests[r].missed = 1
-        eng.total[0].misses += 1
+        eng.total[0].misses += eng.requests[r].weight
 
 
 @compiled
@@ -224,3 +251,39 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         begin_run(led, eng, w, now_s)
     if led.workers[w].unreported > 0:
         led.workers[w].report_s = led.workers[w].boundary_s
+
+
+@compiled
+def step_together(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """Make the ranks whose steps begin now step together: in steps of the slowest, and of what they share.
+
+    A run of decode steps goes on while the same rank is the slowest.
+    """
+    longest_s, growth_s, shared_s, steps = 0.0, 0.0, 0.0, 1 << 60
+    for rank in ranks_with(eng, w):
+        if eng.workers[rank].activity == IDLE:
+            continue
+        own_s, grows_s = eng.workers[rank].first_step_s, eng.workers[rank].growth_s
+        if eng.workers[rank].activity == DECODE_RUN:
+            steps = min(steps, eng.workers[rank].run_steps)
+        else:
+            own_s, grows_s = eng.workers[rank].next_s - now_s - eng.workers[rank].shared_s, 0.0
+            shared_s += eng.workers[rank].shared_s
+            steps = 1
+        if own_s > longest_s or (own_s == longest_s and grows_s > growth_s):
+            longest_s, growth_s = own_s, grows_s
+    for rank in ranks_with(eng, w):
+        if steps > 1 and eng.workers[rank].activity == DECODE_RUN and eng.workers[rank].growth_s > growth_s:
+            behind_s = longest_s - eng.workers[rank].first_step_s
+            steps = min(steps, 1 + int(behind_s / (eng.workers[rank].growth_s - growth_s)))
+    longest_s += shared_s
+    for rank in ranks_with(eng, w):
+        if eng.workers[rank].activity == IDLE:
+            continue
+        led.workers[rank].boundary_s = now_s + longest_s
+        eng.workers[rank].next_s = now_s + run_s(longest_s, growth_s, steps)
+        if eng.workers[rank].activity == DECODE_RUN:
+            eng.workers[rank].first_step_s, eng.workers[rank].growth_s = longest_s, growth_s
+            eng.workers[rank].run_steps = steps
+        if led.workers[rank].unreported > 0:
+            led.workers[rank].report_s = led.workers[rank].boundary_s

@@ -20,6 +20,7 @@ from controlplane.perfmodel.coefficients import (
     MAX_BATCHED,
     MAX_SEQS,
     PER_CONTEXT,
+    SHARED_TOKEN,
     WINDOW_BLOCKS,
     decode_base_s,
     mixed_s,
@@ -235,6 +236,7 @@ def enter_mixed(led: Ledger, eng: Engines, w: int, now_s: float, prefill: int, s
     eng.workers[w].activity = MIXED_STEP
     step_s = mixed_s(k, prefill, led.workers[w].decoding, led.workers[w].context, squares)
     eng.workers[w].next_s = now_s + step_s * (1.0 + eng.workers[w].slowdown)
+    eng.workers[w].shared_s = k[SHARED_TOKEN] * prefill
     led.workers[w].boundary_s = eng.workers[w].next_s
     led.workers[w].gains = 1
 

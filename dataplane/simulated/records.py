@@ -124,6 +124,9 @@ ENGINE = np.dtype(
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
         ("changed_s", np.float64),  # when last something changed that placement looks at
+        ("first_rank", np.int64),  # the first of the engines that step together with it,
+        ("ranks", np.int64),  # and how many there are
+        ("shared_s", np.float64),  # of its step, what their steps add up (`perfmodel/ranks.py`)
     ],
     align=True,
 )
@@ -137,6 +140,7 @@ JOB = np.dtype(
         ("preemptions", np.int64),
         ("migrations", np.int64),
         ("missed", np.int64),  # 1 once it is known that a target is not met
+        ("weight", np.float64),  # what it counts for then
         ("refused_s", np.float64),  # when last every worker refused it,
         ("refused_late", np.int64),  # and whether its TTFT was lost then
     ],
@@ -144,7 +148,7 @@ JOB = np.dtype(
 )
 TOTAL = np.dtype(
     [
-        ("misses", np.int64),  # requests known not to meet their targets
+        ("misses", np.float64),  # requests known not to meet their targets, of a sample those they tell of
         ("handover_n", np.int64),  # entries of `handover`
         ("ended_n", np.int64),  # and of `ended`
     ],
@@ -163,12 +167,14 @@ class Engines(NamedTuple):
     ended: Ints  # [requests] in the order in which they ended
 
 
-def new_engines(workers: int, output: Ints, tpot_s: Floats) -> Engines:
-    """Idle engines, and the requests' true lengths and targets."""
+def new_engines(workers: int, output: Ints, tpot_s: Floats, weight: Floats | None) -> Engines:
+    """Idle engines, and the requests' true lengths, targets and weights."""
     engines = np.zeros(workers, ENGINE)
     engines["next_s"] = np.inf
+    engines["first_rank"], engines["ranks"] = np.arange(workers), 1
     jobs = np.zeros(len(output), JOB)
     jobs["output"], jobs["tpot_s"] = output, tpot_s
     jobs["finish_s"] = np.nan
+    jobs["weight"] = 1.0 if weight is None else weight
     n = len(output)
     return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(n, np.int64), np.zeros(n, np.int64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypedDict, Unpack
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
+from controlplane.perfmodel.ranks import rank_of
 from controlplane.perfmodel.speculation import paces
 from controlplane.placement.caches import Caches, new_caches
 from controlplane.placement.constraints import clients_s, kept_tpot_s, yields_to
@@ -38,11 +39,14 @@ from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Ru
 from dataplane.simulated.sending import first_times, new_sending
 
 OFFER_EVERY_S = 0.01
+ENDLESS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """One worker of the fleet and the changes to it (seconds since the trace's start).
+
+    One of several ranks is simulated as so many engines that step together; outcomes number those.
 
     `ready_s`: when its start-up is over. `fails_s`: pairs (fails at, is back at); what it held is prefilled
     anew elsewhere. `drain_s`: from when it admits nothing more. `link`: what a prefill worker hands KV
@@ -97,7 +101,7 @@ class RunState:
             busy_s=eng.workers["busy_s"],
             end_s=float(ended.max()) if len(ended) else 0.0,
             complete=not np.isnan(finish_s).any(),
-            misses=int(eng.total["misses"][0]),
+            misses=float(eng.total["misses"][0]),
             cached_tokens=led.caches.requests["cached"] if led.caches.tokens else None,
             pace=self.pace,
         )
@@ -108,10 +112,10 @@ class RunOptions(TypedDict, total=False):
 
     `predictor` guesses output lengths (by default: learned from the workload's own lengths, the planner's
     situation); `predicted_tokens` [requests] overrides its first guess, for experiments with misprediction.
-    `patience`: a request the policy holds back is placed regardless
-    after this many of its TTFT targets. `max_misses`: stop once more requests have missed, when only a yes or
-    no is wanted. `prefix_caching`: whether engines keep what a workload says its requests share. `agents`: so
-    many of the workload's sessions run at once (sending.py).
+    `patience`: a request the policy holds back is placed regardless after this many of its TTFT targets.
+    `max_misses`: stop once more requests have missed (of a sample: of its whole), when only a yes or no is
+    wanted. `prefix_caching`: whether engines keep what a workload says its requests share. `agents`: so many
+    of the workload's sessions run at once (sending.py).
     """
 
     settings: PlacementSettings | None
@@ -134,8 +138,10 @@ def prepare(
     """Lay out a run that has not begun; raises BadInput on what cannot be run."""
     placement, migrates = read_policy(policy)
     code = POLICY_CODE[placement]
+    is_more = code == EXACT or migrates  # than placing each request by itself, once
+    workers, first_rank, ranks = _ranks(workers, is_more)
     split = _is_split(workers)
-    if split and (code == EXACT or migrates):
+    if split and is_more:
         _refuse_split(code)
     classes = _classes(slo, workload)
     profiles, variant = _variants(workers, split)
@@ -165,18 +171,36 @@ def prepare(
         token_transfer_s=token_transfer_s,
         offer_every_s=OFFER_EVERY_S,
         patience=options.get("patience", PATIENCE),
-        max_misses=requests if most_misses is None else most_misses,
+        max_misses=ENDLESS if most_misses is None else most_misses,
         draws=np.random.default_rng(options.get("seed", 0)).random((requests, 2)),
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     pace = _paces(profiles, workload, options.get("seed", 0))
-    engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace)
+    engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace, workload.weight)
+    engines.workers["first_rank"], engines.workers["ranks"] = first_rank, ranks
     sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
     ledger.requests["arrival_s"] = first_times(sending, workload.arrival_s)
     cluster = new_cluster(requests, _timeline(workers), settings.queue, sending)
     return RunState(
         workload, ledger, engines, cluster, rules, profiles, classes, settings, placement, migrates, pace
     )
+
+
+def _ranks(
+    workers: Sequence[WorkerSpec], is_more: bool
+) -> tuple[list[WorkerSpec], NDArray[np.int64], NDArray[np.int64]]:
+    """The engines of the workers; of each the first that it steps together with, and how many do."""
+    if not workers:
+        raise BadInput("simulate: workers: at least one is needed")
+    counts = np.array([1 if spec.profile.ranks is None else spec.profile.ranks.count for spec in workers])
+    if is_more and counts.max() > 1:
+        raise BadInput("policy: workers of several ranks are not placed together (exact), nor moved from")
+    engines = [
+        replace(spec, profile=rank_of(spec.profile))
+        for spec, count in zip(workers, counts, strict=True)
+        for _ in range(count)
+    ]
+    return engines, np.repeat(np.cumsum(counts) - counts, counts), np.repeat(counts, counts)
 
 
 def _paces(profiles: Sequence[Profile], workload: Workload, seed: int) -> NDArray[np.float64] | float:
@@ -202,8 +226,6 @@ def _check_exact(profiles: Sequence[Profile], slos: Sequence[Slo]) -> None:
 def _is_split(workers: Sequence[WorkerSpec]) -> bool:
     """Whether prefill and decode have workers of their own; raises BadInput for half of a split fleet."""
     roles = {spec.role for spec in workers}
-    if not roles:
-        raise BadInput("simulate: workers: at least one is needed")
     if roles != {"any"} and roles != {"prefill", "decode"}:
         raise BadInput("simulate: workers: split mode needs both prefill and decode workers, and no others")
     return roles != {"any"}
@@ -351,7 +373,7 @@ class Outcome:
     busy_s: NDArray[np.float64]  # [workers]
     end_s: float  # when the last thing happened
     complete: bool  # False when the run was stopped early, see `max_misses`
-    misses: int = 0  # finished outside their targets
+    misses: float = 0.0  # requests outside their targets; of a sample those they tell of
     # Of each prompt, what its engine had when it first admitted it; -1: none did. None: nothing was cached.
     cached_tokens: NDArray[np.int64] | None = None
     session_target_s: float | None = None  # of whole sessions

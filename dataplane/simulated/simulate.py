@@ -25,7 +25,15 @@ from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.elastic import Elastic, ElasticSettings, FleetRecord
-from dataplane.simulated.run import OFFER_EVERY_S, Outcome, RunOptions, RunState, WorkerSpec, prepare
+from dataplane.simulated.run import (
+    ENDLESS,
+    OFFER_EVERY_S,
+    Outcome,
+    RunOptions,
+    RunState,
+    WorkerSpec,
+    prepare,
+)
 
 __all__ = [
     "OFFER_EVERY_S",
@@ -42,7 +50,6 @@ __all__ = [
     "simulate_stream",
 ]
 
-ENDLESS = 1 << 60
 COLUMNS = ("arrival_s", "ttft_target_s", "tpot_target_s", "worker", "first_token_s", "finish_s",
            "preemptions", "migrations")  # fmt: skip
 
@@ -87,6 +94,8 @@ def simulate_elastic(
     remembers at the start (a forecast's history). The rest as in `simulate`. The fleet is paid for until the
     last request has arrived and all have finished.
     """
+    if any(spec.profile.ranks is not None for spec in slots):
+        raise BadInput("simulate: a fleet of workers of several ranks has one size")
     run = prepare(workload, slots, slo, policy, **options)
     fleet = Elastic(run, elastic)
     drive(run, control, fleet, decide, state)

@@ -153,6 +153,40 @@ def simulate_split(
     return _results(requests)
 
 
+def simulate_ranks(
+    profile: Profile,
+    ranks: int,
+    shared_token_s: float,
+    arrival_s: Sequence[float],
+    prompt_tokens: Sequence[int],
+    output_tokens: Sequence[int],
+    rank: Sequence[int],
+) -> list[ReferenceResult]:
+    """Run chunked engines that step together until every request is finished; request i is on rank[i].
+
+    `profile` is one engine's. Each step lasts as long as the slowest of them, without what prefill shares,
+    and what is shared of all of them behind each other.
+    """
+    requests = _requests(arrival_s, prompt_tokens, output_tokens, None)
+    in_order = sorted(requests, key=lambda r: (r.arrival_s, r.index))
+    workers = [_Worker(profile, [r for r in in_order if rank[r.index] == w]) for w in range(ranks)]
+    now_s = 0.0
+    while any(w.coming or w.waiting() or w.running for w in workers):
+        for worker in workers:
+            worker.receive(now_s)
+        busy = [w for w in workers if w.waiting() or w.running]
+        if not busy:
+            now_s = min(w.coming[0].arrival_s for w in workers if w.coming)
+            continue
+        batches = [(w, _chunked_batch(w)) for w in busy]
+        shared_s = [shared_token_s * _prefill_of(b) for _, b in batches]
+        own_s = [_batch_s(w, batch) - s for (w, batch), s in zip(batches, shared_s, strict=True)]
+        now_s += max(0.0, *own_s) + sum(shared_s)
+        for worker, batch in batches:
+            _end_chunked(worker, batch, now_s)
+    return _results(requests)
+
+
 def _requests(arrival_s, prompt_tokens, output_tokens, priority) -> list[_Request]:
     priorities = [0] * len(arrival_s) if priority is None else priority
     columns = zip(arrival_s, prompt_tokens, output_tokens, priorities, strict=True)
@@ -249,6 +283,14 @@ def _decode_pool_step(worker: _Worker, now_s: float) -> float:
 
 
 def _chunked_step(worker: _Worker, now_s: float) -> float:
+    batch = _chunked_batch(worker)
+    end_s = now_s + _batch_s(worker, batch)
+    _end_chunked(worker, batch, end_s)
+    return end_s
+
+
+def _chunked_batch(worker: _Worker) -> dict[_Request, int]:
+    """The requests of the next step, and their tokens in it."""
     budget = worker.profile.engine.max_batched_tokens
     scheduled: dict[_Request, int] = {}  # tokens each request gets in this step
     preempted = False
@@ -301,22 +343,33 @@ def _chunked_step(worker: _Worker, now_s: float) -> float:
             scheduled[r] = tokens
             budget -= tokens
 
-    decoding = [r for r in scheduled if r.decoding]
-    prefilling = [r for r in scheduled if not r.decoding]
-    chunks = [(r.computed, r.computed + scheduled[r]) for r in prefilling]
-    end_s = now_s + float(
+    return scheduled
+
+
+def _prefill_of(batch: dict[_Request, int]) -> int:
+    return sum(tokens for r, tokens in batch.items() if not r.decoding)
+
+
+def _batch_s(worker: _Worker, batch: dict[_Request, int]) -> float:
+    decoding = [r for r in batch if r.decoding]
+    chunks = [(r.computed, r.computed + tokens) for r, tokens in batch.items() if not r.decoding]
+    return float(
         worker.profile.step.step_s(
-            sum(end - start for start, end in chunks),
+            _prefill_of(batch),
             len(decoding),
             sum(r.length for r in decoding),
             sum(end**2 - start**2 for start, end in chunks),
         )
     )
+
+
+def _end_chunked(worker: _Worker, batch: dict[_Request, int], end_s: float) -> None:
+    decoding = [r for r in batch if r.decoding]
+    prefilling = [r for r in batch if not r.decoding]
     for r in decoding:
         r.take_token(end_s)
     for r in prefilling:
-        r.computed += scheduled[r]
+        r.computed += batch[r]
         if r.decoding:
             r.take_token(end_s)
     worker.drop_finished()
-    return end_s
