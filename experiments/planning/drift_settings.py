@@ -1,4 +1,4 @@
-"""How `plan --drift` came by its settings: traffic that no plan is judged on.
+"""How a plan's drift came by its settings: traffic that no plan is judged on.
 
     python experiments/planning/drift_settings.py [--quick] [--seed 100] [--format table|json]
 
@@ -31,8 +31,8 @@ from experiments.lib.held_out_windows import STANDS_S, Pair, arrivals, made, pai
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import flags, show
 from tokenfleet.planning.estimate import REPLICATES, rank
-from tokenfleet.planning.replicates import SPANS, USUAL, WEIGHT, Drift, drift_of
 from tokenfleet.planning.traffic.draws import next_like, units_of
+from tokenfleet.planning.traffic.drift import SPANS, USUAL, WEIGHT, Drift, drift_of
 
 WEEK = 1008  # ten-minute rates
 MINUTES = (10, 30, 60, 180, 360)

@@ -118,7 +118,7 @@ class Asked:
     def _simulated(self, workers: int, i: int) -> int:
         policy, control = control_of(self.system)
         workload, predicted = self.pairs[i]
-        return simulate(
+        outcome = simulate(
             workload,
             [WorkerSpec(CASE.profile)] * workers,
             CASE.slo,
@@ -128,7 +128,8 @@ class Asked:
             seed=i,
             max_misses=allowed(min(TARGETS), self.requests),
             control=control,
-        ).misses
+        )
+        return int(outcome.misses)
 
     def fewest(self, target: float, first: int) -> int | None:
         """The fewest workers at which pooled attainment reaches the target, looked for from `first` on."""

@@ -6,7 +6,7 @@
 many requests. Lengths are pairs of the Azure conversation hour and of ShareGPT, more of the first by day
 (a share of 0.5 + 0.3 sin, a day round). The trace is written in seven files, one a day (CSV), and planned
 by `tokenfleet plan` for Llama-3.1-8B on A100 and H100, 99 % within 1.6 s and 50 ms at confidence 0.95: wall
-time, peak memory, the sample's bound and what the full replay found.
+and processor time, peak memory, the sample's bound and what the full replay found.
 
 *same*: twenty stretches of three hours and 200,000 requests (ten of m-mid's second week, ten of m-small, six
 hours apart; windows of a minute), Llama-2-70B on four H100s, 99 % within 1.6 s and 75 ms, planned once by
@@ -108,11 +108,13 @@ def week(data: Path, requests: int, seed: int) -> dict[str, Any]:
         wall_s = time.perf_counter() - began
     plan = json.loads(done.stdout)
     sampling = plan.get("sampling") or {}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "requests": plan["inputs"]["requests"],
         "answer": " + ".join(f"{g['workers']} x {g['gpu']} TP{g['tp_degree']}" for g in plan["fleet"]),
         "wall_s": round(wall_s, 1),
-        "peak_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6, 3),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "peak_gb": round(used.ru_maxrss / 1e6, 3),
         "sampled": sampling.get("requests"),
         "sample says": sampling.get("attainment"),
         "at least": sampling.get("low"),

@@ -39,3 +39,14 @@ def plan_of_fleet(parts, model="llama-3.1-70b", **fields):
         "tpot_s": figures,
         "inputs": {"rate_rps": 12.0, "profiles": profiles},
     } | fields
+
+
+def portfolio_json(planned, gpus, cold_start_s=0.0, slo=SLO, **fields):
+    """The plan of a portfolio: so many workers of PROFILE for each model, and so many GPUs of its type."""
+    paid = {"paid": {"cold_start_s": cold_start_s, "usd_per_hour": None}}
+    targets = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
+    models = [
+        {"name": name, "plan": plan_json(n, slo=targets, schedule_detail=paid)} for name, n in planned.items()
+    ]
+    limits = [{"name": f"gpus.{PROFILE.gpu}", "most": gpus}]
+    return {"schema": "tokenfleet.portfolio-plan/1", "models": models, "limits": limits} | fields

@@ -97,17 +97,16 @@ def crossing(
     None where the smallest fleet there is meets it already: how much smaller it could be is not seen.
     """
     assert sizing.workers is not None
-    requests = len(replicates.units.busier(rate_scale))
-    allowed = (1.0 - question.attainment) * requests
-    most = replicates.may_miss(question.attainment) * requests
-    stop = min(_BROKEN_OFF * most, most + requests / 5)  # the smallest fleets take longest to fail
-    if not replicates.units.is_plain:
-        stop = broken_off(replicates, question, requests)
-    misses: dict[int, float] = {}  # by workers; infinite where the trial was broken off
+    allowed, most = 1.0 - question.attainment, replicates.may_miss(question.attainment)
+    stop = min(_BROKEN_OFF * most, most + 0.2)  # the smallest fleets take longest to fail
+    if replicates.is_slow:
+        stop = broken_off(replicates, question)
+    misses: dict[int, float] = {}  # their share by workers; infinite where the trial was broken off
 
     def passes(workers: int) -> bool:
-        outcome = replicates.replay(sizing.fleet(workers), growth=rate_scale, max_misses=max(int(stop), 1))
-        misses[workers] = float(missed(outcome)) if outcome.complete else math.inf
+        outcome = replicates.replay(sizing.fleet(workers), growth=rate_scale, most_missed=stop)
+        share = missed(outcome) / outcome.workload.requests
+        misses[workers] = share if outcome.complete else math.inf
         return misses[workers] <= allowed
 
     fewest = sizing.fewest
@@ -117,8 +116,9 @@ def crossing(
         return None
     if count - 1 not in misses or not math.isfinite(misses[count - 1]):
         return float(count)
-    few, many = math.log(misses[count - 1] + 0.5), math.log(misses[count] + 0.5)
-    share = (few - math.log(allowed + 0.5)) / (few - many) if few > many else 1.0
+    half = 0.5 / len(replicates.workload)  # of a request, for none that is missed
+    few, many, just = (math.log(share + half) for share in (misses[count - 1], misses[count], allowed))
+    share = (few - just) / (few - many) if few > many else 1.0
     return count - 1 + min(max(share, 0.0), 1.0)
 
 
@@ -270,10 +270,10 @@ def nearest_of_kind(
 
 def _first_step(replicates: Replicates, question: PlanRequest, fleet: Fleet, which: Which) -> int | None:
     """The least loosening of the targets in `which` that the fleet meets on the trace."""
-    allowed = replicates.may_miss(question.attainment) * len(replicates.workload)
+    allowed = replicates.may_miss(question.attainment)
 
     def passes(step: int) -> bool:
-        outcome = _eased(replicates, which, step).replay(fleet, max_misses=int(allowed))
+        outcome = _eased(replicates, which, step).replay(fleet, most_missed=allowed)
         return outcome.complete and outcome.attainment >= question.attainment
 
     return smallest(passes, 0, 1, len(LOOSER) - 1)

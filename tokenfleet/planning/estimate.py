@@ -38,6 +38,7 @@ from tokenfleet.planning.threads import Threads
 REPLICATES = 19  # r is a whole number for each multiple of 0.05
 MOST_REPLICATES = 39  # a confidence above 0.975 would take more than pay
 ROUND = 8  # replicates looked at before asking whether the verdict is open still
+HOPELESS = 0.2  # of the requests missed: the rest counts as missed, too
 SCREENED = 4  # replicates, the hardest known, that a fleet passes before all are replayed
 
 
@@ -113,7 +114,7 @@ def requests_needed(attainment: float, confidence: float) -> int:
 class Trial:
     """A fleet in replicates, as many as it takes to tell whether its lower bound meets the target.
 
-    Where prefixes are known the replicates that were hardest for other fleets come first, and one is broken
+    Where replays take long the replicates that were hardest for other fleets come first, and one is broken
     off once it is lost: of a fleet that fails it is known that it does, not by how much.
     """
 
@@ -129,15 +130,11 @@ class Trial:
         width = self._pool.count if screening else ROUND
         while len(self._seen) < upto and self._is_open:
             left = [i for i in self._replicates.hardest_first(self.numbers) if i not in self._seen]
-            self._look(left[: min(width, upto - len(self._seen))], self._hurries)
+            self._look(left[: min(width, upto - len(self._seen))], self._replicates.is_slow)
         if screening or not self._is_open:
             return self._is_open
         self._look([i for i, seen in self._seen.items() if seen.lost], False)
         return self.verdict().low >= self._question.attainment
-
-    @property
-    def _hurries(self) -> bool:
-        return not self._replicates.units.is_plain
 
     @property
     def _is_open(self) -> bool:
@@ -153,7 +150,7 @@ class Trial:
     @property
     def is_told(self) -> bool:
         """Whether enough was replayed to its end for a verdict."""
-        if not self._hurries:
+        if not self._replicates.is_slow:
             return True
         return len(self._seen) == len(self.numbers) and not any(s.lost for s in self._seen.values())
 
@@ -212,11 +209,10 @@ def look(
     A hopeless replicate is broken off: with a fifth of its requests missed, the rest counts as missed too.
     With `allowed` it is as soon as more than that share has missed.
     """
-    hopeless = max(len(replicates.workload) // 5, 1) if not replicates.classes else len(replicates.workload)
+    hopeless = HOPELESS if not replicates.classes else 1.0
 
     def one(replicate: int) -> Seen:
-        most = hopeless if allowed is None else int(allowed * replicates.count(replicate))
-        outcome = replicates.replay(fleet, replicate, max_misses=most)
+        outcome = replicates.replay(fleet, replicate, most_missed=hopeless if allowed is None else allowed)
         lost = allowed is not None and not outcome.complete
         counts, late = (of.round().astype(int).tolist() for of in class_counts(outcome.met, outcome.workload))
         classes = tuple(zip(late, counts, strict=True)) if replicates.asked else ()

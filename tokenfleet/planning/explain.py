@@ -210,8 +210,7 @@ def failing_rate(replicates: Replicates, fleet: Fleet, target: float) -> float:
     """A rate scale at which a fleet of one worker, which has no smaller one, fails the target."""
     scale = 1.25
     while scale < 64.0:
-        most = int(replicates.may_miss(target) * len(replicates.units.busier(scale)))
-        outcome = replicates.replay(fleet, growth=scale, max_misses=most)
+        outcome = replicates.replay(fleet, growth=scale, most_missed=replicates.may_miss(target))
         if not outcome.complete or outcome.attainment < target:
             return scale
         scale *= 1.25

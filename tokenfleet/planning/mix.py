@@ -56,7 +56,7 @@ def cheaper_mix(
     limits = MixSettings(
         max_gpus=question.max_gpus, budget_usd_per_h=question.budget_usd_per_h if is_priced else None
     )
-    demand = 1.0
+    demand, tried = 1.0, list[Fleet]()
     for _ in range(TRIES):
         try:
             counts = cheapest(MixQuestion(types, Weights(types[0].name, shares), demand, limits))
@@ -66,9 +66,9 @@ def cheaper_mix(
         mix = Fleet(tuple(WorkerGroup(t, counts[t.name]) for t in chosen))
         if not mix.cost < best.cost:
             return None
-        if len(counts) > 1:
-            most = broken_off(replicates, question, len(replicates.workload))
-            outcome = replicates.replay(mix, max_misses=most)
+        if len(counts) > 1 and mix not in tried:
+            tried.append(mix)
+            outcome = replicates.replay(mix, most_missed=broken_off(replicates, question))
             if outcome.complete and outcome.attainment >= question.attainment:
                 trial = Trial(replicates, question, mix, pool)
                 if trial.holds():

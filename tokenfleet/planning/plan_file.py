@@ -29,6 +29,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Ranked = Annotated[str, Field(pattern=r"^((DP|PP)[0-9]{1,4})?$")]
 Mode = Annotated[EngineMode, Field(strict=False)]
 
 
@@ -39,10 +40,11 @@ class _Part(BaseModel):
 
 
 class FleetPart(_Part):
-    """Workers of one type."""
+    """Workers of one type; `ranks`: DP8 or PP2 where a worker is so many engines that step together."""
 
     gpu: Name
     tp_degree: Count
+    ranks: Ranked = ""
     workers: Count
     gpus: Annotated[int, Field(ge=1)]
     usd_per_hour: Dollars | None = None
@@ -150,6 +152,7 @@ class PlannedProfile(_Part):
     model: str
     gpu: str
     tp_degree: Count
+    ranks: Ranked = ""
     kind: str
     date: str
     engine_limits: EngineLimits | None = None
@@ -164,7 +167,7 @@ class PlannedProfile(_Part):
         """
         if self.profile is not None:
             profile = parse_profile(json.dumps(self.profile), f"{where}: profile")
-            said = f"{self.model} on {self.gpu} TP{self.tp_degree}"
+            said = f"{self.model} on {self.gpu} TP{self.tp_degree} {self.ranks}".strip()
             if (found := f"{profile.model} on {profile.type_name}") != said:
                 raise BadInput(f"{where}: profile: expected one of {said}, got {found}")
             return profile
@@ -176,6 +179,11 @@ class PlannedProfile(_Part):
         if limits is None:
             return profile
         return profile.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs)
+
+
+def kind_of_worker(part: FleetPart | PlannedProfile) -> str:
+    """GPU, TP degree and ranks, as a plan names its types of worker."""
+    return f"{part.gpu} TP{part.tp_degree} {part.ranks}".strip()
 
 
 class PlanInputs(_Part):
@@ -267,19 +275,38 @@ class PlanFile(PlanBrief):
                 return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
             if profile.speculation is not None:
                 return "speculate: no fleet here serves drafts; plan without --speculate"
+            if profile.ranks is not None:
+                flags = f"vllm serve --tensor-parallel-size {profile.tp_degree} {profile.ranks.flag}"
+                return f"ranks: no fleet here runs workers of {profile.ranks.name}; plain vLLM does: {flags}"
         return None
+
+    @property
+    def cold_start_s(self) -> float:
+        """The cold start that was planned with; 0 where none was given."""
+        paid = None if self.schedule_detail is None else self.schedule_detail.paid
+        return 0.0 if paid is None else paid.cold_start_s
+
+    def with_workers(self, workers: int) -> PlanFile:
+        """The plan of a fleet of one type with another number of workers; its document stays what it was."""
+        (part,) = self.fleet
+        usd = None if part.usd_per_hour is None else part.usd_per_hour / part.workers * workers
+        gpus = part.gpus // part.workers * workers
+        changed = part.model_copy(update={"workers": workers, "gpus": gpus, "usd_per_hour": usd})
+        return self.model_copy(
+            update={"fleet": [changed], "workers": workers, "gpus": gpus, "usd_per_hour": usd}
+        )
 
     def _group(self, part: FleetPart) -> WorkerGroup:
         planned, max_gpus = self.profile_of(part), self.inputs.max_gpus
         usd = None if part.usd_per_hour is None else part.usd_per_hour / part.workers
         if planned.usd_per_gpu_h is not None:
-            usd = planned.usd_per_gpu_h * part.tp_degree
+            usd = planned.usd_per_gpu_h * part.gpus / part.workers
         worker_type = WorkerType(
             part.gpu,
             part.tp_degree,
             planned.whole(),
             usd,
-            limit=None if max_gpus is None else max_gpus // part.tp_degree,
+            limit=None if max_gpus is None else max_gpus * part.workers // part.gpus,
             reclaims_per_h=0.0 if self.spares is None else self.spares.reclaims_per_h,
             role=part.role,
             kv_link=None if planned.kv_link is None else planned.kv_link.whole(),
@@ -288,8 +315,7 @@ class PlanFile(PlanBrief):
 
     def profile_of(self, part: FleetPart) -> PlannedProfile:
         """The profile that a part of the fleet was planned with."""
-        named = (part.gpu, part.tp_degree)
-        return next(p for p in self.inputs.profiles if (p.gpu, p.tp_degree) == named)
+        return next(p for p in self.inputs.profiles if kind_of_worker(p) == kind_of_worker(part))
 
 
 def parse_plan(document: Any, where: str) -> PlanFile:
@@ -305,10 +331,10 @@ def parse_plan(document: Any, where: str) -> PlanFile:
     if plan.feasible != bool(plan.fleet):
         expected = "workers" if plan.feasible else "none, as the plan is not feasible"
         raise BadInput(f"{where}: fleet: expected {expected}, got {len(plan.fleet)} groups")
-    profiles = {(p.gpu, p.tp_degree) for p in plan.inputs.profiles}
+    profiles = {kind_of_worker(p) for p in plan.inputs.profiles}
     for i, part in enumerate(plan.fleet):
-        if (part.gpu, part.tp_degree) not in profiles:
-            raise BadInput(f"{where}: fleet.{i}: inputs.profiles has no {part.gpu} TP{part.tp_degree}")
+        if kind_of_worker(part) not in profiles:
+            raise BadInput(f"{where}: fleet.{i}: inputs.profiles has no {kind_of_worker(part)}")
     for i, planned in enumerate(plan.inputs.profiles):
         planned.whole(f"{where}: inputs.profiles.{i}")
     for name in ("workers", "gpus"):

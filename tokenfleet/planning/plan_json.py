@@ -58,10 +58,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "schedule_detail": _schedule_detail(plan),
         "spares": _spares(plan),
         "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
-        "passed_over": [
-            {"gpu": p.worker_type.profile.gpu, "tp_degree": p.worker_type.gpus, "reason": p.reason}
-            for p in plan.passed_over
-        ],
+        "passed_over": [{**_kind(p.worker_type), "reason": p.reason} for p in plan.passed_over],
         "baselines": _baselines(plan),
         "prefix_cache": plan.prefix_cache,
         "reuse": _rounded(asdict(plan.reuse)) if plan.reuse else None,
@@ -75,8 +72,7 @@ def fleet_json(fleet: Fleet) -> dict[str, Any]:
     return {
         "fleet": [
             {
-                "gpu": group.worker_type.profile.gpu,
-                "tp_degree": group.worker_type.profile.tp_degree,
+                **_kind(group.worker_type),
                 "workers": group.workers,
                 "gpus": group.gpus,
                 "usd_per_hour": _usd(Fleet((group,))),
@@ -89,6 +85,13 @@ def fleet_json(fleet: Fleet) -> dict[str, Any]:
         "gpus": fleet.gpus,
         "usd_per_hour": _usd(fleet) if fleet.groups else None,
     }
+
+
+def _kind(worker_type: WorkerType) -> dict[str, Any]:
+    """How a plan names a type of worker (`plan_file.kind_of_worker`)."""
+    profile = worker_type.profile
+    named = {"gpu": profile.gpu, "tp_degree": profile.tp_degree}
+    return named if profile.ranks is None else {**named, "ranks": profile.ranks.name}
 
 
 def candidate_json(candidate: Candidate, target: float) -> dict[str, Any]:
@@ -203,6 +206,8 @@ def _doubt(plan: Plan) -> dict[str, Any] | None:
         "drift": _figures(doubt.drift),
         "coefficients": _figures(doubt.coefficients),
         "mostly": doubt.mostly,
+        "traffic": doubt.traffic,
+        "of_rate": _figures(doubt.of_rate),
     }
 
 
@@ -411,8 +416,7 @@ def _type_json(worker_type: WorkerType) -> dict[str, Any]:
     profile = worker_type.profile
     return {
         "model": profile.model,
-        "gpu": profile.gpu,
-        "tp_degree": profile.tp_degree,
+        **_kind(worker_type),
         "kind": profile.source.kind,
         "date": str(profile.source.date),
         "mean_relative_error": _figures(profile.residuals.mean_relative),

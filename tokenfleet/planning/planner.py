@@ -101,7 +101,6 @@ def make_plan(
         replicates = replace(
             replicates,
             classes=inputs.classes if len(inputs.classes) > 1 else (),
-            drifts=request.drift,
             settings=settings,
             session_s=request.session_s,
             agents=request.agents,
@@ -254,12 +253,12 @@ def _confirm_cheapest(
 ) -> None:
     """Confirm the `kinds` cheapest, and go on while a kind not yet confirmed might be the cheapest.
 
-    How many has no say in which is the cheapest, only in how much is known of the others. Where prefixes are
-    known, replays take so long that only those that might be are confirmed.
+    How many has no say in which is the cheapest, only in how much is known of the others. Where replays
+    take long only those that might be are confirmed.
     """
     cheapest: tuple[float, int, int] | None = None
     for i, sizing in enumerate(possible):
-        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds or not replicates.units.is_plain
+        floor, is_spare = sizing.fleet(sizing.workers or 0), i >= kinds or replicates.is_slow
         if is_spare and cheapest is not None and floor.cost >= cheapest:
             continue
         most = None if not is_spare or cheapest is None else _below(sizing, cheapest)
@@ -282,6 +281,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
     question, best = plan.question, plan.best
     assert best is not None
     begun = itertools.count()
+    rough = replicates.roughly() if replicates.sampler is not None else replicates
 
     def begin(text: str, explains: Callable[[], R]) -> Callable[[], R]:
         def told() -> R:
@@ -306,12 +306,12 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
         "looking for the cliff of prefix caches",
         lambda: reuse_of(replicates, best.fleet, hit_rates, question.attainment, pool),
     )
-    line = begin("fitting the worker line", lambda: demand_line(replicates, question, winner, pool))
-    costed = begin("pricing other targets", lambda: cost_by_slo(replicates, question, winner, pool))
+    line = begin("fitting the worker line", lambda: demand_line(rough, question, winner, pool))
+    costed = begin("pricing other targets", lambda: cost_by_slo(rough, question, winner, pool))
     one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(replicates, question, winner, pool))
     doubt = begin("telling doubts apart", lambda: _doubt(replicates.roughly(), best.fleet, pool))
-    others = begin("comparing policies", lambda: baselines(replicates, question, winner, pool))
-    bind = begin("finding what binds", lambda: _binding(replicates, question, winner, pool))
+    others = begin("comparing policies", lambda: baselines(rough, question, winner, pool))
+    bind = begin("finding what binds", lambda: _binding(rough, question, winner, pool))
     schedule = begin("making the schedule", lambda: _schedule(plan, replicates, winner, pool))
     surer = begin("confirming one more", one_more)
     on_trace = begin("replaying the counts around it", around)()
@@ -387,8 +387,9 @@ def _doubt(replicates: Replicates, fleet: Fleet, pool: Threads) -> Doubt:
 
         return stdev(pool.map(one, range(1, DOUBT_REPLICATES + 1)))
 
-    drift = scatter("drift") if replicates.drifts else 0.0
-    return Doubt(scatter("arrivals"), drift, scatter("coefficients"))
+    drift = replicates.drift
+    from_drift = scatter("drift") if drift.told != "steady" else 0.0
+    return Doubt(scatter("arrivals"), from_drift, scatter("coefficients"), drift.told, drift.of_rate)
 
 
 def _others(

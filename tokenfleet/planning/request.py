@@ -293,9 +293,6 @@ class PlanRequest:
         Field(min_length=1, max_length=64),
         About("bias", "a kept plan (or last): lengthen step times as its scorecard found"),
     ] = None
-    drift: Annotated[
-        bool, About("drift", "let rate and lengths drift, as the trace shows and as is usual")
-    ] = False
     no_prefix_cache: Annotated[
         bool, About("prefix caching off", "engines compute every prompt whole, whatever it shares", "choice")
     ] = False

@@ -17,6 +17,7 @@ from tokenfleet.planning.fleet import Fleet, Spares
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.reuse import Reuse
 from tokenfleet.planning.schedule import Paid, Schedule
+from tokenfleet.planning.traffic.drift import Told
 
 QUANTILES = (0.5, 0.9, 0.99)
 POINTS = 500_000
@@ -102,13 +103,16 @@ class OneFewer:
 class Doubt:
     """The scatter of attainment (standard deviation) from each source of doubt alone.
 
-    Arrivals as they might have come, levels of the traffic that drift (0 where that was not asked for),
-    coefficients within their residuals.
+    Arrivals as they might have come, levels of the traffic that drift (0 where it is steady), coefficients
+    within their residuals. `traffic`: whether the trace shows that its levels change, and `of_rate` by how
+    much the rate is taken to (a standard deviation of its logarithm).
     """
 
     arrivals: float
     drift: float
     coefficients: float
+    traffic: Told = "steady"
+    of_rate: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:

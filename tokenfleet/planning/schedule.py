@@ -110,15 +110,22 @@ class _Window:
         self.requests = round(sum(workload.requests for workload in self._workloads))
         self._misses: dict[int, int] = {}
 
-    def misses(self, workers: int) -> int:
-        """Those judged that missed; of several classes as many as their worst, at the strictest's scale."""
+    def misses(self, workers: int, allowed: float = math.inf) -> int:
+        """Those judged that missed, or more than `allowed`: then the replay need not go on.
+
+        Of several classes as many as their worst, at the strictest's scale.
+        """
         if self.requests == 0:
             return 0
         if workers not in self._misses:
             missed, fleet = 0.0, self._sizing.fleet(workers)
             for workload in self._workloads:
                 if workload.requests:
-                    outcome = self._replicates.replay(fleet, workload=workload)
+                    is_whole = bool(self._replicates.classes) or math.isinf(allowed)
+                    most = None if is_whole else allowed / workload.requests
+                    outcome = self._replicates.replay(fleet, workload=workload, most_missed=most)
+                    if not (is_whole or outcome.complete):
+                        return int(allowed) + 1
                     attained = self._replicates.attained(outcome.met, workload)
                     missed += (1.0 - attained) * workload.requests
             self._misses[workers] = math.ceil(missed - 1e-6)
@@ -129,7 +136,7 @@ class _Window:
         if self.requests == 0:
             return low
         allowed = (1.0 - target) * self.requests
-        count = smallest(lambda n: self.misses(n) <= allowed, low, guess, most - 1)
+        count = smallest(lambda n: self.misses(n, allowed) <= allowed, low, guess, most - 1)
         return most if count is None else count
 
 

@@ -42,7 +42,7 @@ PAST_HOPE = 3.0  # kinds whose floor costs more than so many times the cheapest 
 PER_REQUEST = 2  # workers; policies that draw lots may choose one of them twice
 FAR = 40  # without a limit of the user's, this many times the fluid bound is past hope
 _STOP_AT = 8.0  # a trial is broken off at this many times the misses allowed,
-_STOP_SOON = 2.0  # or at so many, where prefixes are known: overloaded caches take longest to replay
+_STOP_SOON = 2.0  # or at so many, where replays take long: those of overloaded fleets take longest
 
 
 @dataclass
@@ -230,15 +230,13 @@ def far_above(fleet: Fleet, cheapest: tuple[float, int, int], times: float = PAS
     return gpus > times * cheapest[1]
 
 
-def broken_off(replicates: Replicates, question: PlanRequest, requests: int) -> int:
-    """The misses of so many requests past which a trial has failed and need not be replayed to its end."""
-    times = _STOP_AT if replicates.units.is_plain else _STOP_SOON
-    return max(int(times * replicates.may_miss(question.attainment) * requests), 1)
+def broken_off(replicates: Replicates, question: PlanRequest) -> float:
+    """The share of misses past which a trial has failed and need not be replayed to its end."""
+    return (_STOP_SOON if replicates.is_slow else _STOP_AT) * replicates.may_miss(question.attainment)
 
 
 def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizing, workers: int) -> bool:
     """Whether a count meets the target on the trace; notes its attainment when the trial ran to the end."""
-    most = broken_off(replicates, question, len(replicates.workload))
     if workers < sizing.fewest:
         return False
     fleets = [sizing.fleet(workers)]
@@ -247,7 +245,7 @@ def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizin
             of_one_kind(sizing.worker_type, workers, sizing.prefill_share, shift) for shift in (0, -1, 1)
         ]
     for fleet in fleets:
-        outcome = replicates.replay(fleet, max_misses=most)
+        outcome = replicates.replay(fleet, most_missed=broken_off(replicates, question))
         if outcome.complete:
             sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
         if _meets(outcome, question):
@@ -273,7 +271,7 @@ def confirm(
 
     def passes(workers: int) -> bool:
         trial = trials[workers] = Trial(replicates, question, sizing.fleet(workers), pool)
-        return trial.holds(screening=not replicates.units.is_plain)
+        return trial.holds(screening=replicates.is_slow)
 
     def fewest(low: int, guess: int, most: int) -> int | None:
         """The smallest count that holds, of those that pass as far as they were tried."""

@@ -42,7 +42,7 @@ def full_replay(replicates: Replicates, fleet: Fleet) -> Whole:
     workload = replicates.workload
     counts = np.zeros((2, len(workload.slo_classes)))
     ttft_s, tpot_s = (np.empty(len(workload), np.float32) for _ in range(2))
-    at, busy_s, end_s = 0, 0.0, 0.0
+    at, busy_s, end_s, engines = 0, 0.0, 0.0, 1
     outcomes = simulate_stream(
         _parts(workload),
         fleet.specs(),
@@ -57,12 +57,13 @@ def full_replay(replicates: Replicates, fleet: Fleet) -> Whole:
         upto = at + len(outcome.workload)
         ttft_s[at:upto], tpot_s[at:upto] = outcome.ttft_s, outcome.tpot_s
         at, busy_s, end_s = upto, float(outcome.busy_s.sum()), max(end_s, outcome.end_s)
+        engines = len(outcome.busy_s)  # of a worker with ranks one each
     replicates.told()
     requests, missed = counts
     shares = 1.0 - missed / np.maximum(requests, 1)
     met = joint(shares, replicates.asked) if replicates.asked else float(1.0 - missed.sum() / len(workload))
     classes = tuple(zip(requests.astype(int).tolist(), shares.tolist(), strict=True))
-    return Whole(met, classes, ttft_s, tpot_s, busy_s / (fleet.workers * end_s))
+    return Whole(met, classes, ttft_s, tpot_s, busy_s / (engines * end_s))
 
 
 def _parts(workload: Workload) -> Iterator[Workload]:

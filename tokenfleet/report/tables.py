@@ -27,6 +27,11 @@ _BINDS = {
     "prefill": "prefill compute",
     "session": "the time of sessions",
 }
+_TRAFFIC = {
+    "steady": "steady: its rate and lengths differ by no more than chance, and are taken to stay",
+    "changes": "goes on changing: as the trace shows, its rate is taken to be some {:.0f} % off by then",
+    "too short to tell": "too short a trace to tell: its rate is taken to be some {:.0f} % off, as is usual",
+}
 
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
@@ -143,6 +148,8 @@ def _best_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
     if plan.doubt is not None:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in plan.doubt.shares.items())
         yield "doubt comes from", shares or "nothing that these worlds show"
+        if plan.question.agents is None:  # they set the rate
+            yield "traffic", _TRAFFIC[plan.doubt.traffic].format(100 * plan.doubt.of_rate)
     line = plan.line
     if line is not None:
         yield (

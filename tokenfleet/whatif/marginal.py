@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenfleet.durations import duration_text
-from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
 from tokenfleet.whatif.axes import AXES, Scenario, checked, is_numeric
 
 # Axes that change what the schedule costs, not the fleet; only the schedule's price tells.
@@ -169,8 +169,8 @@ def _more(before: Sequence[Span], after: Sequence[Span]) -> list[Span]:
     return more
 
 
-def _kinds(plan: PlanFile) -> set[tuple[str, int]]:
-    return {(part.gpu, part.tp_degree) for part in plan.fleet}
+def _kinds(plan: PlanFile) -> set[str]:
+    return {kind_of_worker(part) for part in plan.fleet}
 
 
 def _at(stretches: Sequence[Span], second: float) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.planning.plan_file import PlanFile, kind_of_worker
 from tokenfleet.report.figures import Figure, Spec
 from tokenfleet.report.tables import usd_text
 from tokenfleet.whatif.axes import AXES, Scenario, checked
@@ -199,7 +199,7 @@ def _fleet(one: Scenario) -> str:
 def fleet_text(plan: PlanFile) -> str:
     """A plan's fleet in words, as `Fleet.label` says it."""
     return " + ".join(
-        f"{part.workers} x {part.gpu} TP{part.tp_degree}" + (f" ({part.role})" if part.role != "any" else "")
+        f"{part.workers} x {kind_of_worker(part)}" + (f" ({part.role})" if part.role != "any" else "")
         for part in plan.fleet
     )
 

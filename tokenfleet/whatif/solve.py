@@ -128,24 +128,25 @@ class Memory:
         """The same as `Replicates` makes, with replays looked up here before they are simulated."""
         return _Remembering(workload, slo, policy, seed, predictor, told, memory=self)
 
-    def get(self, key: tuple[Any, ...], most_misses: int | None, simulate: Callable[[], Outcome]) -> Outcome:
-        """The outcome of `key` when stopped past `most_misses`; `simulate` makes it where it is not known.
+    def get(self, key: tuple[Any, ...], most: float | None, simulate: Callable[[], Outcome]) -> Outcome:
+        """The outcome of `key` when stopped past this share of misses; `simulate` makes it where it is new.
 
         A run that went to its end answers every question that it would not have been stopped by.
         """
         whole = (*key, None)
         with self._lock:
-            found = self._kept.get((*key, most_misses))
+            found = self._kept.get((*key, most))
             if found is None and (ended := self._kept.get(whole)) is not None:
-                found = ended if most_misses is None or ended.misses <= most_misses else None
+                within = most is None or ended.misses <= most * ended.workload.requests
+                found = ended if within else None
             if found is not None:
                 self.recalled += 1
-                self._kept.move_to_end(whole if found.complete else (*key, most_misses))
+                self._kept.move_to_end(whole if found.complete else (*key, most))
                 return found
         outcome = simulate()
         with self._lock:
             self.simulated += 1
-            self._keep(whole if outcome.complete else (*key, most_misses), outcome)
+            self._keep(whole if outcome.complete else (*key, most), outcome)
         return outcome
 
     def _keep(self, key: tuple[Any, ...], outcome: Outcome) -> None:
@@ -183,7 +184,7 @@ class _Remembering(Replicates):
         *,
         workload: Workload | None = None,
         growth: float = 1.0,
-        max_misses: int | None = None,
+        most_missed: float | None = None,
         doubted: frozenset[Doubted] = EVERYTHING,
     ) -> Outcome:
         groups = tuple(
@@ -191,10 +192,10 @@ class _Remembering(Replicates):
             for g in fleet.groups
         )
         of = "" if workload is None else workload_digest(workload)
-        drawn = (frozenset(), False) if replicate == AS_IT_IS else (doubted, self.drifts)
+        drawn = frozenset() if replicate == AS_IT_IS else doubted
         targets = self.slo, self.classes, self.session_s
         asked = *targets, self.agents, growth, self.policy, self.settings, self.seed
-        key = (self._digest, of, *asked, groups, replicate, *drawn)
+        key = (self._digest, of, *asked, groups, replicate, drawn)
 
         def simulate() -> Outcome:
             return super(_Remembering, self).replay(
@@ -202,8 +203,8 @@ class _Remembering(Replicates):
                 replicate,
                 workload=workload,
                 growth=growth,
-                max_misses=max_misses,
+                most_missed=most_missed,
                 doubted=doubted,
             )
 
-        return self.memory.get(key, max_misses, simulate)
+        return self.memory.get(key, most_missed, simulate)

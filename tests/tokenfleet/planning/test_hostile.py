@@ -181,7 +181,6 @@ questions = st.fixed_dictionaries(
         "seed": st.sampled_from([0, 2**63]),
         "max_gpus": st.sampled_from([None, 1, 3]),
         "budget_usd_per_h": st.sampled_from([None, 1e-9, 5.0]),
-        "drift": st.booleans(),
         "spot": st.booleans(),
         **dict.fromkeys(("cold_start_s", "reclaims_per_h"), st.sampled_from([None, 0.0, 60.0, 3600.0])),
     }

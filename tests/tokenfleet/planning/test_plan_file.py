@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_plans import plan_of_fleet
-from planning_builders import planned
+from planning_builders import planned, poisson, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.ranks import Ranks
+from controlplane.worker_type import WorkerType
 from tokenfleet.planning.plan_file import parse_plan, read_plan
 from tokenfleet.planning.plan_json import plan_json
 
@@ -93,6 +96,30 @@ def test_a_plan_whose_profile_is_of_another_worker_is_refused() -> None:
     )
     with pytest.raises(BadInput, match=says):
         parse_plan(document, "p")
+
+
+@pytest.mark.parametrize(("of", "short"), [("data", "DP4"), ("pipeline", "PP4")])
+def test_a_plan_of_workers_with_ranks_counts_their_gpus_and_says_who_runs_them(of: Any, short: str) -> None:
+    one = worker()
+    ranked = replace(one, ranks=Ranks(of, 4), kv=replace(one.kv, capacity_tokens=240_000)).with_engine(
+        max_seqs=256
+    )
+    talk = poisson(rate_rps=30, requests=900, prompt=20, output=150)  # where prefill holds up little
+    found = planned(talk, worker_types=[WorkerType.of(ranked, 8.0), worker_type(one)])
+    assert found.best is not None
+    fewest = {c.fleet.groups[0].worker_type.name: c.fleet.workers for c in (found.best, *found.alternatives)}
+    # Four ranks carry more than one engine, and less than four, since each waits for the others' prefill.
+    assert fewest[f"made-gpu TP1 {short}"] < fewest["made-gpu TP1"] < 4 * fewest[f"made-gpu TP1 {short}"]
+    alone = plan_json(planned(talk, worker_types=[WorkerType.of(ranked, 8.0)]))
+    plan = parse_plan(alone, "p")
+    assert [(part.tp_degree, part.ranks, part.gpus) for part in plan.fleet] == [(1, short, 4)]
+    assert plan.profile_of(plan.fleet[0]).whole() == ranked
+    assert plan.groups[0].worker_type.usd_per_h == 8.0
+    assert plan.unserved is not None
+    assert f"vllm serve --tensor-parallel-size 1 --{of}-parallel-size 4" in plan.unserved
+    alone["fleet"][0]["ranks"] = "DP9"
+    with pytest.raises(BadInput, match=r"fleet\.0: inputs\.profiles has no made-gpu TP1 DP9"):
+        parse_plan(alone, "p")
 
 
 def test_a_file_of_another_version_is_refused_for_that_whatever_else_it_lacks() -> None:

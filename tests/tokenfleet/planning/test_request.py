@@ -165,10 +165,10 @@ def test_flags_and_http_have_the_same_bounds(option: Option) -> None:
 
 
 def test_an_order_is_the_request_of_its_options(tmp_path: Path) -> None:
-    more = {"gpu": ["h100"], "drift": True, "policy": "jsq", "engine": "split", "cold_start_s": 90.0}
+    more = {"gpu": ["h100"], "spot": True, "policy": "jsq", "engine": "split", "cold_start_s": 90.0}
     order = PlanOrder.model_validate(ORDER | more | {"profiles": ["a: 1", "b: 2"], "prices": "c: 3"})
     asked = order.request(tmp_path)
-    assert (asked.slo, asked.gpu, asked.drift, asked.policy) == (SLO, ("h100",), True, "jsq")
+    assert (asked.slo, asked.gpu, asked.spot, asked.policy) == (SLO, ("h100",), True, "jsq")
     assert (asked.engine, asked.cold_start_s) == (EngineMode.SPLIT, 90.0)
     assert [order.files(tmp_path)[path] for path in (*asked.profiles, asked.prices)] == [
         "a: 1",

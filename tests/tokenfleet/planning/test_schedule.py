@@ -1,6 +1,7 @@
 """A schedule with cold starts, against looking at every second; spares, against every case there is."""
 
 import json
+import math
 from itertools import pairwise, product
 from math import comb
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_builders import plan, planned, poisson, save, worker, worker_type
+from planning_builders import SLO, plan, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
@@ -175,7 +176,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | Non
     workload = Workload(np.arange(0.0, days * DAY_S, 600.0) / faster, *np.full((2, round(days * 144)), 100))
     zero_s = ((start_s or MONDAY_S) - MONDAY_S) % WEEK_S
 
-    def misses(window: _Window, workers: int) -> int:
+    def misses(window: _Window, workers: int, _: float = math.inf) -> int:
         begin_s, end_s = window.spans[0]
         at_s = (begin_s + end_s) / 2 * faster + zero_s
         works = 9 <= at_s % DAY_S / 3600 < 18 and at_s // DAY_S % 7 < 5
@@ -193,6 +194,19 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, days: float, start_s: float | Non
             pool,
             Clock.of(start_s, faster),
         )
+
+
+def test_a_window_that_is_broken_off_fails_as_it_would_have() -> None:
+    workload = poisson(rate_rps=12.0)
+    replicates = Replicates(workload, SLO, "spread", 0, LengthTable.constant(60))
+    sizing, held = Sizing(worker_type(), workers=3), set()
+    for workers in (1, 2, 3, 4):
+        whole = _Window(replicates, sizing, [(10.0, 25.0), (30.0, 45.0)]).misses(workers)
+        for allowed in (0.0, 2.5, 40.0, 200.0):
+            quick = _Window(replicates, sizing, [(10.0, 25.0), (30.0, 45.0)]).misses(workers, allowed)
+            assert (quick <= allowed) == (whole <= allowed)
+            held.add(quick <= allowed)
+    assert held == {True, False}
 
 
 WORKING, FREE = [2, 2, 2, 5, 5, 5, 2, 2], [2] * 8

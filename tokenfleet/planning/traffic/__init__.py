@@ -1,1 +1,1 @@
-"""The traffic that there may be: draws of a trace, samples of a long one."""
+"""The traffic that there may be: draws of a trace, its drift, samples of a long one."""

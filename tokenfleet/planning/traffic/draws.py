@@ -229,12 +229,7 @@ def families(workload: Workload) -> Ints:
 
 def next_like(units: Units, rng: np.random.Generator) -> Workload:
     """Other traffic like the units': a draw from what it might have been, drawn from once more."""
-    return units.made(next_draw(units, rng))
-
-
-def next_draw(units: Units, rng: np.random.Generator) -> Draw:
-    """The units of other traffic, and when they start."""
-    return drawn_anew(units, drawn_anew(units, units.whole, rng), rng)
+    return units.made(drawn_anew(units, drawn_anew(units, units.whole, rng), rng))
 
 
 def resampled(units: Units, rng: np.random.Generator) -> Workload:

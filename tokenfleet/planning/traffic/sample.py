@@ -40,7 +40,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 LONG = 1_000_000  # requests; all of fewer are replayed each time
-SAMPLED = 500_000  # requests of a sample, lead-ins aside
+SAMPLED = 500_000  # requests of a sample, lead-ins aside;
+ROUGHLY = 100_000  # and of one that explains
 WINDOWS = 2000
 SHORTEST_S = 60.0
 BINDING = 3.0

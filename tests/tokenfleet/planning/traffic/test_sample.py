@@ -9,13 +9,16 @@ from planning_builders import SLO, planned, poisson, worker_type
 from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
 from tokenfleet.planning import planner
+from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.threads import threads
 from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.planning.traffic.sample import Sample, Sampler
 from tokenfleet.planning.verified import full_replay
-from tokenfleet.report.tables import facts
+from tokenfleet.report.tables import facts, share_text
 
 MAY_MISS = 0.05
 
@@ -126,6 +129,25 @@ def test_the_full_replay_of_a_long_trace_is_that_of_a_run_of_all_its_requests() 
     assert np.allclose(np.sort(found.ttft_s), np.sort(known.ttft_s), rtol=1e-5)
 
 
+def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that_goes_on() -> None:
+    workload, question = days(), PlanRequest(SLO, attainment=0.95, confidence=0.9)
+    verdicts = {}
+    with threads(1) as pool:
+        of = replicates(workload, sampler=sampler(workload, requests=10_000))
+        for workers in (1, 2, 3):
+            fleet = of_one_kind(worker_type(), workers)
+            trial = Trial(of, question, fleet, pool)
+            verdicts[workers] = trial.holds()
+            whole = verdict_on(look(of, fleet, trial.numbers, pool), question)
+            assert verdicts[workers] == (whole.low >= question.attainment)
+            one = of.replay(fleet, 1, most_missed=0.05)
+            told = of.replay(fleet, 1)
+            assert one.complete == (told.misses <= 0.05 * told.workload.requests)
+            assert told.misses == pytest.approx((1.0 - told.attainment) * told.workload.requests)
+    assert verdicts[1] is False
+    assert verdicts[3] is True
+
+
 @pytest.mark.usefixtures("short_is_long")
 def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = days()
@@ -141,7 +163,7 @@ def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pyte
     assert plan.schedule.saved_share > 0.1
     found = plan_json(plan)["sampling"]
     assert found["full_replay"] == round(whole.attainment, 6)
-    assert f"replayed whole: {100 * whole.attainment:.2f}" in dict(facts(plan))["sampling"]
+    assert f"replayed whole: {share_text(whole.attainment)}" in dict(facts(plan))["sampling"]
     monkeypatch.setattr(planner, "LONG", 10**9)
     assert planned(workload).best.fleet == plan.best.fleet  # type: ignore[union-attr]
 
@@ -151,9 +173,9 @@ def test_where_samples_say_too_much_the_full_replay_adds_workers(monkeypatch: py
     workload, honest = days(), Sampler.sample
 
     def easy(self: Sampler, *of: object) -> Sample:
-        """A sample whose every second request came not at all."""
+        """A sample of which two requests of three came not at all."""
         one = honest(self, *of)  # type: ignore[arg-type]
-        rows = np.arange(0, len(one.window), 2)
+        rows = np.arange(0, len(one.window), 3)
         return replace(one, workload=one.workload.take(rows), window=one.window[rows])
 
     monkeypatch.setattr(Sampler, "sample", easy)
@@ -174,7 +196,7 @@ def test_where_no_worker_may_be_added_the_plan_says_what_the_full_replay_found(
 
     def easy(self: Sampler, *of: object) -> Sample:
         one = honest(self, *of)  # type: ignore[arg-type]
-        rows = np.arange(0, len(one.window), 2)
+        rows = np.arange(0, len(one.window), 3)
         return replace(one, workload=one.workload.take(rows), window=one.window[rows])
 
     monkeypatch.setattr(Sampler, "sample", easy)

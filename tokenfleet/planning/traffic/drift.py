@@ -1,0 +1,186 @@
+"""The drift of traffic: how far its levels may have gone by the time a plan is used.
+
+Levels are the rate and the lengths of prompts and outputs. Of each of `SPANS` equal spans of the trace (more,
+where those would be longer than an hour), x = (log requests, log mean prompt, log mean output). A trend is
+the trace's shape, which a plan keeps; what departs from it shows in the second differences d = x₋ - 2x + x₊.
+As much as a level changes from one span to the next, it is taken to change from the trace to what is planned
+for:
+
+    drift ~ N(0, S),   S seen = E[d dᵀ] / 3
+
+That is the law of levels whose changes are of one size at every distance (1/f). It lies between levels that
+scatter about a mean, whose stretches differ the less the longer they are, and random walks, whose changes
+grow in variance with the distance. ServeGen's m-mid, in its first week, is about so: from half an hour to the
+next its rate differs by 0.18 in the logarithm, from one, three and six hours to the next by 0.18 to 0.21
+(`experiments/planning/drift_settings.py`).
+
+An hour of silence, or a night, is the trace's shape too, and no level that the rest may go to: a difference
+one of whose spans holds less than `SCARCE` of the mean weighs as much less.
+
+A span's level also scatters because its requests are only so many, or come in bursts. That is the bootstrap's
+part, and shows in spans of a fifth as well: a fifth of their E[d dᵀ] is taken off. That holds while a fifth
+of a span sees some bursts; where it sees fewer than `FEWEST_BURSTS`, nothing is seen of drift. What is left
+is known from a few spans only. So it is joined with what is usual, `USUAL` for the rate and nothing for
+lengths, as an inverse Wishart law of `WEIGHT` degrees of freedom would be; a draw of drift then has Student's
+t distribution:
+
+    S = (n · S seen + WEIGHT · USUAL²) / (n + WEIGHT),   n + WEIGHT degrees of freedom
+
+n is less than the number of second differences, because neighbours share spans: `INDEPENDENT` of them count.
+A long trace outweighs what is usual.
+
+**Steady traffic** does not drift. A trace is steady where its rate and lengths differ between its thirds,
+sixths and so on (`SCALES`) by no more than chance makes them: an analysis of variance at each scale, the
+requests of a part of a span against those of the span, and tokens against their own scatter, none of which
+is beyond its quantile at `CALM`. And where it is long enough to tell: chance alone must hide no more than
+`HIDDEN` of what is usual. A trace that is too short for that is taken to drift as traffic usually does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from scipy import stats
+
+from controlplane.workload import INSTANT_S, Workload
+from tokenfleet.planning.traffic.draws import busier
+
+SPANS = 24
+LONGEST_S = 3600.0
+USUAL = 0.15  # of log rate: m-mid's 0.18 with its outliers, 0.12 by its middle 68 %
+WEIGHT = 8.0
+INDEPENDENT = 0.6  # between 0.5, where levels scatter about a mean, and 0.7, where they walk
+SCARCE = 0.5
+PARTS = 5  # of a span: what they differ by is chance
+FEWEST = 5.0  # requests of a part, in the mean; of fewer nothing could be told
+FEWEST_BURSTS = 2.0  # and bursts of it: the logarithm of a count of one burst or none says nothing of a level
+
+Told = Literal["steady", "changes", "too short to tell"]
+SCALES = (3, 6, 12, 24)
+CALM = 0.99
+HIDDEN = 0.5
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The drift of levels: `spread`, [3, 3], a root of S for (rate, prompts, outputs), and its certainty."""
+
+    spread: NDArray[np.float64]
+    freedom: float  # degrees of it; what Student's t is asked for
+    told: Told = "changes"  # what the trace shows of it
+
+    @property
+    def of_rate(self) -> float:
+        """The standard deviation of the rate's logarithm."""
+        return float(np.sqrt((self.spread[0] ** 2).sum()))
+
+    def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
+        """The same requests at levels they might have gone to; none longer than the longest there was."""
+        if self.told == "steady":
+            return workload
+        normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
+        rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance))
+        drawn = busier(workload, float(rate)).longer(float(prompts), float(outputs))
+        return replace(
+            drawn,
+            prompt_tokens=np.minimum(drawn.prompt_tokens, workload.prompt_tokens.max()),
+            output_tokens=np.minimum(drawn.output_tokens, workload.output_tokens.max()),
+        )
+
+
+def drift_of(
+    workload: Workload, fewest_spans: int = SPANS, usual: float = USUAL, weight: float = WEIGHT
+) -> Drift:
+    """The trace's drift joined with the usual one of so many degrees of freedom; none if it is steady."""
+    told = shown(workload)
+    if told == "steady":
+        return Drift(np.zeros((3, 3)), weight, told)
+    seen, independent = drift_seen(workload, fewest_spans)
+    freedom = independent + weight
+    root = _root((independent * seen + weight * np.diag([usual**2, 0.0, 0.0])) / freedom)
+    return Drift(root, freedom, told)
+
+
+def shown(workload: Workload) -> Told:
+    """What a trace shows of its drift."""
+    if workload.duration_s <= INSTANT_S or len(workload) < FEWEST * PARTS * max(SCALES[:2]):
+        return "too short to tell"
+    if any(_differs(workload, spans) for spans in SCALES if len(workload) >= FEWEST * PARTS * spans):
+        return "changes"
+    spans = SCALES[1]
+    chance = np.sqrt(burst_requests(workload, spans) * spans / len(workload))
+    return "steady" if chance <= HIDDEN * USUAL else "too short to tell"
+
+
+def _differs(workload: Workload, spans: int) -> bool:
+    """Whether rate, prompts or outputs differ between so many spans by more than chance."""
+    since_s = workload.arrival_s - workload.arrival_s[0]
+    counts, _ = np.histogram(since_s, PARTS * spans)
+    parts = counts.reshape(spans, PARTS).astype(float)
+    within = max(float(parts.var(axis=1, ddof=1).mean()), float(parts.mean()))  # Poisson's at least
+    between = PARTS * float(parts.mean(axis=1).var(ddof=1))
+    if between / within > stats.f.ppf(CALM, spans - 1, spans * (PARTS - 1)):
+        return True
+    cut = np.concatenate([[0], np.cumsum(parts.sum(axis=1))]).astype(np.int64)
+    held = np.diff(cut)
+    for tokens in (workload.prompt_tokens, workload.output_tokens):
+        means = np.array([tokens[a:b].mean() if b > a else tokens.mean() for a, b in pairwise(cut)])
+        between = float((held * (means - tokens.mean()) ** 2).sum()) / (spans - 1)
+        if between > float(tokens.var()) * stats.chi2.ppf(CALM, spans - 1) / (spans - 1):
+            return True
+    return False
+
+
+def drift_seen(workload: Workload, fewest_spans: int = SPANS) -> tuple[NDArray[np.float64], float]:
+    """The drift of the trace alone: S, and its degrees of freedom; 0 for a trace that is too short."""
+    spans = max(fewest_spans, round(workload.duration_s / LONGEST_S))
+    if workload.duration_s <= INSTANT_S or len(workload) < FEWEST * PARTS * spans:
+        return np.zeros((3, 3)), 0.0
+    if len(workload) < FEWEST_BURSTS * PARTS * spans * burst_requests(workload, spans):
+        return np.zeros((3, 3)), 0.0
+    _, count = _counts(workload, spans)
+    scarcest = sliding_window_view(np.pad(count, 1, "edge"), 3).min(axis=1)
+    weight = np.minimum(scarcest / (SCARCE * count.mean()), 1.0)
+    by_chance = _changes(workload, np.repeat(weight, PARTS)) / PARTS
+    root = _root((_changes(workload, weight) - by_chance) / 3.0)
+    alike = weight[1:-1].sum() ** 2 / (weight[1:-1] ** 2).sum()
+    return root @ root.T, INDEPENDENT * float(alike)
+
+
+def burst_requests(workload: Workload, spans: int) -> float:
+    """Requests that come together: the variance of counts in parts of spans over Poisson's, at least 1.
+
+    From second differences inside of each span, E[(n₋ - 2n + n₊)²] / 6, so that levels do not count.
+    """
+    counts, _ = np.histogram(workload.arrival_s - workload.arrival_s[0], PARTS * spans)
+    departs = np.diff(counts.reshape(spans, PARTS).astype(float), n=2, axis=1)
+    return max(float((departs**2).mean()) / 6.0 / float(counts.mean()), 1.0)
+
+
+def _root(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A root of a symmetric matrix; a difference of estimates may have parts below nothing, left out."""
+    value, axis = np.linalg.eigh(matrix)
+    return np.asarray(axis * np.sqrt(np.maximum(value, 0.0)))
+
+
+def _counts(workload: Workload, spans: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The first row of each span, and how many it has; half a one where there is none."""
+    edges_s = workload.arrival_s[0] + np.linspace(0.0, workload.duration_s, spans + 1)
+    first = np.append(np.searchsorted(workload.arrival_s, edges_s[:-1]), len(workload))
+    return first, np.maximum(np.diff(first), 0.5)
+
+
+def _changes(workload: Workload, weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    """E[d dᵀ] over neighbours of as many spans as there are weights, shape [3, 3]."""
+    cut, count = _counts(workload, len(weight))
+    columns = (workload.prompt_tokens, workload.output_tokens)
+    sums = np.array([[of[a:b].sum() for a, b in pairwise(cut)] for of in columns], float)
+    overall = np.array([of.mean() for of in columns])
+    means = np.where(sums > 0, sums / count, overall[:, None])
+    departs = np.diff(np.log(np.vstack((count, means))), n=2, axis=1)
+    return np.asarray(departs * weight[1:-1] @ departs.T / weight[1:-1].sum())
