@@ -151,7 +151,12 @@ def pack(path: Path) -> None:
 
 
 def let_go(folder: Path, limits: HistoryLimits, now_s: float) -> None:
-    """Remove packed segments that are too old, then the oldest of what is too much."""
+    """Remove packed segments, and days of the fleet's log and what was made of them, that are too old; then
+    the oldest segments of what is too much."""
+    for path in (*folder.glob("fleet-*.jsonl"), *folder.glob("gap-*.json")):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < now_s - limits.keep_days * 86_400:
+                path.unlink()
     total = 0
     for path in sorted(folder.glob("requests-*.parquet"), reverse=True):
         with suppress(FileNotFoundError):

@@ -1,8 +1,9 @@
-"""`tokenfleet scorecard`: shows predictions beside what was measured, of a kept plan or of any runs."""
+"""`tokenfleet scorecard`: shows predictions beside what was measured, and costs beside the cheapest's."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,16 +19,17 @@ def scorecard_command(
     data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
     output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
 ) -> int:
-    """Predicted against observed TTFT, TPOT, attainment and capacity, and the bias of the plan's profile.
+    """Predicted against observed TTFT, TPOT, attainment and capacity, the bias of the plan's profile, and by
+    day what the fleet cost over the cheapest that would have served the same requests.
 
     tokenfleet serve --plan plan.json …, let it run, then tokenfleet scorecard; the next plan takes the bias
     with tokenfleet plan --bias-from last. Exit code 1 while too little was served to compare.
     """
     from tokenfleet.cli.terminal import show
     from tokenfleet.service.data_folder import default_data_folder
-    from tokenfleet.service.scorecard import scorecard_of
+    from tokenfleet.service.scorecard import whole_scorecard
 
-    card = scorecard_of(data or default_data_folder(), plan)
+    card = whole_scorecard(data or default_data_folder(), plan)
     if output_format == OutputFormat.JSON:
         print(json.dumps(card, indent=1))
     else:
@@ -58,7 +60,53 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
         parts.append(table)
         carried, failed = (_or_dash(most[k], "{:.3g}/s".format) for k in ("carried_rps", "failed_rps"))
         parts.append(f"busiest minute within the target {carried}; least busy one outside it {failed}")
-    return [*parts, *card["says"]]
+    parts += [*card["says"]]
+    return [*parts, *gap_tables(card["gap"])] if card["gap"] else parts
+
+
+def gap_command(
+    data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
+    days: Annotated[int, typer.Option(min=1, help="so many of the last days")] = 7,
+    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+) -> int:
+    """What a fleet cost over the cheapest that would have served the same requests, by day, and why.
+
+    The cheapest knows the day beforehand, its cold starts ahead, and runs in the exact simulator by the step
+    times measured. Exit code 1 where no log of a fleet tells of these days.
+
+    tokenfleet scorecard gap --data /var/lib/tokenfleet --days 30
+    """
+    from tokenfleet.cli.terminal import show
+    from tokenfleet.service.data_folder import default_data_folder
+    from tokenfleet.service.gap import gaps
+
+    folder = data or default_data_folder()
+    found = gaps(folder, 0.0, time.time(), days)
+    if output_format == OutputFormat.JSON:
+        print(json.dumps({"schema": "tokenfleet.gaps/1", "days": found}, indent=1))
+    else:
+        show(gap_tables(found) if found else [f"{folder}: no log of a fleet; `tokenfleet serve` keeps one"])
+    return 0 if found else 1
+
+
+def gap_tables(gaps: list[Any]) -> list[Any]:
+    """The gaps of days for people: in dollars where prices are known, else in GPU-hours."""
+    table = Table()
+    for name in ("day (UTC)", "hours", "paid", "cheapest", "paid / cheapest", "of which"):
+        table.add_column(name, justify="left" if name in ("day (UTC)", "of which") else "right")
+    for day in gaps:
+        unit = "gpu_h" if None in (day["paid"]["usd"], (day["least"] or day["paid"])["usd"]) else "usd"
+        shown = "${:,.2f}".format if unit == "usd" else "{:,.2f} GPU-h".format
+        parts = [f"{name} {shown(amount[unit])}" for name, amount in day["parts"].items()]
+        table.add_row(
+            day["day"],
+            f"{day['hours']:.1f}",
+            shown(day["paid"][unit]),
+            "–" if day["least"] is None else shown(day["least"][unit]),
+            _or_dash(day["ratio"], "{:.2f}".format),
+            ", ".join(parts) or "–",
+        )
+    return [table, *(f"{day['day']}: {said}" for day in gaps for said in day["says"])]
 
 
 def _or_dash(value: float | None, shown: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,6 +21,7 @@ from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
 from tokenfleet.service.routes import plan_extension
+from tokenfleet.service.score_process import keep_gaps
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,15 +81,16 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def folder_of_fleet(option: Path | None, keeps: bool | None) -> Iterator[Path | None]:
-    """A fleet's data folder: the one named by flag or environment, else a temporary one.
+def folder_of_fleet(option: Path | None, keeps: bool | None, model: str = "") -> Iterator[Path | None]:
+    """A fleet's data folder: the one named by flag or environment (below it its `model`'s, where there are
+    several), else a temporary one.
 
     `keeps` true asks for the user's data folder where none is named; else a fleet leaves nothing behind. It
     also serves on a host that it cannot write on: None there. Raises BadInput for a folder that was asked for
     and cannot be written.
     """
     if option is not None or keeps or os.environ.get(VARIABLE):
-        yield made_folder(option or default_data_folder())
+        yield made_folder((option or default_data_folder()) / model)
         return
     try:
         passing = TemporaryDirectory(prefix="tokenfleet-", ignore_cleanup_errors=True)
@@ -107,10 +110,13 @@ def fleet_extension(folder: Path, plan: PlanFile | None) -> Extension:
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         number = None if name is None else service.plans.begin_serving(name)
+        gaps = asyncio.create_task(keep_gaps(folder))
         try:
             async with service.running():
                 yield
         finally:
+            gaps.cancel()
+            await asyncio.wait([gaps])
             if number is not None:
                 service.plans.end_serving(number)
             service.close()

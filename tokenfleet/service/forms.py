@@ -218,6 +218,9 @@ class Scorecard(BaseModel):
     bias: Annotated[
         dict[str, Any] | None, Field(description="how many times as long steps took as the profile says")
     ]
+    gap: Annotated[
+        list[dict[str, Any]], Field(description="by day: what was paid over the cheapest, and its parts")
+    ] = []
     says: list[str]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
+from dataplane.history.fleet_log import day_begin_s
 from dataplane.http.rules import ERRORS, ErrorReply, TooBusy
 from dataplane.http.server import Extension
 from tokenfleet.service.forms import (
@@ -34,6 +36,7 @@ from tokenfleet.service.forms import (
     State,
     TraceSummary,
 )
+from tokenfleet.service.gap import kept_gap
 from tokenfleet.service.jobs import Jobs
 from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
 
@@ -82,7 +85,7 @@ def plan_extension(service: PlanService) -> Extension:
     return Extension(
         routers=[plan_router(service)],
         running=service.running,
-        collectors=[JobCollector(service.jobs)],
+        collectors=[JobCollector(service.jobs), GapCollector(service.folder / "history")],
         body_bytes={"/v1/traces": service.limits.upload_bytes, "/v1/plans": INLINE_BODY_BYTES},
     )
 
@@ -232,6 +235,42 @@ class JobCollector(Collector):
         for state in STATES:
             family.add_metric([state], counts.get(state, 0))
         yield family
+
+
+class GapCollector(Collector):
+    """The last whole day's clairvoyant gap, where one is known: `tokenfleet_gap_ratio` and its parts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def describe(self) -> Iterable[Metric]:
+        return _gap_families()
+
+    def collect(self) -> Iterable[Metric]:
+        days = sorted(path.stem.removeprefix("gap-") for path in self._folder.glob("gap-*.json"))
+        found = kept_gap(self._folder, days[-1]) if days else None
+        ratio, day, gpu_hours, usd = families = _gap_families()
+        if found is not None and found["ratio"] is not None and found["least"] is not None:
+            ratio.add_metric([], found["ratio"])
+            day.add_metric([], day_begin_s(found["day"]))
+            amounts = {"paid": found["paid"], "cheapest": found["least"], **found["parts"]}
+            for part, amount in amounts.items():
+                gpu_hours.add_metric([part], amount["gpu_h"])
+                if amount["usd"] is not None:
+                    usd.add_metric([part], amount["usd"])
+        yield from families
+
+
+def _gap_families() -> tuple[GaugeMetricFamily, ...]:
+    part = "The last whole day's, in all (paid), of the cheapest, and what lies between by reason"
+    return (
+        GaugeMetricFamily(
+            "tokenfleet_gap_ratio", "What was paid over the cheapest that serves the same, last whole day"
+        ),
+        GaugeMetricFamily("tokenfleet_gap_day_seconds", "When that day (UTC) began, Unix time"),
+        GaugeMetricFamily("tokenfleet_gap_gpu_hours", f"GPU-hours. {part}", labels=["part"]),
+        GaugeMetricFamily("tokenfleet_gap_usd", f"Dollars. {part}", labels=["part"]),
+    )
 
 
 def _family() -> GaugeMetricFamily:

@@ -1,16 +1,21 @@
-"""Helper processes of the service: they end with the process that asked, and one makes scorecards.
+"""Helper processes of the service: they end with the process that asked, and one makes scorecards and gaps.
 
-A scorecard's replays take processor time that a gateway must not lose. Folder and plan are arguments; stdout
-has one line, the scorecard or `{"error", "unknown"}`.
+Replays take processor time that a gateway must not lose. Folder and plan are arguments, without a plan the
+last whole day's gap is made and kept; stdout has one line, the scorecard, gaps, or `{"error", "unknown"}`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +37,21 @@ def end_with_asker() -> None:
     threading.Thread(target=wait, name="end-with-asker", daemon=True).start()
 
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_S = 300.0
+GAP_EVERY_S = 600.0  # a look whether a day is over whose gap is not known
 NICENESS = 5
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
-    """`scorecard_of` in another process. Raises what it raises, BadInput when it takes too long."""
+    """`whole_scorecard` in another process. Raises what it raises, BadInput when it takes too long."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tokenfleet.service.score_process", str(data), plan],
+        _command(data, plan),
         stdin=subprocess.PIPE,  # held open until it is done, see end_with_asker
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+        env=_environment(),
     ) as process:
         limit = threading.Timer(TIMEOUT_S, process.kill)
         limit.start()
@@ -60,15 +68,67 @@ def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
     return said
 
 
+def _command(data: Path, *words: str) -> Sequence[str]:
+    return [sys.executable, "-m", "tokenfleet.service.score_process", str(data), *words]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
+
+
+async def keep_gaps(data: Path) -> None:
+    """Make the gap of each day of the fleet's log once it is over, in another process, until cancelled."""
+    from tokenfleet.service.gap import kept_gap, last_whole_day
+
+    tried = None
+    while True:
+        try:
+            day = last_whole_day(data, time.time())
+            if day is not None and day != tried and kept_gap(data / "history", day) is None:
+                tried = day
+                said = await _said(data)
+                if "error" in said:
+                    raise BadInput(said["error"])
+        except BadInput as why:
+            log.warning("clairvoyant gap: %s", why)
+        await asyncio.sleep(GAP_EVERY_S)
+
+
+async def _said(data: Path) -> dict[str, Any]:
+    """What the process says that makes gaps; it ends with this task."""
+    process = await asyncio.create_subprocess_exec(
+        *_command(data), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
+    )
+    assert process.stdout is not None
+    try:
+        text = await process.stdout.read()
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+    try:
+        said: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {"error": f"its process ended with code {process.returncode}"}
+    return said
+
+
 def main() -> int:
-    """Print the scorecard."""
+    """Print the scorecard, or make the last whole day's gap."""
     os.nice(NICENESS)
     end_with_asker()
     use_kernel_cache()
-    from tokenfleet.service.scorecard import scorecard_of
+    from tokenfleet.service.gap import last_whole_day, made_gap
+    from tokenfleet.service.scorecard import whole_scorecard
 
+    data, now_s = Path(sys.argv[1]), time.time()
+    said: dict[str, Any] = {}
     try:
-        said = scorecard_of(Path(sys.argv[1]), sys.argv[2])
+        if len(sys.argv) > 2:
+            said = whole_scorecard(data, sys.argv[2])
+        elif (day := last_whole_day(data, now_s)) is not None:
+            said = {"gap": made_gap(data / "history", day, now_s)}
     except ControlPlaneError as error:
         said = {"error": " ".join(str(error).split()), "unknown": isinstance(error, UnknownName)}
     print(json.dumps(said, allow_nan=False))

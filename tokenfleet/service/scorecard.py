@@ -24,6 +24,7 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.types import PLAIN_CLASS, SloClass
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
+from dataplane.history.fleet_log import DAY_S, day_begin_s
 from dataplane.http.rules import UnknownName
 from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.planning.inputs import Bias
@@ -31,6 +32,7 @@ from tokenfleet.planning.plan_file import PlanFile, Quantiles
 from tokenfleet.profiles.form import parse_profile
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.service.data_folder import Database, default_data_folder
+from tokenfleet.service.gap import gaps
 from tokenfleet.service.jobs import Jobs, Plans, Serving
 
 ROUNDS = 4
@@ -171,6 +173,19 @@ def scorecard_of(data: Path, plan: str) -> dict[str, Any]:
         or [read_history(data / "history", 0.0, 0.0)]
     )
     return scorecard(name, content, servings, rows, own)
+
+
+def whole_scorecard(data: Path, plan: str) -> dict[str, Any]:
+    """`scorecard_of`, with what the fleet cost over the cheapest on the days that the plan was served."""
+    card, now_s = scorecard_of(data, plan), time.time()
+    served = [(s["started_s"], s["ended_s"] or now_s) for s in card["served"]]
+    found = gaps(data, min(begin_s for begin_s, _ in served), now_s) if served else []
+
+    def is_its(day: str) -> bool:
+        start_s = day_begin_s(day)
+        return any(begin_s < start_s + DAY_S and end_s > start_s for begin_s, end_s in served)
+
+    return card | {"gap": [one for one in found if is_its(one["day"])]}
 
 
 def scorecard(

@@ -1,0 +1,400 @@
+"""The clairvoyant gap: what a fleet cost over the cheapest that would have served the same requests, by day.
+
+The clairvoyant knows a day beforehand. Each window of five minutes gets the fewest workers that keep every
+class in time in the exact simulator, by the step times measured by the day's end; a worker that would idle
+for less than a cold start is kept, and one that comes pays for its cold start (planning.schedule). It has
+one type of worker, the cheapest.
+With P workers paid, S serving, T asked for by the scaler's rule at the time, U by the same line at the rate
+that came, V at that rate by the line as measured by the day's end, and C the clairvoyant's, worker-time by
+worker-time,
+
+    P - C = (P - S) + max(S - T, 0) + min(S - T, 0) + (T - U) + (U - V) + (V - C)
+            starts    hold            not there yet   forecast  model     margin
+            and drains
+
+The clairvoyant's own cold starts are taken off the first. So the parts add up to the whole. Where an operator
+fixed the number S - C is `fixed`; where no line of single workers decided (several types, load alone) it is
+`not told apart`. Stretches without a log count for neither side. Beyond MOST_REQUESTS every n-th window is
+simulated, and the others get workers by their rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from controlplane.placement.lengths import LengthTable
+from controlplane.placement.policies import Policy
+from controlplane.types import PLAIN_CLASS, Slo
+from controlplane.worker_type import WorkerType
+from controlplane.workload import Workload
+from dataplane.history.files import read_history
+from dataplane.history.fleet_log import (
+    DAY_S,
+    Fleet,
+    Look,
+    Ruled,
+    Timeline,
+    day_begin_s,
+    day_of,
+    logged_days,
+    read_fleet_log,
+)
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from tokenfleet.files import write_files
+from tokenfleet.planning.schedule import LONGEST_WAIT_S, Stretch, paid
+from tokenfleet.planning.sizing import smallest
+
+SCHEMA = "tokenfleet.gap/1"
+PARTS = (
+    "starts and drains", "hold", "not there yet", "forecast", "model", "margin", "fixed", "not told apart",
+)  # fmt: skip
+LEAD_S = 30.0, 300.0  # least and most of what a window begins with, so that it does not begin idle
+MOST_REQUESTS, MOST_TARGETS = 60_000, 16
+LATE_S = 600.0  # requests of a day may still end
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+class Amount(TypedDict):
+    """What worker-time comes to; dollars where its prices are known."""
+
+    gpu_h: float
+    usd: float | None
+
+
+class Gap(TypedDict):
+    """A day's gap as JSON says it; `least`, `ratio` and parts where there is a clairvoyant."""
+
+    schema: str
+    day: str
+    hours: float
+    paid: Amount
+    least: Amount | None
+    ratio: float | None
+    type: str | None
+    requests: int | None
+    parts: dict[str, Amount]
+    says: list[str]
+
+
+def fewest(missed: Callable[[int], Any], allowed: Any, guess: int, most: int) -> int:
+    """The fewest workers that miss no more than is allowed (of each class); where not even `most` keep to
+    that, the fewest that miss as few as `most` do."""
+    found = smallest(lambda n: bool(np.all(missed(n) <= allowed)), 1, guess, most)
+    if found is None:
+        least = np.maximum(allowed, missed(most))
+        found = smallest(lambda n: bool(np.all(missed(n) <= least)), 1, most, most)
+    return found or most
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a day that had tokens, with their classes, and when all that came arrived (Unix s)."""
+
+    workload: Workload
+    begin_s: float  # of the workload's time
+    slos: tuple[Slo, ...]
+    attainments: Floats
+    arrived_s: Floats
+    lead_s: float
+
+    @classmethod
+    def of(cls, rows: pl.DataFrame, fleet: Fleet, begin_s: float) -> Requests:
+        """Of rows of history (history.files.SCHEMA). Those with rare targets count for the most frequent;
+        a window shows what waits for LONGEST_WAIT_S at most."""
+        told = pl.col("ttft_target_s", "tpot_target_s").is_not_null()
+        served = rows.filter(pl.col("output_tokens") > 0, pl.col("prompt_tokens") > 0, told)
+        lasted_s = served["ttft_s"].fill_null(0.0) + served["tpot_s"].fill_null(0.0) * served["output_tokens"]
+        known = {one.name: one.attainment for one in fleet.classes}
+        keys = [
+            (name if name in known else PLAIN_CLASS, ttft_s, tpot_s)
+            for name, ttft_s, tpot_s in served.select("slo_class", "ttft_target_s", "tpot_target_s").rows()
+        ]
+        often = [key for key, _ in Counter(keys).most_common(MOST_TARGETS)]
+        place = {key: i for i, key in enumerate(often)}
+        workload = Workload(
+            (served["arrival_s"] - begin_s).to_numpy(),
+            served["prompt_tokens"].to_numpy(),
+            served["output_tokens"].to_numpy(),
+            (served["priority"] == "high").cast(pl.Int64).to_numpy(),
+            np.array([place.get(key, 0) for key in keys], np.int64),
+            tuple(f"{name} {i}" for i, (name, _, _) in enumerate(often)) or (PLAIN_CLASS,),
+        )
+        longest_s = float(lasted_s.quantile(0.95) or 0.0) if len(served) else 0.0
+        return cls(
+            workload,
+            begin_s,
+            tuple(Slo(min(ttft_s, LONGEST_WAIT_S), tpot_s) for _, ttft_s, tpot_s in often),
+            np.array([known.get(name, fleet.attainment) for name, _, _ in often]),
+            rows["arrival_s"].to_numpy(),
+            min(max(longest_s, LEAD_S[0]), LEAD_S[1]),
+        )
+
+    def rate_rps(self, begin_s: float, end_s: float) -> float:
+        """What came in a stretch of time, also of what was turned away."""
+        first, last = np.searchsorted(self.arrived_s, [begin_s, end_s])
+        return float(last - first) / (end_s - begin_s)
+
+    def window(self, begin_s: float, end_s: float) -> tuple[Workload, NDArray[np.bool_]]:
+        """The requests of a stretch of time with those before it, and which of them are judged."""
+        from_s = max(begin_s - self.begin_s - self.lead_s, 0.0)
+        part = self.workload.window(from_s, end_s - self.begin_s)
+        return part, part.arrival_s >= begin_s - self.begin_s - from_s
+
+    def kept_by(self, worker_type: WorkerType) -> Requests:
+        """Those whose KV a worker of a type holds."""
+        profile, load = worker_type.profile, self.workload
+        fits = profile.kv.held(load.prompt_tokens + load.output_tokens) <= profile.kv.capacity_tokens
+        return replace(self, workload=load.take(fits))
+
+
+@dataclass(frozen=True)
+class Clairvoyant:
+    """The fewest workers of one type in each window, and what they are paid with their cold starts.
+
+    `late`: windows that no number of workers would have kept in time. `looked`: those that were simulated.
+    """
+
+    worker_type: WorkerType
+    counts: Counts
+    paid_s: float
+    late: int
+    looked: int
+
+
+def clairvoyant(
+    requests: Requests, timeline: Timeline, worker_type: WorkerType, fleet: Fleet, cold_start_s: float,
+    most: int, most_requests: int = MOST_REQUESTS,
+) -> Clairvoyant:  # fmt: skip
+    """The cheapest workers of a type for these requests, known beforehand."""
+    held = requests.kept_by(worker_type)
+    lengths = held.workload.prompt_tokens, held.workload.output_tokens
+    predictor = LengthTable.from_history(*lengths) if len(held.workload) else None
+    policy = Policy.SPREAD if fleet.policy == Policy.EXACT else Policy(fleet.policy)
+    every = max(math.ceil(len(held.workload) / most_requests), 1)
+    windows = timeline.windows.tolist()
+    rates = np.array([held.rate_rps(*window) for window in windows])
+    need, late, guess = np.zeros(len(windows), np.int64), 0, 1
+    looked = range(0, len(windows), every)
+    for w in looked:
+        part, judged = held.window(*windows[w])
+        if not judged.any():
+            continue
+
+        @cache
+        def missed(workers: int, part: Workload = part, judged: NDArray[np.bool_] = judged) -> Counts:
+            specs = [WorkerSpec(worker_type.profile)] * workers
+            outcome = simulate(part, specs, held.slos, policy, predictor=predictor)
+            late_ones = part.slo_class[judged & ~outcome.met]
+            return np.bincount(late_ones, minlength=len(held.slos))
+
+        allowed = (1.0 - held.attainments) * np.bincount(part.slo_class[judged], minlength=len(held.slos))
+        need[w] = guess = fewest(missed, allowed + 1e-9, guess, most)
+        late += bool((missed(guess) > allowed + 1e-9).any())
+    if every > 1:
+        order = np.argsort(rates[looked.start :: every], kind="stable")
+        known = rates[::every][order], np.maximum.accumulate(need[::every][order])
+        others = np.ceil(np.interp(rates, *known) - 1e-9).astype(np.int64)
+        others[::every] = need[::every]
+        need = np.where(rates > 0, others, 0)
+    spans = [Stretch(begin, end, int(n)) for (begin, end), n in zip(windows, need, strict=True)]
+    paid_s = 0.0
+    for _, stretch in groupby(zip(timeline.stretch.tolist(), spans, strict=True), key=itemgetter(0)):
+        told = paid([span for _, span in stretch], cold_start_s)
+        paid_s += sum((part.end_s - part.start_s) * part.workers for part in told.stretches)
+    return Clairvoyant(worker_type, need, paid_s, late, len(looked))
+
+
+def parts_of(
+    timeline: Timeline, requests: Requests, best: Clairvoyant, types: Mapping[str, WorkerType]
+) -> dict[str, dict[str, float]]:
+    """Worker-seconds by part of the gap and by type; they add up to what is paid over the clairvoyant's."""
+    rates = [requests.rate_rps(*window) for window in timeline.windows.tolist()]
+    ruled = [look.rule for _, look, _ in timeline.pieces if look.rule is not None]
+    since = ruled[-1].slope / ruled[-1].given_slope if ruled and ruled[-1].given_slope > 0 else None
+    name = best.worker_type.name
+    parts: dict[str, defaultdict[str, float]] = {part: defaultdict(float) for part in PARTS}
+    parts["starts and drains"][name] += (best.counts * timeline.seconds).sum() - best.paid_s
+    for w, look, seconds in timeline.pieces:
+        serving = 0
+        for kind, (starting, serves, draining) in look.workers.items():
+            parts["starts and drains"][kind] += (starting + draining) * seconds
+            serving += serves
+        rule, least = look.rule, int(best.counts[w])
+        if rule is None or since is None or len(types) > 1:
+            part = parts["fixed" if look.fixed else "not told apart"]
+            for kind, (_, serves, _) in look.workers.items():
+                part[kind] += serves * seconds
+            part[name] -= least * seconds
+            continue
+        came = asked(rule, rule.slope, rates[w])
+        measured = asked(rule, rule.given_slope * since, rates[w])
+        for told, workers in (
+            ("hold", max(serving - rule.workers, 0)),
+            ("not there yet", min(serving - rule.workers, 0)),
+            ("forecast", rule.workers - came),
+            ("model", came - measured),
+            ("margin", measured - least),
+        ):
+            parts[told][name] += workers * seconds
+    return dict(parts)
+
+
+def asked(rule: Ruled, slope: float, rate_rps: float) -> int:
+    """What the rule would have asked for at a rate, by a line of another slope."""
+    if rate_rps == 0 and rule.low == 0:
+        return 0
+    workers = max(math.ceil(slope * rate_rps + rule.intercept - 1e-9), 1, rule.low)
+    return workers if rule.high is None else min(workers, rule.high)
+
+
+def gap_of(
+    looks: Sequence[Look], fleets: Sequence[Fleet], rows: pl.DataFrame, start_s: float, end_s: float,
+    most_requests: int = MOST_REQUESTS,
+) -> Gap | None:  # fmt: skip
+    """The gap of [start_s, end_s) by a log and rows of history; None where the log tells nothing of it."""
+    timeline = Timeline.of(looks, start_s, end_s)
+    if not timeline.pieces or not fleets:
+        return None
+    fleet, types = fleets[-1], {t.name: t for one in fleets for t in one.types}
+    spent = _spent(timeline)
+    told: Gap = {
+        "schema": SCHEMA,
+        "day": day_of(start_s),
+        "hours": round(float(timeline.seconds.sum()) / 3600.0, 4),
+        "paid": _amount(spent, types),
+        "least": None,
+        "ratio": None,
+        "type": None,
+        "requests": None,
+        "parts": {},
+        "says": [],
+    }
+    why = _untold(spent, fleet, types)
+    if why is not None:
+        return {**told, "says": [why]}
+    requests = Requests.of(rows, fleet, start_s - LEAD_S[1])
+    best = _cheapest(requests, timeline, fleet, most_requests // len(fleet.types))
+    least = _amount({best.worker_type.name: best.paid_s}, types)
+    parts = parts_of(timeline, requests, best, types)
+    paid_for, whole = told["paid"]["usd"], least["usd"]
+    if paid_for is None or whole is None:
+        paid_for, whole = told["paid"]["gpu_h"], least["gpu_h"]
+    return {
+        **told,
+        "least": least,
+        "ratio": round(paid_for / whole, 4) if whole else None,
+        "type": best.worker_type.name,
+        "requests": int((requests.workload.arrival_s >= LEAD_S[1]).sum()),
+        "parts": {part: _amount(seconds, types) for part, seconds in parts.items() if any(seconds.values())},
+        "says": _remarks(best, timeline, len(fleet.types)),
+    }
+
+
+def _spent(timeline: Timeline) -> dict[str, float]:
+    """Worker-seconds paid, by type."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for _, look, seconds in timeline.pieces:
+        for kind, workers in look.workers.items():
+            spent[kind] += sum(workers) * seconds
+    return dict(spent)
+
+
+def _cheapest(requests: Requests, timeline: Timeline, fleet: Fleet, most_requests: int) -> Clairvoyant:
+    """The cheapest of one type, of those that keep most windows in time; by GPUs without prices."""
+    looks = [look for _, look, _ in timeline.pieces]
+    cold_start_s = max(look.cold_start_s for look in looks)
+    peak = max(sum(sum(states) for states in look.workers.values()) for look in looks)
+    priced = all(t.usd_per_h is not None for t in fleet.types)
+    found = [
+        clairvoyant(
+            requests, timeline, t, fleet, cold_start_s, min(3 * peak + 8, t.limit or 1 << 20), most_requests
+        )
+        for t in fleet.types
+    ]
+
+    def cost(one: Clairvoyant) -> tuple[int, float]:
+        t = one.worker_type
+        return one.late, one.paid_s * (float(t.usd_per_h or 0.0) if priced else t.gpus)
+
+    return min(found, key=cost)
+
+
+def _untold(paid: Mapping[str, float], fleet: Fleet, types: Mapping[str, WorkerType]) -> str | None:
+    """Why there is no clairvoyant; None where there is one."""
+    if any(t.role != "any" for t in fleet.types):
+        return "no clairvoyant: prefill and decode workers are not simulated for one"
+    unknown = sorted({t.name for t in fleet.types if t.known_profile is None} | (paid.keys() - types.keys()))
+    return f"no clairvoyant: no step times of {', '.join(unknown)} are known" if unknown else None
+
+
+def _amount(seconds: Mapping[str, float], types: Mapping[str, WorkerType]) -> Amount:
+    """GPU-hours and dollars of worker-seconds by type; None where a price is not known."""
+    gpu_h = sum(s / 3600.0 * (types[kind].gpus if kind in types else 1) for kind, s in seconds.items())
+    prices = {kind: types[kind].usd_per_h if kind in types else None for kind, s in seconds.items() if s}
+    usd = [s / 3600.0 * price for kind, s in seconds.items() if s and (price := prices[kind]) is not None]
+    return {"gpu_h": round(gpu_h, 6), "usd": round(sum(usd), 6) if len(usd) == len(prices) else None}
+
+
+def _remarks(best: Clairvoyant, timeline: Timeline, types: int) -> list[str]:
+    says = []
+    if best.looked < len(timeline.windows):
+        says.append(f"{best.looked} of {len(timeline.windows)} windows were simulated; others go by rate")
+    if best.late:
+        says.append(f"in {best.late} windows no number of workers would have kept to the targets")
+    if types > 1:
+        says.append(f"the cheapest of one type, {best.worker_type.name}; mixes were not looked for")
+    return says
+
+
+def gaps(data: Path, start_s: float, now_s: float, days: int = 7) -> list[Gap]:
+    """The gaps of the last days of a folder's log from `start_s` on, oldest first, today's so far among them.
+
+    A whole day is computed once and kept beside the log. Raises BadInput for what cannot be read.
+    """
+    folder = data / "history"
+    of = [d for d in logged_days(folder) if day_begin_s(d) + DAY_S > start_s and day_begin_s(d) < now_s]
+    kept = {day: known for day in of[-days:] if (known := kept_gap(folder, day)) is not None}
+    share = MOST_REQUESTS // max(len(of[-days:]) - len(kept), 1)
+    found = (kept.get(day) or made_gap(folder, day, now_s, share) for day in of[-days:])
+    return [one for one in found if one is not None]
+
+
+def made_gap(folder: Path, day: str, now_s: float, most_requests: int = MOST_REQUESTS) -> Gap | None:
+    """A day's gap by its log and history, kept once the day is over; None where no log tells of it."""
+    start_s = day_begin_s(day)
+    end_s = min(start_s + DAY_S, now_s)
+    looks, fleets = read_fleet_log(folder, start_s, end_s)
+    rows = read_history(folder, start_s - LEAD_S[1], end_s)
+    found = gap_of(looks, fleets, rows, start_s, end_s, most_requests)
+    if found is not None and now_s >= start_s + DAY_S + LATE_S:
+        write_files({folder / f"gap-{day}.json": msgspec.json.encode(found).decode()})
+    return found
+
+
+def kept_gap(folder: Path, day: str) -> Gap | None:
+    """A day's gap as it was kept; None where it was not, or not by this version."""
+    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        found = msgspec.json.decode((folder / f"gap-{day}.json").read_bytes(), type=Gap)
+        return found if (found["schema"], found["day"]) == (SCHEMA, day) else None
+    return None
+
+
+def last_whole_day(data: Path, now_s: float) -> str | None:
+    """The last day of a folder's log that is over; None without one."""
+    over = [day for day in logged_days(data / "history") if day_begin_s(day) + DAY_S + LATE_S <= now_s]
+    return over[-1] if over else None
