@@ -36,12 +36,14 @@ def fleet(
         str | None, typer.Option(envvar="TOKENFLEET_CONTROL_KEY", help="its key, where it asks for one")
     ] = None,
     tls_ca: TlsCa = None,
+    model: Annotated[str | None, typer.Option(help="of a portfolio: the model whose fleet is meant")] = None,
 ) -> None:
     """Remember where the fleet's control API is."""
     if not control.startswith(("http://", "https://")):
         raise BadInput(f"--control: expected an address such as http://127.0.0.1:8001, got {control!r}")
     trust = client_context(tls_ca) if control.startswith("https://") else None
-    context.obj = ControlClient(control.rstrip("/"), control_key, trust)
+    prefix = "" if model is None else f"/models/{model}"
+    context.obj = ControlClient(control.rstrip("/") + prefix, control_key, trust)
 
 
 @fleet_app.command()
@@ -175,7 +177,36 @@ def _cached_text(tokens: dict[str, int] | None) -> str:
     return hit if hit == expected else f"{hit} ({expected})"
 
 
+def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
+    """The models of a portfolio: what each may have, asks for and has, and how its requests fare."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("model", "GPU"):
+        table.add_column(name, no_wrap=True)
+    for name in ("workers", "share", "right", "asks for", "needs", "running", "waiting"):
+        table.add_column(name, justify="right", no_wrap=True)
+    models = {one["name"]: one for one in view["models"]}
+    lines: list[Any] = []
+    for share in view["shares"]:
+        counts = [share[name] for name in ("held", "share", "right", "asked", "needed")]
+        gpu = f"{share['gpus_per_worker']} {share['gpu']}"
+        if (one := models.get(share["name"])) is None:
+            table.add_row(share["name"], gpu, *map(str, counts), "–", "–")
+            lines.append(f"{share['name']}: its fleet does not answer")
+            continue
+        requests = [one["requests"][name] for name in ("running", "waiting")]
+        table.add_row(share["name"], gpu, *map(str, counts + requests))
+        lines.append(f"{share['name']}: {_lately(one['lately'], one['attainment_target'])}")
+    limits = ", ".join(f"{one['name']} {one['held']:g} of {one['most']:g}" for one in view["limits"])
+    told = [f"taken: {limits}"] if limits else []
+    for change in view["changes"][-SHOWN_DECISIONS:]:
+        at = datetime.fromtimestamp(change["at_s"]).astimezone()
+        told.append(f"{at:%H:%M:%S}  {change['model']}: share {change['before']} → {change['share']}")
+    return [table, *lines, *told]
+
+
 def _status_tables(view: dict[str, Any]) -> list[Any]:
+    if "models" in view:
+        return _portfolio_tables(view)
     # Without a box: with kinds it would not fit into 80 columns.
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     workers.title = f"{view['model']} ({view['engine']})"

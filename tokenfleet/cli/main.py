@@ -39,9 +39,7 @@ VERBS = {
     "simulate": Verb("tokenfleet.cli.simulate", "simulate_command", "one fleet, one trace, one policy"),
     "profile": Verb("tokenfleet.cli.profile", "profile_command", "measure a real engine's steps"),
     "compare": Verb("tokenfleet.cli.compare", "compare_command", "a running fleet against the simulator"),
-    "export": Verb(
-        "tokenfleet.cli.export", "export_command", "a plan as KubeRay, Helm, KEDA, rules, systemd"
-    ),
+    "export": Verb("tokenfleet.cli.plan", "export_command", "a plan as KubeRay, Helm, KEDA, rules, systemd"),
     "fit": Verb("tokenfleet.cli.fit", "fit_command", "measurements: a profile with its errors"),
     "calibrate": Verb(
         "tokenfleet.cli.fit", "calibrate_command", "a profile corrected by any vLLM in service"
@@ -54,6 +52,9 @@ VERBS = {
     ),
     "scorecard accuracy": Verb(
         "tokenfleet.cli.scorecard", "accuracy_command", "profiles beside measured runs: their errors"
+    ),
+    "scorecard gap": Verb(
+        "tokenfleet.cli.scorecard", "gap_command", "what a fleet cost over the cheapest, and why"
     ),
     "api": Verb("tokenfleet.cli.api", "api_command", "plan jobs over HTTP, and the console"),
     "fleet": Verb("tokenfleet.cli.fleet_changes", "fleet_app", "status, scale, drain, update, explain"),

@@ -5,15 +5,10 @@ vLLM and Ray are imported only once the flags have been checked.
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
-import logging
 import os
 import secrets
-import sys
-import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -22,51 +17,51 @@ import typer
 from controlplane.errors import BadInput
 from controlplane.placement.policies import ONLY_SIMULATED, Policy, read_policy
 from controlplane.types import Slo, SloClass
-from dataplane.http.keys import control_keys_of, keys_of
+from dataplane.http.keys import ApiKey, control_keys_of, keys_of
 from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
-from dataplane.live.engine_api.processes import QUIET
-from dataplane.live.kv.nixl import Asked, check_installed
+from dataplane.live.kv.nixl import Asked as Transport
+from dataplane.live.kv.nixl import check_installed
 from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
     ATTAINMENT,
     WORKERS,
+    Asked,
     autoscale_of,
     check_budget,
     headroom_of,
+    members_of,
     most_workers,
     targets_asked,
     types_asked,
 )
+from tokenfleet.cli.serve_processes import (
+    Doors,
+    bound,
+    needs_live_extra,
+    prepare_process,
+    supervise,
+    supervise_all,
+    teller,
+)
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s
-from tokenfleet.planning.plan_file import PlanFile, read_plan
+from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.profiles.library import LearnedProfiles, learned_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Mapping
 
     from dataplane.http.server import Extension
     from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.control.settings import Autoscale
-    from dataplane.live.engine_api.processes import Estate
     from dataplane.live.pool.fleet_types import FleetTypes
+    from tokenfleet.cli.serve_processes import Say
 
-    Say = Callable[[str], None]
-    RunFleet = Callable[[FleetSettings, Estate, Say, Say], Coroutine[None, None, None]]
+    Locks = tuple[tuple[ApiKey, ...], tuple[ApiKey, ...], tuple[Path, Path] | None]
 
-INSTALL = (
-    "pip install --no-deps -r requirements/live-cpu.txt (on a GPU host: pip install 'tokenfleet[live-gpu]')"
-)
-# Warnings of every start on CPUs, or of Ray in a thread, by the logger they come from: they read like faults.
-EXPECTED = {
-    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
-    "vllm.config.vllm": ("Model Runner V2 requires Triton",),
-    "torch._library.triton": ("Triton not available",),
-    "ray._private.worker": ("SIGTERM handler is not set",),
-}
 DEFAULT_POLICY = "spread+migrate"
 
 
@@ -74,7 +69,10 @@ DEFAULT_POLICY = "spread+migrate"
 class ServeFlags:
     """What `tokenfleet serve` is asked."""
 
-    model: Annotated[str, typer.Option(help="a model folder, or a Hugging Face name")]
+    model: Annotated[
+        list[str],
+        typer.Option(help="a model folder, or a Hugging Face name; with --portfolio NAME=it, for each model"),
+    ]
     workers: Annotated[
         int | None, typer.Option(min=1, help=f"how many to start with (default: {WORKERS})")
     ] = None
@@ -126,6 +124,13 @@ class ServeFlags:
         typer.Option(
             help="run a plan's JSON: its workers, step times, targets, policy, engine limits, prices and"
             " limits of GPUs and dollars"
+        ),
+    ] = None
+    portfolio: Annotated[
+        Path | None,
+        typer.Option(
+            help="run the plan of several models (portfolio.json, from `tokenfleet portfolio`) behind one"
+            " endpoint, each with a fleet of its own, within its limits"
         ),
     ] = None
     as_is: Annotated[
@@ -245,7 +250,7 @@ class Checked:
     shutdown_s: int
     policy: Policy
     moves: bool
-    kv_transport: Asked
+    kv_transport: Transport
     headroom: float
     autoscale: Autoscale | None
 
@@ -263,32 +268,76 @@ def serve_command(flags: ServeFlags) -> None:
     tokenfleet serve --model ./tiny --workers 2 -- --max-model-len 4096
 
     tokenfleet serve --model ./tiny --workers 16 --gateways 4
+
+    tokenfleet serve --portfolio out/portfolio.json --model chat=./llama-70b --model code=./llama-8b
     """
-    checked = _checked(flags)
-    _needs_live_extra()
+    asked = members_of(flags)
+    checked = {name: _checked(member.flags, member.plan) for name, member in asked.members.items()}
+    if flags.port == flags.control_port:
+        raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
+    needs_live_extra()
     keys = keys_of(flags.api_key or [], flags.api_keys, flags.host)
     operators = control_keys_of(flags.control_key, flags.control_keys, {"--control-host": flags.control_host})
     certificate = _certificate(flags)
-    _look_at_host(flags, checked.model)
-    _prepare_process(flags.verbose)
-    tell = _teller()
+    for model in dict.fromkeys(one.model for one in checked.values()):
+        _look_at_host(flags, model)
+    prepare_process(flags.verbose)
+    tell = teller()
     tell("loading vLLM and Ray")
     from dataplane.http.server import allow_open_files
-    from dataplane.live.control.fleet import run_fleet
-    from tokenfleet.console.pages import console_extension
-    from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
-    _check_plan_fits(flags, checked)
+    for name, member in asked.members.items():
+        _check_plan_fits(member.flags, checked[name])
+    if flags.as_is:
+        warn([AS_IS_MEANS])
     allow_open_files()
-    with folder_of_fleet(flags.data, flags.history) as folder:
-        planning = () if folder is None else (fleet_extension(folder, checked.plan),)
-        settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
-        files = None if certificate is None else certificate.files
-        gateway = replace(settings.gateway, certificate=files, keys_file=flags.api_keys)
-        settings = replace(settings, keys=keys, control_keys=operators, gateway=gateway)
-        code = _supervise(settings, partial(_run_core, settings, run_fleet, tell))
+    files = None if certificate is None else certificate.files
+    with ExitStack() as held:
+        if flags.portfolio is None:
+            settings = _whole(flags, checked[""], (keys, operators, files), held)
+            code = supervise(settings, _bound(flags, held), tell)
+        else:
+            code = _serve_all(asked, checked, (keys, operators, files), tell, held)
     if code:
         raise typer.Exit(code)
+
+
+def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell: Say, held: ExitStack) -> int:
+    """Run a portfolio: a fleet for each model, on ports of this machine alone, and the front."""
+    from dataplane.http.server import address
+    from dataplane.live.portfolio.broker import FrontSettings
+
+    keys, operators, certificate = locks
+    own = ApiKey("the portfolio", secrets.token_hex(32))
+    doors, fleets, gateways, controls = _bound(asked.flags, held), {}, {}, {}
+    for name, member in asked.members.items():
+        of_fleet = _bound(replace(member.flags, port=0, control_port=0), held)
+        port, control_port = (door.getsockname()[1] for door in of_fleet)
+        flags = replace(member.flags, port=port, control_port=control_port)
+        fleet_locks = keys, (*operators, own) if operators else (), None
+        settings = _whole(flags, checked[name], fleet_locks, held, name)
+        share = None if member.pool is None else member.pool.share
+        fleets[name] = replace(settings, share=share), of_fleet
+        gateways[name], controls[name] = (address(flags.host, p, None) for p in (port, control_port))
+    front = FrontSettings(
+        asked.flags.host,
+        asked.flags.port,
+        asked.flags.control_host,
+        asked.flags.control_port,
+        gateways,
+        controls,
+        next(iter(checked.values())).shutdown_s,
+        certificate,
+        tuple(member.pool for member in asked.members.values() if member.pool is not None),
+        asked.limits,
+        parse_duration_s(asked.flags.scale_in_after, "--scale-in-after"),
+        own.secret,
+    )
+    return supervise_all(fleets, front, doors, tell)
+
+
+def _bound(flags: ServeFlags, held: ExitStack) -> Doors:
+    return bound(flags.host, flags.port, flags.control_host, flags.control_port, held)
 
 
 def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
@@ -300,20 +349,15 @@ def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
         checked.types.check_cpus()
     if checked.plan is not None:
         checked.types.check_flags(parse_flags(["--model", checked.model, *(flags.engine_flags or ())]))
-    if flags.as_is:
-        warn([AS_IS_MEANS])
 
 
-def _checked(flags: ServeFlags) -> Checked:
+def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
     if flags.engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
-    plan = None if flags.plan is None else read_plan(flags.plan)
-    model = _model(flags.model)
+    model = _model(*flags.model)
     types = types_asked(flags, plan, model)
     most = most_workers(flags, sum(types.workers.values()))
     check_budget(flags, types)
-    if flags.port == flags.control_port:
-        raise BadInput(f"--control-port: {flags.port} is the port of the endpoint, too")
     if flags.reclaim_notice is not None:
         checked_source(flags.reclaim_notice)
     policy, moves = _policy(flags.policy or (DEFAULT_POLICY if plan is None else plan.policy))
@@ -350,9 +394,9 @@ def _model(name: str) -> str:
     return str(folder.resolve())
 
 
-def _kv_transport(flags: ServeFlags) -> Asked:
+def _kv_transport(flags: ServeFlags) -> Transport:
     """How KV moves. Raises BadInput for a way that is not known, not there or not safe."""
-    asked: Asked | None = next((each for each in get_args(Asked) if each == flags.kv_transport), None)
+    asked: Transport | None = next((each for each in get_args(Transport) if each == flags.kv_transport), None)
     if asked is None:
         raise BadInput(f"--kv-transport: expected auto, nixl or sockets, got {flags.kv_transport!r}")
     if asked == "nixl" and "RAY_ADDRESS" not in os.environ:
@@ -411,57 +455,23 @@ def _settings(
         extensions=extensions,
         gateways=asked.gateways,
         classes=checked.classes,
+        emulated_start_s=0.0 if checked.plan is None else checked.plan.cold_start_s,
     )
 
 
-def _teller() -> Say:
-    """Writes a line to stderr with the seconds since now."""
-    began_s = time.monotonic()
+def _whole(
+    flags: ServeFlags, checked: Checked, locks: Locks, held: ExitStack, name: str = ""
+) -> FleetSettings:
+    """All settings of a fleet, with its data folder, which `held` keeps. `name`: the model of several."""
+    from tokenfleet.console.pages import console_extension
+    from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
-    def tell(line: str) -> None:
-        print(f"{time.monotonic() - began_s:4.0f} s  {line}", file=sys.stderr, flush=True)
-
-    return tell
-
-
-def _supervise(settings: FleetSettings, run_core: Callable[[Estate], int]) -> int:
-    """Run one core after another until the fleet is told to end; the last one's exit code."""
-    from dataplane.http.server import bind
-    from dataplane.live.control.processes import Supervisor
-    from dataplane.live.pool.ray_host import keep_own_ray, sweep
-
-    has_ray, is_own = settings.engine == "vllm", "RAY_ADDRESS" not in os.environ
-    with (
-        bind(settings.gateway.host, settings.gateway.port, "--port") as listening,
-        bind(settings.control_host, settings.control_port, "--control-port") as control,
-    ):
-        own_ray = keep_own_ray if has_ray and is_own else None
-        left = sweep if has_ray and not is_own else None
-        return Supervisor(listening, control, run_core, own_ray, left).run()
-
-
-def _run_core(settings: FleetSettings, run_fleet: RunFleet, tell: Say, estate: Estate) -> int:
-    """A core's whole life, in a process of its own."""
-    from tokenfleet.cli.main import exit_code
-
-    def announce(line: str) -> None:
-        if estate.number == 1:
-            print(line, flush=True)
-        else:
-            tell(line)
-
-    def run() -> int:
-        import uvloop
-
-        try:
-            uvloop.run(run_fleet(settings, estate, announce, tell))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None  # told to stop before it could answer
-        except RuntimeError as error:
-            raise BadInput(f"serve: {error}") from error
-        return 0
-
-    return exit_code(run)
+    keys, operators, certificate = locks
+    folder = held.enter_context(folder_of_fleet(flags.data, flags.history, name))
+    planning = () if folder is None else (fleet_extension(folder, checked.plan),)
+    settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
+    gateway = replace(settings.gateway, certificate=certificate, keys_file=flags.api_keys)
+    return replace(settings, keys=keys, control_keys=operators, gateway=gateway)
 
 
 def _look_at_host(flags: ServeFlags, model: str) -> None:
@@ -473,47 +483,6 @@ def _look_at_host(flags: ServeFlags, model: str) -> None:
         found = tuple(f for f in found if f.check not in ("GPUs", "model"))
     first_stop(found)
     warn(f"{f.check}: {f.says}" for f in found if f.state == "warns")
-
-
-def _needs_live_extra() -> None:
-    """Raise BadInput, with the command that installs them, unless vLLM and Ray can be imported."""
-    missing = [name for name in ("vllm", "ray") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BadInput(f"serve: {' and '.join(missing)} not installed; {INSTALL}")
-
-
-def _prepare_process(verbose: bool) -> None:
-    """Logs to stderr and no telemetry to anyone, for this process and all it will start.
-
-    Before Ray is imported: it reads its settings then. Left alone it would keep its cluster's token in the
-    user's home, and run workers at niceness 15, which is meant for batch jobs beside a desktop.
-    """
-    local_ray = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_worker_niceness": "0",
-    }
-    level = "INFO" if verbose else "WARNING"
-    for name, value in {
-        **QUIET,
-        "VLLM_LOGGING_LEVEL": level,
-        # Longer than clients and balancers keep idle connections (60 s): a server that closes first loses the
-        # requests that are on their way, and vLLM's 5 s are soon over on a busy machine.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
-        "TOKENIZERS_PARALLELISM": "false",
-        **({} if "RAY_ADDRESS" in os.environ else local_ray),
-    }.items():
-        os.environ.setdefault(name, value)
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("tokenfleet").setLevel(logging.INFO)
-    if not verbose:
-        for name in EXPECTED:
-            logging.getLogger(name).addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a warning says more than every start on such a host says."""
-    return not any(part in record.getMessage() for part in EXPECTED.get(record.name, ()))
 
 
 def _policy(name: str) -> tuple[Policy, bool]:

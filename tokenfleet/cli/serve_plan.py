@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
+from controlplane.scaler.shares import Limits, Pool, rights
+from controlplane.scaler.shares import most_workers as most_workers_of
 from controlplane.types import PLAIN_CLASS, Role, Slo, SloClass
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class
-from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.planning.plan_file import PlanFile, read_plan
+from tokenfleet.portfolio.request import read_planned_portfolio
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
 
@@ -34,6 +37,110 @@ AS_IS_MEANS = (
 )
 NAMES = ("gpu", "tp", "workers", "role", "max", "usd", "reclaims")
 KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and workers default to 1)"
+
+
+# Of one fleet: a portfolio's plans, or its limits, say them for each model, or nothing does yet.
+OF_ONE_FLEET = (
+    "plan", "workers", "tp", "prefill", "decode", "kind", "slo", "max_workers", "budget_usd_per_h",
+    "advisory", "reclaim_notice",
+)  # fmt: skip
+OF_ONE_MODEL = ("--served-model-name", "--lora-modules", "--enable-lora")
+FEW_WORKERS, UNBOUNDED = 8, 10_000
+
+
+@dataclass(frozen=True)
+class Member:
+    """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share."""
+
+    flags: ServeFlags
+    plan: PlanFile | None
+    pool: Pool | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The fleets to serve by the names of their models, "" for the only one, and what a portfolio's share."""
+
+    flags: ServeFlags
+    members: Mapping[str, Member]
+    limits: Limits
+
+
+def members_of(flags: ServeFlags) -> Asked:
+    """What `serve` is to run. Raises BadInput for plans and flags that no portfolio is served with."""
+    if flags.portfolio is None:
+        if len(flags.model) > 1:
+            raise BadInput("--model: given twice; several models are served by --portfolio")
+        plan = None if flags.plan is None else read_plan(flags.plan)
+        return Asked(flags, {"": Member(flags, plan)}, Limits({}))
+    _check_of_all(flags)
+    low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
+    planned = read_planned_portfolio(flags.portfolio)
+    limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h)
+    pools = [_pool(name, plan, limits, (low, high)) for name, plan in planned.plans.items()]
+    right = rights(pools, limits)
+    where = _where(flags, tuple(planned.plans))
+    members = {}
+    for pool, plan in zip(pools, planned.plans.values(), strict=True):
+        name = pool.model
+        most = most_workers_of(pool, pools, limits, UNBOUNDED)
+        most = max(FEW_WORKERS, 2 * pool.right) if most == UNBOUNDED else most
+        most = min(most, high or most)
+        own = replace(
+            flags,
+            portfolio=None,
+            model=[where[name]],
+            host="127.0.0.1",
+            control_host="127.0.0.1",
+            autoscale=f"{low}..{most}",
+            engine_flags=[*(flags.engine_flags or ()), "--served-model-name", name],
+        )
+        share = replace(pool, right=right[name], share=right[name])
+        members[name] = Member(own, plan.with_workers(right[name]), share)
+    return Asked(flags, members, limits)
+
+
+def _check_of_all(flags: ServeFlags) -> None:
+    """Raise BadInput for flags that are of one model or one fleet."""
+    for name in OF_ONE_FLEET:
+        if getattr(flags, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise BadInput(f"{flag}: is of one fleet; --portfolio runs each model's by its own plan")
+    words = {word.partition("=")[0].replace("_", "-") for word in flags.engine_flags or ()}
+    if of_one := next((flag for flag in OF_ONE_MODEL if flag in words), None):
+        raise BadInput(f"{of_one}: is of one model; a portfolio's go by the names that its plan gives them")
+    if flags.autoscale is not None and bounds_of(flags.autoscale)[0] == 0:
+        raise BadInput(f"--autoscale: each model of a portfolio keeps a worker, got {flags.autoscale}")
+
+
+def _pool(name: str, plan: PlanFile, limits: Limits, bounds: tuple[int, int | None]) -> Pool:
+    """A model's workers as they were planned. Raises BadInput for what no portfolio is served with."""
+    if len(plan.fleet) > 1:
+        raise BadInput(f"--portfolio: {name}: is planned on several kinds of worker; plan it with one")
+    worker_type = plan.groups[0].worker_type
+    if worker_type.reclaims_per_h:
+        raise BadInput(f"--portfolio: {name}: is planned on spot GPUs, which no portfolio is served on")
+    if limits.usd_per_h is not None and worker_type.usd_per_h is None:
+        raise BadInput(f"--portfolio: {name}: {worker_type.name} has no price to hold against the budget")
+    usd_per_h = worker_type.usd_per_h or 0.0
+    low, high = bounds
+    planned = max(low, min(plan.workers, high or plan.workers))
+    return Pool(name, str(worker_type.gpu), worker_type.gpus, usd_per_h, planned, floor=low)
+
+
+def _where(flags: ServeFlags, names: Sequence[str]) -> dict[str, str]:
+    """Where each model is, by --model NAME=WHERE; emulated engines may all have one. Raises BadInput."""
+    if len(flags.model) == 1 and flags.engine == "emulated" and flags.model[0].partition("=")[0] not in names:
+        return dict.fromkeys(names, flags.model[0])
+    where: dict[str, str] = {}
+    for text in flags.model:
+        name, _, place = text.partition("=")
+        if name not in names or not place or name in where:
+            raise BadInput(f"--model: expected NAME=FOLDER once for each of {', '.join(names)}, got {text!r}")
+        where[name] = place
+    if missing := [name for name in names if name not in where]:
+        raise BadInput(f"--model: where is {missing[0]}? give --model {missing[0]}=FOLDER")
+    return where
 
 
 def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTypes:

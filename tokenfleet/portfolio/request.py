@@ -9,24 +9,31 @@ models:
 
 A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes. Paths are from the
 file's folder.
+
+Of the plan that is made of it (`tokenfleet.portfolio-plan/1`, which view.py writes), a reader for those who
+serve it: each model's own plan, and the limits.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from controlplane.errors import BadInput, ControlPlaneError
-from tokenfleet.field_errors import nearest, parse_yaml, read_text
+from tokenfleet.field_errors import fault_line, nearest, parse_yaml, read_text
+from tokenfleet.planning.plan_file import SCHEMA as PLAN_SCHEMA
+from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 from tokenfleet.profiles.library import canonical_gpus
 
 SCHEMA = "tokenfleet.portfolio/1"
 MOST_MODELS = 500
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ class _Limits(BaseModel):
 class _Model(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    name: Annotated[str, Field(pattern=_NAME)]
     trace: str | Annotated[list[str], Field(min_length=1, max_length=100)]
 
 
@@ -72,6 +79,69 @@ class _File(BaseModel):
     models: Annotated[list[_Model], Field(min_length=1, max_length=MOST_MODELS)]
     limits: _Limits = _Limits()
     defaults: dict[str, Any] = {}
+
+
+class _PlannedModel(BaseModel):
+    name: Annotated[str, Field(pattern=_NAME)]
+    plan: dict[str, Any]
+
+
+class _PlannedLimit(BaseModel):
+    name: str
+    most: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Planned(BaseModel):
+    """Fields that are not named here are for people and programs that know them."""
+
+    form: Literal["tokenfleet.portfolio-plan/1"] = Field(alias="schema")
+    models: Annotated[list[_PlannedModel], Field(min_length=1, max_length=MOST_MODELS)]
+    limits: list[_PlannedLimit] = []
+
+
+@dataclass(frozen=True)
+class PlannedPortfolio:
+    """The plan of each model, by name, and the limits of all: of GPUs by type, of GPUs (max-gpus), and of
+    dollars an hour (budget-usd-per-h)."""
+
+    plans: Mapping[str, PlanFile]
+    gpus: Mapping[str, int]
+    max_gpus: int | None
+    budget_usd_per_h: float | None
+
+
+def read_planned_portfolio(path: Path) -> PlannedPortfolio:
+    """A portfolio's plan, for those who serve it. Raises BadInput naming the file and the field."""
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        how = f"tokenfleet portfolio {path} --output-dir out"
+        raise BadInput(f"{path}: is no JSON; a portfolio file is planned first: `{how}`") from None
+    form = document.get("schema") if isinstance(document, dict) else None
+    if form == PLAN_SCHEMA:
+        raise BadInput(f"{path}: is the plan of one model; give it as --plan")
+    if form != "tokenfleet.portfolio-plan/1":
+        raise BadInput(f"{path}: schema: expected tokenfleet.portfolio-plan/1, got {str(form)[:40]!r}")
+    try:
+        planned = _Planned.model_validate(document, strict=True)
+    except ValidationError as error:
+        raise BadInput(fault_line(str(path), error)) from None
+    plans: dict[str, PlanFile] = {}
+    for i, model in enumerate(planned.models):
+        if model.name in plans:
+            raise BadInput(f"{path}: models: {model.name} stands there twice")
+        plans[model.name] = parse_plan(model.plan, f"{path}: models.{i}.plan")
+        if not plans[model.name].feasible:
+            raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
+    most = {limit.name: limit.most for limit in planned.limits}
+    gpus = {name.removeprefix("gpus."): int(n) for name, n in most.items() if name.startswith("gpus.")}
+    known = {f"gpus.{gpu}" for gpu in gpus} | {"max-gpus", "budget-usd-per-h"}
+    if unknown := sorted(most.keys() - known):
+        raise BadInput(f"{path}: limits: {unknown[0]}: no such limit, expected {', '.join(sorted(known))}")
+    max_gpus = most.get("max-gpus")
+    return PlannedPortfolio(
+        plans, gpus, None if max_gpus is None else int(max_gpus), most.get("budget-usd-per-h")
+    )
 
 
 def read_portfolio(path: Path) -> Portfolio:

@@ -114,7 +114,7 @@ def test_a_budget_is_the_flags_else_the_plans(tmp_path: Path) -> None:
 def test_a_budget_that_cannot_be_kept_to_is_refused(
     usd: float | None, flags: dict[str, Any], says: str
 ) -> None:
-    asked = ServeFlags("m", **({"autoscale": "1..8", "budget_usd_per_h": 4.0} | flags))
+    asked = ServeFlags(["m"], **({"autoscale": "1..8", "budget_usd_per_h": 4.0} | flags))
     types = FleetTypes([WorkerGroup(WorkerType("h100-sxm", usd_per_h=usd), 2)])
     with pytest.raises(BadInput, match=says):
         check_budget(asked, types)

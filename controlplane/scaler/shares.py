@@ -1,0 +1,224 @@
+"""Shares of the models of a portfolio: how many workers each may have, where all share GPUs and dollars.
+
+A model has a *right* to the workers it was planned with; where those of all are beyond the limits, to what
+the same program gives when each asks for them. Up to its right it gets what it needs, whatever others
+ask. What is left is divided by an integer program. With x_mk = 1 where model m has its k-th worker,
+
+    maximise    Σ value(m, k) · x_mk
+    subject to  Σ_m takes_l(m) · (least_m + Σ_k x_mk) <= most_l      for each limit l (GPUs, dollars an hour)
+
+    value(m, k) = gpus_m · (right_m / k           where m needs it: who is least above its right comes first
+                            | TRIFLE · right_m / k         where m only has not let go of it yet
+                            + 1  where it is kept: no other's claim beyond its right takes it away)
+
+What a model *asks* for is its scaler's wanted number, which falls late; what it *needs* is what the last
+moments alone ask for. Three answers, from none of the asked workers taken away to all of them at stake, each
+take the place of the one before only once it has differed for a time (`Patience`): so shares do not go to and
+fro.
+
+A share is told at once where it is lowered. It is raised only as far as all that may stand at that moment,
+shares as told and workers that are still there, keeps to the limits: in transit, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pulp
+
+from controlplane.errors import BadInput, Infeasible
+from controlplane.scaler.mix import solver
+
+TRIFLE = 1e-3
+TIE = 1e-4  # of equal claims, that of who has it
+_HAIR = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A model's workers, each of so many `gpus` of type `gpu`.
+
+    `floor`: it always has as many. `asked`, `needed`: workers, as above. `share`: what it was last told;
+    `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether it can be
+    told anything now.
+    """
+
+    model: str
+    gpu: str
+    gpus: int
+    usd_per_h: float
+    right: int
+    floor: int = 1
+    asked: int = 0
+    needed: int = 0
+    share: int = 0
+    held: int = 0
+    is_heard: bool = True
+
+    @property
+    def wants(self) -> int:
+        """The workers that it may be given: those it needs, and of those it has what it still asks for."""
+        return max(self.needed, min(self.asked, self.share))
+
+    @property
+    def most_held(self) -> int:
+        """The workers that it may have at any moment until it is told another share."""
+        return max(self.share, self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most of all models together: GPUs by type, GPUs, dollars an hour; None: no limit."""
+
+    gpus: Mapping[str, int]
+    max_gpus: int | None = None
+    usd_per_h: float | None = None
+
+    def rows(self, pools: Sequence[Pool]) -> list[tuple[list[float], float]]:
+        """For each limit what a worker of each pool takes of it, and the most."""
+        rows = [([float(p.gpus * (p.gpu == gpu)) for p in pools], float(n)) for gpu, n in self.gpus.items()]
+        if self.max_gpus is not None:
+            rows.append(([float(p.gpus) for p in pools], float(self.max_gpus)))
+        if self.usd_per_h is not None:
+            rows.append(([p.usd_per_h for p in pools], self.usd_per_h))
+        return rows
+
+    def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
+        """Whether so many workers of each pool keep to the limits."""
+        return all(
+            sum(takes * n for takes, n in zip(row, workers, strict=True)) <= most + _HAIR
+            for row, most in self.rows(pools)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a division must be the better one: `spare_s` before workers are taken that their model no
+    longer needs, `needed_s` before some are that it needs beyond its right."""
+
+    spare_s: float
+    needed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Since when the second and the third answer have differed from the ones before; None: they do not.
+
+    `answers`: all three, to the question that `asked` is: it seldom changes from one look to the next.
+    """
+
+    spare_since_s: float | None = None
+    needed_since_s: float | None = None
+    asked: tuple[Pool, ...] = ()
+    answers: tuple[dict[str, int], ...] = ()
+
+
+def rights(pools: Sequence[Pool], limits: Limits) -> dict[str, int]:
+    """The workers that each model has a right to, `right` being what it was planned with.
+
+    Raises BadInput where the limits do not leave each model one.
+    """
+    least = {p.model: max(p.floor, 1) for p in pools}
+    if not limits.hold(pools, [least[p.model] for p in pools]):
+        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus} {p.gpu}" for p in pools)
+        raise BadInput(f"limits: leave no room for the least of each model ({floors})")
+    asking = [replace(p, asked=p.right, needed=p.right) for p in pools]
+    return divide(asking, limits, least, {})
+
+
+def most_workers(pool: Pool, pools: Sequence[Pool], limits: Limits, up_to: int) -> int:
+    """The workers that a model could have while all others have their floors, at most `up_to`."""
+    most = up_to
+    for row, limit in limits.rows(pools):
+        takes = dict(zip((p.model for p in pools), row, strict=True))
+        others = sum(p.floor * takes[p.model] for p in pools if p.model != pool.model)
+        if takes[pool.model] > 0:
+            most = min(most, int((limit - others) / takes[pool.model] + _HAIR))
+    return most
+
+
+def divide(
+    pools: Sequence[Pool], limits: Limits, least: Mapping[str, int], kept: Mapping[str, int]
+) -> dict[str, int]:
+    """The best division within the limits, which `least` keeps to; `kept`: workers that are kept first."""
+    top = {p.model: max(p.wants, least[p.model]) for p in pools}
+    if limits.hold(pools, [top[p.model] for p in pools]):
+        return top
+    problem = pulp.LpProblem("shares", pulp.LpMaximize)
+    chosen: dict[str, list[Any]] = {}
+    worth: list[Any] = []
+    for p in pools:
+        numbers = range(least[p.model] + 1, top[p.model] + 1)
+        chosen[p.model] = [
+            problem.add_variable(f"x{len(worth) + i}", cat="Binary") for i in range(len(numbers))
+        ]
+        worth += [
+            value(p, k, kept.get(p.model, 0)) * x for k, x in zip(numbers, chosen[p.model], strict=True)
+        ]
+    problem += pulp.lpSum(worth)
+    for row, most in limits.rows(pools):
+        taken = [
+            takes * (least[p.model] + pulp.lpSum(chosen[p.model]))
+            for p, takes in zip(pools, row, strict=True)
+        ]
+        problem += pulp.lpSum(taken) <= most + _HAIR
+    problem.solve(solver())
+    if pulp.LpStatus[problem.status] != "Optimal":
+        raise Infeasible("no division of shares keeps to the limits")
+    return {m: least[m] + sum(round(pulp.value(x) or 0) for x in xs) for m, xs in chosen.items()}
+
+
+def value(pool: Pool, k: int, kept: int) -> float:
+    """What a model's k-th worker is worth to the division; it falls with k."""
+    worth = pool.right / k * (1.0 if k <= pool.needed else TRIFLE)
+    return pool.gpus * (worth + (1.0 if k <= kept else 0.0) + (TIE if k <= pool.share else 0.0))
+
+
+def share_out(
+    patience: Patience, claims: Claims, pools: Sequence[Pool], limits: Limits, now_s: float
+) -> tuple[Claims, dict[str, int]]:
+    """The claims to carry on, and the share that each model is to be told now."""
+    asked = tuple(replace(p, held=0, is_heard=True) for p in pools)
+    answers = claims.answers if asked == claims.asked else _answers(pools, limits)
+    nothing_asked_is_taken, only_spare_is_taken, by_right_alone = answers
+    spare_since_s = needed_since_s = None
+    if only_spare_is_taken != nothing_asked_is_taken:
+        spare_since_s = now_s if claims.spare_since_s is None else claims.spare_since_s
+    if by_right_alone != only_spare_is_taken:
+        needed_since_s = now_s if claims.needed_since_s is None else claims.needed_since_s
+    target = nothing_asked_is_taken
+    if spare_since_s is None or now_s - spare_since_s >= patience.spare_s:
+        target = only_spare_is_taken
+    if needed_since_s is not None and now_s - needed_since_s >= patience.needed_s:
+        target = by_right_alone
+    return Claims(spare_since_s, needed_since_s, asked, answers), in_turn(pools, target, limits)
+
+
+def _answers(pools: Sequence[Pool], limits: Limits) -> tuple[dict[str, int], ...]:
+    """The division of which nothing that is asked for is taken, of which nothing needed is, and the best."""
+    least = {p.model: max(p.floor, min(p.needed, p.right)) for p in pools}
+    asked = {p.model: min(p.share, p.asked) for p in pools}
+    needed = {p.model: min(p.share, p.needed) for p in pools}
+    kept: tuple[dict[str, int], ...] = (asked, needed, {})
+    return tuple(divide(pools, limits, least, each) for each in kept)
+
+
+def in_turn(pools: Sequence[Pool], target: Mapping[str, int], limits: Limits) -> dict[str, int]:
+    """The shares to tell now on the way to the target: lower ones at once, higher ones as there is room."""
+    told = {p.model: min(p.share, target[p.model]) if p.is_heard else p.share for p in pools}
+    there = [p.most_held for p in pools]
+    for i, k in _in_order(pools, target):
+        raised = [max(n, k) if j == i else n for j, n in enumerate(there)]
+        if told[pools[i].model] == k - 1 and limits.hold(pools, raised):
+            told[pools[i].model], there = k, raised
+    return told
+
+
+def _in_order(pools: Sequence[Pool], target: Mapping[str, int]) -> Iterable[tuple[int, int]]:
+    """The workers to add, as (place of the pool, number), the most urgent first: who is furthest below."""
+    more = [
+        (i, k) for i, p in enumerate(pools) if p.is_heard for k in range(p.share + 1, target[p.model] + 1)
+    ]
+    return sorted(more, key=lambda one: (-pools[one[0]].right / one[1], one))

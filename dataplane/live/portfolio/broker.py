@@ -1,0 +1,239 @@
+"""The process before the fleets of a portfolio: it answers for all of them and divides what they share.
+
+Each look asks every fleet what it needs, asks for and has, and tells those whose share changes
+(controlplane.scaler.shares decides). A fleet that does not answer keeps what it was told. The process may be
+killed: fleets serve on with their shares, of which they tell the one that takes its place; open connections
+break.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from controlplane.scaler.shares import Claims, Limits, Patience, Pool, share_out
+from dataplane.http.server import QuietServer, address, follow, server_options, until_answering
+from dataplane.http.tls import ServerCertificate
+from dataplane.live.engine_api.processes import Pulse
+from dataplane.live.portfolio.front import control, endpoint, session
+
+log = logging.getLogger("tokenfleet.portfolio")
+LOOK_S = 0.5
+ANSWER_S = 5.0
+PATIENCE = 0.25  # cold starts that a worker must not be needed before another model has its GPUs
+IDLE_S = 75  # as vLLM's server of the fleets
+LAST_CHANGES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """Where the front answers, and where the fleet of each model does: its gateway and its control API.
+
+    `pools`: the models' rights and workers; `key`: of the fleets' control APIs, where they have any;
+    `hold_s`: how long a division must be the better one before it takes workers away that are needed.
+    """
+
+    host: str
+    port: int
+    control_host: str
+    control_port: int
+    gateways: Mapping[str, str]
+    controls: Mapping[str, str]
+    shutdown_s: int
+    certificate: tuple[Path, Path] | None
+    pools: tuple[Pool, ...]
+    limits: Limits
+    hold_s: float
+    key: str
+
+
+class Broker:
+    """Divides the limits among the fleets. `view` is for operators: shares, limits, and the last changes."""
+
+    def __init__(self, settings: FrontSettings, http: aiohttp.ClientSession) -> None:
+        self._settings, self._http = settings, http
+        self._pools = {pool.model: replace(pool, share=0, is_heard=False) for pool in settings.pools}
+        self._times: dict[str, tuple[float, float]] = {}  # cold start and drain of each fleet, once heard
+        self._claims = Claims()
+        self.view: dict[str, Any] = {"shares": [], "limits": [], "changes": []}
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except Exception:
+                log.exception("shares were not looked at; they stay as they are")
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Ask all fleets, divide, and tell those whose share changes."""
+        await asyncio.gather(*(self._hear(model) for model in self._pools))
+        pools = list(self._pools.values())
+        if len(self._times) == len(pools):  # of a fleet never heard it is not known what it has
+            cold_start_s = max(start for start, _ in self._times.values())
+            drain_s = max(drain for _, drain in self._times.values())
+            patience = Patience(PATIENCE * cold_start_s, max(self._settings.hold_s, cold_start_s + drain_s))
+            now_s = time.monotonic()
+            self._claims, told = share_out(patience, self._claims, pools, self._settings.limits, now_s)
+            changed = {pool.model: told[pool.model] for pool in pools if told[pool.model] != pool.share}
+            # What is lowered is in force once its fleet has answered; others are given it at a later look.
+            await asyncio.gather(*(self._tell(model, share) for model, share in changed.items()))
+        self._show()
+
+    async def _hear(self, model: str) -> None:
+        told = await self._ask(model, "GET", None)
+        if told is None:
+            self._pools[model] = replace(self._pools[model], is_heard=False)
+        else:
+            self._take(model, told)
+
+    async def _tell(self, model: str, share: int) -> None:
+        before = self._pools[model]
+        # It may be in force though no answer comes: then the larger of both counts until one does.
+        self._pools[model] = replace(before, share=max(share, before.share), is_heard=False)
+        if (told := await self._ask(model, "PUT", {"workers": share})) is not None:
+            self._take(model, told)
+            said = {"at_s": time.time(), "model": model, "before": before.share, "share": share}
+            self.view["changes"] = [*self.view["changes"], said][-LAST_CHANGES:]
+            log.info("%s: share %d -> %d (asks for %d)", model, before.share, share, before.asked)
+
+    def _take(self, model: str, told: Mapping[str, Any]) -> None:
+        now = {"share": told["workers"], **{name: told[name] for name in ("asked", "needed", "held")}}
+        self._pools[model] = replace(self._pools[model], is_heard=True, **now)
+        self._times[model] = told["cold_start_s"], told["drain_s"]
+
+    async def _ask(self, model: str, method: str, order: object) -> dict[str, Any] | None:
+        """A fleet's share as it tells it; None where it does not answer."""
+        url = f"{self._settings.controls[model]}/v1/fleet/share"
+        headers = {
+            "authorization": f"Bearer {self._settings.key}",
+            "content-type": "application/json",
+        }
+        patience = aiohttp.ClientTimeout(total=ANSWER_S)
+        try:
+            async with self._http.request(
+                method, url, json=order, headers=headers, timeout=patience
+            ) as reply:
+                if reply.status == 200:
+                    found: dict[str, Any] = await reply.json()
+                    return found
+                log.warning("%s: its share was not told: %s", model, await reply.text())
+        except (aiohttp.ClientError, TimeoutError):
+            pass
+        return None
+
+    def _show(self) -> None:
+        pools, limits = list(self._pools.values()), self._settings.limits
+        names = [f"gpus.{gpu}" for gpu in limits.gpus]
+        names += ["max-gpus"] * (limits.max_gpus is not None)
+        names += ["budget-usd-per-h"] * (limits.usd_per_h is not None)
+        held = [
+            {"name": name, "most": most, "held": sum(t * p.held for t, p in zip(row, pools, strict=True))}
+            for name, (row, most) in zip(names, limits.rows(pools), strict=True)
+        ]
+        shares = [
+            {
+                "name": p.model,
+                "gpu": p.gpu,
+                "gpus_per_worker": p.gpus,
+                "right": p.right,
+                "share": p.share,
+                "asked": p.asked,
+                "needed": p.needed,
+                "held": p.held,
+                "heard": p.is_heard,
+            }
+            for p in pools
+        ]
+        self.view |= {"shares": shares, "limits": held}
+
+
+async def run_front(
+    settings: FrontSettings, doors: tuple[socket, socket], pulse: Pulse, announce: Callable[[str], None]
+) -> None:
+    """Answer until SIGTERM; `announce` the addresses, the first time once every fleet serves."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    hosts, ports = (settings.host, settings.control_host), (settings.port, settings.control_port)
+    certificate = None
+    if settings.certificate is not None:
+        certificate = ServerCertificate(*settings.certificate, hosts)
+    async with session() as http:
+        broker = Broker(settings, http)
+        apps = endpoint(settings.gateways, http), control(settings.controls, http, broker.view)
+        servers = [_server(app, certificate, settings.shutdown_s) for app in apps]
+        is_first = not pulse.has_served
+        if is_first and not await _unless_told(_until_ready(http, settings.controls), stop):
+            return
+        serving = [
+            asyncio.create_task(server.serve(sockets=[door]))
+            for server, door in zip(servers, doors, strict=True)
+        ]
+        tasks = [asyncio.create_task(broker.run())]
+        if certificate is not None:
+            tasks.append(asyncio.create_task(follow(certificate.files, certificate.reload, log.warning)))
+        for host, port, task in zip(hosts, ports, serving, strict=True):
+            await until_answering(host, port, task, certificate is not None)
+        urls = [address(host, port, certificate) for host, port in zip(hosts, ports, strict=True)]
+        announce(f"ready {urls[0]} control {urls[1]}")
+        tasks.append(asyncio.create_task(pulse.show()))
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+
+
+def _server(app: object, certificate: ServerCertificate | None, shutdown_s: int) -> QuietServer:
+    return QuietServer(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]  # its messages are mappings, as uvicorn's are
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=IDLE_S,
+            timeout_graceful_shutdown=shutdown_s,
+            **server_options(certificate),
+        )
+    )
+
+
+async def _unless_told(what: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
+    """Wait for it; False where this process is told to end before."""
+    doing = asyncio.ensure_future(what)
+    told = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((doing, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if not doing.done():
+        doing.cancel()
+        return False
+    doing.result()
+    return True
+
+
+async def _until_ready(http: aiohttp.ClientSession, controls: Mapping[str, str]) -> None:
+    """Return once each fleet says that it is ready."""
+
+    async def ready(control: str) -> None:
+        while True:
+            try:
+                async with http.get(f"{control}/ready") as reply:
+                    if reply.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            await asyncio.sleep(LOOK_S)
+
+    await asyncio.gather(*(ready(control) for control in controls.values()))

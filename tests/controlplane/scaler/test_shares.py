@@ -1,0 +1,186 @@
+"""Shares: the division against brute force, limits at every moment, and that nothing goes to and fro."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controlplane.errors import BadInput
+from controlplane.scaler.shares import (
+    Claims,
+    Limits,
+    Patience,
+    Pool,
+    divide,
+    most_workers,
+    rights,
+    share_out,
+    value,
+)
+
+PATIENCE = Patience(spare_s=5.0, needed_s=80.0)
+GPUS = ("h100", "a100")
+
+
+def pool(model="m", gpus=1, right=2, gpu="h100", **now):
+    return Pool(model, gpu, gpus, 2.0 * gpus, right, **now)
+
+
+@st.composite
+def portfolios(draw):
+    """Up to four models, what they ask for, and limits under which each may have its floor."""
+    pools = [
+        pool(
+            f"m{i}", draw(st.sampled_from((1, 1, 2, 4))), draw(st.integers(1, 4)), draw(st.sampled_from(GPUS))
+        )
+        for i in range(draw(st.integers(1, 4)))
+    ]
+    least = {gpu: sum(p.gpus for p in pools if p.gpu == gpu) for gpu in GPUS}
+    more = st.integers(0, 8)
+    by_type = {gpu: n + draw(more) for gpu, n in least.items() if draw(st.booleans())}
+    in_all = sum(least.values())
+    max_gpus = in_all + draw(more) if draw(st.booleans()) else None
+    usd = 2.0 * in_all + draw(more) if draw(st.booleans()) else None
+    limits = Limits(by_type, max_gpus, usd)
+    own = rights(pools, limits)
+    return [replace(p, right=own[p.model], share=own[p.model]) for p in pools], limits
+
+
+def wanting(draw, p):
+    asked = draw(st.integers(1, 6))
+    return replace(p, asked=asked, needed=draw(st.integers(0, asked)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_other_division_within_the_limits_is_worth_more(data):
+    pools, limits = data.draw(portfolios())
+    pools = [wanting(data.draw, p) for p in pools]
+    kept = {p.model: data.draw(st.integers(0, p.asked)) for p in pools}
+    least = {p.model: max(p.floor, min(p.needed, p.right)) for p in pools}
+    found = divide(pools, limits, least, kept)
+
+    def worth(counts):
+        return sum(
+            value(p, k, kept[p.model])
+            for p, n in zip(pools, counts, strict=True)
+            for k in range(least[p.model] + 1, n + 1)
+        )
+
+    ranges = [range(least[p.model], max(p.wants, least[p.model]) + 1) for p in pools]
+    best = max(worth(counts) for counts in product(*ranges) if limits.hold(pools, counts))
+    counts = [found[p.model] for p in pools]
+    assert limits.hold(pools, counts)
+    assert worth(counts) == pytest.approx(best)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_limits_hold_at_every_moment_while_workers_come_and_go_as_they_please(data):
+    pools, limits = data.draw(portfolios())
+    claims, now_s = Claims(), 0.0
+    pools = [replace(p, held=p.share) for p in pools]
+    for _ in range(data.draw(st.integers(1, 12))):
+        now_s += data.draw(st.sampled_from((0.5, 6.0, 100.0)))
+        pools = [
+            replace(wanting(data.draw, p), is_heard=data.draw(st.integers(0, 9)) > 0)
+            if p.is_heard or data.draw(st.booleans())
+            else p
+            for p in pools
+        ]
+        claims, told = share_out(PATIENCE, claims, pools, limits, now_s)
+        assert all(told[p.model] >= min(p.floor, p.share) for p in pools)
+        assert all(told[p.model] == p.share for p in pools if not p.is_heard)
+        pools = [replace(p, share=told[p.model]) for p in pools]
+        # A fleet has at most its share, or is on the way down to it.
+        for _ in range(3):
+            pools = [
+                replace(p, held=data.draw(st.integers(min(p.held, p.share), max(p.held, p.share))))
+                for p in pools
+            ]
+            assert limits.hold(pools, [p.held for p in pools])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_each_model_comes_to_have_what_it_needs_of_its_right_and_then_nothing_changes(data):
+    pools, limits = data.draw(portfolios())
+    pools = [replace(wanting(data.draw, p), held=p.share) for p in pools]
+    claims, now_s, told = Claims(), 0.0, {}
+    for look in range(80):
+        now_s += 10.0
+        before = told
+        claims, told = share_out(PATIENCE, claims, pools, limits, now_s)
+        assert look < 40 or told == before
+        pools = [replace(p, share=told[p.model], held=min(p.asked, told[p.model])) for p in pools]
+    for p in pools:
+        assert p.share >= max(p.floor, min(p.needed, p.right))
+        assert p.share <= max(p.floor, p.asked)
+
+
+def two(limit=4, **now):
+    """Two models with a right to two workers each: `chat` has three, and `code` one."""
+    chat = pool("chat", asked=3, needed=3, share=3, held=3)
+    code = pool("code", asked=1, needed=1, share=1, held=1)
+    return [replace(chat, **now.get("chat", {})), replace(code, **now.get("code", {}))], Limits(
+        {"h100": limit}
+    )
+
+
+def shares_over(pools, limits, seconds):
+    """The first moment, in seconds, at which the shares change, and to what; None where they do not."""
+    claims = Claims()
+    for now_s in range(seconds):
+        claims, told = share_out(PATIENCE, claims, pools, limits, float(now_s))
+        if told != {p.model: p.share for p in pools}:
+            return now_s, told
+    return None
+
+
+def test_a_right_is_claimed_at_once_and_given_once_the_other_has_drained():
+    pools, limits = two(code={"asked": 2, "needed": 2})
+    assert shares_over(pools, limits, 1) == (0, {"chat": 2, "code": 1})
+    draining = [replace(pools[0], share=2), pools[1]]
+    assert shares_over(draining, limits, 500) is None  # its GPU is still taken
+    assert shares_over([replace(draining[0], held=2), pools[1]], limits, 1) == (0, {"chat": 2, "code": 2})
+
+
+def test_what_is_asked_for_but_not_needed_is_taken_only_after_a_while():
+    pools, limits = two(chat={"right": 3, "needed": 2}, code={"right": 1, "asked": 2, "needed": 2})
+    assert shares_over(pools, limits, 100) == (5, {"chat": 2, "code": 1})
+
+
+def test_what_is_free_goes_to_nobody_who_does_not_need_it():
+    pools, limits = two(limit=6, chat={"asked": 4, "needed": 2}, code={"asked": 2, "needed": 1})
+    assert shares_over(pools, limits, 500) is None
+
+
+def test_what_both_need_beyond_their_rights_stays_where_it_is_for_longer():
+    chat = {"right": 1, "asked": 4, "needed": 4, "share": 4, "held": 4}
+    code = {"right": 1, "asked": 4, "needed": 4}
+    pools, limits = two(limit=5, chat=chat, code=code)
+    assert shares_over(pools, limits, 200) == (80, {"chat": 3, "code": 1})
+    even = two(limit=5, chat={**chat, "share": 3, "held": 3}, code={**code, "share": 2, "held": 2})
+    assert shares_over(*even, 1000) is None  # the odd one stays with who has it
+
+
+def test_beyond_all_rights_who_is_least_above_its_own_has_the_rest():
+    pools = [pool("chat", right=3, asked=9, needed=9), pool("code", right=1, asked=9, needed=9)]
+    assert divide(pools, Limits({"h100": 8}), {"chat": 3, "code": 1}, {}) == {"chat": 6, "code": 2}
+
+
+def test_rights_are_the_plan_where_it_fits_and_fair_parts_of_the_limits_where_it_does_not():
+    pools = [pool("chat", right=6), pool("code", right=2)]
+    assert rights(pools, Limits({"h100": 8})) == {"chat": 6, "code": 2}
+    assert rights(pools, Limits({"h100": 4})) == {"chat": 3, "code": 1}
+    with pytest.raises(BadInput, match=r"no room for the least of each model \(chat 1 h100, code 1 h100\)"):
+        rights(pools, Limits({"h100": 1}))
+
+
+def test_a_model_may_have_what_the_floors_of_others_leave_it():
+    pools = [pool("chat", gpus=2), pool("code", gpus=4)]
+    assert most_workers(pools[0], pools, Limits({"h100": 16}), 100) == 6
+    assert most_workers(pools[0], pools, Limits({"a100": 16}), 100) == 100
+    assert most_workers(pools[0], pools, Limits({}, usd_per_h=20.0), 100) == 3

@@ -1,0 +1,127 @@
+"""`tokenfleet serve --portfolio`: three models behind one endpoint, and GPUs that follow the load."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+
+import aiohttp
+import pytest
+from made_plans import portfolio_json
+from raw_stream import session, stream
+from served_fleet import serve
+from test_autoscale import check_whole, four_seats
+
+from controlplane.types import Slo
+
+GPUS = 4
+MODELS = ("chat", "code", "mail")
+
+
+@pytest.fixture(scope="module")
+def portfolio(model_folder, scratch):
+    """Three models with a right to one worker each, and one GPU more; a worker takes a second to start."""
+    path = scratch / "portfolio.json"
+    path.write_text(json.dumps(portfolio_json(dict.fromkeys(MODELS, 1), GPUS, 1.0, Slo(2.0, 0.05))))
+    fleet = serve(
+        model_folder, "--portfolio", str(path), "--engine", "emulated", "--profile", four_seats(scratch, 1),
+        "--scale-in-after", "20s", "--queue", "60", "--queue-wait", "2m", folder=scratch,
+    )  # fmt: skip
+    yield fleet
+    fleet.stop()
+
+
+def view(fleet):
+    """What the front tells of all models; at no look more GPUs are held than there are."""
+    seen = fleet.ask("GET", "/v1/fleet")
+    assert all(limit["held"] <= limit["most"] for limit in seen["limits"])
+    return {one["name"]: one for one in seen["shares"]}
+
+
+def workers(fleet):
+    return {name: one["held"] for name, one in view(fleet).items()}
+
+
+async def load(fleet, model, streams, spread_s, seen):
+    """So many streams of one model over a while; between them the front is looked at."""
+    async with session() as http:
+
+        async def one(i):
+            await asyncio.sleep(spread_s * i / streams)
+            seen.append(await asyncio.to_thread(workers, fleet))
+            return await stream(http, fleet.gateway, model=model, prompt=[5 + i % 50] * 20, max_tokens=100)
+
+        return await asyncio.gather(*(one(i) for i in range(streams)))
+
+
+async def statuses(fleet, model, streams):
+    """The statuses of so many requests at once."""
+    async with session() as http:
+        body = {"model": model, "prompt": [5] * 20, "max_tokens": 100, "ignore_eos": True}
+
+        async def one():
+            async with http.post(f"{fleet.gateway}/v1/completions", json=body) as reply:
+                return reply.status
+
+        return await asyncio.gather(*(one() for _ in range(streams)))
+
+
+def test_one_endpoint_lists_all_models_and_routes_by_their_names(portfolio):
+    async def story():
+        async with aiohttp.ClientSession(portfolio.gateway) as http:
+            async with http.get("/v1/models") as reply:
+                assert [one["id"] for one in (await reply.json())["data"]] == list(MODELS)
+            for name in MODELS:
+                body = {"model": name, "prompt": "hello", "max_tokens": 3}
+                async with http.post("/v1/completions", json=body) as reply:
+                    assert (reply.status, (await reply.json())["model"]) == (200, name)
+            async with http.post("/v1/completions", json={"model": "none", "prompt": "hello"}) as reply:
+                error = (await reply.json())["error"]
+                assert (reply.status, error["type"], error["param"]) == (404, "NotFoundError", "model")
+
+    asyncio.run(story())
+
+
+def test_operators_see_all_models_and_steer_each_by_its_name(portfolio):
+    assert workers(portfolio) == dict.fromkeys(MODELS, 1)
+    assert portfolio.ask("GET", "/models/mail/v1/fleet")["flags"] == ["--served-model-name", "mail"]
+    assert portfolio.metric("tokenfleet_workers", fleet="code", state="serving") == 1
+    # An operator may ask for any number: the share is not exceeded.
+    portfolio.ask("POST", "/models/mail/v1/fleet/scale", {"workers": 4})
+    portfolio.until(lambda: view(portfolio)["mail"]["asked"] == 4)
+    portfolio.until(lambda: workers(portfolio)["mail"] == 2)
+    portfolio.ask("POST", "/models/mail/v1/fleet/scale", {"workers": 1})
+    portfolio.ask("POST", "/models/mail/v1/fleet/scale", {"auto": True})
+    portfolio.until(lambda: workers(portfolio) == dict.fromkeys(MODELS, 1))
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        portfolio.ask("POST", "/v1/fleet/scale", {"workers": 1})
+
+
+def test_a_gpu_follows_the_load_from_one_model_to_another_and_no_request_is_lost(portfolio):
+    def loaded_until_it_has_two(model):
+        seen = []
+        while workers(portfolio)[model] < 2:
+            check_whole(asyncio.run(load(portfolio, model, 40, 2.0, seen)), 100)
+        assert all(sum(held.values()) <= GPUS for held in seen)
+
+    loaded_until_it_has_two("code")
+    portfolio.until(lambda: workers(portfolio) == {"chat": 1, "code": 2, "mail": 1})
+    loaded_until_it_has_two("chat")
+    # It was taken from where it is no longer needed, though its own fleet would have kept it for longer.
+    portfolio.until(lambda: workers(portfolio) == {"chat": 2, "code": 1, "mail": 1})
+    for name in MODELS:
+        for outcome in ("failed", "rejected"):
+            assert portfolio.metric("tokenfleet_requests_total", fleet=name, outcome=outcome) == 0
+
+
+def test_only_the_model_that_is_out_of_its_share_turns_requests_away(portfolio):
+    async def story():
+        return await asyncio.gather(
+            statuses(portfolio, "mail", 160),
+            load(portfolio, "chat", 20, 2.0, []),
+            load(portfolio, "code", 10, 2.0, []),
+        )
+
+    mail, chat, code = asyncio.run(story())
+    assert set(mail) == {200, 429}
+    check_whole([*chat, *code], 100)

@@ -1,0 +1,105 @@
+"""`tokenfleet serve --portfolio`: what it runs of a portfolio's plan, and what it refuses in one line."""
+
+import json
+
+import pytest
+from made_plans import plan_json, plan_of_fleet, portfolio_json
+
+from tokenfleet.cli.main import main
+from tokenfleet.cli.serve import ServeFlags
+from tokenfleet.cli.serve_plan import members_of
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(document):
+        path = tmp_path / "portfolio.json"
+        path.write_text(document if isinstance(document, str) else json.dumps(document))
+        return path
+
+    return write
+
+
+def asked(path, **flags):
+    return members_of(ServeFlags(**({"model": ["m"], "engine": "emulated", "portfolio": path} | flags)))
+
+
+def test_each_model_is_served_by_its_plan_within_what_the_limits_leave_it(file):
+    found = asked(file(portfolio_json({"chat": 3, "code": 1}, 8)))
+    assert {name: one.plan.workers for name, one in found.members.items()} == {"chat": 3, "code": 1}
+    flags = {name: one.flags for name, one in found.members.items()}
+    assert [one.autoscale for one in flags.values()] == ["1..7", "1..7"]
+    assert flags["chat"].engine_flags == ["--served-model-name", "chat"]
+    assert {one.host for one in flags.values()} == {"127.0.0.1"}
+
+
+def test_plans_that_peak_at_different_times_begin_with_fair_parts_of_the_limits(file):
+    found = asked(file(portfolio_json({"chat": 6, "code": 2}, 4)))
+    shares = {name: (one.plan.workers, one.pool.right, one.pool.share) for name, one in found.members.items()}
+    assert shares == {"chat": (3, 3, 3), "code": (1, 1, 1)}
+
+
+def test_each_model_may_be_elsewhere(file):
+    path = file(portfolio_json({"chat": 1, "code": 1}, 4))
+    found = asked(path, model=["code=./b", "chat=org/a"])
+    assert {name: one.flags.model for name, one in found.members.items()} == {
+        "chat": ["org/a"],
+        "code": ["./b"],
+    }
+
+
+TWO = portfolio_json({"chat": 1, "code": 1}, 4)
+MIXED = plan_of_fleet(
+    [
+        {"gpu": gpu, "tp_degree": 1, "workers": 1, "usd_per_hour": 2.0, "role": "any"}
+        for gpu in ("h100-sxm", "a100-sxm")
+    ],
+    "llama-3.1-8b",
+)
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ("schema: tokenfleet.portfolio/1", "a portfolio file is planned first: `tokenfleet portfolio "),
+        (plan_json(), "is the plan of one model; give it as --plan"),
+        (TWO | {"schema": "tokenfleet.portfolio-plan/9"}, "expected tokenfleet.portfolio-plan/1, got"),
+        ([], "schema: expected"),
+        (TWO | {"models": []}, "models"),
+        (TWO | {"models": TWO["models"] * 2}, "models: chat stands there twice"),
+        (TWO | {"models": [{"name": "a/b", "plan": {}}]}, "models.0.name"),
+        (TWO | {"models": [{"name": "chat", "plan": plan_json(fleet=[])}]}, "models.0.plan"),
+        (TWO | {"models": [{"name": "chat", "plan": MIXED}]}, "chat: is planned on several kinds of worker"),
+        (TWO | {"limits": [{"name": "gpus.h100-sxm", "most": 1}]}, "no room for the least of each model"),
+        (TWO | {"limits": [{"name": "zones", "most": 1}]}, "limits: zones: no such limit"),
+    ],
+)
+def test_what_is_no_plan_of_a_portfolio_is_refused_in_one_line(file, capsys, document, says):
+    assert main(["serve", "--engine", "emulated", "--model", "m", "--portfolio", str(file(document))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "m"], "--model: expected NAME=FOLDER once for each of chat, code, got 'm'"),
+        (["--model", "chat=a"], "where is code? give --model code=FOLDER"),
+        (["--model", "chat=a", "--model", "chat=b"], "once for each of chat, code, got 'chat=b'"),
+        (["--model", "mail=a"], "once for each of chat, code, got 'mail=a'"),
+        (["--workers", "2"], "--workers: is of one fleet"),
+        (["--slo", "ttft=1s,tpot=50ms"], "--slo: is of one fleet"),
+        (["--advisory"], "--advisory: is of one fleet"),
+        (["--reclaim-notice", "file:/x"], "--reclaim-notice: is of one fleet"),
+        (["--autoscale", "0..4"], "--autoscale: each model of a portfolio keeps a worker, got 0..4"),
+        (["--", "--lora-modules", "a=b"], "--lora-modules: is of one model"),
+        (["--", "--served-model-name=a"], "--served-model-name: is of one model"),
+    ],
+)
+def test_flags_of_one_fleet_are_refused_in_one_line(file, capsys, words, says):
+    model = [] if "--model" in words else ["--engine", "emulated", "--model", "m"]
+    assert main(["serve", *model, "--portfolio", str(file(TWO)), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert says in line
