@@ -24,7 +24,7 @@ from controlplane.scaler.forecast import foresee
 from controlplane.scaler.line import Line, carried_over, line_of
 from controlplane.scaler.mix import MixQuestion
 from controlplane.scaler.mix_changes import ask, change, fixed_mix, next_mix, taken_up, units_in
-from controlplane.scaler.state import Scaling, ScalingSettings
+from controlplane.scaler.state import Rule, Scaling, ScalingSettings
 from controlplane.scaler.target import (
     StabilizationWindow,
     Stabilized,
@@ -86,7 +86,9 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
         found = enough_for_those_here(bounds, found, known, snapshot, there, state.weights)
 
     stable = _stable(settings, state, snapshot, window, found, there)
-    state = replace(state, stabilized=stable)
+    needed = stable.wanted if stale or regime is None else _needed(settings, state, snapshot, line, regime)
+    rule = _rule(settings, state, snapshot, found, line)
+    state = replace(state, stabilized=stable, rule=rule, needed=min(needed, stable.wanted))
     facts = _facts(settings, state, snapshot, found, line)
     if question is not None:
         return _mixed(settings, state, snapshot, question, found, facts)
@@ -97,6 +99,28 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     if stable.wanted == snapshot.wanted:
         return state, None
     return state, Scale(stable.wanted, found.reason, facts)
+
+
+def _needed(
+    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, line: Line | None, regime: Regime
+) -> int:
+    """The workers that the last bin and the one in progress ask for, by themselves.
+
+    That is sooner than a regime of some bins shows a fall, and what another model may have while this one's
+    wanted number waits for its window. A backlog and those who are here count, forecasts do not.
+    """
+    demand = state.demand
+    assert demand is not None
+    counts = (*demand.closed[-1:], demand.open_count)
+    if settings.is_mix or snapshot.fixed is not None or len(counts) < 2 or None in counts:
+        return snapshot.wanted
+    seconds = demand.bin_s + snapshot.now_s % demand.bin_s
+    lately = Regime(0, sum(c for c in counts if c is not None) / seconds, 1, regime.noise)
+    bounds, waiting = settings.target, snapshot.waiting_requests
+    also = other_rates(demand, lately, bounds.z, waiting, settings.catch_up_s, None, None, 1.0)
+    found = target(settings.limits, lately, demand.bin_s, stale=False, line=line, also=also)
+    found = enough_for_those_here(bounds, found, demand, snapshot, snapshot.wanted, state.weights)
+    return snapshot.wanted if found.workers is None else found.workers
 
 
 def _stable(
@@ -116,6 +140,18 @@ def _stable(
     if snapshot.wanted == 0 and found.workers:
         return Stabilized(found.workers)  # requests do not wait for the window to pass
     return stabilize(window, stable, found.workers, snapshot.now_s)
+
+
+def _rule(
+    settings: ScalingSettings, state: Scaling, snapshot: Snapshot, found: Target, line: Line | None
+) -> Rule | None:
+    """What demand asked for, where it did and workers are what is counted."""
+    given = _line(settings, state, settings.worker_types)
+    if found.workers is None or line is None or given is None:
+        return None
+    if settings.is_mix or snapshot.fixed is not None:
+        return None
+    return Rule(found.workers, line, given.workers_per_rps)
 
 
 def has_line(settings: ScalingSettings, state: Scaling) -> bool:
@@ -151,6 +187,7 @@ def _corrected(
         snapshot.waiting_requests + sum(load.running + load.waiting for load in taken),
         settings.attainment,
         1.0 if given is None else line.workers_per_rps / given.workers_per_rps,
+        settings.classes,
     )
     notes = state.notes if said is None else (*state.notes, said)
     state = replace(state, correction=correction, notes=notes)

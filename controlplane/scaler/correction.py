@@ -12,6 +12,12 @@ together, on a grid, f from 0.5 to 2 (Bayes; f lognormal around 1). What is comp
 served had to do. So cold starts are no error of the line, nor are a limit, a forecast or rounding that keep
 the fleet off it: nothing winds up.
 
+Each SLO class has an A of its own, and evidence of its own under the same loads: at f the line keeps the
+promise of the class that binds, and others are in time more often than they must be. So the factor rises
+where one class asks for it that is late more often than was promised (`SURE` counts for all of them
+together), and falls no further than all allow; one so rare that not even one request in `HALF_S` may be late
+can show nothing, and holds up no fall.
+
 Late requests come in bursts, so the evidence of a window counts `1 / CLUSTER`; where more than `MOST_LATE`
 are late, by how much more says nothing. What ends has been under the loads of as long as requests last (by
 Little's law, those in the fleet over those that end in a second), so v is averaged over that: the backlog of
@@ -37,7 +43,7 @@ from numpy.typing import NDArray
 
 from controlplane.scaler.line import Line
 from controlplane.snapshot import Facts, Note
-from controlplane.types import ClassOutcomes
+from controlplane.types import PLAIN_CLASS, ClassOutcomes, SloClass
 
 Floats = NDArray[np.float64]
 
@@ -74,16 +80,6 @@ class Outcomes:
     tpot_met: float = 0.0
     met: float = 0.0
 
-    @classmethod
-    def of(cls, classes: Sequence[ClassOutcomes]) -> Outcomes:
-        """All classes together."""
-        return cls(
-            *(
-                float(sum(getattr(c, name) for c in classes))
-                for name in ("ended", "ttft_met", "tpot_met", "met")
-            )
-        )
-
     def plus(self, other: Outcomes, weight: float = 1.0) -> Outcomes:
         """These, and `weight` times the others."""
         return Outcomes(
@@ -94,47 +90,67 @@ class Outcomes:
         )
 
 
+def by_class(outcomes: Sequence[ClassOutcomes], classes: Sequence[SloClass]) -> dict[str, Outcomes]:
+    """The outcomes by the name of their class; those of targets that no class has are PLAIN_CLASS's."""
+    names = {one.slo: one.name for one in sorted(classes, key=lambda one: one.attainment)}
+    found: dict[str, Outcomes] = {}
+    for o in outcomes:
+        name = names.get(o.slo, PLAIN_CLASS)
+        found[name] = found.get(name, Outcomes()).plus(Outcomes(o.ended, o.ttft_met, o.tpot_met, o.met))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """The window in progress: its begin, the counters then, and the workers' seconds since."""
 
     began_s: float
-    counters: Outcomes
+    counters: Mapping[str, Outcomes]
     seen_s: float
     workers: float  # at the last look
     worker_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Correction:
-    """The factor and what it is known by.
+class Evidence:
+    """What the requests of one class say of the factor.
 
-    `evidence`: log-likelihoods on the grid (f, s, h), all 0 for none. `seen`: the faded counts behind it, and
-    `promised` how many of them the line as it is said to be late. `pressure`: the logarithm of r / (N - c),
-    averaged over as long as requests last. `refit`: what the refit made of the line
-    when the evidence began. `calm`: windows since overload.
+    `logs`: log-likelihoods on the grid (f, s, h), all 0 for none, of so many `requests`, faded. `seen`: the
+    faded counts since the factor changed, and `promised` how many of them the line as it is said to be late.
     """
 
-    factor: float = 1.0
-    since_s: float | None = None
-    evidence: Floats = field(default_factory=lambda: np.zeros(_SHAPE), compare=False)
+    logs: Floats = field(default_factory=lambda: np.zeros(_SHAPE), compare=False)
+    requests: float = 0.0
     seen: Outcomes = field(default_factory=Outcomes)
     promised: float = 0.0
-    pressure: float | None = None
-    refit: float = 1.0
-    calm: int = 0
-    window: Window | None = None
 
     def between(self, *shares: float) -> tuple[float, ...]:
         """The factors that the true one is below with these probabilities."""
         below = np.cumsum(self._weights().sum(axis=(1, 2)))
         return tuple(float(np.exp(np.interp(share, below, np.log(FACTORS)))) for share in shares)
 
-    def expected(self, late: Floats) -> float:
+    def learned(self, new: Outcomes, late: Floats, passed_s: float, factor: float) -> Evidence:
+        """With a window's requests. `late`: the share of late ones on the grid; `factor`: as it is."""
+        kept = 0.5 ** min(new.ended / HALF_REQUESTS, passed_s / HALF_S)
+        missed = min(new.ended - new.met, MOST_LATE * new.ended)
+        logs = (missed * np.log(late) + (new.ended - missed) * np.log1p(-late)) / CLUSTER
+        return Evidence(
+            kept * self.logs + logs - logs.max(),
+            kept * self.requests + new.ended,
+            new.plus(self.seen, kept),
+            kept * self.promised + self._expected(late, factor) * new.ended,
+        )
+
+    def _expected(self, late: Floats, factor: float) -> float:
         """The share of requests late, of those on the grid, by the factor as it is."""
-        at = int(np.abs(np.log(FACTORS / self.factor)).argmin())
+        at = int(np.abs(np.log(FACTORS / factor)).argmin())
         weights = self._weights()[at]
         return float((late[at] * weights).sum() / weights.sum())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether more were late, since the factor changed, than was promised."""
+        return self.seen.ended - self.seen.met > self.promised
 
     @property
     def hopeless(self) -> float:
@@ -143,9 +159,26 @@ class Correction:
 
     def _weights(self) -> Floats:
         of_factor = -0.5 * (np.log(FACTORS) / SIGMA) ** 2
-        logs = self.evidence + of_factor[:, None, None] - RARE * np.arange(len(HOPELESS))
+        logs = self.logs + of_factor[:, None, None] - RARE * np.arange(len(HOPELESS))
         weights = np.exp(logs - logs.max())
         return np.asarray(weights / weights.sum())
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The factor, and what each class says of it (`evidence`, by name).
+
+    `pressure`: the logarithm of r / (N - c), averaged over as long as requests last. `refit`: what the refit
+    made of the line when the evidence began. `calm`: windows since overload.
+    """
+
+    factor: float = 1.0
+    since_s: float | None = None
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    pressure: float | None = None
+    refit: float = 1.0
+    calm: int = 0
+    window: Window | None = None
 
 
 def late(loads: Floats, workers: float, attainment: float) -> Floats:
@@ -165,21 +198,22 @@ def look(
     inside: float,
     attainment: float,
     refit: float = 1.0,
+    classes: Sequence[SloClass] = (),
 ) -> tuple[Correction, Note | None]:
     """The correction after a heartbeat, and what to say where the factor has changed.
 
     `outcomes`: counters since the plane began. `rate_rps`: of the last windows. `workers`: that serve, in
     what the line counts in. `inside`: requests sent and not ended. `refit`: what the refit of
-    step times made of the line's slope.
+    step times made of the line's slope. `attainment`: of requests of none of the `classes`.
     """
     state = refitted(state, refit)
-    counters, window = Outcomes.of(outcomes), state.window
-    if window is None or counters.ended < window.counters.ended or now_s < window.seen_s:
+    counters, window = by_class(outcomes, classes), state.window
+    if window is None or now_s < window.seen_s or _began_anew(counters, window.counters):
         return replace(state, window=Window(now_s, counters, now_s, workers)), None
     worker_s = window.worker_s + (now_s - window.seen_s) * window.workers
-    new = counters.plus(window.counters, -1.0)
-    passed_s = now_s - window.began_s
-    if passed_s < WINDOW_S or new.ended < LEAST_REQUESTS:
+    new = {name: c.plus(window.counters.get(name, Outcomes()), -1.0) for name, c in counters.items()}
+    ended, passed_s = _together(new), now_s - window.began_s
+    if passed_s < WINDOW_S or ended < LEAST_REQUESTS:
         return replace(state, window=replace(window, seen_s=now_s, workers=workers, worker_s=worker_s)), None
     state = replace(state, window=Window(now_s, counters, now_s, workers))
     served = worker_s / passed_s
@@ -188,7 +222,7 @@ def look(
         return replace(state, pressure=None, calm=0), None
     here = math.log(rate_rps / spare)
     before = here if state.pressure is None else state.pressure
-    lasts_s = inside * passed_s / new.ended
+    lasts_s = inside * passed_s / ended
     mean = before + (here - before) * passed_s / (passed_s + lasts_s)
     slopes = np.log([line_if(float(f)).workers_per_rps for f in KNOTS])
     now = float(np.interp(math.log(state.factor), np.log(KNOTS), slopes))
@@ -197,36 +231,82 @@ def look(
     if calm < 2 or math.exp(mean + now) < IDLE:
         return state, None
     loads = np.exp(mean + np.interp(np.log(FACTORS), np.log(KNOTS), slopes))
-    return decided(learned(state, new, late(loads, served, attainment), passed_s), now_s, slopes)
+    asked = dict.fromkeys(new, attainment) | {one.name: one.attainment for one in classes}
+    evidence = _learned(state, new, loads, served, asked, passed_s)
+    return decided(replace(state, evidence=evidence), now_s, slopes, _heard(evidence, asked, rate_rps))
 
 
-def learned(state: Correction, new: Outcomes, share: Floats, passed_s: float) -> Correction:
-    """The correction with a window's evidence. `share`: of late requests, on the grid."""
-    kept = 0.5 ** min(new.ended / HALF_REQUESTS, passed_s / HALF_S)
-    missed = min(new.ended - new.met, MOST_LATE * new.ended)
-    logs = (missed * np.log(share) + (new.ended - missed) * np.log1p(-share)) / CLUSTER
-    return replace(
-        state,
-        evidence=kept * state.evidence + logs - logs.max(),
-        seen=new.plus(state.seen, kept),
-        promised=kept * state.promised + state.expected(share) * new.ended,
-    )
+def _learned(
+    state: Correction,
+    new: Mapping[str, Outcomes],
+    loads: Floats,
+    workers: float,
+    asked: Mapping[str, float],
+    passed_s: float,
+) -> dict[str, Evidence]:
+    """The evidence of each class with a window's requests."""
+    found = dict(state.evidence)
+    for name, counts in new.items():
+        if counts.ended:
+            share = late(loads, workers, asked[name])
+            found[name] = found.get(name, Evidence()).learned(counts, share, passed_s, state.factor)
+    return found
 
 
-def decided(state: Correction, now_s: float, slopes: Floats) -> tuple[Correction, Note | None]:
-    """The factor where the evidence asks for another. `slopes`: the line's, by KNOTS, as logarithms."""
-    low, high, up, down = state.between(1.0 - SURE, SURE, RISE_TO, FALL_TO)
-    factor, knots = state.factor, np.log(KNOTS)
-    now, least, most = np.interp(np.log([factor, low, high]), knots, slopes)
-    if least - now > DEAD:
-        factor = up
-    elif most - now < -DEAD and (state.since_s is None or now_s - state.since_s >= FALL_EVERY_S):
-        factor = max(down, float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots))))
+def _heard(evidence: Mapping[str, Evidence], asked: Mapping[str, float], rate_rps: float) -> list[str]:
+    """The classes of which, at this rate, at least one request in HALF_S may be late; all where none is."""
+    total = sum(one.requests for one in evidence.values())
+    heard = [
+        name
+        for name, one in evidence.items()
+        if one.requests / total * rate_rps * HALF_S * (1.0 - asked[name]) >= 1.0
+    ]
+    return heard or list(evidence)
+
+
+def _together(counts: Mapping[str, Outcomes]) -> float:
+    """The requests ended of all classes."""
+    return sum(one.ended for one in counts.values())
+
+
+def _began_anew(now: Mapping[str, Outcomes], before: Mapping[str, Outcomes]) -> bool:
+    """Whether counters are not those of before grown on."""
+    return any(name not in now or now[name].ended < was.ended for name, was in before.items())
+
+
+def decided(
+    state: Correction, now_s: float, slopes: Floats, heard: Sequence[str]
+) -> tuple[Correction, Note | None]:
+    """The factor where the evidence asks for another. `slopes`: the line's, by KNOTS, as logarithms; `heard`:
+    the classes that must allow a fall."""
+    knots, sure = np.log(KNOTS), 1.0 - (1.0 - SURE) / len(state.evidence)
+    told = {name: one.between(1.0 - sure, sure, RISE_TO, FALL_TO) for name, one in state.evidence.items()}
+    now = float(np.interp(math.log(state.factor), knots, slopes))
+
+    def more(factor: float) -> float:
+        """The workers that the line asks for with another factor over those of now, as a logarithm."""
+        return float(np.interp(math.log(factor), knots, slopes)) - now
+
+    factor, by = state.factor, ""
+    late_ones = {
+        name: up
+        for name, (low, _, up, _) in told.items()
+        if more(low) > DEAD and state.evidence[name].is_late
+    }
+    if late_ones:
+        by = max(late_ones, key=lambda name: late_ones[name])
+        factor = late_ones[by]
+    elif state.since_s is None or now_s - state.since_s >= FALL_EVERY_S:
+        by = max(heard, key=lambda name: told[name][1])
+        if more(told[by][1]) < -DEAD:
+            least = float(np.exp(np.interp(now + math.log(1.0 - FALL), slopes, knots)))
+            factor = max(*(told[name][3] for name in heard), least)
     if factor == state.factor:
         return state, None
-    said = _note(state, factor, state.between(0.05, 0.95))
-    # What the next change is explained by was seen after this one.
-    return replace(state, factor=factor, since_s=now_s, seen=Outcomes(), promised=0.0), said
+    said = _note(state, factor, by)
+    # What the next change is explained by is seen after this one.
+    anew = {n: replace(one, seen=Outcomes(), promised=0.0) for n, one in state.evidence.items()}
+    return replace(state, factor=factor, since_s=now_s, evidence=anew), said
 
 
 def refitted(state: Correction, refit: float) -> Correction:
@@ -242,19 +322,23 @@ def refitted(state: Correction, refit: float) -> Correction:
     return Correction(factor, state.since_s, refit=refit)
 
 
-def _note(state: Correction, factor: float, sure: tuple[float, ...]) -> Note:
-    seen, ended = state.seen, max(state.seen.ended, 1.0)
-    promised = 1.0 - state.promised / ended
+def _note(state: Correction, factor: float, by: str) -> Note:
+    """What is said of another factor, of which the class `by` is the reason."""
+    evidence = state.evidence[by]
+    seen, sure = evidence.seen, evidence.between(0.05, 0.95)
+    ended = max(seen.ended, 1.0)
+    promised = 1.0 - evidence.promised / ended
     shares = {"met": seen.met / ended, "ttft_met": seen.ttft_met / ended, "tpot_met": seen.tpot_met / ended}
+    of = "" if by == PLAIN_CLASS else f" of class {by}"
     way = "more" if factor > state.factor else "fewer"
     reason = (
-        f"{shares['met']:.2%} of {seen.ended:,.0f} requests were in time (TTFT {shares['ttft_met']:.2%}, TPOT"
-        f" {shares['tpot_met']:.2%}) where the line promised {promised:.2%}: {way} workers, as if steps took"
-        f" {factor:.3g} times as long as is known ({state.factor:.3g} before; likely {sure[0]:.3g} to"
-        f" {sure[1]:.3g})"
+        f"{shares['met']:.2%} of {seen.ended:,.0f} requests{of} were in time (TTFT"
+        f" {shares['ttft_met']:.2%}, TPOT {shares['tpot_met']:.2%}) where the line promised"
+        f" {promised:.2%}: {way} workers, as if steps took {factor:.3g} times as long as is known"
+        f" ({state.factor:.3g} before; likely {sure[0]:.3g} to {sure[1]:.3g})"
     )
-    if state.hopeless > 0.005:
-        reason += f"; {state.hopeless:.1%} would be late on any number of workers"
+    if evidence.hopeless > 0.005:
+        reason += f"; {evidence.hopeless:.1%} would be late on any number of workers"
     facts: Facts = {
         "seen": {"requests": round(seen.ended), **{name: round(s, 4) for name, s in shares.items()}},
         "compared": {

@@ -17,13 +17,14 @@ from controlplane.perfmodel.step import StepModel
 from controlplane.scaler import correction
 from controlplane.scaler.correction import Correction
 from controlplane.scaler.forecast import ForecastSettings, Outlook
+from controlplane.scaler.line import Line
 from controlplane.scaler.mix import MixSettings, check_types
 from controlplane.scaler.mix_changes import MixState
 from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings
 from controlplane.scaler.traffic import Demand, Regimes, Traffic
 from controlplane.scaler.weights import Weights
 from controlplane.snapshot import Note
-from controlplane.types import ClassArrivals
+from controlplane.types import ClassArrivals, SloClass
 from controlplane.worker_type import WorkerType
 
 
@@ -34,7 +35,7 @@ class ScalingSettings:
     `worker_types`: those that may be had. Their profiles say what a worker can do, where the target has no
     line of its own, or where the lengths drift from those that its line was learned at (`learned_at`); that
     line counts workers of the first. `mix`: how counts are chosen among them, and the limits of all together.
-    `attainment`: the share of requests in time that the line is for.
+    `attainment`: the share of requests in time that the line is for; `classes`: those with one of their own.
     `bin_s`: a bin of the counts. `catch_up_s`: in which a backlog is to be served. `ahead`: whether and how
     to forecast; `near`: by short bins as well.
     """
@@ -51,6 +52,7 @@ class ScalingSettings:
     worker_types: tuple[WorkerType, ...] = ()
     mix: MixSettings = field(default_factory=MixSettings)
     attainment: float = 0.99
+    classes: tuple[SloClass, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self.worker_types, self.mix, self.target.low, self.target.high)
@@ -82,12 +84,26 @@ class ScalingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Rule:
+    """What demand alone asked for at a look, before the stabilization window, and the line that it went by.
+
+    `given_slope`: of the line by the step times that were given, before refits and corrections.
+    """
+
+    workers: int
+    line: Line
+    given_slope: float
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
     """The scaler's state; empty at the start. A restart loses all but what `to_keep` keeps.
 
     `far` belongs to `ScalingSettings.ahead`, `soon` to its `near`; `weights` and `fleet_mix` to a mix.
     `steps`: the step times of each type as last told of its workers. `correction`: of the line, by what was
-    seen. `over`: the limit that holds the fleet below what is wanted. `notes`: what there is to say now.
+    seen. `over`: the limit that holds the fleet below what is wanted. `needed`: of what is wanted, what
+    the last moments ask for. `notes`: what there is to say now.
+    `rule`: this look's; None where demand did not decide, and in a mix, which counts in other units.
     """
 
     demand: Demand | None = None
@@ -102,7 +118,9 @@ class Scaling:
     steps: Mapping[str, StepModel] = field(default_factory=dict)
     correction: Correction = field(default_factory=Correction)
     over: str = ""
+    needed: int | None = None
     notes: tuple[Note, ...] = ()
+    rule: Rule | None = None
 
 
 def to_keep(state: Scaling, now_s: float) -> dict[str, Any]:

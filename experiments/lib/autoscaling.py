@@ -36,6 +36,7 @@ from dataplane.simulated.simulate import (
 from experiments.lib.fewest_workers import CASES, Lengths, Question
 from experiments.lib.public_data import SERVEGEN, azure_hour
 from experiments.lib.scaling_rules import planned
+from tokenfleet.service.gap import fewest
 
 CASE = CASES[1]
 TARGET = 0.99
@@ -183,14 +184,7 @@ class Bench:
         for start_s in starts:
             part, judged = self.window(start_s)
             missed = self.counted(part, judged)
-            allowed = (1.0 - TARGET) * int(judged.sum())
-            # Where no number of workers helps any more, the fewest of those that do as well.
-            allowed = max(allowed, missed(SLOTS))
-            n = guess
-            while missed(n) > allowed and n < SLOTS:
-                n += 1
-            while n > 1 and missed(n - 1) <= allowed:
-                n -= 1
+            n = fewest(missed, (1.0 - TARGET) * int(judged.sum()), guess, SLOTS)
             misses.append(missed)
             counts.append(n)
             guess = n

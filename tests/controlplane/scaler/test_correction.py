@@ -8,7 +8,7 @@ import pytest
 
 from controlplane.scaler.correction import FACTORS, Correction, look, refitted, resumed, to_keep
 from controlplane.scaler.line import Line
-from controlplane.types import ClassOutcomes, Slo
+from controlplane.types import ClassOutcomes, Slo, SloClass
 
 LINE = Line(0.9, 0.5)
 TARGET = 0.99
@@ -179,7 +179,7 @@ def test_what_a_refit_finds_is_not_corrected_twice():
     story.refit = story.wrong  # the line has it now, but the truth is what it was
     story.run(5 / 60)
     assert story.state.factor == pytest.approx(1.0, abs=0.05)
-    assert not story.state.evidence.any()
+    assert not story.state.evidence
     assert story.asked() == pytest.approx(before, abs=1)
     assert story.run(30) == pytest.approx(1.0, abs=0.07)
 
@@ -208,3 +208,50 @@ def test_the_factor_outlives_its_controller():
     for spoiled in ({"factor": 9.0}, {"factor": "many"}, {"refit": 0.0}):
         with pytest.raises(ValueError, match=r"correction|convert"):
             resumed(to_keep(story.state) | spoiled)
+
+
+CHAT, BATCH = SloClass("chat", Slo(0.4, 0.03), 0.99), SloClass("batch", Slo(30.0, 0.2), 0.9)
+
+
+def of_two_classes(chat_late, batch_late, minutes=60, chat_share=0.04, classes=(CHAT, BATCH)):
+    """The correction and its notes after so long under the line's own load: a small class and a large one."""
+    state, notes, ended, met = Correction(), [], [0.0, 0.0], [0.0, 0.0]
+    line = lambda factor: Line(LINE.workers_per_rps * factor, LINE.intercept)  # noqa: E731
+    for now_s in range(5, 60 * minutes + 5, 5):
+        for c, (share, late) in enumerate(((chat_share, chat_late), (1.0 - chat_share, batch_late))):
+            ended[c] += 60.0 * share
+            met[c] += 60.0 * share * (1.0 - late)
+        told = [
+            ClassOutcomes(one.slo, ended[c], ended[c], met[c], met[c]) for c, one in enumerate((CHAT, BATCH))
+        ]
+        asked = LINE.workers_per_rps * 12.0 * state.factor + LINE.intercept
+        state, note = look(state, float(now_s), told, line, 12.0, asked, 180.0, TARGET, classes=classes)
+        notes += [] if note is None else [note]
+    return state, notes
+
+
+def test_a_small_class_that_is_late_by_itself_moves_the_line_where_it_binds():
+    state, notes = of_two_classes(chat_late=0.06, batch_late=0.0)  # 0.24 % of all are late
+    assert state.factor > 1.1
+    assert "of class chat were in time" in notes[0].reason
+    blind, _ = of_two_classes(chat_late=0.06, batch_late=0.0, classes=())
+    assert blind.factor < 1.0  # taken together they would give workers back
+
+
+def test_a_class_is_held_to_no_more_than_its_own_attainment():
+    state, _ = of_two_classes(chat_late=0.006, batch_late=0.08)
+    assert state.factor <= 1.0
+    blind, _ = of_two_classes(chat_late=0.006, batch_late=0.08, classes=())
+    assert blind.factor > 1.1
+
+
+def test_a_fall_waits_for_every_class_that_can_show_that_it_is_late():
+    both, notes = of_two_classes(chat_late=0.0, batch_late=0.0, chat_share=0.3)
+    assert both.factor < 0.9
+    assert all("fewer workers" in note.reason for note in notes)
+    held, _ = of_two_classes(chat_late=0.009, batch_late=0.0, chat_share=0.3)
+    assert held.factor >= 0.95
+    few, _ = of_two_classes(chat_late=0.0, batch_late=0.0)  # too few as yet to say that fewer would do
+    assert few.factor == 1.0
+    rare, _ = of_two_classes(chat_late=0.0, batch_late=0.0, chat_share=0.0005)
+    assert rare.factor < 0.9

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from made_types import made_type
 
 from controlplane.errors import BadInput
+from controlplane.scaler.autoscale import scale
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Stop, Undrain, steps_to
-from controlplane.scaler.state import ScalingSettings
+from controlplane.scaler.state import Scaling, ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, Stabilized, TargetSettings, stabilize, target
 from controlplane.scaler.traffic import Demand, Regime, Regimes, change_points, follow, noise_of, observe
+from controlplane.snapshot import Snapshot
 from controlplane.types import WorkerId
 
 LINE = TargetSettings(0.5, 0.2)
@@ -305,3 +307,20 @@ def test_the_steps_lead_to_what_is_wanted(wanted, shapes):
 def test_settings_that_make_no_sense_are_refused(make):
     with pytest.raises(BadInput):
         make()
+
+
+def test_what_is_needed_falls_with_the_next_whole_bin_and_what_is_wanted_with_its_window():
+    settings = ScalingSettings(TargetSettings(0.33, 0.3, 1, 6), StabilizationWindow(0.0, 80.0))
+    state, wanted, rng = Scaling(), 1, np.random.default_rng(0)
+    needed_at, wanted_at = {}, {}
+    for look in range(800):
+        now_s = look * 0.5
+        arrivals = float(rng.poisson(4.0 if now_s < 200.0 else 0.5))
+        state, change = scale(settings, state, Snapshot(now_s, (), wanted, arrivals=arrivals))
+        wanted = wanted if change is None else change.workers
+        assert state.needed is None or state.needed <= wanted
+        needed_at[now_s], wanted_at[now_s] = state.needed, wanted
+    assert {wanted_at[s] for s in (100.0, 199.5, 220.0)} == {4}
+    assert needed_at[100.0] == 4
+    assert needed_at[220.0] == 1
+    assert wanted_at[399.5] == 1
