@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import APIRouter
 from prometheus_client.registry import Collector
 
@@ -68,6 +69,16 @@ def server_options(certificate: ServerCertificate | None) -> dict[str, Any]:
     if certificate is not None:
         options["ssl_context_factory"] = lambda config, default: certificate.context
     return options
+
+
+class QuietServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: the gateway's end is the fleet's end."""
+
+    def install_signal_handlers(self) -> None:
+        return
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
 
 
 async def follow(

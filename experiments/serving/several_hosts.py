@@ -42,8 +42,10 @@ LAYERS, BLOCKS, BLOCK_BYTES = 8, 512, 16 << 10  # 64 MiB
 KV_ROUNDS, KV_TURNS = 3, 7
 MESSAGES, MESSAGE = 5000, bytes(2048)  # about a step's outputs for 32 requests
 LENGTHS, MOVES_OF_EACH = (256, 1024, 2048, 4096, 7800), 20
-# Tokens decoded before a move, and after it: a copy between CPU hosts works for a hundredth of its time.
-BEFORE, AFTER, PER_PROMPT_TOKEN = 20, 80, 1 / 16
+# Tokens decoded before a move, and after it. A copy between CPU hosts works for a hundredth of its time
+# unless told otherwise, and these requests would end before it does.
+BEFORE, AFTER, PER_PROMPT_TOKEN = 20, 80, 1 / 32
+MOVE_SHARE = "0.2"
 SLACK_S = 0.010
 STREAMS, STREAM_TOKENS = 40, 600
 HOST_KILLED = "host killed"
@@ -217,7 +219,7 @@ class Cluster:
         if self._server is None:
             model: Path = self._cleanup.enter_context(tiny_model())
             self._hosts = self._cleanup.enter_context(linux_hosts(2))
-            asked = ("--workers", "2", "--max-workers", "4", "--policy", "jsq")
+            asked = ("--workers", "2", "--max-workers", "4", "--policy", "jsq", "--move-share", MOVE_SHARE)
             serving = self._hosts.fleet(model, *asked, engine_flags=LONG_FLAGS)
             self._server = self._cleanup.enter_context(serving)
         return self._server

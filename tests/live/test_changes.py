@@ -34,7 +34,7 @@ class Story:
         )
         members = [SimpleNamespace(worker=w, kind="", state="serving") for w in (A, B, C)]
         pool = SimpleNamespace(
-            members=lambda: iter(members), wanted=3, wanted_kinds={"": 3}, cold_start_s=0.0, drain_s=0.0
+            members=lambda: iter(members), wanted=3, asked_kinds={"": 3}, cold_start_s=0.0, drain_s=0.0
         )
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         self.operations = Operations(facts, self.core, pool, None, (), DemandCount())
@@ -169,7 +169,7 @@ def test_a_running_fleet_is_seen_through_the_mirror_as_it_is(live_extra):
         front = Front((A, B, C), profile(), QueueSettings())
         members = [SimpleNamespace(worker=w, kind="", state="serving") for w in (A, B, C)]
         pool = SimpleNamespace(
-            members=lambda: iter(members), wanted=3, wanted_kinds={"": 3}, cold_start_s=0.0, drain_s=0.0
+            members=lambda: iter(members), wanted=3, asked_kinds={"": 3}, cold_start_s=0.0, drain_s=0.0
         )
         facts = FleetFacts("any", "emulated", "", False, None, 0.99, Policy.SPREAD, True)
         arrived = DemandCount()

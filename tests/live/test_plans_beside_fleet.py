@@ -1,6 +1,7 @@
-"""Plans, history and scorecard of a fleet that really serves, through its own control API."""
+"""Plans, history, scorecard and gap of a fleet that really serves, through its own control API."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -8,14 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import polars as pl
 import pytest
+from made_fleet_log import fleet as made_of
+from made_fleet_log import logged, look
+from made_history import row, written
 from made_plans import plan_json
 from served_api import SMALL
 from served_fleet import serve
 
 from dataplane.history.files import read_history
+from dataplane.history.fleet_log import DAY_S, day_begin_s, day_of, read_fleet_log
 from tokenfleet.cli.main import main
 
 REQUESTS = 120
+YESTERDAY_S = day_begin_s(day_of(time.time() - DAY_S - 900.0)) + 3600.0
+
+
+def write_yesterday(folder):
+    """What another life of the fleet left: ten minutes with two workers too many, fixed by an operator."""
+    written(folder, [row(i, arrival_s=YESTERDAY_S + 2.0 * i) for i in range(300)])
+    shift_s = YESTERDAY_S - look(0.0).at_s
+    logged(folder, [look(shift_s + 30.0 * n, serving=3, fixed=True) for n in range(20)], made_of())
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +36,7 @@ def fleet(model_folder, tmp_path_factory):
     """One emulated worker, served under a plan, that has answered some requests."""
     folder = tmp_path_factory.mktemp("planned")
     (folder / "plan.json").write_text(json.dumps(plan_json(workers=1)))
+    write_yesterday(folder / "data" / "history")
     flags = ("--engine", "emulated", "--plan", str(folder / "plan.json"), "--data", str(folder / "data"))
     served = serve(model_folder, *flags, folder=folder)
     body = {"model": "tiny-llama", "prompt": "a secret word", "max_tokens": 8, "ignore_eos": True}
@@ -40,8 +54,9 @@ def fleet(model_folder, tmp_path_factory):
 
 def test_every_request_is_recorded_with_its_figures_and_never_its_text(fleet):
     served, data = fleet
-    served.until(lambda: len(read_history(data / "history", 0, float("inf"))) == REQUESTS)
-    rows = read_history(data / "history", 0, float("inf"))
+    began_s = YESTERDAY_S + 3600.0
+    served.until(lambda: len(read_history(data / "history", began_s, float("inf"))) == REQUESTS)
+    rows = read_history(data / "history", began_s, float("inf"))
     assert set(rows["outcome"]) == {"finished"}
     assert set(rows["output_tokens"]) == {8}
     assert rows["worker"].null_count() == 0
@@ -50,7 +65,7 @@ def test_every_request_is_recorded_with_its_figures_and_never_its_text(fleet):
     assert (rows["tpot_s"] > 0).all()
     assert "secret" not in rows.select(pl.col(pl.String)).write_csv()
     known = served.ask("GET", "/v1/catalogue")["history"]
-    assert known["requests"] == REQUESTS
+    assert known["requests"] == REQUESTS + 300
 
 
 def test_the_scorecard_compares_the_plan_it_is_served_under(fleet):
@@ -60,6 +75,20 @@ def test_the_scorecard_compares_the_plan_it_is_served_under(fleet):
     assert card["tpot_s"]["mean"]["observed"] > 0
     assert card["bias"]["decode"] > 0
     assert main(["scorecard", card["plan"], "--data", str(data), "--format", "json"]) == 0
+
+
+def test_the_fleet_tells_what_yesterday_cost_over_the_cheapest_and_logs_itself(fleet):
+    served, data = fleet
+    served.until(lambda: served.metric("tokenfleet_gap_ratio") > 0, 120)
+    parts = {p: served.metric("tokenfleet_gap_gpu_hours", part=p) for p in ("paid", "cheapest", "fixed")}
+    assert parts["paid"] == pytest.approx(3 * parts["cheapest"], rel=1e-3)
+    assert parts["fixed"] == pytest.approx(parts["paid"] - parts["cheapest"], rel=1e-3)
+    now_s = time.time()
+    (one,) = served.ask("GET", "/v1/fleet")["workers"]
+    looks, fleets = read_fleet_log(data / "history", now_s - 600.0, now_s)
+    assert looks[-1].workers == {one["kind"]: (0, 1, 0)}
+    assert looks[-1].fixed
+    assert [t.name for t in fleets[-1].types] == [one["kind"]]
 
 
 def test_a_plan_is_made_beside_the_fleet(fleet):

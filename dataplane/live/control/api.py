@@ -24,7 +24,7 @@ from dataplane.http.rules import (
     error_reply,
     keep_house_rules,
 )
-from dataplane.http.server import Extension, server_options
+from dataplane.http.server import Extension, QuietServer, server_options
 from dataplane.http.tls import ServerCertificate
 from dataplane.live.control.operations import Operations
 
@@ -36,6 +36,13 @@ class ScaleOrder(BaseModel):
     workers: int | None = Field(None, ge=0, le=10_000)
     kind: str | None = Field(None, min_length=1, max_length=64)
     auto: bool = False
+
+
+class ShareOrder(BaseModel):
+    """The most workers of one model of several."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    workers: int = Field(ge=0, le=10_000)
 
 
 class RoleOrder(BaseModel):
@@ -150,6 +157,16 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
 
     _worker_routes(app, operations)
 
+    @app.get("/v1/fleet/share")
+    async def share() -> dict[str, Any]:
+        """The share of a fleet of a portfolio, and the workers that are asked for, needed and held."""
+        return operations.share()
+
+    @app.put("/v1/fleet/share")
+    async def allow(order: Annotated[ShareOrder, Body()]) -> dict[str, Any]:
+        """Bound the workers of a fleet of a portfolio, whatever is asked for."""
+        return operations.allow(order.workers)
+
     @app.get("/v1/requests", response_model=dict[str, Any])
     async def requests() -> Any:
         """Running and waiting requests, with worker and progress."""
@@ -242,6 +259,12 @@ def _open_controllers_door(app: FastAPI, operations: Operations) -> None:
         operations.decide_scale(change, decision.advisory)
         return {"workers": decision.workers}
 
+    @app.post("/v1/decisions/need", status_code=202)
+    async def decide_need(order: Annotated[ShareOrder, Body()]) -> dict[str, int]:
+        """Record how many workers are needed of those that are asked for."""
+        operations.needed = order.workers
+        return {"workers": order.workers}
+
     @app.post("/v1/decisions/note", status_code=202)
     async def decide_note(note: Annotated[NoteDecision, Body()]) -> dict[str, str]:
         """Record why the fleet's size is what it is."""
@@ -297,18 +320,6 @@ def _worker_routes(app: FastAPI, operations: Operations) -> None:
 async def _event_lines(operations: Operations, after_id: int) -> AsyncIterator[dict[str, str]]:
     async for event in operations.events.follow(after_id):
         yield {"id": str(event.id), "event": event.kind, "data": json.dumps(event.as_json())}
-
-
-class QuietServer(uvicorn.Server):
-    """Uvicorn without signal handlers of its own: the gateway's end is the fleet's end."""
-
-    def install_signal_handlers(self) -> None:
-        return
-
-    def capture_signals(self) -> Any:
-        from contextlib import nullcontext
-
-        return nullcontext()
 
 
 def control_server(app: FastAPI, certificate: ServerCertificate | None = None) -> QuietServer:

@@ -4,7 +4,8 @@ It looks at the fleet through the control API and acts through it, and may die w
 placing requests with what they know, and nothing is moved or scaled. Started again, it begins with an empty
 state, but for the counts that forecasts are made from, where the fleet keeps data. They are written when a
 bin closes, whole beside their place and then renamed into it, so that a controller killed at any time leaves
-those of some moments ago. Counts by bin, no requests.
+those of some moments ago. Counts by bin, no requests. What workers there were, and what was wanted of them,
+goes to the fleet's log.
 
 Run by the fleet as `python -m dataplane.live.control.controller`, its settings as JSON on stdin. It ends
 when its parent does.
@@ -30,7 +31,8 @@ from controlplane.control import Settings, State, tick
 from controlplane.errors import BadInput
 from controlplane.port import Outcome, run_round
 from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
-from controlplane.snapshot import Migrate, Note, Reassign, Scale, Snapshot
+from controlplane.snapshot import DRAINING, SERVING, STARTING, Migrate, Note, Reassign, Scale, Snapshot
+from dataplane.history.fleet_log import Fleet, FleetLog, Look, Ruled
 from dataplane.http.tls import own_host_context
 from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.control.changes import Changes, Mirror
@@ -50,8 +52,10 @@ class LivePlane:
         self._builder = SnapshotBuilder(settings.profiles)
         self._mirror = Mirror()
         self._wanted = 0
+        self._needed: int | None = None
         self._advised: tuple[object, ...] | None = None
         self._silence = ""  # why the API did not answer since the last look
+        self._seen: Snapshot | None = None  # at the last look
         self._trust = own_host_context()
 
     @property
@@ -68,7 +72,7 @@ class LivePlane:
             told = self._changes()
             self._mirror.take(told)
         self._wanted, self._silence = told.wanted_workers, ""
-        snapshot = self._builder.snapshot(self._mirror, now_s)
+        self._seen = snapshot = self._builder.snapshot(self._mirror, now_s)
         return snapshot if self._settings.moves else replace(snapshot, errors={})  # they only make moves
 
     def migrate(self, move: Migrate) -> str | None:
@@ -89,6 +93,39 @@ class LivePlane:
 
     def note(self, note: Note) -> str | None:
         return self._post("note", {"kind": note.kind, "facts": note.facts, "reason": note.reason})
+
+    def log(self, log: FleetLog, scaling: Scaling, at_s: float) -> None:
+        """Tell the fleet's log of the last look, and of the rule that the scaler went by."""
+        told, seen = self._settings, self._seen
+        if seen is None:
+            return
+        counts = dict.fromkeys({w.kind for w in seen.workers}, (0, 0, 0))
+        for w in seen.workers:
+            starting, serving, draining = counts[w.kind]
+            counts[w.kind] = (
+                starting + (w.state == STARTING),
+                serving + (w.state == SERVING),
+                draining + (w.state == DRAINING),
+            )
+        limits, rule = self.settings.scaling, scaling.rule
+        ruled = None
+        if rule is not None and limits is not None:
+            line = rule.line.workers_per_rps, rule.line.intercept
+            ruled = Ruled(rule.workers, *line, rule.given_slope, limits.limits.low, limits.limits.high)
+        fixed = told.autoscale is None or told.advisory or seen.fixed is not None
+        types = tuple(self._builder.profiles.known(t) for t in told.worker_types)
+        log.write(
+            Look(at_s, counts, seen.cold_start_s, fixed, None if fixed else ruled),
+            Fleet(at_s, types, told.policy, told.attainment, told.classes),
+        )
+
+    def need(self, workers: int | None) -> None:
+        """Tell what is needed of what is asked for, where that has changed and the fleet is one of many."""
+        if self._settings.tells_need and workers is not None and workers != self._needed:
+            if (refused := self._post("need", {"workers": workers})) is None:
+                self._needed = workers
+            else:
+                print(f"controller: {refused}", file=sys.stderr)
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
         """Log the refused actions; the next round decides again."""
@@ -175,16 +212,21 @@ class DemandFile:
 def run(settings: ControllerSettings) -> None:
     """A round each heartbeat until the parent is gone."""
     plane = LivePlane(settings)
-    file = DemandFile(None if settings.demand is None else Path(settings.demand))
+    folder = None if settings.data is None else Path(settings.data)
+    file = DemandFile(None if folder is None else folder / "demand.json")
+    log = FleetLog(None if folder is None else folder / "history")
     state = State(scaling=file.read(plane.settings.scaling, time.monotonic()))
     while os.getppid() == settings.parent:
         began_s = time.monotonic()
         try:
             state = run_round(plane, lambda *seen: tick(plane.settings, *seen), state)
+            plane.need(state.needed)
             file.write(state.demand, began_s)
+            plane.log(log, state.scaling, time.time())
         except OSError as error:
             print(f"controller: the control API does not answer: {error}", file=sys.stderr)
         time.sleep(max(0.0, HEARTBEAT_S - (time.monotonic() - began_s)))
+    log.close()
 
 
 def main() -> None:

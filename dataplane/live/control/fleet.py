@@ -84,6 +84,8 @@ class FleetSettings:
     may take of a worker, `move_share`: of a core's time. `headroom`: the share of KV kept free beside a
     high-priority request. None of both is CPU_MOVES where copying takes the
     cores that compute, no bound elsewhere. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
+    `share`: the most workers of one model of several, at first. `emulated_start_s`: how long emulated engines
+    take to start.
     """
 
     gateway: GatewaySettings
@@ -115,6 +117,8 @@ class FleetSettings:
     control_keys_file: Path | None = None
     gateways: int = 1
     classes: tuple[SloClass, ...] = ()
+    share: int | None = None
+    emulated_start_s: float = 0.0
 
     @property
     def targets_by_class(self) -> dict[str, Slo]:
@@ -196,6 +200,7 @@ async def run_fleet(
             measure=learning.measure,
             record=estate.record,
         )
+        cluster.share = settings.share
         core.is_starting = lambda: cluster.starting > 0
         cleanup.push_async_callback(cluster.close)
         telling = asyncio.create_task(tell_start(cluster, tell))
@@ -276,10 +281,13 @@ async def run_fleet(
             os.getpid(),
             tuple(replace(t, known_profile=profiles.get(t.name)) for t in settings.types),
             settings.autoscale,
-            None if settings.data is None else str(settings.data.absolute() / "demand.json"),
+            None if settings.data is None else str(settings.data.absolute()),
             settings.moves,
             settings.policy,
             settings.headroom,
+            settings.attainment,
+            settings.classes,
+            tells_need=settings.share is not None,
         )
         cleanup.push_async_callback(controller.close)  # before the control API that it asks
         controller.tell(controller_settings)
@@ -444,7 +452,7 @@ async def _host(
             raise BadInput("--profile: emulated engines take their step times from one")
         model = gateway.config.model_config
         noise = Noise(last=min(256, model.get_vocab_size()))
-        return EmulatedHost(profiles, model.max_model_len, noise)
+        return EmulatedHost(profiles, model.max_model_len, noise, settings.emulated_start_s)
     from dataplane.live.pool.ray_host import RayHost
 
     wait_s = settings.nodes_wait_s

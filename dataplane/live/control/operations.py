@@ -85,6 +85,7 @@ class Operations:
         self.rollout: Rollout | None = None
         self._number = 1  # of the last revision that was tried
         self._rolling: asyncio.Task[None] | None = None
+        self.needed: int | None = None  # of what the controller asks for
         self._moves: set[asyncio.Task[Move]] = set()
 
     @property
@@ -131,6 +132,7 @@ class Operations:
             "gateway": self.facts.gateway,
             "wanted_workers": self.cluster.wanted,
             "wanted_kinds": self.cluster.wanted_kinds,
+            "share": self.share(),  # of the limits of a portfolio
             "max_workers": self.cluster.max_workers,
             "auto": self.auto,
             # The bounds within which the controller may decide; null where it was not asked to.
@@ -183,6 +185,14 @@ class Operations:
                 ways.update(at.telemetry.kv_fetched)
         return dict(ways)
 
+    def share(self) -> dict[str, Any]:
+        """What a portfolio's broker goes by: the share, and the workers asked for, needed and held."""
+        pool = self.cluster
+        asked = sum(pool.asked_kinds.values())
+        needed = asked if self.needed is None or not self.auto else min(asked, self.needed)
+        told = {"workers": pool.share, "asked": asked, "needed": needed, "held": pool.held}
+        return told | {"cold_start_s": round(pool.cold_start_s, 3), "drain_s": round(pool.drain_s, 3)}
+
     def timeline(self, minutes: float) -> dict[str, Any]:
         """Throughput, latencies, attainment and errors of the last minutes, in buckets."""
         points = self.metrics.timeline.points(minutes, time.time())
@@ -206,8 +216,8 @@ class Operations:
             [WorkerRow.of(member, attached.get(member.worker)) for member in pool.members()],
             [MoveRow(m.request, m.source, m.target) for m in self.core.migrations.open.values()],
             self.arrived.as_json(),
-            pool.wanted,
-            pool.wanted_kinds,
+            sum(pool.asked_kinds.values()),
+            pool.asked_kinds,
             self.auto,
             round(pool.cold_start_s, 3),
             round(pool.drain_s, 3),
@@ -270,6 +280,13 @@ class Operations:
         named = types.only() if kind is None else types.checked_name(kind)
         self.cluster.scale({named: workers}, reason)
         self._decide_automatically(False)
+
+    def allow(self, workers: int) -> dict[str, Any]:
+        """Bound the workers by a share of what several models have, from now on; what is so then."""
+        if self.cluster.share is None:
+            raise BadInput("share: this fleet is not one of a portfolio")
+        self.cluster.allow(workers)
+        return self.share()
 
     def scale_automatically(self) -> None:
         """Let the controller decide the number of workers again."""

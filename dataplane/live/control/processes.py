@@ -6,6 +6,9 @@ loaded, so that the next begins within seconds. A core that has served and then 
 and is killed, gets a successor, once its parent has seen its end. One that ends in its own time ends the
 fleet. Told to end, the supervisor tells the core, and kills it if it hangs on its way, as where Ray does not
 answer; what is left below it then is killed.
+
+Fleets of several models have a supervisor each, forked by the household from one process that has loaded all
+modules, and one more process before them, their front.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -48,10 +51,85 @@ SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 ROOT = str(Path(__file__).resolve().parents[3])  # our packages, also in a checkout that is not installed
 
 
-class Supervisor:
-    """Runs a fleet to its end with `run`, once, in a process that has started no pool of threads yet.
+class Parent:
+    """A process that forks others and waits for them; none outlives it.
 
-    A core is forked from it, and threads do not come along: a pool that was used before would wait for ever.
+    It has started no pool of threads yet: those do not come along, and one that was used before would wait
+    for ever.
+    """
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def _pass_on(self) -> list[int]:
+        """The processes that are told to end when this one is."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Return an exit code, once nothing below is left."""
+        ask_kernel(PR_SET_CHILD_SUBREAPER, 1)  # those whose parent has died are ours to wait for
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNS)
+        gc.freeze()  # what is loaded stays shared with what is forked
+        folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))  # a socket's path must be short
+        try:
+            return self._run(folder)
+        finally:
+            self._end_all()
+            shutil.rmtree(folder, ignore_errors=True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
+
+    def _run(self, folder: Path) -> int:
+        raise NotImplementedError
+
+    def _fork(self, run: Callable[[], int]) -> int:
+        """A process that runs this and ends; by its id."""
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 70
+        try:
+            ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
+            os.setpgrp()  # Ctrl-C is for the first process, which tells the others
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
+            code = run()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def _wait(self, seconds: float) -> dict[int, int]:
+        """Wait so long for signals, and take them; the exit codes of the processes that have ended."""
+        told = signal.sigtimedwait(SIGNS, max(0.0, seconds))
+        if told is not None and told.si_signo != signal.SIGCHLD:
+            self._is_told = True
+            for pid in self._pass_on():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        codes = {}
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        return codes
+
+    def _is_told_within(self, seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        while not self._is_told and time.monotonic() < until_s:
+            self._wait(until_s - time.monotonic())
+        return self._is_told
+
+    def _end_all(self) -> None:
+        """Let what is below end, then kill it."""
+        for sign, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+            for pid in descendants():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, sign)
+            until_s = time.monotonic() + seconds
+            while descendants() and time.monotonic() < until_s:
+                self._wait(0.05)
+
+
+class Supervisor(Parent):
+    """Runs a fleet to its end with `run`, once.
 
     `run_core(estate)` is a whole core and returns its exit code; `own_ray(file)` runs the fleet's own Ray,
     and `sweep(file)` ends the workers that a core has left on another one.
@@ -65,31 +143,25 @@ class Supervisor:
         own_ray: Callable[[Path], None] | None,
         sweep: Callable[[Path], None] | None,
     ) -> None:
+        super().__init__()
         self._doors, self._run_core, self._own_ray = (listening, control), run_core, own_ray
         self._sweep = sweep
         self._pulse = Pulse()
         self._loads = os.memfd_create("tokenfleet-gateways")
         self._core = 0
-        self._is_told = False
 
-    def run(self) -> int:
-        """Return the last core's exit code, once nothing of the fleet is left."""
-        ask_kernel(PR_SET_CHILD_SUBREAPER, 1)  # gateways whose core has died are ours to wait for
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNS)
-        gc.freeze()  # what is loaded stays shared with the cores
-        folder = Path(tempfile.mkdtemp(prefix="tokenfleet-", dir="/tmp"))  # a socket's path must be short
-        try:
-            if self._own_ray is not None:
-                self._fork(partial(_done, self._own_ray, folder / OWN_RAY))
-            code = self._run_cores(folder)
-            if code and self._sweep is not None:
-                self._fork(partial(_done, self._sweep, folder / OWN_RAY))
-                self._wait(END_S)
-            return code
-        finally:
-            self._end_all()
-            shutil.rmtree(folder, ignore_errors=True)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
+    def _pass_on(self) -> list[int]:
+        return [self._core] if self._core else []
+
+    def _run(self, folder: Path) -> int:
+        """The last core's exit code."""
+        if self._own_ray is not None:
+            self._fork(partial(_done, self._own_ray, folder / OWN_RAY))
+        code = self._run_cores(folder)
+        if code and self._sweep is not None:
+            self._fork(partial(_done, self._sweep, folder / OWN_RAY))
+            self._wait(END_S)
+        return code
 
     def _run_cores(self, folder: Path) -> int:
         number, pause_s = 0, 0.0
@@ -103,70 +175,76 @@ class Supervisor:
             self._core = 0
             if code == 0 or self._is_told or not self._pulse.has_served:
                 return code if code >= 0 else 128 - code
-            is_young = time.monotonic() - began_s < YOUNG_S
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s + 1.0) if is_young else 0.0
+            pause_s = _pause_s(pause_s, began_s)
             log.warning("core %d ended with %d; another takes its place in %g s", number, code, pause_s)
             self._pulse.still()
             if self._is_told_within(pause_s):
                 return 0
 
-    def _is_told_within(self, seconds: float) -> bool:
-        until_s = time.monotonic() + seconds
-        while not self._is_told and time.monotonic() < until_s:
-            self._wait(until_s - time.monotonic())
-        return self._is_told
-
-    def _fork(self, run: Callable[[], int]) -> int:
-        """A process that runs this and ends; by its id."""
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 70
-        try:
-            ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
-            os.setpgrp()  # Ctrl-C is for the supervisor, which tells the core
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNS)
-            code = run()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-
     def _end_of_core(self) -> int:
         """Wait for it, pass on what we are told, and kill it once it hangs; its exit code."""
         while True:
-            code = self._wait(1.0)
-            if code is not None:
-                return code
+            codes = self._wait(1.0)
+            if self._core in codes:
+                return codes[self._core]
             if self._pulse.silent_s > (LAST_S if self._is_told else SILENT_S):
                 log.warning("the core has not run for %.0f s: it is killed", self._pulse.silent_s)
                 with suppress(ProcessLookupError):
                     os.kill(self._core, signal.SIGKILL)
 
-    def _wait(self, seconds: float) -> int | None:
-        """Wait so long for signals, and take them; the core's exit code where it has ended."""
-        told = signal.sigtimedwait(SIGNS, max(0.0, seconds))
-        if told is not None and told.si_signo != signal.SIGCHLD:
-            self._is_told = True
-            if self._core:
-                with suppress(ProcessLookupError):
-                    os.kill(self._core, signal.SIGTERM)
-        code = None
-        with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self._core:
-                    code = os.waitstatus_to_exitcode(ended[1])
-        return code
 
-    def _end_all(self) -> None:
-        """Let what is below end, then kill it."""
-        for sign, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
-            for pid in descendants():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, sign)
-            until_s = time.monotonic() + seconds
-            while descendants() and time.monotonic() < until_s:
-                self._wait(0.05)
+class Household(Parent):
+    """Runs the fleets of several models, by name, and the front before them, until it is told to end.
+
+    Each is a process that is given the household's folder and returns its exit code. `own_ray(file)` runs the
+    Ray that they share. A process that ends before the front has shown by `pulse` that all serve ends them
+    all; later another takes its place.
+    """
+
+    def __init__(
+        self,
+        fleets: Mapping[str, Callable[[Path], int]],
+        front: Callable[[Path], int],
+        pulse: Pulse,
+        own_ray: Callable[[Path], None] | None,
+    ) -> None:
+        super().__init__()
+        self._fleets, self._pulse, self._own_ray = fleets, pulse, own_ray
+        self._all = {**fleets, "the front": front}
+        self._running: dict[int, tuple[str, float]] = {}  # names, and since when, by process
+        self._pauses_s: dict[str, float] = {}
+
+    def _pass_on(self) -> list[int]:
+        return [pid for pid, (name, _) in self._running.items() if name in self._fleets]
+
+    def _run(self, folder: Path) -> int:
+        """The exit code of the process that has ended them all; 0 where this one was told to."""
+        if self._own_ray is not None:
+            self._fork(partial(_done, self._own_ray, folder / OWN_RAY))
+        due = dict.fromkeys(self._all, 0.0)  # when each is to be started
+        while not self._is_told:
+            for name in [name for name, at_s in due.items() if at_s <= time.monotonic()]:
+                del due[name]
+                self._running[self._fork(partial(self._all[name], folder))] = name, time.monotonic()
+            for pid, code in self._wait(1.0).items():
+                if pid not in self._running:
+                    continue
+                name, began_s = self._running.pop(pid)
+                if not self._pulse.has_served:
+                    return (code if code >= 0 else 128 - code) or 1
+                pause_s = self._pauses_s[name] = _pause_s(self._pauses_s.get(name, 0.0), began_s)
+                log.warning("%s ended with %d; it is started again in %g s", name, code, pause_s)
+                due[name] = time.monotonic() + pause_s
+        while self._pass_on():  # the front passes on what streams still say
+            for pid in self._wait(1.0):
+                self._running.pop(pid, None)
+        return 0
+
+
+def _pause_s(last_s: float, began_s: float) -> float:
+    """How long to wait before another takes the place of a process that began then (monotonic)."""
+    is_young = time.monotonic() - began_s < YOUNG_S
+    return min(LONGEST_PAUSE_S, 2 * last_s + 1.0) if is_young else 0.0
 
 
 def _done(work: Callable[[Path], None], file: Path) -> int:

@@ -18,7 +18,7 @@ from controlplane.scaler.load import LoadSettings
 from controlplane.scaler.mix import MixSettings
 from controlplane.scaler.state import ScalingSettings
 from controlplane.scaler.target import StabilizationWindow, TargetSettings
-from controlplane.types import ClassArrivals, Slo
+from controlplane.types import ClassArrivals, Slo, SloClass
 from controlplane.worker_type import WorkerType
 from dataplane.live.control.snapshot_builder import TypeProfiles
 
@@ -35,7 +35,7 @@ class Autoscale:
     as a plan learned them; None takes them from what a worker can do. `hold_s`: how long fewer must be
     enough before workers are drained. `learned_at`: the mean prompt and output tokens that `line` holds for;
     it follows those that arrive. `max_gpus`, `budget_usd_per_h`: limits of all workers together.
-    `attainment`: the share of requests that is to be in time.
+    `attainment`: the share of requests that is to be in time, of those without a class of their own.
     """
 
     low: int
@@ -53,7 +53,9 @@ class Autoscale:
                 f"autoscale: need 0 <= MIN <= MAX and MAX of at least 1, got {self.low}..{self.high}"
             )
 
-    def settings(self, worker_types: tuple[WorkerType, ...]) -> ScalingSettings:
+    def settings(
+        self, worker_types: tuple[WorkerType, ...], classes: tuple[SloClass, ...] = ()
+    ) -> ScalingSettings:
         """How a fleet of these types follows demand; each with its profile, where there is one by now."""
         slope, intercept = self.line or (None, None)
         return ScalingSettings(
@@ -66,6 +68,7 @@ class Autoscale:
             worker_types=worker_types,
             mix=MixSettings(max_gpus=self.max_gpus, budget_usd_per_h=self.budget_usd_per_h),
             attainment=self.attainment,
+            classes=classes,
         )
 
 
@@ -73,9 +76,11 @@ class Autoscale:
 class ControllerSettings:
     """The control API's address, and the settings of `tick`.
 
-    `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `demand`: the
-    file that counts are kept in; None keeps none. `moves`: whether requests move between serving workers.
-    `policy`: of placement, where all profiles are known; `headroom`: for high-priority requests.
+    `parent`: the process to end with. `worker_types`: the fleet's, with the profiles given. `data`: the
+    folder that demand and the fleet's log are kept in; None keeps none. `moves`: whether requests move
+    between serving workers. `policy`: of placement, where all profiles are known; `headroom`: for
+    high-priority requests. `attainment`: of requests of none of the `classes`. `tells_need`:
+    whether the fleet is told what it needs, of what it asks for.
     """
 
     control: str
@@ -84,10 +89,13 @@ class ControllerSettings:
     parent: int
     worker_types: tuple[WorkerType, ...]
     autoscale: Autoscale | None = None
-    demand: str | None = None
+    data: str | None = None
     moves: bool = True
     policy: Policy = Policy.SPREAD
     headroom: float = 0.0
+    attainment: float = 0.99
+    classes: tuple[SloClass, ...] = ()
+    tells_need: bool = False
 
     @property
     def profiles(self) -> dict[str, Profile]:
@@ -107,7 +115,7 @@ class ControllerSettings:
         # Load alone cannot tell an idle fleet from one that is not asked: it keeps one worker.
         load = LoadSettings(max(self.autoscale.low, 1), self.autoscale.high)
         types = tuple(replace(t, known_profile=profiles.of(t.name)) for t in self.worker_types)
-        return replace(plain, load=load, scaling=self.autoscale.settings(types))
+        return replace(plain, load=load, scaling=self.autoscale.settings(types, self.classes))
 
 
 # Told to the controller's process as JSON, and checked as it is read.

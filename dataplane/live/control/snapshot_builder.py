@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import profile_seen
 from controlplane.snapshot import Cached, HeldRequest, RunningRequest, Snapshot, Transport, WorkerLoad
 from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
+from controlplane.worker_type import WorkerType
 from dataplane.live.control.changes import Changes, Mirror, RefitRow, RequestRow, WorkerRow
 from dataplane.live.gateway.demand_count import OUTCOMES, since
 
@@ -178,6 +179,13 @@ class TypeProfiles:
         """The type's step times as they are now: by the gateway's refit, else by its profile."""
         profile = self.of(kind)
         return self._refitted.get(kind, None if profile is None else profile.step)
+
+    def known(self, worker_type: WorkerType) -> WorkerType:
+        """The type with what is known of it by now."""
+        profile, step = self.of(worker_type.name), self.step(worker_type.name)
+        if profile is None or step is None:
+            return worker_type
+        return replace(worker_type, known_profile=replace(profile, step=step))
 
     def refit(self, rows: Sequence[RefitRow]) -> None:
         """Take in what the gateway's refits have come to."""

@@ -89,6 +89,7 @@ class CoreServer:
         self.answers = Answers()
         self._kv_blocks = kv_blocks
         self.on_gone: list[Callable[[str], None]] = []
+        self._retiring: dict[str, float] = {}
         self._awaited: set[str] = set()
         self._all_back = asyncio.Event()
         self.knows: Callable[[str], bool] = lambda name: True
@@ -114,7 +115,8 @@ class CoreServer:
         return self._gateways.get(name)
 
     def retire(self, name: str, finish_s: float) -> None:
-        """Let a gateway end once what is open there has ended, within `finish_s`."""
+        """Let a gateway end once what is open there has ended, within `finish_s`; if absent, as it comes."""
+        self._retiring[name] = finish_s
         gateway = self._gateways.get(name)
         if gateway is not None:
             gateway.say(Kind.RETIRE, pack(finish_s))
@@ -157,6 +159,8 @@ class CoreServer:
             if refused:
                 return
             gateway = self._gateways[name] = Connected(name, writer)
+            if name in self._retiring:
+                self.retire(name, self._retiring[name])
             await self._listen(gateway, reader)
         except EOFError:
             pass
@@ -200,6 +204,7 @@ class CoreServer:
         """A gateway is gone: end what it had open, and let others answer what it was about to."""
         if self._gateways.get(gateway.name) is gateway:
             del self._gateways[gateway.name]
+            self._retiring.pop(gateway.name, None)
         for task in gateway.asking:
             task.cancel()
         await self._abort(gateway, list(gateway.requests), True)

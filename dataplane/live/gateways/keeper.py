@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,13 +48,17 @@ State = Literal["starting", "serving", "leaving"]
 
 @dataclass(eq=False)
 class Kept:
-    """A gateway's process; `index` is its place in the table of loads."""
+    """A gateway's process; `index` is its place in the table of loads.
+
+    `finish_s`: where it is to be replaced, how long it may serve what is open by then.
+    """
 
     name: str
     index: int
     process: asyncio.subprocess.Process | Inherited
     began_s: float
     state: State = "starting"
+    finish_s: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -78,7 +82,7 @@ class Gateways:
         self._told = replace(told, core=estate.folder / "core", loads=estate.loads)
         before = estate.record.found.get("gateways", {})
         self._next = before.get("next", 0)
-        self._before: list[tuple[str, int, int, State]] = before.get("kept", [])
+        self._before: list[tuple[str, int, int, State, float | None]] = before.get("kept", [])
         self._kept: list[Kept] = []
         self._pause_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,6 +131,7 @@ class Gateways:
             await self._launch()
         for kept in self:
             if kept.state == "leaving":
+                self._retire(kept)  # the core before may have died before it said so
                 self._spawn(self._keep(kept))
                 continue
             if not await self._accepts(kept):
@@ -134,6 +139,8 @@ class Gateways:
             kept.state = "serving"
             self._spawn(self._keep(kept))
         self._note()
+        if any(kept.finish_s is not None and kept.state == "serving" for kept in self):
+            self._renewing = self._spawn(self._renew())
 
     async def serve(self, core: FleetCore, shutdown_s: float) -> None:
         """Answer until SIGTERM or SIGINT, then let streams finish for a while, end the rest, and return."""
@@ -146,12 +153,16 @@ class Gateways:
     def renew(self, finish_s: float) -> None:
         """Begin to replace every gateway by a new process, one after another.
 
-        An old one serves what is open there, for at most `finish_s`. Raises BadInput while they are renewed.
+        An old one serves what is open there, for at most `finish_s`. A core's successor goes on with it.
+        Raises BadInput while they are renewed.
         """
         if self._renewing is not None and not self._renewing.done():
             raise BadInput("gateways: are being restarted already")
-        old = [kept for kept in self if kept.state == "serving"]
-        self._renewing = self._spawn(self._renew(old, finish_s))
+        for kept in self:
+            if kept.state == "serving":
+                kept.finish_s = finish_s
+        self._note()
+        self._renewing = self._spawn(self._renew())
 
     async def close(self) -> None:
         """End every gateway; what is still open there is cut."""
@@ -172,9 +183,9 @@ class Gateways:
 
     def _inherit(self) -> None:
         """Keep the gateways of the core before, but for those that are gone or were not ready yet."""
-        for name, index, pid, state in self._before:
+        for name, index, pid, state, finish_s in self._before:
             with suppress(OSError):
-                kept = Kept(name, index, Inherited(pid), time.monotonic(), state)
+                kept = Kept(name, index, Inherited(pid), time.monotonic(), state, finish_s)
                 if PROGRAM in Path(f"/proc/{pid}/cmdline").read_text():  # else the number is another's by now
                     self._kept.append(kept)
                     if state == "starting":
@@ -185,7 +196,7 @@ class Gateways:
             self._server.await_gateways([kept.name for kept in self._kept])
 
     def _note(self) -> None:
-        kept = [(one.name, one.index, one.process.pid, one.state) for one in self._kept]
+        kept = [(one.name, one.index, one.process.pid, one.state, one.finish_s) for one in self._kept]
         self._estate.record.note(gateways={"next": self._next, "kept": kept})
 
     async def _launch(self) -> Kept:
@@ -246,21 +257,34 @@ class Gateways:
             self._record("gateway-lost", f"{new.name} did not start", new)
         self._begin_serving(new, f"in place of {kept.name}")
 
-    async def _renew(self, old: Sequence[Kept], finish_s: float) -> None:
-        for kept in old:
-            if kept not in self._kept:
-                continue  # it died meanwhile, and has been replaced
+    async def _renew(self) -> None:
+        replaced = 0
+        while (old := self._next_to_replace()) is not None:
             new = await self._launch()
             if not await self._accepts(new):
                 await self._kill(new)
-                why = f"{new.name} did not start: {kept.name} and those after it stay"
+                why = f"{new.name} did not start: {old.name} and those after it stay"
+                for kept in self:
+                    if kept.state == "serving":
+                        kept.finish_s = None
+                self._note()
                 self._record("gateways", why, new, is_done=False)
                 return
-            self._begin_serving(new, f"in place of {kept.name}")
-            kept.state = "leaving"
-            self._note()
-            self._server.retire(kept.name, finish_s)
-        self._record("gateways", f"{len(old)} restarted; streams finish where they are", is_done=True)
+            if old not in self._kept:  # it died meanwhile, and is being replaced
+                await self._kill(new)
+                continue
+            old.state = "leaving"
+            self._begin_serving(new, f"in place of {old.name}")
+            self._retire(old)
+            replaced += 1
+        self._record("gateways", f"{replaced} restarted; streams finish where they are", is_done=True)
+
+    def _next_to_replace(self) -> Kept | None:
+        return next((k for k in self if k.finish_s is not None and k.state == "serving"), None)
+
+    def _retire(self, kept: Kept) -> None:
+        assert kept.finish_s is not None
+        self._server.retire(kept.name, kept.finish_s)
 
     def _begin_serving(self, kept: Kept, why: str) -> None:
         kept.state = "serving"

@@ -108,7 +108,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         self._encoder = MsgpackEncoder()
         self._finish_s = 0.0
         self._closing = welcome.closing
-        self._is_gone = self._has_left = self._is_lost = False
+        self._is_gone = self._has_left = self._is_lost = self._is_retiring = False
         self._listener = self._loop.create_task(self._listen())
 
     @classmethod
@@ -259,8 +259,8 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
                     asked.set_result(value)
         elif kind == Kind.CLOSING:
             self._close_doors(str(said))
-        elif kind == Kind.RETIRE:
-            self._finish_s = float(said)
+        elif kind == Kind.RETIRE and not self._is_retiring:  # a core's successor says it again
+            self._is_retiring, self._finish_s = True, float(said)
             for tell in self.on_retire:
                 tell(self._finish_s)
 

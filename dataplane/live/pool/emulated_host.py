@@ -15,9 +15,12 @@ from dataplane.live.pool.member import Adopted, Revision
 
 
 class EmulatedHost:
-    """Launches emulated engines, each kind by its profile, joined by one fabric."""
+    """Launches emulated engines, each kind by its profile, joined by one fabric; each takes `start_s`."""
 
-    def __init__(self, profiles: Mapping[str, Profile], max_model_len: int, noise: Noise) -> None:
+    def __init__(
+        self, profiles: Mapping[str, Profile], max_model_len: int, noise: Noise, start_s: float = 0.0
+    ) -> None:
+        self._start_s = start_s
         self._profiles, self._max_model_len, self._noise = profiles, max_model_len, noise
         self._fabric = Fabric()
         self._engines: dict[WorkerId, EmulatedEngine] = {}
@@ -25,6 +28,7 @@ class EmulatedHost:
     async def launch(
         self, worker: WorkerId, kind: str, revision: Revision, say: Callable[[str], None]
     ) -> EngineLink:
+        await asyncio.sleep(self._start_s)
         engine = EmulatedEngine(
             worker,
             self._profiles[kind],

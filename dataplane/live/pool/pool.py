@@ -8,6 +8,9 @@ start that takes too long is given up.
 What must be known of workers to take them over is written down at every change. The pool of a core's
 successor adopts those that serve, and walks what had begun to its end: a worker that was starting is ended
 and another launched, one that was draining or being evacuated goes on to do so.
+
+The pool of one model of several has a *share*: its GPUs are at no moment those of more workers, with those
+that start, leave, or are lost and not yet ended, whatever is asked for.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class WorkerPool:
 
     `measure`: what is done with a worker that has warmed up, before it serves (learning.py). `record`: where
     it writes down what its successor must know. `rollout_left`: the rollout that was under way as the core
-    before was lost, as `note` was told of it, until it goes on.
+    before was lost, as `note` was told of it, until it goes on. `share`: the most workers there may be at any
+    moment, set before the start; None for as many as are asked for.
     """
 
     def __init__(
@@ -75,13 +79,15 @@ class WorkerPool:
         left = {} if record is None else record.found.get("rollout") or {}
         self.rollout_left: Mapping[str, Any] | None = left if left.get("is_open") else None
         self._measure = measure
-        self.wanted_kinds = dict.fromkeys(types.names, 0)
+        self.share: int | None = None
+        self.asked_kinds = self.wanted_kinds = dict.fromkeys(types.names, 0)
         self.revision = revision  # of those launched from now on
         self.surge: Counter[str] = Counter()  # more than the wanted, by kind, while one replaces another
         self.on_gone: list[Callable[[Member, str], None]] = []
         self.cold_start_s = 0.0  # what the last launch took, and
         self.drain_s = 0.0  # the last drain
         self._members: dict[WorkerId, Member] = {}
+        self._ending: Counter[str] = Counter()  # no members any more, but not ended yet; by kind
         self._next = 0  # worker's number
         self._pause_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,6 +108,16 @@ class WorkerPool:
         return sum(self.wanted_kinds.values())
 
     @property
+    def held(self) -> int:
+        """The workers whose GPUs are taken: those that start, serve or leave, and those not yet ended."""
+        return len(self._members) + self._ending.total()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its share leaves room for one worker more."""
+        return self.share is None or self.held < self.share
+
+    @property
     def serving(self) -> int:
         return sum(member.state == "serving" for member in self._members.values())
 
@@ -117,12 +133,13 @@ class WorkerPool:
         if self._record_file is not None and (before := self._record_file.found.get("pool")) is not None:
             await self._adopt(before)
             return
-        self.wanted_kinds = self._checked(self.types.workers)
+        self.asked_kinds = self._checked(self.types.workers)
+        self.wanted_kinds = self._shared(self.asked_kinds)
         # The widest first, while there are nodes with so many free GPUs.
         launches = [
             self._begin_launch(self.enroll(widest.name, "the fleet starts"), report=False)
             for widest in sorted(self.types, key=lambda worker_type: -worker_type.gpus)
-            for _ in range(self.types.workers[widest.name])
+            for _ in range(self.wanted_kinds[widest.name])
         ]
         try:
             await asyncio.gather(*launches)
@@ -139,6 +156,7 @@ class WorkerPool:
         """
         self._is_adopting = True
         self._next, self.wanted_kinds = before["next"], dict(before["wanted"])
+        self.asked_kinds, self.share = dict(before["asked"]), before["share"]
         self.cold_start_s, self.drain_s = before["cold_start_s"], before["drain_s"]
         members = before["members"].items()
         found = await self.host.adopt([WorkerId(name) for name, its in members if its[1] != "starting"])
@@ -182,6 +200,15 @@ class WorkerPool:
         wanted = self._checked(self.wanted_kinds | dict(kinds))
         self._want(wanted, reason, facts)
         for kind in wanted:
+            self.settle(kind, reason)
+
+    def allow(self, share: int) -> None:
+        """Have at most so many workers from now on, whatever is asked for: those beyond them are drained."""
+        self.share, asked = share, self.asked_kinds
+        reason = f"its share of the portfolio is {share} workers, {sum(asked.values())} are asked for"
+        self._want(asked, reason)
+        self.note()
+        for kind in asked:
             self.settle(kind, reason)
 
     def drain(self, worker: WorkerId, reason: str) -> None:
@@ -290,16 +317,22 @@ class WorkerPool:
         self._members.clear()
         await self.host.close()
 
-    def _want(self, wanted: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
-        """Set the wanted numbers, and leave an event where they change."""
+    def _want(self, asked: Mapping[str, int], reason: str, facts: Facts | None = None) -> None:
+        """Set the numbers asked for, and as far as the share allows wanted, and leave an event where the
+        latter change."""
         before, was = self.wanted, self.wanted_kinds
-        self.wanted_kinds = dict(wanted)
+        self.asked_kinds, self.wanted_kinds = dict(asked), self._shared(asked)
+        wanted = self.wanted_kinds
         if wanted != was:
             details: dict[str, object] = {"workers": sum(wanted.values()), "before": before}
             if len(self.types) > 1:
                 details["kinds"] = dict(wanted)
             details |= {str(part): said for part, said in (facts or {}).items()}
             self._record("scale", reason, **details)
+
+    def _shared(self, asked: Mapping[str, int]) -> dict[str, int]:
+        """What of this the share, which is of one kind, allows."""
+        return {k: n if self.share is None else min(n, self.share) for k, n in asked.items()}
 
     # Lives.
 
@@ -331,7 +364,8 @@ class WorkerPool:
     def _take(self, step: Step, kind: str) -> None:
         if isinstance(step, Launch):
             for _ in range(step.workers):
-                self._begin_launch(self.enroll(kind, step.reason))
+                if self.has_room:  # else once there is
+                    self._begin_launch(self.enroll(kind, step.reason))
             return
         member = self._members[step.worker]
         if isinstance(step, Drain):
@@ -353,6 +387,22 @@ class WorkerPool:
         self._record("stop", reason, worker=member.worker)
         if member.task is not None:
             member.task.cancel()
+            self._count_until(member.task, member.kind)
+
+    def _count_until(self, end: asyncio.Task[None], kind: str) -> None:
+        """Count a worker that is no member any more until this has ended it."""
+
+        def ended(_: object) -> None:
+            self._ending[kind] -= 1
+            self._take_room(kind)
+
+        self._ending[kind] += 1
+        end.add_done_callback(ended)
+
+    def _take_room(self, kind: str) -> None:
+        """Launch what the share has not let be launched before a worker was gone."""
+        if self.share is not None and not self._closing:
+            self.settle(kind, "there is room for it in the model's share")
 
     def retire(self, member: Member, reason: str) -> None:
         """Shut a worker in whose place another is wanted; who lets it go must see to the rest."""
@@ -385,8 +435,12 @@ class WorkerPool:
                 self.core.set_open(member.worker, True)
         except BaseException:
             self._members.pop(member.worker, None)
-            await self.core.detach(member.worker)
-            await self.host.stop(member.worker)
+            self._ending[member.kind] += 1
+            try:
+                await self.core.detach(member.worker)
+                await self.host.stop(member.worker)
+            finally:
+                self._ending[member.kind] -= 1
             raise
         self.cold_start_s = cold_start_s
         member.is_tried = False
@@ -405,8 +459,10 @@ class WorkerPool:
         if member is None or self._closing:
             return
         if member.is_tried:
+            if member.task is not None:
+                self._count_until(member.task, member.kind)
             return  # its launch sees it, and tells why
-        self.spawn(self.host.stop(worker))
+        self._count_until(self.spawn(self.host.stop(worker)), member.kind)
         if member.state == "draining":
             if member.task is not None:
                 member.task.cancel()
@@ -431,7 +487,7 @@ class WorkerPool:
     async def _replace_after(self, pause_s: float, gone: Member) -> None:
         await asyncio.sleep(pause_s)
         here = sum(m.kind == gone.kind and m.state != "draining" for m in self._members.values())
-        if here < self.wanted_kinds[gone.kind] + self.surge[gone.kind]:
+        if here < self.wanted_kinds[gone.kind] + self.surge[gone.kind] and self.has_room:
             self._begin_launch(self.enroll(gone.kind, f"replaces {gone.worker}"))
 
     def _begin_drain(self, member: Member, reason: str) -> None:
@@ -458,6 +514,7 @@ class WorkerPool:
         await self.core.detach(member.worker, why)
         await self.host.stop(member.worker)
         self._members.pop(member.worker, None)
+        self._take_room(member.kind)
 
     def way_out(self, member: Member, shut: Collection[WorkerId] = ()) -> Exit:
         """The way out of a worker, into none of `shut`."""
@@ -535,6 +592,7 @@ class WorkerPool:
                 for m in self._members.values()
             }
             now = {"next": self._next, "wanted": self.wanted_kinds, "members": members}
+            now |= {"asked": self.asked_kinds, "share": self.share}
             now |= {"cold_start_s": self.cold_start_s, "drain_s": self.drain_s}
             revision = self.revision.number, self.revision.model, self.revision.flags
             self._record_file.note(pool=now | {"revision": revision}, **facts)

@@ -166,8 +166,12 @@ class Rollout:
         self.how = f"stop-first: {lack}"
         if self.pool.serving < 2:
             raise RolloutFailed(f"{old.worker} is the only one serving, and {lack}")
-        self._retire(old, to)
-        await self._until(lambda: old not in self._still_retiring())
+        self.pool.surge[old.kind] -= 1  # its place is for the new one
+        try:
+            self._retire(old, to)
+            await self._until(lambda: old not in self._still_retiring())
+        finally:
+            self.pool.surge[old.kind] += 1
         self._replaced(old, await self._start(old.kind, old.worker, to))
 
     async def _start(self, kind: str, old: str, to: Revision) -> Member:
@@ -204,6 +208,8 @@ class Rollout:
             return f"--max-workers {most} leaves no room for another"
         if limit is not None and sum(m.kind == kind for m in members) >= limit:
             return f"no more than {limit} of {kind} can be had"
+        if not self.pool.has_room:
+            return f"its share of the portfolio, {self.pool.share} workers, leaves no room for another"
         return self.pool.host.room(kind)
 
     def _retire(self, old: Member, to: Revision) -> None:

@@ -53,6 +53,8 @@ def test_a_plan_is_asked_for_and_its_answer_read(planned, visit):
     assert f"{plan['attainment']['low'] * 100:.2f} %" in tiles
     assert "binds" in tab.text("#answer .why")
     assert "one fewer" in tab.text("#answer .why")
+    assert plan["doubt"]["traffic"] == "too short to tell"
+    assert "too short to tell whether its traffic changes" in tab.text("#answer .why")
     # Every chart has been drawn, and has its numbers as a table.
     charts = tab.page.locator("figure.chart")
     assert charts.count() >= 5
@@ -154,7 +156,7 @@ def test_the_form_keeps_its_state_in_the_address(api, visit):
 
 
 def test_every_option_has_a_field_that_orders_it(api, visit):
-    tab = visit(f"{api}/?{QUICK}&drift=1&policy=p2c&attainment=0.9&confidence=0.6&price=2")
+    tab = visit(f"{api}/?{QUICK}&policy=p2c&attainment=0.9&confidence=0.6&price=2")
     tab.page.locator("#submit:enabled").wait_for()
     with urllib.request.urlopen(f"{api}/v1/catalogue", timeout=20) as reply:
         options = json.load(reply)["options"]
@@ -166,10 +168,10 @@ def test_every_option_has_a_field_that_orders_it(api, visit):
     ]
     assert missing == []
     job = submitted(tab)
-    asked = {name: job["question"][name] for name in ("drift", "policy", "price_scale", "attainment")}
-    assert asked == {"drift": True, "policy": "p2c", "price_scale": 2.0, "attainment": 0.9}
+    asked = {name: job["question"][name] for name in ("policy", "price_scale", "attainment")}
+    assert asked == {"policy": "p2c", "price_scale": 2.0, "attainment": 0.9}
     assert job["plan"]["policy"] == "p2c"
-    for words in ("--drift", "--policy p2c", "--price-scale 2.0"):
+    for words in ("--policy p2c", "--price-scale 2.0"):
         assert words in tab.text("#command")
 
 

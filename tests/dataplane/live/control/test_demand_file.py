@@ -23,6 +23,7 @@ from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.scaler.target import TargetSettings
 from controlplane.snapshot import Snapshot
 from controlplane.worker_type import WorkerType
+from dataplane.history.fleet_log import read_fleet_log
 from dataplane.live.control.controller import DemandFile
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
 
@@ -133,9 +134,8 @@ def test_a_controller_that_was_killed_forecasts_by_the_days_before_when_it_is_ba
     day = [3_000 if n < 24 else 300 for n in range(288)]
     far = {"bin_s": 300.0, "age_s": 1.0, "counts": day * 3, "regimes_rps": [1.0] * 864}
     said = {"schema": "tokenfleet.demand/1", "unix_s": 0.0, "kept": {"far": far}}
-    told = ControllerSettings(
-        url, None, False, os.getpid(), (WorkerType.of(PROFILE),), Autoscale(1, 40, (1.0, 0.0), 6.0), str(path)
-    )
+    types, scale_out = (WorkerType.of(PROFILE),), Autoscale(1, 40, (1.0, 0.0), 6.0)
+    told = ControllerSettings(url, None, False, os.getpid(), types, scale_out, str(tmp_path))
     lives = []
     for life in range(2):
         if life == 0:
@@ -159,6 +159,11 @@ def test_a_controller_that_was_killed_forecasts_by_the_days_before_when_it_is_ba
         written = json.loads(path.read_text())
         assert written["unix_s"] > said["unix_s"] + 1.0  # its own by now
         assert len(written["kept"]["far"]["counts"]) >= 864
+    # Both lives told the fleet's log what they saw.
+    looks, fleets = read_fleet_log(tmp_path / "history", 0.0, 1e11)
+    assert fleets[-1].types[0].profile == PROFILE
+    assert {tuple(one.workers.values()) for one in looks} == {((0, 1, 0),)}
+    assert len(looks) >= 2
     for order in lives:
         assert order["reason"].startswith("forecast")
         assert order["workers"] >= 9

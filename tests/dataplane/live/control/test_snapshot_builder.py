@@ -14,8 +14,9 @@ from controlplane.placement.policies import Policy
 from controlplane.placement.rebalance import Error
 from controlplane.port import run_round
 from controlplane.snapshot import Cached, Migrate, Pace, Reassign, Scale, WorkerLoad
-from controlplane.types import ClassArrivals, Slo, WorkerId
+from controlplane.types import ClassArrivals, Slo, SloClass, WorkerId
 from controlplane.worker_type import WorkerType
+from dataplane.history.fleet_log import FleetLog, read_fleet_log
 from dataplane.live.control.changes import HeldRow, PaceRow, RefitRow
 from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, Autoscale, ControllerSettings
@@ -146,7 +147,7 @@ def test_settings_cross_the_pipe_unchanged():
         7,
         (WorkerType.of(PROFILE, 2.5, "made"), WorkerType("h100-sxm", 2, limit=4, reclaims_per_h=0.1)),
         Autoscale(0, 4, (0.5, 0.2), 60.0, (900.0, 80.0), 16, 40.0),
-        "demand.json",
+        "data",
     )
     bare = ControllerSettings("http://x", None, False, 7, ())
     for sent in (told, bare):
@@ -185,6 +186,32 @@ def test_an_api_that_falls_silent_is_not_asked_again_before_the_next_look(monkey
         assert run_round(plane, lambda state, seen: (state, actions), State()) == State()
     assert tried == ["/v1/decisions/migrate"] * 2
     assert capsys.readouterr().err.count("does not answer: timed out") == 6
+
+
+def test_the_fleets_log_is_told_of_the_workers_and_of_the_rule_that_decided(monkeypatch, tmp_path):
+    kind = WorkerType.of(PROFILE)
+    workers = [worker(name, state=state, kind=kind.name) for name, state in
+               (("a", "serving"), ("b", "serving"), ("c", "starting"), ("d", "draining"))]  # fmt: skip
+    arrivals = iter(range(0, 400, 40))
+    monkeypatch.setattr(LivePlane, "ask", lambda self, method, path, body=None: msgspec.json.encode(
+        fleet(*workers, arrivals=[counted(next(arrivals))])
+    ) if method == "GET" else b"")  # fmt: skip
+    chat = SloClass("chat", Slo(0.4, 0.03), 0.95)
+    scaled = Autoscale(1, 6, (0.5, 0.25), hold_s=60.0)
+    told = ControllerSettings("", None, False, 0, (kind,), scaled, attainment=0.9, classes=(chat,))
+    log, state, plane = FleetLog(tmp_path), State(), LivePlane(told)
+    for n in range(6):
+        monkeypatch.setattr("time.monotonic", lambda n=n: 10.0 * n)
+        state = run_round(plane, lambda *seen: tick(plane.settings, *seen), state)
+        plane.log(log, state.scaling, 1e9 + 10.0 * n)
+    log.close()
+    looks, fleets = read_fleet_log(tmp_path, 0.0, 1e10)
+    assert all(one.workers == {kind.name: (1, 2, 1)} and not one.fixed for one in looks)
+    rule = looks[-1].rule
+    assert (rule.slope, rule.intercept, rule.low, rule.high) == (0.5, 0.25, 1, 6)
+    assert rule.workers >= 3  # four requests a second
+    assert (fleets[-1].attainment, fleets[-1].classes) == (0.9, (chat,))
+    assert fleets[-1].types[0].profile == PROFILE
 
 
 @pytest.mark.parametrize("bounds", [(2, 1), (0, 0), (-1, 3)])

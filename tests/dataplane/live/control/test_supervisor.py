@@ -1,4 +1,4 @@
-"""The supervisor: who gets a successor, who does not, and that nothing is left below it."""
+"""The supervisor and the household: who gets a successor, who does not, and that nothing is left below."""
 
 import os
 import signal
@@ -14,11 +14,10 @@ import asyncio, os, signal, socket, subprocess, sys
 from contextlib import suppress
 from dataplane.live.control import processes
 
-processes.SILENT_S, processes.YOUNG_S, processes.END_S = 0.5, 0.0, 0.2
-processes.LAST_S = 0.5 if "lingers" in sys.argv else 60.0
-if "lingers" in sys.argv:
-    processes.SILENT_S = 60.0
 fates = sys.argv[1:]
+processes.YOUNG_S, processes.END_S = 0.0, 0.2
+processes.SILENT_S = 3.0 if "hangs" in fates else 60.0  # a busy machine keeps a core waiting, too
+processes.LAST_S = 0.5 if "lingers" in fates else 60.0
 
 
 def core(estate):
@@ -53,9 +52,49 @@ sys.exit(code)
 """
 
 
-def play(*fates):
+# A fleet and a front, which says that all serve, unless the fleet refuses: which came first would be chance.
+HOUSEHOLD = """
+import os, signal, sys
+from functools import partial
+from pathlib import Path
+from dataplane.live.control import processes
+from dataplane.live.engine_api.processes import Pulse
+
+processes.YOUNG_S, processes.END_S = 0.0, 0.2
+fates, pulse = sys.argv[1:], Pulse()
+
+
+def run(name, folder):
+    again = (folder / name).exists()
+    (folder / name).touch()
+    if name == "front":
+        if "refuses" not in fates:
+            pulse._shared[1] = 1.0
+        print("ready", os.getpid(), flush=True)
+    elif not again and fates:
+        if fates[0] == "refuses":
+            return 2
+        while not pulse.has_served:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "chat":
+        print("again" if again else "begun", flush=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    signal.sigwait([signal.SIGTERM])
+    print(name, "ends", flush=True)
+    return 0
+
+
+fleets = {"chat": partial(run, "chat")}
+code = processes.Household(fleets, partial(run, "front"), pulse, None).run()
+print("left below:", len(processes.descendants()), flush=True)
+sys.exit(code)
+"""
+
+
+def play(*fates, program=PROGRAM):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *fates],
+        [sys.executable, "-c", program, *fates],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -64,7 +103,12 @@ def play(*fates):
 
 
 def said(process):
-    lines = process.communicate(timeout=60)[0].splitlines()
+    try:
+        lines = process.communicate(timeout=60)[0].splitlines()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     assert lines.pop() == "left below: 0"
     return lines
 
@@ -96,6 +140,26 @@ def test_told_to_end_it_kills_a_core_that_does_not():
     process.send_signal(signal.SIGTERM)
     assert said(process) == []
     assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_a_household_ends_its_fleets_before_the_front_that_passes_on_what_they_still_say():
+    process = play(program=HOUSEHOLD)
+    lines = {process.stdout.readline().split()[0] for _ in range(2)}
+    assert lines == {"begun", "ready"}
+    process.send_signal(signal.SIGTERM)
+    assert said(process) == ["chat ends", "front ends"]
+    assert process.returncode == 0
+
+
+def test_a_fleet_that_ends_before_all_serve_ends_the_household_and_one_that_dies_later_is_started_again():
+    process = play("refuses", program=HOUSEHOLD)
+    assert "chat ends" not in said(process)
+    assert process.returncode == 2
+    process = play("dies", program=HOUSEHOLD)
+    assert process.stdout.readline().startswith("ready")
+    assert process.stdout.readline() == "again\n"
+    process.send_signal(signal.SIGTERM)
+    assert said(process) == ["chat ends", "front ends"]
 
 
 def test_a_core_ends_with_its_supervisor():
