@@ -27,8 +27,8 @@ unit: .venv/all  ## tests that start no engine; the kernels are compiled once, b
 	$(BIN)/pytest -n 2 --ignore tests/live
 
 live: .venv/all  ## tests on real vLLM engines, Ray and servers; vLLM's GPU-side choices, without a GPU
-	$(BIN)/pytest tests/rehearsal
-	timeout -k 30 1800 $(BIN)/pytest tests/live --durations 10
+	$(BIN)/pytest -n 2 tests/rehearsal
+	timeout -k 30 1800 $(BIN)/pytest -n 2 --dist loadfile tests/live --durations 10
 
 serve-demo: .venv/all tokenfleet-out/tiny-llama  ## two real vLLM workers on CPU behind http://127.0.0.1:8000/v1
 	$(BIN)/tokenfleet serve --model tokenfleet-out/tiny-llama --workers 2

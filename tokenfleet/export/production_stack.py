@@ -1,10 +1,11 @@
 """A fleet as values of vLLM's production-stack chart (0.1.x), and its schedule as KEDA floors for them.
 
 The values have one modelSpec for each group of workers. The floors are minimum replica counts in whole
-minutes of a named time zone. A floor begins a cold start early. A trace of a day or less repeats daily; of a
-longer one each minute of the day takes the highest count of its days. Hours that the trace does not cover get
-the whole fleet. These are floors only: a trigger that reacts to load may add replicas. The chart's router
-knows neither step times nor targets: only a plan that was proven with round-robin placement is written.
+minutes of a named time zone. A floor begins a cold start early. A trace of a day or less repeats daily, one
+of a week and more by its weekdays, where its clock tells them; of others each minute of the day takes the
+highest count of its days. Hours that the trace does not cover get the whole fleet. These are floors only: a
+trigger that reacts to load may add replicas. The chart's router knows neither step times nor targets: only a
+plan that was proven with round-robin placement is written.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy
 from tokenfleet.export.deployment import Deployment
 from tokenfleet.export.kuberay import CORES_PER_GPU, MEMORY_PER_GPU_GI
+from tokenfleet.planning.schedule import NEARLY, WEEK_S
 
 IMAGE, TAG = "vllm/vllm-openai", "v0.32.0"
 DAY = 1440  # minutes
+WEEK = 7 * DAY
 POLL_S, COOL_DOWN_S = 30, 300
 
 
@@ -87,7 +90,7 @@ def zone(name: str) -> ZoneInfo:
 
 
 def floors(fleet: Deployment, timezone: str, begins: str | None = None) -> list[int]:
-    """Workers wanted in each minute of the day, local time.
+    """Workers wanted in each minute of the day, local time; of the week from Monday on, where one is known.
 
     `begins`: the local time HH:MM of the trace's zero, for one that does not tell. Raises BadInput without
     either, and where a plan has no schedule.
@@ -95,18 +98,20 @@ def floors(fleet: Deployment, timezone: str, begins: str | None = None) -> list[
     if not fleet.schedule:
         raise BadInput("keda: the plan has no schedule; make one with `tokenfleet plan`")
     first = _first_minute(fleet, timezone, begins)
-    wanted: list[int | None] = [None] * DAY
+    lasts_s = fleet.schedule[-1].end_s - fleet.schedule[0].start_s
+    period = WEEK if begins is None and lasts_s >= NEARLY * WEEK_S else DAY
+    wanted: list[int | None] = [None] * period
     for span in fleet.schedule:
         start = math.floor((span.start_s - fleet.cold_start_s) / 60.0 + first)
         end = math.ceil(span.end_s / 60.0 + first)
-        for minute in range(start, min(end, start + DAY)):
-            count = wanted[minute % DAY]
-            wanted[minute % DAY] = span.workers if count is None else max(count, span.workers)
+        for minute in range(start, min(end, start + period)):
+            count = wanted[minute % period]
+            wanted[minute % period] = span.workers if count is None else max(count, span.workers)
     return [fleet.workers if n is None else max(n, 1) for n in wanted]
 
 
 def _first_minute(fleet: Deployment, timezone: str, begins: str | None) -> float:
-    """The minute of the local day at which the schedule's zero falls."""
+    """The minute of the local week, or of a day that is only said, at which the schedule's zero falls."""
     where = zone(timezone)
     if begins is not None:
         try:
@@ -117,25 +122,25 @@ def _first_minute(fleet: Deployment, timezone: str, begins: str | None) -> float
     if fleet.clock_start_s is None:
         raise BadInput("keda: the trace has no time of day; say when it begins with --day-begins HH:MM")
     local = datetime.fromtimestamp(fleet.clock_start_s, UTC).astimezone(where)
-    return local.hour * 60.0 + local.minute + local.second / 60.0
+    return local.weekday() * DAY + local.hour * 60.0 + local.minute + local.second / 60.0
 
 
 def windows(by_minute: list[int]) -> list[tuple[int, int, int]]:
-    """(start, end, workers) of the stretches above the day's least; minutes of the day, end exclusive.
+    """(start, end, workers) of the stretches above the least; minutes of the day or week, end exclusive.
 
-    A stretch may pass midnight; then its end is before its start.
+    A stretch may pass its end; then its end is before its start.
     """
-    least = min(by_minute)
+    least, period = min(by_minute), len(by_minute)
     if all(n == least for n in by_minute):
         return []
     # Begin where the count changes, so that no stretch is cut in two by midnight.
-    turn = next(m for m in range(DAY) if by_minute[m] != by_minute[m - 1])
-    minutes = [(turn + i) % DAY for i in range(DAY)]
+    turn = next(m for m in range(period) if by_minute[m] != by_minute[m - 1])
+    minutes = [(turn + i) % period for i in range(period)]
     spans = []
     for workers, group in groupby(minutes, key=lambda m: by_minute[m]):
         run = list(group)
         if workers > least:
-            spans.append((run[0], (run[-1] + 1) % DAY, workers))
+            spans.append((run[0], (run[-1] + 1) % period, workers))
     return sorted(spans)
 
 
@@ -151,14 +156,14 @@ def keda(fleet: Deployment, release: str, timezone: str, begins: str | None = No
     for number, group in enumerate(fleet.groups):
         share = [min(math.ceil(n * group.workers / fleet.workers), group.workers) for n in by_minute]
         name = f"{release}-{spec_name(fleet, number)}"
-        spans = windows(share) or [(0, DAY - 1, share[0])]  # KEDA wants a trigger, even for a constant
+        spans = windows(share) or [(0, len(share) - 1, share[0])]  # KEDA wants a trigger, even for a constant
         triggers = [
             {
                 "type": "cron",
                 "metadata": {
                     "timezone": timezone,
-                    "start": _cron(start),
-                    "end": _cron(end),
+                    "start": _cron(start, len(share)),
+                    "end": _cron(end, len(share)),
                     "desiredReplicas": str(workers),
                 },
             }
@@ -186,5 +191,6 @@ def keda(fleet: Deployment, release: str, timezone: str, begins: str | None = No
     return objects
 
 
-def _cron(minute: int) -> str:
-    return f"{minute % 60} {minute // 60} * * *"
+def _cron(minute: int, period: int) -> str:
+    weekday = "*" if period == DAY else (minute // DAY + 1) % 7  # cron's weeks begin on Sunday
+    return f"{minute % 60} {minute // 60 % 24} * * {weekday}"

@@ -167,6 +167,29 @@ def test_a_trace_of_several_days_gives_the_most_of_any_day() -> None:
     assert keda(week, "s", "UTC")[0]["spec"]["triggers"]
 
 
+def test_a_trace_of_a_week_gives_each_weekday_its_own_floors() -> None:
+    monday = datetime(2026, 1, 12, tzinfo=UTC).timestamp()
+    # Two workers, four on weekdays from eight to six; the trace begins on a Wednesday.
+    spans = tuple(
+        Span(hour * 3600.0, (hour + 1) * 3600.0, 4 if at // 24 < 5 and 8 <= at % 24 < 18 else 2)
+        for hour in range(168)
+        for at in [(hour + 48) % 168]
+    )
+    week = replace(fleet(policy="round-robin"), groups=(WorkerGroup(WorkerType("h100-sxm"), 4),))
+    week = replace(week, schedule=spans, clock_start_s=monday + 2 * 86400.0, cold_start_s=0.0)
+    minutes = floors(week, "UTC")
+    assert minutes == [s.workers for i in range(168) for s in [spans[(i - 48) % 168]] for _ in range(60)]
+    found = [t["metadata"] for t in keda(week, "s", "UTC")[0]["spec"]["triggers"]]
+    assert [(t["start"], t["end"]) for t in found] == [
+        (f"0 8 * * {day}", f"0 18 * * {day}") for day in range(1, 6)
+    ]
+    assert {t["desiredReplicas"] for t in found} == {"4"}
+    # Berlin's Monday begins an hour before UTC's.
+    assert floors(week, "Europe/Berlin")[9 * 60] == 4
+    # A trace that tells no weekday repeats the most of its days.
+    assert floors(week, "UTC", begins="00:00") == [4 if 8 <= m // 60 < 18 else 2 for m in range(DAY)]
+
+
 def budget_rules(attainment: float) -> list[dict[str, Any]]:
     return rule_groups(SLO, attainment)["groups"][1]["rules"]
 

@@ -58,6 +58,9 @@ export const stamp = (unix) => new Date(unix * 1e3).toISOString();
 
 /** A fleet's groups in a line: `1 × h100-sxm TP2 + 1 × h100-sxm TP4`. */
 export const fleetLabel = (groups) =>
-  groups.map((g) => `${g.workers} × ${g.gpu} TP${g.tp_degree}${role(g.role)}`).join(" + ") || "no fleet";
+  groups.map((g) => `${g.workers} × ${kind(g)}${role(g.role)}`).join(" + ") || "no fleet";
+
+/** A type of worker: its GPU, TP degree, and ranks where it has several. */
+export const kind = (g) => `${g.gpu} TP${g.tp_degree}${g.ranks ? ` ${g.ranks}` : ""}`;
 
 const role = (name) => (name && name !== "any" ? ` (${name})` : "");

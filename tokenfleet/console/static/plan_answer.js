@@ -2,7 +2,7 @@
 
 import { bar } from "./chart.js";
 import { make, table } from "./dom.js";
-import { count, counted, dollars, duration, fleetLabel, number, share } from "./format.js";
+import { count, counted, dollars, duration, fleetLabel, kind, number, share } from "./format.js";
 import { planCharts } from "./plan_charts.js";
 
 const BINDS = {
@@ -16,6 +16,12 @@ const RELIEF = {
   tpot: "TPOT target a quarter longer",
   kv: "a quarter more KV memory",
   prefill: "prefill a fifth cheaper",
+};
+const TRAFFIC = {
+  steady: () => "Rate and lengths are steady in the trace, and are taken to stay.",
+  changes: (off) => `Traffic goes on changing: as the trace shows, its rate is taken to be some ${off} off by then.`,
+  "too short to tell": (off) =>
+    `The trace is too short to tell whether its traffic changes: its rate is taken to be some ${off} off, as is usual.`,
 };
 
 /** The plan in one sentence, for the heading and for whoever listens. */
@@ -103,7 +109,7 @@ function tiles(plan) {
   );
 }
 
-function sure({ attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilisation }) {
+function sure({ agents, attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilisation }) {
   const judged = a.worlds
     ? `Judged on ${a.worlds} bootstrap replicates (other arrivals, workers a little faster or slower), ` +
       `${share(a.low)} to ${share(a.high)} of the requests stay within both targets, with probability ${number(a.confidence, 4)}; ` +
@@ -115,6 +121,7 @@ function sure({ attainment: a, doubt, spares, ttft_s: ttft, tpot_s: tpot, utilis
     {},
     make("h3", {}, "How sure"),
     make("p", {}, judged, doubt ? ` The doubt comes mostly from the ${doubt.mostly}.` : ""),
+    doubt?.traffic && !agents ? make("p", {}, TRAFFIC[doubt.traffic](`${number(100 * doubt.of_rate, 2)} %`)) : null,
     spares ? make("p", {}, spareText(spares)) : null,
     make(
       "p",
@@ -282,7 +289,7 @@ function alternatives({ alternatives: others }) {
 
 function passedOver({ passed_over: passed, baselines }) {
   const lines = [
-    ...passed.map((p) => `${p.gpu} TP${p.tp_degree}: ${p.reason}`),
+    ...passed.map((p) => `${kind(p)}: ${p.reason}`),
     ...baselines.map(
       (b) =>
         `Placed by ${b.policy}: ${b.workers === null ? `more than ${b.tried_up_to} workers` : counted(b.workers, "worker")} on the trace`,
@@ -303,7 +310,7 @@ function passedOver({ passed_over: passed, baselines }) {
 
 function madeFrom({ inputs }) {
   const line = (p) =>
-    `${p.model} on ${p.gpu} TP${p.tp_degree}: ${p.kind}, ${p.engine}, ${p.date}; mean error ${share(p.mean_relative_error)}; ` +
+    `${p.model} on ${kind(p)}: ${p.kind}, ${p.engine}, ${p.date}; mean error ${share(p.mean_relative_error)}; ` +
     (p.usd_per_gpu_h === null ? p.price : `$${p.usd_per_gpu_h} a GPU-hour (${p.price})`);
   return make(
     "details",
