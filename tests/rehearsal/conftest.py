@@ -82,6 +82,9 @@ def _stand_on_gpus() -> None:
         def is_fully_connected(cls, physical_device_ids: list[int]) -> bool:
             return True
 
+    # Loaded while the platform is the CPU's: on a GPU's it asks compiled kernels what they can do, and vLLM
+    # imports it as it writes down what kind of model it found, the first time on a machine.
+    import_module("vllm.model_executor.layers.quantization.utils.w8a8_utils")
     vllm.platforms._current_platform = Gpus()
     import vllm.config.vllm
 
