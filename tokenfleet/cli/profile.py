@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +33,11 @@ SCHEMA = "tokenfleet.measured/1"
 # met something else on the machine, and its point is visited once more. Readers take medians.
 OUTLYING = 1.5
 EXTRA_VISITS = 2
+# Flags of --predict alone: engines take theirs after --.
+PREDICTED = (
+    *("gpu", "tp", "precision", "kv_precision", "speculate", "host"),
+    *("expert_parallel", "data_parallel", "pipeline_parallel"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,10 @@ def profile_command(flags: ProfileFlags) -> None:
     if flags.predict:
         _predict(flags)
         return
-    if flags.gpu is not None:
-        raise BadInput("--gpu: only with --predict; an engine runs where it runs")
+    for flag in fields(ProfileFlags):
+        if flag.name in PREDICTED and getattr(flags, flag.name) != flag.default:
+            option = flag.name.replace("_", "-")
+            raise BadInput(f"--{option}: only with --predict; an engine runs where and as it runs")
     if flags.clock not in ("wall", "cpu"):
         raise BadInput(f"--clock: wall or cpu, got {flags.clock!r}")
     budget_s = parse_duration_s(flags.budget, "--budget")

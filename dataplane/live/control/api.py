@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import uvicorn
 from fastapi import Body, FastAPI, Header, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
@@ -29,11 +29,19 @@ from dataplane.http.tls import ServerCertificate
 from dataplane.live.control.operations import Operations
 
 
+def _whole(value: Any) -> Any:
+    """5.0 as 5: to JSON they are one number, and some clients write nothing else."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Workers = Annotated[int, Field(ge=0, le=10_000), BeforeValidator(_whole)]
+
+
 class ScaleOrder(BaseModel):
     """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    workers: int | None = Field(None, ge=0, le=10_000)
+    workers: Workers | None = None
     kind: str | None = Field(None, min_length=1, max_length=64)
     auto: bool = False
 
@@ -42,7 +50,7 @@ class ShareOrder(BaseModel):
     """The most workers of one model of several."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    workers: int = Field(ge=0, le=10_000)
+    workers: Workers
 
 
 class RoleOrder(BaseModel):
@@ -85,7 +93,7 @@ class ScaleDecision(BaseModel):
     """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    workers: int = Field(ge=0, le=10_000)
+    workers: Workers
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
     facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
     reason: str = Field(min_length=1, max_length=500)
@@ -162,7 +170,7 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
         """The share of a fleet of a portfolio, and the workers that are asked for, needed and held."""
         return operations.share()
 
-    @app.put("/v1/fleet/share")
+    @app.put("/v1/fleet/share", responses={409: {"model": ErrorReply, "description": "Of no portfolio"}})
     async def allow(order: Annotated[ShareOrder, Body()]) -> dict[str, Any]:
         """Bound the workers of a fleet of a portfolio, whatever is asked for."""
         return operations.allow(order.workers)

@@ -16,7 +16,7 @@ from controlplane.migration.evacuation import MOVE, REPLAY, STAY, Order
 from controlplane.placement.policies import MIGRATE, Policy
 from controlplane.snapshot import Note, Pace, Scale
 from controlplane.types import Role, WorkerId
-from dataplane.http.rules import UnknownName
+from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
@@ -284,7 +284,7 @@ class Operations:
     def allow(self, workers: int) -> dict[str, Any]:
         """Bound the workers by a share of what several models have, from now on; what is so then."""
         if self.cluster.share is None:
-            raise BadInput("share: this fleet is not one of a portfolio")
+            raise Conflict("share: this fleet is not one of a portfolio")
         self.cluster.allow(workers)
         return self.share()
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -17,10 +18,10 @@ needs_tables = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(HAS_TABLES, reason="aiconfigurator-core is installed")
 def test_without_the_package_one_line_says_how_to_get_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     out = tmp_path / "p.yaml"
     words = ["profile", "--predict", "--model", "llama-3.1-8b", "--gpu", "h100", "--out", str(out)]
     assert main(words) == 2
@@ -32,8 +33,17 @@ def test_a_gpu_must_be_named_and_only_then(tmp_path: Path, capsys: pytest.Captur
     out = str(tmp_path / "p.yaml")
     assert main(["profile", "--predict", "--model", "m", "--out", out]) == 2
     assert "--gpu: which one?" in capsys.readouterr().err
-    assert main(["profile", "--model", "m", "--gpu", "h100", "--out", out]) == 2
-    assert "only with --predict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag", ["--gpu h100", "--tp 2", "--speculate 0.8@1ms", "--expert-parallel", "--data-parallel 2"]
+)
+def test_what_is_composed_is_asked_of_no_engine(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--model", "m", *flag.split(), "--out", str(tmp_path / "p.csv")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag.split()[0]}: only with --predict")
+    assert not list(tmp_path.iterdir())
 
 
 @needs_tables
@@ -59,6 +69,32 @@ def test_a_composed_profile_says_what_it_is_made_of(
         theirs = float(shipped.step.step_s(0, batch, 1024 * batch)) - shipped.source.host_s
         assert ours == pytest.approx(theirs, rel=0.1)
     assert profile.kv.capacity_tokens == pytest.approx(shipped.kv.capacity_tokens, rel=0.1)
+
+
+@needs_tables
+def test_drafts_composed_into_a_profile_count_as_those_that_are_asked_of_a_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafts, models = ["--speculate", "0.8/0.6@1ms"], ["meta-llama/Llama-3.1-8B-Instruct", "--gpu", "h100"]
+    plain, drafted = tmp_path / "plain.yaml", tmp_path / "drafted.yaml"
+    assert main(["profile", "--predict", "--model", *models, "--out", str(plain)]) == 0
+    assert main(["profile", "--predict", "--model", *models, *drafts, "--out", str(drafted)]) == 0
+
+    def tpot_s(profile: Path, *more: str) -> float:
+        load = ["--trace", "examples/sample_trace.csv", "--window", "0s..10s", "--workers", "2"]
+        slo = ["--slo", "ttft=1s,tpot=50ms", "--format", "json"]
+        capsys.readouterr()
+        assert main(["simulate", *load, *slo, "--profile", str(profile), *more]) == 0
+        found = json.loads(capsys.readouterr().out)["tpot_s"]["mean"]
+        assert isinstance(found, float)
+        return found
+
+    assert tpot_s(drafted) == tpot_s(plain, *drafts)
+    assert tpot_s(drafted) < 0.9 * tpot_s(plain)
+    assert main(["simulate", "--profile", str(drafted), *drafts, "--workers", "1"]) == 2
+    out = str(tmp_path / "none.yaml")
+    assert main(["profile", "--predict", "--model", *models, "--speculate", "0.8/1.6@1ms", "--out", out]) == 2
+    assert not Path(out).exists()
 
 
 @needs_tables
