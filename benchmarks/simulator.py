@@ -8,6 +8,11 @@ waits, whatever else the machine does). The reference is tests/builders/referenc
 step at a time, plain Python, no placement. `compile`: what the very first call on a machine costs, measured
 in a process of its own with an empty cache.
 
+`scale`: how that and one placement by `spread` grow with the fleet, at 40 requests a worker. A placement is
+measured on a fleet some time into its load, arrivals at their distances, nothing else happening meanwhile: by
+the kept order of workers, and in turns with it by tests/builders/full_scan.py, which looks at every worker.
+Of each the exponent over the workers, fitted in logarithms.
+
 With prefix caches: Mooncake's synthetic trace, whose blocks of 512 tokens say what prompts share, at 16 times
 its rate on 32 Llama-3.1-8B workers (H100), placed by load; the same without caching; and with every block cut
 into the engine's 32 of 16 tokens.
@@ -27,12 +32,17 @@ from typing import Any
 
 import numpy as np
 
+from controlplane.compiled import compiled
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.policies import Policy
+from controlplane.placement.constraints import Knobs
+from controlplane.placement.ledger import ANY_PHASE, Floats, Ledger, copied
+from controlplane.placement.order import begin_keeping
+from controlplane.placement.policies import SPREAD, Policy, assign
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
+from dataplane.simulated.cluster import advance
+from dataplane.simulated.simulate import Outcome, RunState, WorkerSpec, prepare, simulate
 from experiments.lib.fewest_workers import CASES, Lengths, sharegpt
 from experiments.lib.public_data import ROOT, SHAREGPT
 from experiments.lib.results import bar, flags, show
@@ -41,12 +51,16 @@ from tokenfleet.traces import read_trace
 
 sys.path.insert(0, str(ROOT / "tests" / "builders"))
 
+from full_scan import scan
 from reference_engine import simulate_worker
 
 MOONCAKE = "mooncake/synthetic_trace.jsonl"
 RPS_PER_WORKER = 100 / 120
 BAR_RPS = 20_000
 FLEETS = (30, 120, 300, 1000)
+SCALE = (60, 250, 1000, 4000)
+OF_ROOT = 0.5  # the exponent that a placement's cost must stay below
+WARM_S, STATES, SPAN_S = 40.0, 40, 0.05
 POLICIES = (Policy.SPREAD, Policy.SLACK_FIT, Policy.BEST_FIT, Policy.JSQ)
 FIRST_CALL = """
 import resource
@@ -87,6 +101,74 @@ def fleet_row(workers: int, policy: Policy, requests: int, lengths: Lengths, see
         "wall requests/s": round(requests / wall_s),
         "attainment": attainment[0],
     }
+
+
+@compiled
+def place_many(
+    led: Ledger,
+    knobs: Knobs,
+    first: int,
+    count: int,
+    now_s: float,
+    apart_s: float,
+    draw: Floats,
+    look_at_all: bool,
+) -> int:
+    """Choose workers for requests one after the other, none of which is put there; the sum of the choices."""
+    chosen = 0
+    for i in range(count):
+        at_s = now_s + i * apart_s
+        led.requests[first + i].arrival_s = at_s
+        if look_at_all:
+            w, _ = scan(led, SPREAD, knobs, first + i, at_s, False, ANY_PHASE)
+        else:
+            w = assign(led, SPREAD, knobs, first + i, at_s, False, ANY_PHASE, draw)
+        chosen += w
+    return chosen
+
+
+def placement_us(run: RunState, apart_s: float) -> tuple[float, float]:
+    """Thread time of one placement, in the kept order of workers and by a look at all of them."""
+    count, knobs, draw, spent = max(round(SPAN_S / apart_s), 1), run.rules.knobs, np.zeros(2), [0.0, 0.0]
+    for state in range(-1, STATES):  # the first compiles
+        now_s = float(run.cluster.clock["now_s"][0]) + 0.2
+        advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
+        first = int(np.searchsorted(run.workload.arrival_s, now_s, "right"))
+        chosen = []
+        for look_at_all in (False, True):
+            led = copied(run.ledger)
+            begin_keeping(led.orders)
+            place_many(led, knobs, first, 1, now_s, 0.0, draw, look_at_all)  # makes the order
+            began_s = thread_time()
+            chosen.append(place_many(led, knobs, first, count, now_s, apart_s, draw, look_at_all))
+            spent[look_at_all] += (thread_time() - began_s) * (state >= 0)
+        assert chosen[0] == chosen[1], "the order chose other workers than a look at all"
+    return spent[0] / STATES / count * 1e6, spent[1] / STATES / count * 1e6
+
+
+def scale_row(workers: int, lengths: Lengths, seed: int, quick: bool) -> dict[str, Any]:
+    """Requests a second at 40 requests a worker, and the cost of a placement there."""
+    rate_rps = RPS_PER_WORKER * workers
+    requests = max((5 if quick else 40) * workers, 2000 if quick else 20_000)
+    whole = fleet_row(workers, Policy.SPREAD, requests, lengths, seed)
+    load = lengths.poisson(rate_rps, round(rate_rps * (WARM_S + 0.2 * STATES + 1.0)), seed)
+    profile, table = CASES[0].profile, lengths.table()
+    run = prepare(load, [WorkerSpec(profile)] * workers, CASES[0].slo, Policy.SPREAD, predictor=table)
+    advance(run.ledger, run.engines, run.cluster, run.rules, WARM_S)
+    in_order_us, by_scan_us = placement_us(run, 1.0 / rate_rps)
+    return {
+        **whole,
+        "what": "scale",
+        "request µs": round(1e6 / whole["requests/s"], 2),
+        "placement µs": round(in_order_us, 2),
+        "by a look at all µs": round(by_scan_us, 2),
+    }
+
+
+def exponent(rows: list[dict[str, Any]], column: str) -> float:
+    """That of a column over the workers."""
+    workers, cost = (np.log([row[name] for row in rows]) for name in ("workers", column))
+    return round(float(np.polyfit(workers, cost, 1)[0]), 2)
 
 
 def cut(prefixes: Prefixes, parts: int) -> Prefixes:
@@ -162,16 +244,21 @@ def main() -> int:
         for policy in POLICIES:
             requests = min(2000 if asked.quick else 20_000, 200 * workers)
             rows.append(fleet_row(workers, policy, requests, lengths, asked.seed))
+    scale = [scale_row(workers, lengths, asked.seed, asked.quick) for workers in SCALE]
+    costs = ("request µs", "placement µs", "by a look at all µs")
+    exponents = {column: exponent(scale, column) for column in costs}
+    rows += [*scale, {"what": "exponent over workers", **exponents}]
     rows.append(reference_row(20 if asked.quick else 100, lengths, asked.seed))
     fast = next(r for r in rows if r["workers"] == 120 and r["what"] == Policy.SPREAD)["requests/s"]
     rows += cached_rows(asked.data)
     cached = next(r for r in rows if r["what"] == "mooncake, blocks of 512")["requests/s"]
-    for row in rows:
+    for row in (r for r in rows if "requests/s" in r):
         row["spread at 120 is faster by"] = round(fast / row["requests/s"], 2)
     if not (asked.quick or asked.no_compile):
         rows.append({"what": "first call", "compile CPU s": round(compile_s(), 1)})
     bars = {
         "requests/s on one core, spread, 120 workers, 100 rps": bar(fast, BAR_RPS, at_least=True),
+        "exponent of a placement's cost over workers": bar(exponents["placement µs"], OF_ROOT),
         "requests/s on one core, prefix caches of blocks of 512": bar(cached, BAR_RPS, at_least=True),
     }
     return show("simulator", rows, bars, asked)

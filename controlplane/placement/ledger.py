@@ -28,9 +28,12 @@ from controlplane.perfmodel.coefficients import (
     MODE,
     mixed_s,
     prefill_s,
+    run_s,
+    steps_within,
 )
 from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
+from controlplane.placement.order import Orders, new_orders
 from controlplane.types import Role
 
 Ints = NDArray[np.int64]
@@ -72,6 +75,18 @@ WORKER = np.dtype(
     ],
     align=True,
 )
+RUN = np.dtype(
+    [
+        ("steps", np.int64),  # its planned steps; 0: the worker is in no run
+        ("start_s", np.float64),  # when it began, as any other activity of an engine
+        ("first_step_s", np.float64),
+        ("growth_s", np.float64),  # what each step adds to the next
+        ("start_step", np.int64),  # the worker's step count
+        ("start_context", np.int64),  # and context when it began
+        ("changed_s", np.float64),  # when last something changed that placement looks at
+    ],
+    align=True,
+)
 REQUEST = np.dtype(
     [
         ("worker", np.int64),
@@ -101,6 +116,7 @@ class Ledger(NamedTuple):
     """Records by worker and by request; times in seconds, lengths in tokens."""
 
     workers: Records  # [workers] of WORKER
+    runs: Records  # [workers] of RUN: of simulated workers, the decode steps that are known beforehand
     requests: Records  # [requests] of REQUEST
     queue_head: Ints  # [2, workers], by priority: 1 high, 0 normal
     queue_tail: Ints
@@ -110,6 +126,7 @@ class Ledger(NamedTuple):
     length_grid: Ints
     length_expected: Floats
     caches: Caches
+    orders: Orders
 
 
 def new_ledger(
@@ -127,11 +144,13 @@ def new_ledger(
     workers = np.zeros(len(variant), WORKER)
     workers["variant"] = variant
     workers["boundary_s"] = -1.0
+    workers["report_s"] = np.inf
     rows = np.zeros(requests, REQUEST)
     rows["worker"] = rows["next"] = NONE
     rows["first_s"] = np.nan
     return Ledger(
         workers=workers,
+        runs=np.zeros(len(variant), RUN),
         requests=rows,
         queue_head=np.full((2, len(variant)), NONE, np.int64),
         queue_tail=np.full((2, len(variant)), NONE, np.int64),
@@ -141,12 +160,44 @@ def new_ledger(
         length_grid=np.ascontiguousarray(lengths.grid, np.int64),
         length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
         caches=no_caches() if caches is None else caches,
+        orders=new_orders(len(variant)),
     )
 
 
 def copied(led: Ledger) -> Ledger:
     """A ledger that goes its own way; the caches stay those of the first."""
-    return led._replace(**{name: getattr(led, name).copy() for name in led._fields if name != "caches"})
+    own = {name: getattr(led, name).copy() for name in led._fields if name not in ("caches", "orders")}
+    return led._replace(orders=new_orders(len(led.workers)), **own)
+
+
+@compiled
+def view(led: Ledger, w: int, now_s: float) -> None:
+    """Bring a worker that is in a run up to the steps that ended by `now_s`."""
+    worker, run = led.workers[w], led.runs[w]
+    if now_s >= worker.report_s:
+        report(led, w)
+    if run.steps == 0 or now_s < worker.boundary_s:
+        return  # no step ended since
+    done = min(steps_within(run.first_step_s, run.growth_s, now_s - run.start_s), run.steps)
+    run.changed_s = now_s
+    worker.step = run.start_step + done
+    worker.context = run.start_context + done * worker.decoding
+    worker.boundary_s = run.start_s + run_s(run.first_step_s, run.growth_s, done + 1)
+
+
+@compiled
+def view_workers(led: Ledger, now_s: float) -> None:
+    """The same of every worker."""
+    for w in range(len(led.workers)):
+        view(led, w, now_s)
+
+
+@compiled
+def report(led: Ledger, w: int) -> None:
+    """Tell dispatchers of the load that was noted as the step that ends now began."""
+    led.workers[w].unreported = led.workers[w].unnoted
+    led.workers[w].unreported_context = led.workers[w].unnoted_context
+    led.workers[w].report_s = np.inf
 
 
 @compiled

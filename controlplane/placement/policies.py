@@ -75,9 +75,13 @@ from controlplane.placement.ledger import (
     Ledger,
     cached_tokens,
     empty_blocks,
+    view,
+    view_workers,
 )
+from controlplane.placement.order import first, number_of, set_up, write
 from controlplane.placement.queue import QueueSettings
 
+FORGOTTEN = 4  # changes a worker, since an order was last asked for, after which it is kept no longer
 PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
 
 
@@ -183,7 +187,10 @@ def assign(
     [0, 1), used by p2c and to start round-robin's turn.
     """
     if policy in WITHOUT_RANK:
+        view_workers(led, now_s)
         return pick(led, policy, r, now_s, phase_role, draw)
+    if has_order(led, policy, knobs):
+        return first_to_take(led, policy, knobs, r, now_s, late, phase_role)
     constrained = policy in CONSTRAINED
     by_work = policy == SPREAD and led.caches.tokens > 0
     best, best_score, emptiest, had, cached = NONE, np.inf, 0, 0, 0
@@ -191,6 +198,7 @@ def assign(
     for w in range(len(led.workers)):
         if not serves(led, w, phase_role):
             continue
+        view(led, w, now_s)
         if constrained and phase_role != DECODE_ONLY:
             cached = cached_tokens(led, w, r, cached, False)  # often as at the worker before
         score = load(led, policy, knobs, w, r, cached, now_s)
@@ -203,6 +211,88 @@ def assign(
         elif by_work and score < wanted_score and could_fit(led, knobs, w, r, cached, now_s, late):
             wanted_score, wanted = score, cached
     return NONE if (wanted_score < best_score) & (wanted > had) else best
+
+
+@compiled
+def has_order(led: Ledger, policy: int, knobs: Knobs) -> bool:
+    """Whether a policy ranks a worker alike for all requests of a TPOT target, by what only grows."""
+    is_load = policy in (JSQ, LEAST_KV) or (policy == SPREAD and knobs[HEADROOM] == 0)
+    return is_load and led.caches.tokens == 0
+
+
+@compiled
+def first_to_take(
+    led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, late: bool, phase_role: int
+) -> int:
+    """`assign` in the order of load, up to the first that takes the request: no others are looked at."""
+    t, orders = order_for(led, policy, knobs, r, now_s, phase_role), led.orders
+    best, refused = NONE, 0
+    while best == NONE:
+        w = first(orders.trees, t)
+        known = number_of(orders.trees, t, w)
+        if known == np.inf:
+            break
+        view(led, w, now_s)
+        rank = load(led, policy, knobs, w, r, 0, now_s)
+        if rank != known:
+            write(orders.trees, t, w, rank if rank < np.inf else np.inf)
+            if not rank < np.inf or first(orders.trees, t) != w:
+                continue
+        if policy not in CONSTRAINED or fits(led, knobs, w, r, 0, now_s, late):
+            best = w
+        else:
+            orders.aside[refused], orders.aside_load[refused] = w, rank
+            refused += 1
+            write(orders.trees, t, w, np.inf)
+    for i in range(refused):
+        write(orders.trees, t, orders.aside[i], orders.aside_load[i])
+    return best
+
+
+@compiled
+def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phase_role: int) -> int:
+    """The order in which a policy looks at workers for such a request, made anew where none is kept."""
+    orders, is_decode_pool = led.orders, int(phase_role == DECODE_ONLY)
+    t, tpot_s = 0, led.requests[r].tpot_s
+    if orders.are_kept[0]:
+        for i in range(len(orders.of)):
+            of = orders.of[i]
+            is_alike = policy != SPREAD or led.requests[of.request].tpot_s == tpot_s
+            if of.is_made and of.policy == policy and of.is_decode_pool == is_decode_pool and is_alike:
+                of.unasked = 0
+                return i
+            if of.unasked > orders.of[t].unasked:
+                t = i
+    orders.of[t].is_made, orders.of[t].policy, orders.of[t].request = 1, policy, r
+    orders.of[t].is_decode_pool, orders.of[t].unasked = is_decode_pool, 0
+    places = orders.trees.shape[1] // 2
+    for w in range(len(led.workers)):
+        view(led, w, now_s)
+        orders.trees[t, places + w] = own_load(led, knobs, t, w, now_s)
+    set_up(orders.trees, t)
+    return t
+
+
+@compiled
+def own_load(led: Ledger, knobs: Knobs, t: int, w: int, now_s: float) -> float:
+    """A worker's number in an order; inf where it belongs to another pool, or takes no requests."""
+    of = led.orders.of[t]
+    if not serves(led, w, DECODE_ONLY if of.is_decode_pool else ANY_PHASE):
+        return np.inf
+    rank = load(led, of.policy, knobs, w, of.request, 0, now_s)
+    return rank if rank < np.inf else np.inf
+
+
+@compiled
+def tell_change(led: Ledger, knobs: Knobs, w: int, now_s: float) -> None:
+    """Something happened to a worker by which its load may be less, where orders are kept."""
+    for t in range(len(led.orders.of)):
+        if led.orders.of[t].is_made:
+            led.orders.of[t].unasked += 1
+            if led.orders.of[t].unasked > FORGOTTEN * len(led.workers):
+                led.orders.of[t].is_made = 0  # what keeps it costs more by now than to make it anew
+            else:
+                write(led.orders.trees, t, w, own_load(led, knobs, t, w, now_s))
 
 
 @compiled
@@ -252,6 +342,7 @@ def last_chance(led: Ledger, knobs: Knobs, r: int, now_s: float, phase_role: int
     best, least, cached = NONE, knobs[TOLERANCE], 0
     for w in range(len(led.workers)):
         if serves(led, w, phase_role):
+            view(led, w, now_s)
             cached = cached_tokens(led, w, r, cached, False)
             harmed = harm(led, knobs, w, r, cached, now_s, False, least)
             if harmed < least:

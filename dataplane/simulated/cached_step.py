@@ -242,7 +242,7 @@ def bring(led: Ledger, eng: Engines, w: int, r: int, tokens: int) -> bool:
     False where the worker has no memory for what it lacks of it.
     """
     if eng.workers[w].activity == DECODE_RUN:
-        grow(led, eng, w, led.workers[w].step - eng.workers[w].start_step)
+        grow(led, eng, w, led.workers[w].step - led.runs[w].start_step)
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
     _, cached, asleep = hit(led, w, r, tokens)
     if blocks_of(tokens, block) - cached // block + asleep > room(led, eng, w):
@@ -310,7 +310,7 @@ def grow(led: Ledger, eng: Engines, w: int, steps: int) -> None:
     taken, soonest = 0, steps + 1
     for i in range(count):
         r = led.running[w, i]
-        computed = led.requests[r].prompt + led.requests[r].key + eng.workers[w].start_step - 1
+        computed = led.requests[r].prompt + led.requests[r].key + led.runs[w].start_step - 1
         blocks = blocks_of(computed + steps, block) - blocks_of(computed + grown, block)
         led.caches.requests[r].own += blocks
         taken += blocks
@@ -323,7 +323,7 @@ def grow(led: Ledger, eng: Engines, w: int, steps: int) -> None:
         for i in range(count):
             if fills[i] == step:
                 r = led.running[w, i]
-                computed = led.requests[r].prompt + led.requests[r].key + eng.workers[w].start_step - 1
+                computed = led.requests[r].prompt + led.requests[r].key + led.runs[w].start_step - 1
                 store(led.caches, w, r, block, computed + step)
                 fills[i] = step + led.caches.tokens
             soonest = min(soonest, fills[i])

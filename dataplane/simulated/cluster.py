@@ -28,8 +28,11 @@ from controlplane.placement.ledger import (
     leave_queue,
     queue_first,
     stop_decoding,
+    view,
+    view_workers,
 )
-from controlplane.placement.policies import CONSTRAINED, EXACT, decide, decode_worker, refuses
+from controlplane.placement.order import begin_keeping, first, number_of, write
+from controlplane.placement.policies import CONSTRAINED, EXACT, decide, decode_worker, refuses, tell_change
 from controlplane.placement.queue import (
     begin_round,
     goes_first,
@@ -51,7 +54,6 @@ from dataplane.simulated.engine import (
     end_activity,
     ranks_with,
     step_together,
-    view,
 )
 from dataplane.simulated.next_step import drop_running, free_kv
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
@@ -61,13 +63,24 @@ from dataplane.simulated.sending import next_send, release, send
 @compiled
 def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: float) -> bool:
     """Run to `until_s`, or until too many missed; True while something is left to happen."""
+    for w in range(len(eng.workers)):  # whatever was done to it since
+        led.runs[w].changed_s = np.inf
+        write(eng.ends, 0, w, eng.workers[w].next_s)
+    begin_keeping(led.orders)
+    is_more = pass_events(led, eng, clu, rules, until_s)
+    led.orders.are_kept[0] = 0
+    return is_more
+
+
+@compiled
+def pass_events(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: float) -> bool:
+    """Let happen what happens by then, one after the other."""
     pool = PREFILL_ONLY if rules.split else ANY_PHASE
-    for w in range(len(eng.workers)):
-        eng.workers[w].changed_s = np.inf  # whatever was done to it since
     while True:
         if len(clu.sending.left) > 0:
             release(led, eng, clu.sending, clu.clock[0].now_s)
-        boundary_s, w = next_boundary(eng)
+        w = first(eng.ends, 0)
+        boundary_s = number_of(eng.ends, 0, w)
         arrival_s = next_send(led, clu.sending)[0]
         change = clu.clock[0].timeline_at
         change_s = clu.timeline_s[change] if change < len(clu.timeline_s) else np.inf
@@ -80,7 +93,10 @@ def advance(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: floa
         clu.clock[0].now_s = now_s
         if change_s == now_s:
             clu.clock[0].timeline_at += 1
-            change_worker(led, eng, clu, clu.timeline_worker[change], clu.timeline_what[change])
+            w = clu.timeline_worker[change]
+            change_worker(led, eng, clu, w, clu.timeline_what[change])
+            write(eng.ends, 0, w, eng.workers[w].next_s)
+            tell_change(led, rules.knobs, w, now_s)
         elif arrival_s == now_s:
             take_in(led, eng, clu, rules)
         elif transit_s == now_s:
@@ -113,17 +129,27 @@ def pass_boundary(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, w: int,
             begin_activity(led, eng, rank, now_s)
     if eng.workers[w].ranks > 1:
         step_together(led, eng, w, now_s)
+    for rank in ranks_with(eng, w):
+        write(eng.ends, 0, rank, eng.workers[rank].next_s)
+        tell_change(led, rules.knobs, rank, now_s)
+
+
+@compiled
+def put_on(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> None:
+    """A request arrives at the worker that it was given."""
+    arrive(led, eng, w, r, now_s, False)
+    for rank in ranks_with(eng, w):
+        write(eng.ends, 0, rank, eng.workers[rank].next_s)
 
 
 @compiled
 def take_in(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
     """Place the next request to arrive, or let it wait: requests that wait and are due sooner go first."""
     now_s, r = clu.clock[0].now_s, send(led, clu.sending)
-    view_all(led, eng, now_s)
     if rules.policy != EXACT and goes_first(led, clu.queue, r):
         w = choose(led, clu, rules, r, False)
         if w != NONE:
-            arrive(led, eng, w, r, now_s, False)
+            put_on(led, eng, w, r, now_s)
             return
     out = turned_away(led, clu.queue, r)
     if out != NONE:
@@ -160,16 +186,6 @@ def hand_over(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, w: int, now
 
 
 @compiled
-def next_boundary(eng: Engines) -> tuple[float, int]:
-    """The earliest end of an activity, and whose it is (the lowest number at a tie)."""
-    best_s, best = np.inf, NONE
-    for w in range(len(eng.workers)):
-        if eng.workers[w].next_s < best_s:
-            best_s, best = eng.workers[w].next_s, w
-    return best_s, best
-
-
-@compiled
 def next_transit(clu: Cluster) -> tuple[float, int]:
     """The KV that arrives next at a decode worker."""
     best_s, best = np.inf, NONE
@@ -182,8 +198,7 @@ def next_transit(clu: Cluster) -> tuple[float, int]:
 @compiled
 def view_all(led: Ledger, eng: Engines, now_s: float) -> None:
     """Bring the ledger up to `now_s` on every worker."""
-    for w in range(len(led.workers)):
-        view(led.workers, eng.workers, w, now_s)
+    view_workers(led, now_s)
 
 
 @compiled
@@ -215,7 +230,7 @@ def refused_still(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int)
     since_s = job.refused_s if late == (job.refused_late > 0) else -np.inf
     role = PREFILL_ONLY if rules.split else ANY_PHASE
     for w in range(len(led.workers)):
-        if eng.workers[w].changed_s >= since_s and not refuses(led, rules.knobs, w, r, now_s, late, role):
+        if led.runs[w].changed_s >= since_s and not refuses(led, rules.knobs, w, r, now_s, late, role):
             return False
     job.refused_s, job.refused_late = now_s, int(late)
     return True
@@ -230,21 +245,20 @@ def place_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) ->
         refuse(clu.queue, r)
     else:
         leave(led, clu.queue, r)
-        arrive(led, eng, w, r, clu.clock[0].now_s, False)
+        put_on(led, eng, w, r, clu.clock[0].now_s)
 
 
 @compiled
 def place_decode(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, r: int) -> None:
     """Put a prefilled request on the decode worker chosen for it."""
     now_s = clu.clock[0].now_s
-    view_all(led, eng, now_s)
     w = decode_worker(led, rules.policy, rules.knobs, r, now_s, rules.draws[r])
     if w == NONE:  # the whole pool is gone: its KV waits where it is
         clu.transit[clu.clock[0].transit_n] = r
         clu.transit_s[clu.clock[0].transit_n] = np.inf
         clu.clock[0].transit_n += 1
     else:
-        arrive(led, eng, w, r, now_s, False)
+        put_on(led, eng, w, r, now_s)
 
 
 @compiled
@@ -272,7 +286,7 @@ def offer_held(led: Ledger, eng: Engines, clu: Cluster, rules: Rules) -> None:
 @compiled
 def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) -> None:
     """A worker becomes ready, is drained, or fails: then all it held waits in the cluster's queue anew."""
-    eng.workers[w].changed_s = clu.clock[0].now_s
+    led.runs[w].changed_s = clu.clock[0].now_s
     if what == READY:
         led.workers[w].status = SERVING
         for i in range(clu.clock[0].transit_n):  # what found no worker tries again
@@ -282,7 +296,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
         led.workers[w].status = DRAINING
         take_queued(led, clu, w)
     else:
-        view(led.workers, eng.workers, w, clu.clock[0].now_s)
+        view(led, w, clu.clock[0].now_s)
         led.workers[w].status = OFF
         while led.workers[w].running_n > 0:
             r = drop_running(led, w, led.workers[w].running_n - 1)
@@ -299,6 +313,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
         led.workers[w].queued_tokens = 0
         eng.workers[w].activity = IDLE
         eng.workers[w].next_s = np.inf
+        led.runs[w].steps = 0
         forget_kv(led, w)
 
 

@@ -23,7 +23,7 @@ from controlplane.migration.room import BRING_S, Bring, Text, next_off, pulled_a
 from controlplane.migration.usage import worker_views
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line
-from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING, Ints, Ledger
+from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING, Ints, Ledger, view
 from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
 from controlplane.placement.queue import begin_round, held_tokens, leave, offer_late
 from controlplane.placement.rebalance import DeviationTracker
@@ -105,6 +105,7 @@ class Bringing:
             tokens = min(copy.tokens, int(kept_at(led, source, r)[0]))
             status = led.workers["status"]
             is_there = tokens > 0 and status[source] != OFF and status[target] == SERVING
+            view(led, target, now_s)
             if is_there and bring(led, eng, target, r, tokens):
                 self.tokens += copy.lacks
                 look_again(led, eng, target, now_s)

@@ -25,11 +25,11 @@ from controlplane.placement.ledger import (
     PREFILL_ONLY,
     PREFILLING,
     Ledger,
-    Records,
     begin_decoding,
     enqueue,
     generated,
     queue_first,
+    report,
     stop_decoding,
 )
 from dataplane.simulated.cached_step import begin_cached, grow
@@ -50,36 +50,10 @@ from dataplane.simulated.records import (
 
 
 @compiled
-def view(workers: Records, engines: Records, w: int, now_s: float) -> None:
-    """Bring the ledger's columns of a worker in a decode run up to the steps that ended by `now_s`.
-
-    Called for each worker at each arrival: it is handed only the records that it needs.
-    """
-    if now_s >= workers[w].report_s:
-        report(workers, w)
-    if engines[w].activity != DECODE_RUN or now_s < workers[w].boundary_s:
-        return  # no step ended since
-    done = steps_within(engines[w].first_step_s, engines[w].growth_s, now_s - engines[w].start_s)
-    done = min(done, engines[w].run_steps)
-    engines[w].changed_s = now_s
-    workers[w].step = engines[w].start_step + done
-    workers[w].context = engines[w].start_context + done * workers[w].decoding
-    workers[w].boundary_s = engines[w].start_s + run_s(engines[w].first_step_s, engines[w].growth_s, done + 1)
-
-
-@compiled
-def report(workers: Records, w: int) -> None:
-    """Tell dispatchers of the load that was noted as the step that ends now began."""
-    workers[w].unreported = workers[w].unnoted
-    workers[w].unreported_context = workers[w].unnoted_context
-    workers[w].report_s = np.inf
-
-
-@compiled
 def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: bool) -> None:
     """Put a request into a worker's queue; it is considered when the step in progress ends."""
     enqueue(led, w, r, at_head)
-    eng.workers[w].changed_s = now_s
+    led.runs[w].changed_s = now_s
     tokens = led.requests[r].prompt + led.requests[r].key
     led.workers[w].unreported += 1
     led.workers[w].unreported_context += tokens
@@ -126,14 +100,14 @@ def ranks_with(eng: Engines, w: int) -> range:
 @compiled
 def cut(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     """End a worker's decode run at its first step boundary that is not before `now_s`."""
-    done = steps_within(eng.workers[w].first_step_s, eng.workers[w].growth_s, now_s - eng.workers[w].start_s)
-    at_s = eng.workers[w].start_s + run_s(eng.workers[w].first_step_s, eng.workers[w].growth_s, done)
+    done = steps_within(led.runs[w].first_step_s, led.runs[w].growth_s, now_s - led.runs[w].start_s)
+    at_s = led.runs[w].start_s + run_s(led.runs[w].first_step_s, led.runs[w].growth_s, done)
     if at_s < now_s or done == 0:
         done += 1
-    if done < eng.workers[w].run_steps:
-        eng.workers[w].run_steps = done
-        eng.workers[w].next_s = eng.workers[w].start_s + run_s(
-            eng.workers[w].first_step_s, eng.workers[w].growth_s, done
+    if done < led.runs[w].steps:
+        led.runs[w].steps = done
+        eng.workers[w].next_s = led.runs[w].start_s + run_s(
+            led.runs[w].first_step_s, led.runs[w].growth_s, done
         )
 
 
@@ -218,27 +192,26 @@ def end_activity(led: Ledger, eng: Engines, w: int) -> None:
         return
     if activity == DECODE_RUN:
         if led.caches.tokens > 0:
-            grow(led, eng, w, eng.workers[w].run_steps)
-        led.workers[w].step = eng.workers[w].start_step + eng.workers[w].run_steps
-        led.workers[w].context = (
-            eng.workers[w].start_context + eng.workers[w].run_steps * led.workers[w].decoding
-        )
+            grow(led, eng, w, led.runs[w].steps)
+        led.workers[w].step = led.runs[w].start_step + led.runs[w].steps
+        led.workers[w].context = led.runs[w].start_context + led.runs[w].steps * led.workers[w].decoding
     elif activity == MIXED_STEP:
         led.workers[w].step += 1
         led.workers[w].context += led.workers[w].decoding
     settle(led, eng, w, eng.workers[w].next_s)
-    eng.workers[w].busy_s += eng.workers[w].next_s - eng.workers[w].start_s
+    eng.workers[w].busy_s += eng.workers[w].next_s - led.runs[w].start_s
 
 
 @compiled
 def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     """Decide at the boundary `now_s` what the worker does next, as its mode has it."""
     k = led.coefficients[led.workers[w].variant]
-    report(led.workers, w)
+    report(led, w)
     led.workers[w].unnoted = 0
     led.workers[w].unnoted_context = 0
-    eng.workers[w].start_s = now_s
-    eng.workers[w].changed_s = now_s
+    led.runs[w].start_s = now_s
+    led.runs[w].changed_s = now_s
+    led.runs[w].steps = 0
     eng.workers[w].blocked = 0
     if led.caches.tokens > 0:
         begin_cached(led, eng, w, now_s)
@@ -263,9 +236,9 @@ def step_together(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     for rank in ranks_with(eng, w):
         if eng.workers[rank].activity == IDLE:
             continue
-        own_s, grows_s = eng.workers[rank].first_step_s, eng.workers[rank].growth_s
+        own_s, grows_s = led.runs[rank].first_step_s, led.runs[rank].growth_s
         if eng.workers[rank].activity == DECODE_RUN:
-            steps = min(steps, eng.workers[rank].run_steps)
+            steps = min(steps, led.runs[rank].steps)
         else:
             own_s, grows_s = eng.workers[rank].next_s - now_s - eng.workers[rank].shared_s, 0.0
             shared_s += eng.workers[rank].shared_s
@@ -273,9 +246,9 @@ def step_together(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         if own_s > longest_s or (own_s == longest_s and grows_s > growth_s):
             longest_s, growth_s = own_s, grows_s
     for rank in ranks_with(eng, w):
-        if steps > 1 and eng.workers[rank].activity == DECODE_RUN and eng.workers[rank].growth_s > growth_s:
-            behind_s = longest_s - eng.workers[rank].first_step_s
-            steps = min(steps, 1 + int(behind_s / (eng.workers[rank].growth_s - growth_s)))
+        if steps > 1 and eng.workers[rank].activity == DECODE_RUN and led.runs[rank].growth_s > growth_s:
+            behind_s = longest_s - led.runs[rank].first_step_s
+            steps = min(steps, 1 + int(behind_s / (led.runs[rank].growth_s - growth_s)))
     longest_s += shared_s
     for rank in ranks_with(eng, w):
         if eng.workers[rank].activity == IDLE:
@@ -283,7 +256,7 @@ def step_together(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         led.workers[rank].boundary_s = now_s + longest_s
         eng.workers[rank].next_s = now_s + run_s(longest_s, growth_s, steps)
         if eng.workers[rank].activity == DECODE_RUN:
-            eng.workers[rank].first_step_s, eng.workers[rank].growth_s = longest_s, growth_s
-            eng.workers[rank].run_steps = steps
+            led.runs[rank].first_step_s, led.runs[rank].growth_s = longest_s, growth_s
+            led.runs[rank].steps = steps
         if led.workers[rank].unreported > 0:
             led.workers[rank].report_s = led.workers[rank].boundary_s

@@ -44,13 +44,14 @@ from controlplane.placement.ledger import (
     leave_queue,
     queue_first,
     stop_decoding,
+    view,
 )
 from controlplane.placement.memory import free_blocks, peek, pin, unpin
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
 from dataplane.simulated.cached_step import grow, receive
-from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity, view
+from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity
 from dataplane.simulated.next_step import blocks_after, blocks_held, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState
@@ -320,7 +321,7 @@ class Moves:
 @compiled
 def tokens_of(led: Ledger, eng: Engines, w: int, r: int, now_s: float) -> int:
     """KV tokens that a request decoding at a worker holds now; 0 when it does not decode there."""
-    view(led.workers, eng.workers, w, now_s)
+    view(led, w, now_s)
     if led.requests[r].worker != w or led.requests[r].phase != DECODING:
         return 0
     return int(led.requests[r].prompt) + generated(led, r)
@@ -335,7 +336,7 @@ def reserve(led: Ledger, eng: Engines, w: int, r: int, tokens: int, now_s: float
     """
     if led.workers[w].status != SERVING:
         return NONE, 0, 0
-    view(led.workers, eng.workers, w, now_s)
+    view(led, w, now_s)
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     count = led.workers[w].running_n
@@ -343,7 +344,7 @@ def reserve(led: Ledger, eng: Engines, w: int, r: int, tokens: int, now_s: float
     copies, cached, asleep = 0, 0, 0
     if led.caches.tokens > 0:
         if eng.workers[w].activity == DECODE_RUN:
-            grow(led, eng, w, led.workers[w].step - eng.workers[w].start_step)
+            grow(led, eng, w, led.workers[w].step - led.runs[w].start_step)
         used += int(k[KV_BLOCKS]) - free_blocks(led.caches, w)
         most, most_tokens = most_hits(led.caches, tokens, block)
         copies, asleep = peek(led.caches, w, r, most)

@@ -177,14 +177,14 @@ def enter_run(led: Ledger, eng: Engines, w: int, now_s: float, steps: int) -> No
     longer = 1.0 + eng.workers[w].slowdown
     first_step_s = decode_base_s(k, sequences) + k[PER_CONTEXT] * led.workers[w].context
     eng.workers[w].activity = DECODE_RUN
-    eng.workers[w].first_step_s = first_step_s * longer
-    eng.workers[w].growth_s = k[PER_CONTEXT] * sequences * longer
-    eng.workers[w].run_steps = steps
+    led.runs[w].first_step_s = first_step_s * longer
+    led.runs[w].growth_s = k[PER_CONTEXT] * sequences * longer
+    led.runs[w].steps = steps
     eng.workers[w].grown = 1
-    eng.workers[w].start_step = led.workers[w].step
-    eng.workers[w].start_context = led.workers[w].context
-    eng.workers[w].next_s = now_s + run_s(eng.workers[w].first_step_s, eng.workers[w].growth_s, steps)
-    led.workers[w].boundary_s = now_s + eng.workers[w].first_step_s
+    led.runs[w].start_step = led.workers[w].step
+    led.runs[w].start_context = led.workers[w].context
+    eng.workers[w].next_s = now_s + run_s(led.runs[w].first_step_s, led.runs[w].growth_s, steps)
+    led.workers[w].boundary_s = now_s + led.runs[w].first_step_s
     led.workers[w].gains = 1
 
 
@@ -223,7 +223,7 @@ def begin_chunked(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     if prefill == 0:
         begin_run(led, eng, w, now_s)
         if preempted and eng.workers[w].activity == DECODE_RUN:
-            eng.workers[w].run_steps = 1
+            led.runs[w].steps = 1
             eng.workers[w].next_s = led.workers[w].boundary_s
         return
     enter_mixed(led, eng, w, now_s, prefill, squares)

@@ -9,6 +9,7 @@ import numpy as np
 from controlplane.compiled import by_reference
 from controlplane.placement.constraints import Knobs
 from controlplane.placement.ledger import Floats, Ints, Records
+from controlplane.placement.order import new_trees
 from controlplane.placement.queue import Queue, QueueSettings, new_queue
 
 READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
@@ -111,19 +112,12 @@ ENGINE = np.dtype(
     [
         ("activity", np.int64),
         ("next_s", np.float64),  # when the activity ends; inf for an idle worker
-        ("start_s", np.float64),  # when it began
-        ("first_step_s", np.float64),  # of a decode run: its first step,
-        ("growth_s", np.float64),  # what each step adds to the next,
-        ("run_steps", np.int64),  # its planned steps,
-        ("grown", np.int64),  # those for which the cache has given memory,
-        ("start_step", np.int64),  # the worker's step count
-        ("start_context", np.int64),  # and context when it began
+        ("grown", np.int64),  # steps of a decode run for which the cache has given memory
         ("blocked", np.int64),  # 1 while the head of the queue is known not to fit
         ("busy_s", np.float64),
         ("reserved_blocks", np.int64),  # KV and
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
-        ("changed_s", np.float64),  # when last something changed that placement looks at
         ("first_rank", np.int64),  # the first of the engines that step together with it,
         ("ranks", np.int64),  # and how many there are
         ("shared_s", np.float64),  # of its step, what their steps add up (`perfmodel/ranks.py`)
@@ -165,6 +159,7 @@ class Engines(NamedTuple):
     total: Records  # [1] of TOTAL
     handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
     ended: Ints  # [requests] in the order in which they ended
+    ends: Floats  # [1, 2 * places] the workers by `next_s` (placement.order)
 
 
 def new_engines(workers: int, output: Ints, tpot_s: Floats, weight: Floats | None) -> Engines:
@@ -177,4 +172,5 @@ def new_engines(workers: int, output: Ints, tpot_s: Floats, weight: Floats | Non
     jobs["finish_s"] = np.nan
     jobs["weight"] = 1.0 if weight is None else weight
     n = len(output)
-    return Engines(engines, jobs, np.zeros(1, TOTAL), np.zeros(n, np.int64), np.zeros(n, np.int64))
+    handover, ended = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    return Engines(engines, jobs, np.zeros(1, TOTAL), handover, ended, new_trees(1, workers))

@@ -165,7 +165,7 @@ def _begun(
     old, led = before.ledger, state.ledger
     led.requests[: len(alive)] = old.requests[alive]
     led.requests["next"][: len(alive)] = place[old.requests["next"][alive]]
-    led.workers[:] = old.workers
+    led.workers[:], led.runs[:] = old.workers, old.runs
     for name in ("queue_head", "queue_tail", "running"):
         getattr(led, name)[:] = place[np.minimum(getattr(old, name), len(before.workload))]
     engines = state.engines

@@ -80,9 +80,9 @@ def compiled_run(profile: Profile, workload: Workload) -> Seen:
     while more:
         next_s = min(float(eng.workers["next_s"][0]), next_send(led, state.cluster.sending)[0])
         more = advance(led, eng, state.cluster, state.rules, next_s)
-        if eng.workers["start_s"][0] == began_s:
+        if led.runs["start_s"][0] == began_s:
             continue
-        began_s = float(eng.workers["start_s"][0])
+        began_s = float(led.runs["start_s"][0])
         seen.steps += [run] * (int(led.workers["step"][0]) - run_began if run else 0)
         run, activity = {}, eng.workers["activity"][0]
         if activity not in (MIXED_STEP, DECODE_RUN):

@@ -268,7 +268,7 @@ _UNIT_KEYS = {
 
 
 def test_the_unit_has_only_keys_that_systemd_knows(tmp_path: Path) -> None:
-    from tokenfleet.export.systemd import systemd_unit
+    from tokenfleet.export.files import systemd_unit
 
     section = ""
     for line in systemd_unit(fleet()).splitlines():
