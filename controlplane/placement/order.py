@@ -9,8 +9,8 @@ the first. Several trees of one fleet are the rows of one array.
 `Orders` are those in which placement looks at workers, by their load. **The number of a worker is what its
 load was when something last happened to it, or when it was last looked at.** Until something happens to it
 again, a worker's load only grows: its requests stay, and their tokens become more. So what is written is
-never more than the load, and the first whose load is still what is written has the least of all. Where nobody
-says what happens to workers (`are_kept` 0), an order is made anew each time it is asked for.
+never more than the load, and the first whose load is still what is written has the least of all. Where what
+happens to workers is not told (`are_kept` 0), an order is made anew each time it is asked for.
 """
 
 from __future__ import annotations
