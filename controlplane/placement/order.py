@@ -26,9 +26,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Records = Any
 
+FEW = 8  # workers that are sooner looked at one after the other
 ORDERS = 6  # kept at a time: one for each policy and TPOT target that is asked for, in each pool
-
-NEVER = 1 << 60  # asked for
 
 ORDER = np.dtype(
     [
@@ -47,6 +46,7 @@ class Orders(NamedTuple):
     """The orders in which placement looks at workers."""
 
     are_kept: Ints  # [1] whether every change of a worker is told
+    made: Ints  # [1] how many of the rows have been used since
     of: Records  # [orders] of ORDER
     trees: Floats  # [orders, 2 * places]
     aside: Ints  # [workers] those that are out of a tree for the rest of a search, and their numbers
@@ -56,6 +56,7 @@ class Orders(NamedTuple):
 def new_orders(workers: int) -> Orders:
     """None made."""
     return Orders(
+        np.zeros(1, np.int64),
         np.zeros(1, np.int64),
         np.zeros(ORDERS, ORDER),
         new_trees(ORDERS, workers),
@@ -107,6 +108,4 @@ def set_up(trees: Floats, t: int) -> None:
 @compiled
 def begin_keeping(orders: Orders) -> None:
     """From now on every change of a worker is told; nothing is known of what was before."""
-    orders.are_kept[0] = 1
-    for t in range(len(orders.of)):
-        orders.of[t].is_made, orders.of[t].unasked = 0, NEVER
+    orders.are_kept[0], orders.made[0] = 1, 0

@@ -78,7 +78,7 @@ from controlplane.placement.ledger import (
     view,
     view_workers,
 )
-from controlplane.placement.order import first, number_of, set_up, write
+from controlplane.placement.order import FEW, first, number_of, set_up, write
 from controlplane.placement.queue import QueueSettings
 
 FORGOTTEN = 4  # changes a worker, since an order was last asked for, after which it is kept no longer
@@ -215,9 +215,9 @@ def assign(
 
 @compiled
 def has_order(led: Ledger, policy: int, knobs: Knobs) -> bool:
-    """Whether a policy ranks a worker alike for all requests of a TPOT target, by what only grows."""
+    """Whether a policy ranks many workers, and each by what only grows and is the same for a TPOT target."""
     is_load = policy in (JSQ, LEAST_KV) or (policy == SPREAD and knobs[HEADROOM] == 0)
-    return is_load and led.caches.tokens == 0
+    return is_load and led.caches.tokens == 0 and len(led.workers) > FEW
 
 
 @compiled
@@ -255,7 +255,7 @@ def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phas
     orders, is_decode_pool = led.orders, int(phase_role == DECODE_ONLY)
     t, tpot_s = 0, led.requests[r].tpot_s
     if orders.are_kept[0]:
-        for i in range(len(orders.of)):
+        for i in range(orders.made[0]):
             of = orders.of[i]
             is_alike = policy != SPREAD or led.requests[of.request].tpot_s == tpot_s
             if of.is_made and of.policy == policy and of.is_decode_pool == is_decode_pool and is_alike:
@@ -263,6 +263,9 @@ def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phas
                 return i
             if of.unasked > orders.of[t].unasked:
                 t = i
+        if orders.made[0] < len(orders.of):
+            t = orders.made[0]
+            orders.made[0] += 1
     orders.of[t].is_made, orders.of[t].policy, orders.of[t].request = 1, policy, r
     orders.of[t].is_decode_pool, orders.of[t].unasked = is_decode_pool, 0
     places = orders.trees.shape[1] // 2
@@ -286,7 +289,7 @@ def own_load(led: Ledger, knobs: Knobs, t: int, w: int, now_s: float) -> float:
 @compiled
 def tell_change(led: Ledger, knobs: Knobs, w: int, now_s: float) -> None:
     """Something happened to a worker by which its load may be less, where orders are kept."""
-    for t in range(len(led.orders.of)):
+    for t in range(led.orders.made[0]):
         if led.orders.of[t].is_made:
             led.orders.of[t].unasked += 1
             if led.orders.of[t].unasked > FORGOTTEN * len(led.workers):
