@@ -128,7 +128,7 @@ def place_many(
 
 
 def placement_us(run: RunState, apart_s: float) -> tuple[float, float]:
-    """Thread time of one placement, in the kept order of workers and by a look at all of them; no call's own."""
+    """Thread time of one placement, in the kept order and by a look at all, without the call itself."""
     count, knobs, draw, spent = max(round(SPAN_S / apart_s), 1), run.rules.knobs, np.zeros(2), [0.0, 0.0]
     for state in range(-1, STATES):  # the first compiles
         now_s = float(run.cluster.clock["now_s"][0]) + 0.2
