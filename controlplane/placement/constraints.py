@@ -3,7 +3,8 @@
 For worker w with b decoding requests and a candidate r of L prefill tokens:
 
 (b) a decode step with everything assigned to w, its outputs grown by θ of what is expected, within TPOT;
-    a target that no type of worker keeps even for its request alone is none (kept_tpot_s)
+    a target that no type of worker keeps even for its request alone is none (kept_tpot_s), and one that w
+    does not, of a request that had to go there, is lost and binds no other
 (c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT
 (d) that prefill costs no decoding request k more than it has saved against its TPOT line by then:
         slack_k = tpot_k·(tokens after the first) - (time since the first)
@@ -17,7 +18,8 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
 **Room for tighter classes.** Work that can wait, beside a class whose TTFT target is `YIELDS` times as tight,
 takes no worker's last: it leaves a share `ROOM` of the step time that the tighter class's TPOT allows, of the
 memory and of the seats, and does not queue behind another prefill. So a tight request that comes next finds
-a worker, and loose work fills what is left; held, it goes where there is room for it in time.
+a worker, and loose work fills what is left; held, it goes where there is room for it in time. A worker too
+slow for the tighter class, even for one request alone, has nothing to leave to it: loose work fills it.
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.
@@ -92,9 +94,10 @@ def kept_tpot_s(types: Floats, prompt_tokens: Ints, tpot_s: Floats) -> Floats:
     return np.where(np.min(alone_s, axis=0) <= tpot_s, tpot_s, NO_TPOT_S)
 
 
-def yields_to(slo: Slo, slos: Sequence[Slo]) -> float:
-    """The tightest TPOT target of those that requests of `slo` yield to; 0 where they yield to none."""
-    return min((tight.tpot_s for tight in slos if tight.ttft_s * YIELDS <= slo.ttft_s), default=0.0)
+def yields_to(slo: Slo, slos: Sequence[Slo]) -> tuple[float, float]:
+    """The tightest and the loosest TPOT target of those that requests of `slo` yield to; 0 for none."""
+    tpot_s = [tight.tpot_s for tight in slos if tight.ttft_s * YIELDS <= slo.ttft_s]
+    return min(tpot_s, default=0.0), max(tpot_s, default=0.0)
 
 
 @compiled
@@ -167,13 +170,25 @@ def harm(
 
 
 @compiled
+def yields_at(led: Ledger, w: int, r: int) -> float:
+    """TPOT of the tighter classes that `r` leaves room for at `w`; 0 where it is too slow for them."""
+    tight_s = led.requests[r].yields_tpot_s
+    if tight_s <= 0.0:
+        return 0.0
+    alone_s = decode_base_s(led.coefficients[led.workers[w].variant], 1.0)
+    if alone_s <= tight_s:
+        return tight_s
+    return led.requests[r].yields_most_tpot_s if alone_s <= led.requests[r].yields_most_tpot_s else 0.0
+
+
+@compiled
 def left_to(led: Ledger, w: int, r: int) -> tuple[float, float]:
     """The share of a worker that a request may fill, and the step it may bring it to.
 
-    All of it, unless it yields to a tighter class: then no more than leaves that its room, and nothing where
-    others wait to be prefilled.
+    All of it, unless it yields to a tighter class that the worker is fast enough for: then no more than
+    leaves that its room, and nothing where others wait to be prefilled.
     """
-    worker, tight_s = led.workers[w], led.requests[r].yields_tpot_s
+    worker, tight_s = led.workers[w], yields_at(led, w, r)
     if tight_s <= 0.0 or worker.decoding + worker.queued == 0:
         return 1.0, np.inf
     if worker.queued_tokens > 0:
@@ -219,20 +234,26 @@ def prefill_lasts_s(
 
 @compiled
 def outlook(led: Ledger, w: int, r: int) -> tuple[int, int, float]:
-    """With `r` at worker `w`: tokens held by all, tokens they should still make, their tightest TPOT."""
+    """With `r` at worker `w`: tokens held by all, tokens they should still make, their tightest TPOT.
+
+    Targets that the worker does not keep even for a request alone are left out.
+    """
     worker = led.workers[w]
     held = worker.context + worker.queued_context + led.requests[r].prompt + led.requests[r].key
     growth = max(led.requests[r].predicted - led.requests[r].key, 1)
     tpot_s = led.requests[r].tpot_s
+    alone_s = decode_base_s(led.coefficients[worker.variant], 1.0)
     for i in range(worker.running_n):
         other = led.running[w, i]
         growth += remaining(led, w, other)
-        tpot_s = min(tpot_s, led.requests[other].tpot_s)
+        if led.requests[other].tpot_s >= alone_s:
+            tpot_s = min(tpot_s, led.requests[other].tpot_s)
     for p in range(2):
         other = led.queue_head[p, w]
         while other != NONE:
             growth += max(led.requests[other].predicted - led.requests[other].key, 1)
-            tpot_s = min(tpot_s, led.requests[other].tpot_s)
+            if led.requests[other].tpot_s >= alone_s:
+                tpot_s = min(tpot_s, led.requests[other].tpot_s)
             other = led.requests[other].next
     return held, growth, tpot_s
 

@@ -104,8 +104,10 @@ REQUEST = np.dtype(
         ("first_s", np.float64),  # when its first token came; NaN until then
         ("ttft_s", np.float64),  # its targets
         ("tpot_s", np.float64),
-        # TPOT of the tighter classes that it leaves room for; 0 is none, negative no more.
+        # TPOT of the tighter classes that it leaves room for, the tightest and the loosest; 0 is none, a
+        # negative tightest no more.
         ("yields_tpot_s", np.float64),
+        ("yields_most_tpot_s", np.float64),
     ],
     align=True,
 )

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 Records = Any
 
 FEW = 8  # workers that are sooner looked at one after the other
-ORDERS = 6  # kept at a time: one for each policy and TPOT target that is asked for, in each pool
+ORDERS = 6  # kept at a time: one for each policy and class that is asked for, in each pool
 
 ORDER = np.dtype(
     [

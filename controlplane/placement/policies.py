@@ -2,9 +2,11 @@
 
 `spread`, `best-fit` and `slack-fit` consider only workers that satisfy the constraints and differ in the
 order: least or most loaded by capacity_norm (Algorithm 1), or least to spare in (d), so that workers with
-much to spare are kept for long prompts. Where no worker satisfies them the request is held in the cluster's
-queue. The baselines (placement.baselines) never hold and know no constraint. A policy's name with the suffix
-`+migrate` says that running requests may also be moved.
+much to spare are kept for long prompts. Under the former two work that yields to a tighter class goes to the
+slowest kind of worker that has room for it, so that the fast are left to those that need them. Where no
+worker satisfies the constraints the request is held in the cluster's queue. The baselines
+(placement.baselines) never hold and know no constraint. A policy's name with the suffix `+migrate` says that
+running requests may also be moved.
 
 Both planes call `decide` when a request arrives and again for each that is held, every `retry_s`; where
 prefill and decode have workers of their own, `decode_worker` once the prefill is done.
@@ -82,6 +84,7 @@ from controlplane.placement.order import FEW, first, number_of, set_up, write
 from controlplane.placement.queue import QueueSettings
 
 FORGOTTEN = 4  # changes a worker, since an order was last asked for, after which it is kept no longer
+SLOWEST_FIRST = 1e6  # of load, for a second of step time that work which yields would rather have
 PATIENCE = 4.0  # TTFT targets that a request is held for at most, unless a run says otherwise
 
 
@@ -215,7 +218,7 @@ def assign(
 
 @compiled
 def has_order(led: Ledger, policy: int, knobs: Knobs) -> bool:
-    """Whether a policy ranks many workers, and each by what only grows and is the same for a TPOT target."""
+    """Whether a policy ranks many workers, and each by what only grows and is the same for a class."""
     is_load = policy in (JSQ, LEAST_KV) or (policy == SPREAD and knobs[HEADROOM] == 0)
     return is_load and led.caches.tokens == 0 and len(led.workers) > FEW
 
@@ -253,11 +256,14 @@ def first_to_take(
 def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phase_role: int) -> int:
     """The order in which a policy looks at workers for such a request, made anew where none is kept."""
     orders, is_decode_pool = led.orders, int(phase_role == DECODE_ONLY)
-    t, tpot_s = 0, led.requests[r].tpot_s
+    t, tpot_s, yields = 0, led.requests[r].tpot_s, led.requests[r].yields_tpot_s != 0.0
     if orders.are_kept[0]:
         for i in range(orders.made[0]):
             of = orders.of[i]
-            is_alike = policy != SPREAD or led.requests[of.request].tpot_s == tpot_s
+            is_alike = policy != SPREAD or (
+                led.requests[of.request].tpot_s == tpot_s
+                and (led.requests[of.request].yields_tpot_s != 0.0) == yields
+            )
             if of.is_made and of.policy == policy and of.is_decode_pool == is_decode_pool and is_alike:
                 of.unasked = 0
                 return i
@@ -378,7 +384,8 @@ def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int, cached: int, no
         if led.caches.tokens > 0:
             tokens += led.requests[r].prompt + led.requests[r].key - cached
     norm = capacity_norm(k, knobs, requests, tokens, led.requests[r].tpot_s)
-    return -norm if policy == BEST_FIT else norm
+    slow = SLOWEST_FIRST * decode_base_s(k, 1.0) if led.requests[r].yields_tpot_s != 0.0 else 0.0
+    return (-norm if policy == BEST_FIT else norm) - slow
 
 
 @compiled

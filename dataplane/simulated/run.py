@@ -295,7 +295,8 @@ def _enter_requests(
     ledger.requests["ttft_s"] = np.array([c.ttft_s for c in classes])[workload.slo_class]
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     ledger.requests["tpot_s"] = kept_tpot_s(ledger.coefficients, workload.prompt_tokens, tpot_s)
-    ledger.requests["yields_tpot_s"] = np.array([yields_to(c, classes) for c in classes])[workload.slo_class]
+    yields = np.array([yields_to(c, classes) for c in classes])[workload.slo_class]
+    ledger.requests["yields_tpot_s"], ledger.requests["yields_most_tpot_s"] = yields.T
     if predicted_tokens is None:
         predicted_tokens = np.rint(lengths.predict(workload.prompt_tokens)).astype(np.int64)
     ledger.requests["predicted"] = np.maximum(predicted_tokens, 1)

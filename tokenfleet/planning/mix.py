@@ -6,6 +6,12 @@ integer program picks the cheapest counts whose shares add up to one; the pick i
 fleet, since kinds that serve one stream together are more than their sum of shares, or less. A pick that
 fails is asked to carry more, until it passes or is no longer cheaper.
 
+**A pool of the classes' kinds**: shares like these say what a kind carries of all classes together, and one
+that is cheap for some may carry nothing of the others. So with several classes the kinds that each would have
+by itself are looked at as one fleet, up to twice as many of each as these fleets have together. Of all such
+fleets that are cheaper than the best known the middle one by dollars is replayed: if it holds, dearer ones
+are looked at no more, and if not, those that are a part of it; until none is left.
+
 **Spares**: on spot workers a plan is its serving fleet with the spares that it needs, and its cost and
 attainment after reclaims.
 """
@@ -16,10 +22,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from controlplane.errors import Infeasible
 from controlplane.scaler.mix import MixQuestion, MixSettings, cheapest
 from controlplane.scaler.weights import Weights
-from controlplane.worker_type import WorkerGroup
+from controlplane.worker_type import WorkerGroup, WorkerType
 from controlplane.workload import Workload
 from tokenfleet.planning.estimate import Estimate, Trial
 from tokenfleet.planning.fleet import Fleet, Spares, spares_for
@@ -32,6 +41,8 @@ from tokenfleet.planning.threads import Threads
 
 MORE = 1.06  # demand grows by this much after each mix that fails
 TRIES = 3
+POOL_TRIES = 24  # fleets of the classes' kinds that are replayed at most
+LISTED = 20_000  # of them that are compared by price; of larger ones counts are passed over
 LEFT_TO_RECLAIMS = 0.5  # of the allowed misses, where the cheapest fleet leaves too few
 
 
@@ -62,19 +73,71 @@ def cheaper_mix(
             counts = cheapest(MixQuestion(types, Weights(types[0].name, shares), demand, limits))
         except Infeasible:
             return None
-        chosen = sorted((t for t in types if t.name in counts), key=lambda t: (t.gpu or "", t.tp_degree))
-        mix = Fleet(tuple(WorkerGroup(t, counts[t.name]) for t in chosen))
+        mix = _of(types, [counts.get(t.name, 0) for t in types])
         if not mix.cost < best.cost:
             return None
         if len(counts) > 1 and mix not in tried:
             tried.append(mix)
-            outcome = replicates.replay(mix, most_missed=broken_off(replicates, question))
-            if outcome.complete and outcome.attainment >= question.attainment:
-                trial = Trial(replicates, question, mix, pool)
-                if trial.holds():
-                    return Mixed(mix, trial.verdict())
+            if mixed := _holding(replicates, question, mix, pool):
+                return mixed
         demand *= MORE
     return None
+
+
+def cheaper_pool(
+    replicates: Replicates, question: PlanRequest, apart: Sequence[Fleet], best: Fleet | None, pool: Threads
+) -> Mixed | None:
+    """The cheapest verified fleet of the kinds in `apart`, the classes' own; None where `best` is no dearer.
+
+    Split fleets are not mixed. `best` is None where no fleet is known that holds.
+    """
+    groups = [group for fleet in apart for group in fleet.groups]
+    kinds = list({group.worker_type.name: group.worker_type for group in groups}.values())
+    if len(kinds) < 2 or any(kind.is_split for kind in kinds):
+        return None
+    sums = np.array([sum(g.workers for g in groups if g.worker_type.name == kind.name) for kind in kinds])
+    counts = _cheaper(kinds, 2 * sums, best, question)
+    found: Mixed | None = None
+    for _ in range(POOL_TRIES):
+        if len(counts) == 0:
+            break
+        # The most of every kind that the middle of the dollars buys.
+        upto = counts[: (len(counts) + 1) // 2]
+        tried = upto[np.lexsort((np.arange(len(upto)), (upto / sums).min(axis=1)))[-1]]
+        mixed = _holding(replicates, question, _of(kinds, tried.tolist()), pool)
+        if mixed is None:
+            counts = counts[(counts > tried).any(axis=1)]
+        else:
+            found, counts = mixed, counts[: int((counts == tried).all(axis=1).argmax())]
+    return found
+
+
+def _cheaper(
+    kinds: Sequence[WorkerType], most: NDArray[np.int64], best: Fleet | None, question: PlanRequest
+) -> NDArray[np.int64]:
+    """[fleets, kinds] counts of fleets cheaper than `best` and within limits, the cheapest first."""
+    steps = int(LISTED ** (1.0 / len(kinds))) - 1
+    levels = [np.unique(np.linspace(0, n, min(n, steps) + 1).astype(np.int64)) for n in most.tolist()]
+    grid = np.stack(np.meshgrid(*levels, indexing="ij"), axis=-1).reshape(-1, len(kinds))
+    fleets = [(_of(kinds, row), row) for row in grid[(grid > 0).sum(axis=1) > 1].tolist()]
+    below = [(fleet.cost, row) for fleet, row in fleets if best is None or fleet.cost < best.cost]
+    allowed = [row for cost, row in sorted(below) if _is_allowed(*cost[:2], question)]
+    return np.array(allowed, np.int64).reshape(-1, len(kinds))
+
+
+def _of(kinds: Sequence[WorkerType], counts: Sequence[int]) -> Fleet:
+    """The fleet of so many of each kind, without those of which there is none."""
+    chosen = sorted(zip(kinds, counts, strict=True), key=lambda pair: (pair[0].gpu or "", pair[0].tp_degree))
+    return Fleet(tuple(WorkerGroup(kind, n) for kind, n in chosen if n))
+
+
+def _holding(replicates: Replicates, question: PlanRequest, mix: Fleet, pool: Threads) -> Mixed | None:
+    """The mix with its verdict, if it meets the target on the trace and at the asked confidence."""
+    outcome = replicates.replay(mix, most_missed=broken_off(replicates, question))
+    if not outcome.complete or outcome.attainment < question.attainment:
+        return None
+    trial = Trial(replicates, question, mix, pool)
+    return Mixed(mix, trial.verdict()) if trial.holds() else None
 
 
 def fraction_needed(sizing: Sizing, question: PlanRequest) -> float:
@@ -105,7 +168,7 @@ def with_spares(plan: Plan, question: PlanRequest, workload: Workload) -> Plan |
         question.cold_start_s,
         best.ttft.mean + decodes_s,
     )
-    if spares is None or not _within_limits(spares, question):
+    if spares is None or not _is_allowed(spares.bought.usd_per_hour, spares.bought.gpus, question):
         return None
     share = spares.survives
     estimate = replace(
@@ -140,13 +203,12 @@ def no_spares_do(plan: Plan, question: PlanRequest) -> Plan:
     return replace(plan, question=question, best=None, reason=reason, schedule=None, one_fewer=None)
 
 
-def _within_limits(spares: Spares, question: PlanRequest) -> bool:
-    usd = spares.bought.usd_per_hour
-    if question.max_gpus is not None and spares.bought.gpus > question.max_gpus:
+def _is_allowed(usd_per_h: float | None, gpus: int, question: PlanRequest) -> bool:
+    """Whether the question's limits allow a fleet; an unknown price is within no budget."""
+    if question.max_gpus is not None and gpus > question.max_gpus:
         return False
-    return question.budget_usd_per_h is None or (
-        usd is not None and usd <= question.budget_usd_per_h * (1.0 + 1e-9)
-    )
+    budget = question.budget_usd_per_h
+    return budget is None or (usd_per_h is not None and usd_per_h <= budget * (1.0 + 1e-9))
 
 
 def _noted(note: str) -> str:

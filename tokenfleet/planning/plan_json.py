@@ -139,6 +139,7 @@ def _classes(plan: Plan) -> list[dict[str, Any]]:
             "without": None if one.without is None else fleet_json(one.without),
             "marginal_usd_per_hour": None if whole is None or others is None else round(whole - others, 4),
             "alone": None if one.alone is None else fleet_json(one.alone),
+            "runs_on": [{"worker": kind, "share": round(share, 4)} for kind, share in one.runs_on],
         }
     return rows
 

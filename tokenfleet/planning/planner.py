@@ -15,6 +15,8 @@ from dataclasses import replace
 from statistics import stdev
 from typing import TypeVar
 
+import numpy as np
+
 from controlplane.errors import BadInput
 from controlplane.placement.lengths import LengthTable
 from controlplane.placement.policies import PlacementSettings
@@ -23,7 +25,7 @@ from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
 from dataplane.simulated.run import class_counts
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.planning.classes import ClassOfPlan, costs, part
+from tokenfleet.planning.classes import ClassOfPlan, part
 from tokenfleet.planning.comparisons import (
     baselines,
     cost_by_slo,
@@ -41,7 +43,14 @@ from tokenfleet.planning.estimate import (
 )
 from tokenfleet.planning.explain import Binding, binding, failing_rate, plateau
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.mix import Mixed, cheaper_mix, no_spares_do, stricter, with_spares
+from tokenfleet.planning.mix import (
+    Mixed,
+    cheaper_mix,
+    cheaper_pool,
+    no_spares_do,
+    stricter,
+    with_spares,
+)
 from tokenfleet.planning.replicates import Doubted, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
@@ -73,12 +82,14 @@ def make_plan(
     explained: bool = True,
     scheduled: bool = False,
     replicates_of: type[Replicates] | Callable[..., Replicates] = Replicates,
+    parts: Parts | None = None,
 ) -> Plan:
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
 
     The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
-    schedule even so. `replicates_of` makes the replicates; what-ifs remember their replays there. An
-    infeasible question is a plan with a reason. Raises BadInput on an empty workload or no type of worker.
+    schedule even so. `replicates_of` makes the replicates; what-ifs remember their replays there. `parts`:
+    what is known of the classes by themselves. An infeasible question is a plan with a reason. Raises
+    BadInput on an empty workload or no type of worker.
     """
     if len(workload) == 0:
         raise BadInput(f"{inputs.trace}: no requests to plan for")
@@ -86,6 +97,7 @@ def make_plan(
         raise BadInput("plan: no kind of worker to plan with")
     watch = watch or Watch()
     question = _strictest(question, inputs.classes)
+    parts = parts or Parts(worker_types, pool)
     outline = workload.thinned(CURVE)
 
     def serving(request: PlanRequest) -> Plan:
@@ -106,9 +118,8 @@ def make_plan(
             agents=request.agents,
         )
         replicates = replace(replicates, sampler=_sampler(replicates, request))
-        return _serving(
-            Plan(request, inputs, tuple(worker_types), None), replicates, pool, watch, explained, scheduled
-        )
+        plan = Plan(request, inputs, tuple(worker_types), None)
+        return _serving(plan, replicates, pool, watch, parts, explained, scheduled)
 
     plan = serving(question)
     if question.reclaims_per_h is not None and plan.best is not None:
@@ -119,7 +130,7 @@ def make_plan(
         plan = spared or no_spares_do(plan, question)
     if plan.schedule is not None and question.cold_start_s is not None:
         plan = replace(plan, paid=paid(plan.schedule.stretches, question.cold_start_s))
-    return replace(plan, classes=_classes(plan, workload, pool)) if explained else plan
+    return replace(plan, classes=_classes(plan, workload, parts)) if explained else plan
 
 
 def _strictest(question: PlanRequest, classes: Sequence[SloClass]) -> PlanRequest:
@@ -144,33 +155,58 @@ def _sampler(replicates: Replicates, question: PlanRequest) -> Sampler | None:
     return Sampler(workload, may_miss, loosest_s, question.seed, SAMPLED)
 
 
-def _classes(plan: Plan, workload: Workload, pool: Threads) -> tuple[ClassOfPlan, ...]:
+class Parts:
+    """The cheapest fleets of parts of the classes by themselves, each planned once."""
+
+    def __init__(self, worker_types: Sequence[WorkerType], pool: Threads) -> None:
+        self._worker_types, self._pool = worker_types, pool
+        self._known: dict[tuple[frozenset[str], float | None], Fleet | None] = {}
+
+    def fleet(
+        self, workload: Workload, inputs: Inputs, question: PlanRequest, kept: Sequence[int]
+    ) -> Fleet | None:
+        """That of the classes `kept`, by their place; None where no fleet serves them."""
+        classes = tuple(inputs.classes[c] for c in kept)
+        key = frozenset(one.name for one in classes), question.reclaims_per_h
+        if key not in self._known:
+            some, of = part(workload, kept), replace(inputs, classes=classes)
+            plan = make_plan(some, self._worker_types, question, of, self._pool, explained=False, parts=self)
+            self._known[key] = None if plan.best is None else plan.best.fleet
+        return self._known[key]
+
+
+def _classes(plan: Plan, workload: Workload, parts: Parts) -> tuple[ClassOfPlan, ...]:
     """What becomes of each class on the best fleet, and its cost; nothing where there is one."""
     best, inputs = plan.best, plan.inputs
     if best is None or best.estimate is None or len(inputs.classes) < 2:
         return ()
-
-    def cheapest(kept: tuple[int, ...]) -> Fleet | None:
-        of = replace(inputs, classes=tuple(inputs.classes[c] for c in kept))
-        some = part(workload, kept)
-        found = make_plan(some, plan.worker_types, plan.question, of, pool, explained=False).best
-        return None if found is None else found.fleet
-
-    priced = costs(len(inputs.classes), cheapest)
     binds = plan.binding.slo_class if plan.binding else None
+    everyone = range(len(inputs.classes))
     return tuple(
-        ClassOfPlan(one, requests, on_trace, sure, *fleets, binds=one.name == binds)
-        for one, (requests, on_trace), sure, fleets in zip(
-            inputs.classes, best.classes, best.estimate.classes, priced, strict=True
+        ClassOfPlan(
+            inputs.classes[c],
+            *best.classes[c],
+            best.estimate.classes[c],
+            without=parts.fleet(workload, inputs, plan.question, [i for i in everyone if i != c]),
+            alone=parts.fleet(workload, inputs, plan.question, [c]),
+            binds=inputs.classes[c].name == binds,
+            runs_on=best.runs_on[c],
         )
+        for c in everyone
     )
 
 
 def _serving(
-    blank: Plan, replicates: Replicates, pool: Threads, watch: Watch, explained: bool, scheduled: bool
+    blank: Plan,
+    replicates: Replicates,
+    pool: Threads,
+    watch: Watch,
+    parts: Parts,
+    explained: bool,
+    scheduled: bool,
 ) -> Plan:
     """The plan of the fleet that serves; what spot workers need beyond it comes later."""
-    question, worker_types, workload = blank.question, blank.worker_types, replicates.workload
+    question, worker_types = blank.question, blank.worker_types
     watch.stage("sizing each kind of worker on the trace", 0.0)
     sizings = size_all(replicates, question, worker_types, pool)
     possible = sorted(
@@ -178,30 +214,24 @@ def _serving(
     )
     passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
-    if not possible:
-        return _infeasible(blank, replicates, sizings, pool, watch)
-    asked = replicates.asked
-    if asked:
-        showable = showable_of(replicates.counts, asked, question.confidence)
-    else:
-        showable = most_showable(len(workload), question.confidence)
-    if showable < question.attainment:
+    if possible and _showable(replicates, question) < question.attainment:
         return _too_short(blank, replicates, possible)
     watch.stage("confirming in worlds that might have been", 0.2)
     _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
     sure = sorted((s for s in possible if s.confirmed), key=lambda s: s.fleet(s.confirmed or 0).cost)
-    if not sure:
+    single = sure[0] if sure else None
+    watch.stage("looking for a cheaper mix", 0.45)
+    mixed = _mixed(blank, replicates, possible, single, pool, parts)
+    if mixed is not None:
+        fleet, verdict = mixed.fleet, mixed.estimate
+        winner = _as_sizing(replicates, question, mixed, single)
+    elif single is not None:
+        fleet, verdict = single.fleet(single.confirmed or 0), single.sure[single.confirmed or 0]
+        winner = single
+    else:
         reasons = "; ".join(f"{s.worker_type.name}: {s.reason}" for s in possible if s.reason)
         blank = replace(blank, reason=reasons, alternatives=_others(replicates, possible, None, pool))
         return _infeasible(blank, replicates, sizings, pool, watch)
-    winner = sure[0]
-    fleet, verdict = winner.fleet(winner.confirmed or 0), winner.sure[winner.confirmed or 0]
-    watch.stage("looking for a cheaper mix", 0.45)
-    mixed = cheaper_mix(replicates, question, possible, fleet, pool)
-    single = winner
-    if mixed:
-        fleet, verdict = mixed.fleet, mixed.estimate
-        winner = _as_sizing(replicates, question, mixed, winner)
     plan = replace(blank, best=_candidate(replicates, fleet, verdict))
     if replicates.sampler is not None and explained:
         watch.stage("replaying the whole trace", 0.48)
@@ -219,6 +249,34 @@ def _serving(
     if scheduled:
         return replace(plan, schedule=_schedule(plan, replicates, winner, pool))
     return plan
+
+
+def _showable(replicates: Replicates, question: PlanRequest) -> float:
+    """The highest attainment that a trace of so many requests can show."""
+    if replicates.asked:
+        return showable_of(replicates.counts, replicates.asked, question.confidence)
+    return most_showable(len(replicates.workload), question.confidence)
+
+
+def _mixed(
+    plan: Plan,
+    replicates: Replicates,
+    possible: Sequence[Sizing],
+    single: Sizing | None,
+    pool: Threads,
+    parts: Parts,
+) -> Mixed | None:
+    """A mix cheaper than the best fleet of one kind, be it by shares or of the classes' own kinds."""
+    question, best = plan.question, None if single is None else single.fleet(single.confirmed or 0)
+    mixed = None if best is None else cheaper_mix(replicates, question, possible, best, pool)
+    if not replicates.classes or sum(not kind.is_split for kind in plan.worker_types) < 2:
+        return mixed
+    serving = replace(question, reclaims_per_h=None)
+    own = [
+        parts.fleet(replicates.workload, plan.inputs, serving, [c]) for c in range(len(replicates.classes))
+    ]
+    known = [fleet for fleet in own if fleet is not None]
+    return cheaper_pool(replicates, question, known, mixed.fleet if mixed else best, pool) or mixed
 
 
 def _proven(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads) -> Plan:
@@ -335,9 +393,10 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
     return plan
 
 
-def _as_sizing(replicates: Replicates, question: PlanRequest, mixed: Mixed, single: Sizing) -> Sizing:
+def _as_sizing(replicates: Replicates, question: PlanRequest, mixed: Mixed, single: Sizing | None) -> Sizing:
     """A mix to be explained like any fleet: a count of workers means so many in its proportions."""
     count = mixed.fleet.workers
+    single = single or Sizing(mixed.fleet.groups[0].worker_type)
     sizing = Sizing(single.worker_type, fluid=single.fluid, mix=mixed.fleet, confirmed=count)
     sizing.workers = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), 1, count, count)
     sizing.sure[count] = mixed.estimate
@@ -422,6 +481,25 @@ def _candidate(replicates: Replicates, fleet: Fleet, verdict: Estimate | None, n
         note,
         outcome.prefix_hit_rate,
         tuple(zip(counts.tolist(), outcome.class_attainments.tolist(), strict=True)),
+        _runs_on(fleet, outcome),
+    )
+
+
+def _runs_on(fleet: Fleet, outcome: Outcome) -> tuple[tuple[tuple[str, float], ...], ...]:
+    """Of each class the shares of its requests by the kind of worker that served them, most first."""
+    kinds = [group.worker_type for group in fleet.groups]
+    engines = [
+        g.workers * (1 if g.worker_type.ranks is None else g.worker_type.ranks.count) for g in fleet.groups
+    ]
+    served, workload = outcome.worker >= 0, outcome.workload
+    kind = np.repeat(np.arange(len(kinds)), engines)[outcome.worker[served]]
+    counts = np.zeros((len(workload.slo_classes), len(kinds)))
+    weight = 1.0 if workload.weight is None else workload.weight[served]
+    np.add.at(counts, (workload.slo_class[served], kind), weight)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-9)
+    return tuple(
+        tuple((kinds[k].name, float(row[k])) for k in np.argsort(-row, kind="stable") if row[k] > 0)
+        for row in shares
     )
 
 

@@ -87,6 +87,7 @@ class Candidate:
     note: str = ""
     hit_rate: float | None = None  # of prefix caches on the trace; None where nothing is cached
     classes: tuple[tuple[int, float], ...] = ()  # of each SLO class its requests, and attainment on the trace
+    runs_on: tuple[tuple[tuple[str, float], ...], ...] = ()  # and the shares of them by kind of worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tokenfleet import __version__
 from tokenfleet.planning.result import Candidate, Plan
 from tokenfleet.report.figures import Figure, figures
 from tokenfleet.report.tables import (
+    CLASS_COLUMNS,
     baseline_counts,
     class_rows,
     expected_text,
@@ -111,8 +112,7 @@ def _figure(figure: Figure) -> str:
 
 def _tables(plan: Plan) -> Iterable[str]:
     if plan.classes:
-        of = ("class", "requests", "target", "expected", "at least", "costs", "without it", "alone")
-        yield section("Classes", of, list(class_rows(plan)))
+        yield section("Classes", CLASS_COLUMNS, list(class_rows(plan)))
     if plan.alternatives:
         columns = ("fleet", "GPUs", "cost", "expected", "at least", "")
         yield section("Alternatives", columns, [_alternative(c) for c in plan.alternatives])

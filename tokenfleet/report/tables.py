@@ -353,11 +353,13 @@ def nearest_text(near: Nearest) -> str:
 
 
 def classes_text(plan: Plan) -> str:
-    """That classes are judged together, which binds, and what separate fleets would cost."""
+    """That classes are judged together, which binds, where each runs, and what separate fleets would cost."""
     words = "every class has its own target at once in as many worlds as the confidence asks for"
     binding = [one.of.name for one in plan.classes if one.binds]
     if binding:
         words += f"; one short, {binding[0]} is the first to miss"
+    if plan.best is not None and len(plan.best.fleet.groups) > 1:
+        words += f"; {', '.join(f'{one.of.name} runs mostly on {one.mostly_on}' for one in plan.classes)}"
     whole, apart = plan.best.fleet.usd_per_hour if plan.best else None, separate_usd(plan.classes)
     if whole is None or apart is None:
         return words
@@ -366,9 +368,14 @@ def classes_text(plan: Plan) -> str:
     return f"{words}; separate fleets cost {usd_text(apart)}, this one {saved}"
 
 
+CLASS_COLUMNS = (
+    *("class", "requests", "target", "expected", "at least", "runs on", "costs", "without it", "alone"),
+)
+
+
 def _classes(plan: Plan) -> Table:
     table = Table(title="Classes", title_justify="left", title_style="bold")
-    for name in ("class", "requests", "target", "expected", "at least", "costs", "without it", "alone"):
+    for name in CLASS_COLUMNS:
         table.add_column(name, justify="right" if name in ("requests", "expected", "at least") else "left")
     for row in class_rows(plan):
         table.add_row(*row)
@@ -376,7 +383,7 @@ def _classes(plan: Plan) -> Table:
 
 
 def class_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Each class: its size, target, attainment, the dollars it adds, the fleets without it and of its own."""
+    """Each class: size, target, attainment, where it runs, what it adds, fleets without it and its own."""
     whole = None if plan.best is None else plan.best.fleet.usd_per_hour
     for one in plan.classes:
         others = None if one.without is None else one.without.usd_per_hour
@@ -387,6 +394,7 @@ def class_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             f"{share_text(one.of.attainment)} {class_target_text(one.of)}",
             share_text(one.estimate.expected) if one.estimate else "-",
             share_text(one.estimate.low) if one.estimate else "-",
+            one.mostly_on,
             adds,
             *("-" if fleet is None else fleet.label for fleet in (one.without, one.alone)),
         )

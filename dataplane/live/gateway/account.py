@@ -350,7 +350,7 @@ class Account:
             row["first_s"] = math.nan if request.first_token_s is None else request.first_token_s
             row["ttft_s"] = request.slo.ttft_s
             row["tpot_s"] = request.kept_tpot_s = self._kept_tpot_s(request)
-            row["yields_tpot_s"] = yields_to(request.slo, self.slos)
+            row["yields_tpot_s"], row["yields_most_tpot_s"] = yields_to(request.slo, self.slos)
             self._mirrors.enter(self._led.caches, r, request)
         return r
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import ceil, exp, inf, isclose
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_ledgers import NOW_S, At, Held, ledger_of, requests, rest_of, workers
@@ -24,6 +25,7 @@ from controlplane.placement.constraints import (
     kv_peak,
     prefill_lasts_s,
     spare_s,
+    yields_at,
     yields_to,
 )
 from controlplane.placement.ledger import DECODE_ONLY, PREFILL_ONLY
@@ -117,7 +119,8 @@ def test_b_allows_a_decode_step_within_the_tightest_tpot(at, asked, theta):
     everyone = [*at.held, asked]
     context = sum(h.prompt + h.tokens for h in everyone) + theta * sum(rest_of(h) for h in everyone)
     longest_s = step_s(at, len(everyone), context)
-    target_s = min(h.tpot_s for h in everyone)
+    # One that the worker does not keep even for its request alone is lost, and binds no other.
+    target_s = min([asked.tpot_s, *(h.tpot_s for h in at.held if h.tpot_s >= step_s(at, 1, 0.0))])
     if isclose(longest_s, target_s, rel_tol=1e-9):
         return
     allowed = longest_s <= target_s and len(everyone) <= at.profile.engine.max_seqs
@@ -206,13 +209,13 @@ def test_work_that_yields_leaves_a_fifth_of_a_worker_to_the_tighter_class(at, as
     led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
     knobs = PlacementSettings().knobs()
     plain = harm(led, knobs, 0, r, 0, NOW_S, True, inf)
-    led.requests["yields_tpot_s"][r] = tight_s
+    led.requests["yields_tpot_s"][r] = led.requests["yields_most_tpot_s"][r] = tight_s
     found = harm(led, knobs, 0, r, 0, NOW_S, True, inf)
     row = led.workers[0]
     sequences = int(row["decoding"] + row["queued"]) + 1
     assert found >= plain
-    if sequences == 1:
-        assert found == plain  # an idle worker is nobody's last
+    if sequences == 1 or step_s(at, 1, 0.0) > tight_s:
+        assert found == plain  # an idle worker is nobody's last, and one too slow for it none at all
     elif found < inf:
         held = row["context"] + row["queued_context"] + asked.prompt + asked.tokens
         assert sequences <= (1 - ROOM) * at.profile.engine.max_seqs
@@ -222,7 +225,30 @@ def test_work_that_yields_leaves_a_fifth_of_a_worker_to_the_tighter_class(at, as
 
 def test_a_class_yields_to_those_whose_ttft_is_a_tenth_of_its_own():
     chat, code, batch = Slo(0.4, 0.03), Slo(3.9, 0.02), Slo(40.0, 0.2)
-    assert [yields_to(slo, (chat, code, batch)) for slo in (chat, code, batch)] == [0.0, 0.0, 0.02]
+    assert [yields_to(slo, (chat, code, batch)) for slo in (chat, code, batch)] == [
+        (0, 0),
+        (0, 0),
+        (0.02, 0.03),
+    ]
+
+
+@pytest.mark.parametrize(("tightest_s", "left_s"), [(0.02, 0.02), (0.004, 0.03), (0.0, 0.0), (-0.02, 0.0)])
+def test_room_is_left_to_the_classes_that_a_worker_is_fast_enough_for(tightest_s, left_s):
+    profile = made_profile(StepModel(0.01, 1e-4, 1e-4, 1e-7), KvModel(100_000))
+    led, r = ledger_of([At(profile)], Held(100, 40), NOW_S, GENEROUS_S)
+    led.requests["yields_tpot_s"][r], led.requests["yields_most_tpot_s"][r] = tightest_s, 0.03
+    assert yields_at(led, 0, r) == left_s
+    if tightest_s < 0.01:
+        led.requests["yields_most_tpot_s"][r] = 0.009
+        assert yields_at(led, 0, r) == 0.0
+
+
+def test_a_target_that_a_worker_cannot_keep_binds_nobody_else_there():
+    profile = made_profile(StepModel(0.01, 1e-4, 1e-4, 1e-7), KvModel(100_000))
+    for tpot_s, is_bound in ((0.0105, True), (0.009, False)):
+        lost = Held(100, 40, tokens=5, decoding=True, first_s=NOW_S - 1.0, tpot_s=tpot_s)
+        led, r = ledger_of([At(profile, [lost])], Held(3000, 40, tpot_s=0.05), NOW_S, GENEROUS_S)
+        assert (harm(led, knobs_of("b"), 0, r, 0, NOW_S, False, inf) == inf) == is_bound
 
 
 def test_the_chance_to_fail_grows_with_the_deficit_from_0_to_1():

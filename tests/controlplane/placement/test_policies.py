@@ -67,6 +67,19 @@ def test_no_policy_chooses_a_worker_that_is_not_serving_in_the_pool(fleet, asked
         assert w in (in_pool(fleet, pool) or [NONE])
 
 
+@pytest.mark.parametrize("policy", [Policy.SPREAD, Policy.BEST_FIT])
+def test_work_that_yields_takes_the_slowest_kind_that_has_room(policy):
+    fast, slow = (
+        made_profile(StepModel(0.01 * by, 1e-4 * by, 1e-4 * by, 1e-7 * by), KvModel(100_000)) for by in (1, 2)
+    )
+    there = Held(400, 40, tokens=5, decoding=True, first_s=NOW_S - 0.2, tpot_s=0.1)
+    for full, expected in ((1, 1), (300, 0)):  # the slow one has room for the former alone
+        led, r = ledger_of([At(fast), At(slow, [there] * full)], Held(300, 40, tpot_s=0.1), NOW_S, 20.0)
+        assert choice(led, policy, r) == (0 if policy == Policy.SPREAD else expected)
+        led.requests["yields_tpot_s"][r], led.requests["yields_most_tpot_s"][r] = 0.03, 0.03
+        assert choice(led, policy, r) == expected
+
+
 @given(fleets, requests(decoding=False), pools, st.booleans())
 def test_best_fit_takes_the_fullest_worker_that_may(fleet, asked, pool, late):
     led, r = ledger_of(fleet, asked, NOW_S - 0.01, TTFT_S)

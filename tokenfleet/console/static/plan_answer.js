@@ -77,8 +77,9 @@ function classes(plan) {
       [
         { name: "class" },
         ...["requests", "asked", "expected", "at least", "adds", "alone"].map((name) => ({ name, number: true })),
+        { name: "runs on" },
       ],
-      rows.map(({ name, requests, attainment: a, marginal_usd_per_hour: adds, alone, binds }) => [
+      rows.map(({ name, requests, attainment: a, marginal_usd_per_hour: adds, alone, binds, runs_on: [most] = [] }) => [
         binds ? `${name} (misses first)` : name,
         count(requests),
         target(a.target),
@@ -86,6 +87,7 @@ function classes(plan) {
         share(a.low),
         dollars(adds),
         alone ? dollars(alone.usd_per_hour) : "–",
+        most ? `${most.worker} (${share(most.share)})` : "–",
       ]),
     ),
   );
