@@ -256,15 +256,12 @@ def first_to_take(
 def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phase_role: int) -> int:
     """The order in which a policy looks at workers for such a request, made anew where none is kept."""
     orders, is_decode_pool = led.orders, int(phase_role == DECODE_ONLY)
-    t, tpot_s, yields = 0, led.requests[r].tpot_s, led.requests[r].yields_tpot_s != 0.0
+    t = 0
     if orders.are_kept[0]:
         for i in range(orders.made[0]):
             of = orders.of[i]
-            is_alike = policy != SPREAD or (
-                led.requests[of.request].tpot_s == tpot_s
-                and (led.requests[of.request].yields_tpot_s != 0.0) == yields
-            )
-            if of.is_made and of.policy == policy and of.is_decode_pool == is_decode_pool and is_alike:
+            is_such = of.is_made and of.policy == policy and of.is_decode_pool == is_decode_pool
+            if is_such and (policy != SPREAD or is_alike(led, of.request, r)):
                 of.unasked = 0
                 return i
             if of.unasked > orders.of[t].unasked:
@@ -280,6 +277,13 @@ def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phas
         orders.trees[t, places + w] = own_load(led, knobs, t, w, now_s)
     set_up(orders.trees, t)
     return t
+
+
+@compiled
+def is_alike(led: Ledger, one: int, other: int) -> bool:
+    """Whether `spread` ranks workers alike for two requests."""
+    a, b = led.requests[one], led.requests[other]
+    return a.tpot_s == b.tpot_s and (a.yields_tpot_s != 0.0) == (b.yields_tpot_s != 0.0)
 
 
 @compiled
@@ -384,7 +388,7 @@ def load(led: Ledger, policy: int, knobs: Knobs, w: int, r: int, cached: int, no
         if led.caches.tokens > 0:
             tokens += led.requests[r].prompt + led.requests[r].key - cached
     norm = capacity_norm(k, knobs, requests, tokens, led.requests[r].tpot_s)
-    slow = SLOWEST_FIRST * decode_base_s(k, 1.0) if led.requests[r].yields_tpot_s != 0.0 else 0.0
+    slow = SLOWEST_FIRST * decode_base_s(k, 1.0) * (led.requests[r].yields_tpot_s != 0.0)
     return (-norm if policy == BEST_FIT else norm) - slow
 
 
