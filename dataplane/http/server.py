@@ -152,7 +152,8 @@ def _nothing() -> AbstractAsyncContextManager[Any]:
 class Extension:
     """Routes, and what they need: `running` is entered while the API answers, `collectors` join /metrics.
 
-    `open_paths` answer without a key; `body_bytes` lets a path take a larger body than others.
+    `open_paths` answer without a key; `body_bytes` lets a path take a larger body than others; `fleet` adds
+    to what `GET /v1/fleet` says.
     """
 
     routers: Sequence[APIRouter]
@@ -160,3 +161,4 @@ class Extension:
     collectors: Sequence[Collector] = ()
     open_paths: frozenset[str] = frozenset()
     body_bytes: Mapping[str, int] = field(default_factory=dict)
+    fleet: Mapping[str, Callable[[], Any]] = field(default_factory=dict)

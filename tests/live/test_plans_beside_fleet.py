@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import polars as pl
 import pytest
+from console.browser import Tab, running_chromium
 from made_fleet_log import fleet as made_of
 from made_fleet_log import logged, look
 from made_history import row, written
@@ -77,18 +78,37 @@ def test_the_scorecard_compares_the_plan_it_is_served_under(fleet):
     assert main(["scorecard", card["plan"], "--data", str(data), "--format", "json"]) == 0
 
 
-def test_the_fleet_tells_what_yesterday_cost_over_the_cheapest_and_logs_itself(fleet):
+def test_the_fleet_tells_what_yesterday_cost_over_the_cheapest_and_logs_itself(fleet, capsys, monkeypatch):
     served, data = fleet
     served.until(lambda: served.metric("tokenfleet_gap_ratio") > 0, 120)
     parts = {p: served.metric("tokenfleet_gap_gpu_hours", part=p) for p in ("paid", "cheapest", "fixed")}
     assert parts["paid"] == pytest.approx(3 * parts["cheapest"], rel=1e-3)
     assert parts["fixed"] == pytest.approx(parts["paid"] - parts["cheapest"], rel=1e-3)
+    told = served.ask("GET", "/v1/fleet")["gap"]
+    assert told["day"]["ratio"] == served.metric("tokenfleet_gap_ratio")
+    assert f"{told['day']['ratio']:.2f} times the $" in told["line"]
+    assert ": fixed $" in told["line"]
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["fleet", "--control", served.control, "status"]) == 0
+    assert f"cost over the cheapest: {told['line']}\n" in capsys.readouterr().out
     now_s = time.time()
     (one,) = served.ask("GET", "/v1/fleet")["workers"]
     looks, fleets = read_fleet_log(data / "history", now_s - 600.0, now_s)
     assert looks[-1].workers == {one["kind"]: (0, 1, 0)}
     assert looks[-1].fixed
     assert [t.name for t in fleets[-1].types] == [one["kind"]]
+
+
+def test_the_console_says_what_yesterday_cost_over_the_cheapest(fleet):
+    pytest.importorskip("playwright", reason="playwright is not installed (requirements/dev.txt)")
+    served, _ = fleet
+    told = served.until(lambda: (g := served.ask("GET", "/v1/fleet")["gap"])["day"] and g, 120)
+    with running_chromium() as browser:
+        tab = Tab.open(browser, f"{served.control}/live")
+        tab.until("#gap", f"Cost over the cheapest: {told['line']}.")
+        assert tab.page.locator("#gap").is_visible()
+        assert tab.wrongs == []
+        tab.close()
 
 
 def test_a_plan_is_made_beside_the_fleet(fleet):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from controlplane.errors import BadInput
@@ -196,6 +197,7 @@ def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
         requests = [one["requests"][name] for name in ("running", "waiting")]
         table.add_row(share["name"], gpu, *map(str, counts + requests))
         lines.append(f"{share['name']}: {_lately(one['lately'], one['attainment_target'])}")
+        lines.append(f"{share['name']}: {_gap(one)}")
     limits = ", ".join(f"{one['name']} {one['held']:g} of {one['most']:g}" for one in view["limits"])
     told = [f"taken: {limits}"] if limits else []
     for change in view["changes"][-SHOWN_DECISIONS:]:
@@ -204,9 +206,7 @@ def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
     return [table, *lines, *told]
 
 
-def _status_tables(view: dict[str, Any]) -> list[Any]:
-    if "models" in view:
-        return _portfolio_tables(view)
+def _workers_table(view: dict[str, Any]) -> Table:
     # Without a box: with kinds it would not fit into 80 columns.
     workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     workers.title = f"{view['model']} ({view['engine']})"
@@ -232,11 +232,17 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
             duration_text(load["step_s"]) if load else "–",
             str(load.get("preemptions", "–")),
         )
+    return workers
+
+
+def _status_tables(view: dict[str, Any]) -> list[Any]:
+    if "models" in view:
+        return _portfolio_tables(view)
     mode = f"auto{_budget(view)}" if view["auto"] else "fixed"
     advice = ", advisory: decisions are only said" if view["advisory"] else ""
     counts = view["requests"]
     parts: list[Any] = [
-        workers,
+        _workers_table(view),
         *_placement_lines(view),
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
@@ -244,7 +250,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     if gateways := view.get("gateways"):
         loads = (f"{g['gateway']} {g['requests']} requests ({g['state']})" for g in gateways)
         parts.append(f"gateways: {', '.join(loads)}")
-    parts.append(_lately(view["lately"], view["attainment_target"]))
+    parts += [_lately(view["lately"], view["attainment_target"]), _gap(view)]
     parts += _transport(view["transport"])
     parts += [f"not moved, {requests}: {why}" for why, requests in view["fixed"].items()]
     for why in {w["fixed"] for w in view["workers"] if w.get("fixed")}:
@@ -269,6 +275,11 @@ def _lately(lately: dict[str, Any], target: float) -> str:
         f" ({target:.2%} is asked), {lately['failed']} failed, {lately['rejected']} rejected, "
         f"{lately['tokens_per_s']:.0f} tokens/s" + (f"; {latencies}" if latencies else "")
     )
+
+
+def _gap(view: dict[str, Any]) -> str:
+    """The last finished day's cost over the cheapest that serves the same, or why it is not known."""
+    return escape(f"cost over the cheapest: {view['gap']['line']}")
 
 
 def _transport(shown: dict[str, Any]) -> list[str]:

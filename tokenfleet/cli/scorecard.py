@@ -91,18 +91,18 @@ def gap_command(
 
 def gap_tables(gaps: list[Any]) -> list[Any]:
     """The gaps of days for people: in dollars where prices are known, else in GPU-hours."""
+    from tokenfleet.service.gap import shown
+
     table = Table()
     for name in ("day (UTC)", "hours", "paid", "cheapest", "paid / cheapest", "of which"):
         table.add_column(name, justify="left" if name in ("day (UTC)", "of which") else "right")
     for day in gaps:
-        unit = "gpu_h" if None in (day["paid"]["usd"], (day["least"] or day["paid"])["usd"]) else "usd"
-        shown = "${:,.2f}".format if unit == "usd" else "{:,.2f} GPU-h".format
-        parts = [f"{name} {shown(amount[unit])}" for name, amount in day["parts"].items()]
+        parts = [f"{name} {shown(day, amount)}" for name, amount in day["parts"].items()]
         table.add_row(
             day["day"],
             f"{day['hours']:.1f}",
-            shown(day["paid"][unit]),
-            "–" if day["least"] is None else shown(day["least"][unit]),
+            shown(day, day["paid"]),
+            "–" if day["least"] is None else shown(day, day["least"]),
             _or_dash(day["ratio"], "{:.2f}".format),
             ", ".join(parts) or "–",
         )

@@ -468,8 +468,8 @@ def _whole(
 
     keys, operators, certificate = locks
     folder = held.enter_context(folder_of_fleet(flags.data, flags.history, name))
-    planning = () if folder is None else (fleet_extension(folder, checked.plan),)
-    settings = _settings(flags, checked, folder, (*planning, console_extension("live.html")))
+    planning = fleet_extension(folder, checked.plan, flags.history is not False)
+    settings = _settings(flags, checked, folder, (planning, console_extension("live.html")))
     gateway = replace(settings.gateway, certificate=certificate, keys_file=flags.api_keys)
     return replace(settings, keys=keys, control_keys=operators, gateway=gateway)
 

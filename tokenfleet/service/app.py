@@ -21,7 +21,7 @@ from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
 from tokenfleet.service.plan_service import PlanService, ServiceLimits
 from tokenfleet.service.routes import plan_extension
-from tokenfleet.service.score_process import keep_gaps
+from tokenfleet.service.score_process import LastGap
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -102,15 +102,20 @@ def folder_of_fleet(option: Path | None, keeps: bool | None, model: str = "") ->
         yield Path(folder)
 
 
-def fleet_extension(folder: Path, plan: PlanFile | None) -> Extension:
-    """The plan service over a fleet's folder; under `plan`, where one is given, the fleet is served."""
+def fleet_extension(folder: Path | None, plan: PlanFile | None, has_history: bool) -> Extension:
+    """The plan service over a fleet's folder, where it has one, and the last day's gap; under `plan`, where
+    one is given, the fleet is served."""
+    gap = LastGap(folder, has_history and folder is not None)
+    told = {"gap": gap.view}
+    if folder is None:
+        return Extension(routers=(), fleet=told)
     service = PlanService(folder, ServiceLimits())
     name = None if plan is None else service.plans.keep(plan.document, "served")
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         number = None if name is None else service.plans.begin_serving(name)
-        gaps = asyncio.create_task(keep_gaps(folder))
+        gaps = asyncio.create_task(gap.keep())
         try:
             async with service.running():
                 yield
@@ -121,4 +126,4 @@ def fleet_extension(folder: Path, plan: PlanFile | None) -> Extension:
                 service.plans.end_serving(number)
             service.close()
 
-    return replace(plan_extension(service), running=running)
+    return replace(plan_extension(service, lambda: gap.known), running=running, fleet=told)

@@ -394,7 +394,40 @@ def kept_gap(folder: Path, day: str) -> Gap | None:
     return None
 
 
+def last_kept_gap(folder: Path) -> Gap | None:
+    """The gap of the last day that one was kept of."""
+    days = sorted((path.stem.removeprefix("gap-") for path in folder.glob("gap-*.json")), reverse=True)
+    return next((found for day in days if (found := kept_gap(folder, day)) is not None), None)
+
+
 def last_whole_day(data: Path, now_s: float) -> str | None:
     """The last day of a folder's log that is over; None without one."""
     over = [day for day in logged_days(data / "history") if day_begin_s(day) + DAY_S + LATE_S <= now_s]
     return over[-1] if over else None
+
+
+def shown(day: Gap, amount: Amount) -> str:
+    """One of a day's amounts for people: in dollars where the day's prices are known, else in GPU-hours."""
+    if not is_priced(day) or (usd := amount["usd"]) is None:
+        return f"{amount['gpu_h']:,.2f} GPU-h"
+    return f"{'-' if usd < 0 else ''}${abs(usd):,.2f}"
+
+
+def is_priced(day: Gap) -> bool:
+    """Whether prices of what was paid, and of the cheapest, are known."""
+    return None not in (day["paid"]["usd"], (day["least"] or day["paid"])["usd"])
+
+
+def gap_line(day: Gap) -> str:
+    """A day's gap in a line: paid, the cheapest, and by size the reasons of a hundredth of it or more."""
+    told = f"{day['day']} (UTC, {day['hours']:.1f} h): {shown(day, day['paid'])} paid"
+    if day["least"] is None:
+        told += f"; {'; '.join(day['says'])}"
+    else:
+        times = "" if day["ratio"] is None else f"{day['ratio']:.2f} times "
+        told += f", {times}the {shown(day, day['least'])} of the cheapest that serves the same requests"
+        parts = sorted(day["parts"].items(), key=lambda part: -abs(part[1]["gpu_h"]))
+        least_h = 0.01 * day["paid"]["gpu_h"]
+        why = [f"{name} {shown(day, one)}" for name, one in parts if abs(one["gpu_h"]) >= least_h]
+        told += f": {', '.join(why)}" if why else ""
+    return told if is_priced(day) else f"{told}; not all prices are known"

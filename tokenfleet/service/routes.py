@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
@@ -36,7 +36,7 @@ from tokenfleet.service.forms import (
     State,
     TraceSummary,
 )
-from tokenfleet.service.gap import kept_gap
+from tokenfleet.service.gap import Gap, last_kept_gap
 from tokenfleet.service.jobs import Jobs
 from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
 
@@ -80,12 +80,13 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
 }
 
 
-def plan_extension(service: PlanService) -> Extension:
-    """The service as a part of an API."""
+def plan_extension(service: PlanService, last_gap: Callable[[], Gap | None] | None = None) -> Extension:
+    """The service as a part of an API. `last_gap`: for /metrics, by default the last one that was kept."""
+    known = last_gap or partial(last_kept_gap, service.folder / "history")
     return Extension(
         routers=[plan_router(service)],
         running=service.running,
-        collectors=[JobCollector(service.jobs), GapCollector(service.folder / "history")],
+        collectors=[JobCollector(service.jobs), GapCollector(known)],
         body_bytes={"/v1/traces": service.limits.upload_bytes, "/v1/plans": INLINE_BODY_BYTES},
     )
 
@@ -240,15 +241,14 @@ class JobCollector(Collector):
 class GapCollector(Collector):
     """The last whole day's clairvoyant gap, where one is known: `tokenfleet_gap_ratio` and its parts."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, last_gap: Callable[[], Gap | None]) -> None:
+        self._last_gap = last_gap
 
     def describe(self) -> Iterable[Metric]:
         return _gap_families()
 
     def collect(self) -> Iterable[Metric]:
-        days = sorted(path.stem.removeprefix("gap-") for path in self._folder.glob("gap-*.json"))
-        found = kept_gap(self._folder, days[-1]) if days else None
+        found = self._last_gap()
         ratio, day, gpu_hours, usd = families = _gap_families()
         if found is not None and found["ratio"] is not None and found["least"] is not None:
             ratio.add_metric([], found["ratio"])

@@ -17,11 +17,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.rules import UnknownName
 from dataplane.kernel_cache import use_kernel_cache
+
+if TYPE_CHECKING:
+    from tokenfleet.service.gap import Gap
 
 
 def end_with_asker() -> None:
@@ -76,22 +79,54 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
 
 
-async def keep_gaps(data: Path) -> None:
-    """Make the gap of each day of the fleet's log once it is over, in another process, until cancelled."""
-    from tokenfleet.service.gap import kept_gap, last_whole_day
+class LastGap:
+    """The last finished day's gap of a fleet's folder, for its status, its console and its metrics alike.
 
-    tried = None
-    while True:
-        try:
-            day = last_whole_day(data, time.time())
-            if day is not None and day != tried and kept_gap(data / "history", day) is None:
-                tried = day
-                said = await _said(data)
-                if "error" in said:
-                    raise BadInput(said["error"])
-        except BadInput as why:
-            log.warning("clairvoyant gap: %s", why)
-        await asyncio.sleep(GAP_EVERY_S)
+    `keep` has it made, in another process, and reads it; in between all get what was found last.
+    """
+
+    def __init__(self, data: Path | None, has_history: bool = True) -> None:
+        self.known: Gap | None = None
+        self._data = data
+        self._missing = "no day (UTC) of its log is over" if has_history else "this fleet keeps no history"
+        self._tried: str | None = None
+
+    def view(self) -> dict[str, Any]:
+        """`gap` of `GET /v1/fleet`: the `day`, None where none is known; `line` tells it, or why not."""
+        from tokenfleet.service.gap import gap_line
+
+        told = f"not known: {self._missing}"
+        if self.known is not None:
+            told = "; ".join(filter(None, [gap_line(self.known), self._missing]))
+        return {"line": told, "day": self.known}
+
+    async def keep(self) -> None:
+        """Look every GAP_EVERY_S, until cancelled."""
+        while True:
+            try:
+                await self.look(time.time())
+            except BadInput as why:
+                self._missing = str(why)
+                log.warning("clairvoyant gap: %s", why)
+            await asyncio.sleep(GAP_EVERY_S)
+
+    async def look(self, now_s: float) -> None:
+        """Read what is kept, and have the last day that is over made where it is not. Raises BadInput."""
+        from tokenfleet.service.gap import last_kept_gap, last_whole_day
+
+        if self._data is None:
+            return
+        day, self.known = last_whole_day(self._data, now_s), last_kept_gap(self._data / "history")
+        if self.known is not None and self.known["day"] == day:
+            self._missing = ""
+        elif day is not None and day != self._tried:
+            self._tried, self._missing = day, f"{day} is being computed"
+            said = await _said(self._data)
+            if "error" in said:
+                raise BadInput(f"{day}: {said['error']}")
+            found: Gap | None = said.get("gap")
+            self.known = found or self.known
+            self._missing = "" if found else f"{day}: its log has no whole minute"
 
 
 async def _said(data: Path) -> dict[str, Any]:

@@ -137,10 +137,13 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
         {path: most for extension in extensions for path, most in extension.body_bytes.items()},
     )
 
+    added = {name: view for extension in extensions for name, view in extension.fleet.items()}
+
     @app.get("/v1/fleet", response_model=dict[str, Any])
     async def fleet() -> Any:
-        """Workers, their load, what is moving, and the last decisions with their reasons."""
-        return _json(operations.fleet())
+        """Workers, their load, what is moving, the last decisions with their reasons, and the last finished
+        day's cost over the cheapest (`gap`)."""
+        return _json(operations.fleet() | {name: view() for name, view in added.items()})
 
     @app.get("/v1/fleet/timeline")
     async def timeline(minutes: Annotated[float, Query(gt=0, le=60)] = 30.0) -> dict[str, Any]:

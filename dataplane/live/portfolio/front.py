@@ -146,6 +146,7 @@ def portfolio_view(
                 "requests": view["requests"],
                 "lately": view["lately"],
                 "attainment_target": view["attainment_target"],
+                "gap": view["gap"],
             }
         )
     return {"schema": "tokenfleet.portfolio-fleet/1", "models": models, **shared}

@@ -37,6 +37,7 @@ FLEET = {
     },
     "placement": {"policy": "spread+migrate", "by": "load", "step_times_known": False, "unmeasured": {}},
     "step_times": [],
+    "gap": {"line": "not known: 2026-06-01: [/data] cannot be read", "day": None},
 }  # fmt: skip
 
 
@@ -90,7 +91,8 @@ def test_what_a_decision_saw_is_told_whole_in_eighty_columns(
 
 def test_as_json_nothing_is_left_out(control: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "--control", control, "status", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["decisions"] == DECIDED
+    view = json.loads(capsys.readouterr().out)
+    assert (view["decisions"], view["gap"]) == (DECIDED, FLEET["gap"])
 
 
 def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
@@ -112,6 +114,23 @@ def test_status_says_which_step_times_are_in_force_since_when_and_how_far_off(
     monkeypatch.setitem(FLEET, "placement", placement | {"by": "load", "unmeasured": unmeasured})
     assert main(["fleet", "--control", control, "status"]) == 0
     assert "TP1 could not be measured: no step was measured in time" in capsys.readouterr().out
+
+
+def test_status_says_what_the_last_day_cost_over_the_cheapest_or_why_that_is_not_known(
+    control: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["fleet", "--control", control, "status"]) == 0
+    told = "cost over the cheapest: not known: 2026-06-01: [/data] cannot be read\n"
+    assert told in capsys.readouterr().out
+    share = {"gpus_per_worker": 1, "gpu": "h100", "held": 1, "share": 1, "right": 1, "asked": 1, "needed": 1}
+    shown = {name: FLEET[name] for name in ("requests", "lately", "attainment_target", "gap")}
+    shares = [share | {"name": name} for name in ("chat", "lost")]
+    models = [shown | {"name": "chat"}]
+    for name, value in {"models": models, "shares": shares, "limits": [], "changes": []}.items():
+        monkeypatch.setitem(FLEET, name, value)
+    assert main(["fleet", "--control", control, "status"]) == 0
+    assert f"chat: {told}" in capsys.readouterr().out
 
 
 def test_status_says_by_which_way_kv_moves_and_how_fast(

@@ -1,8 +1,10 @@
 """The clairvoyant gap: by brute force on small days, its parts add up, each tells of what was done wrong."""
 
+import asyncio
 import itertools
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,10 +27,22 @@ from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.cli.main import main
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.profiles.library import find_profiles
+from tokenfleet.service.app import fleet_extension
 from tokenfleet.service.data_folder import Database
-from tokenfleet.service.gap import asked, fewest, gap_of, gaps, kept_gap, last_whole_day, made_gap
+from tokenfleet.service.gap import (
+    asked,
+    fewest,
+    gap_line,
+    gap_of,
+    gaps,
+    kept_gap,
+    last_kept_gap,
+    last_whole_day,
+    made_gap,
+)
 from tokenfleet.service.jobs import Plans
 from tokenfleet.service.routes import GapCollector
+from tokenfleet.service.score_process import LastGap
 
 LINE = Line(0.25, 0.5)
 RULE = Ruled(2, LINE.workers_per_rps, LINE.intercept, LINE.workers_per_rps, 1, 8)
@@ -234,7 +248,7 @@ def test_a_day_that_is_over_is_made_once_and_its_gap_is_among_the_metrics(tmp_pa
     (again,) = gaps(tmp_path, 0.0, NEXT_DAY_S)
     assert again == made
     registry = CollectorRegistry()
-    registry.register(GapCollector(tmp_path / "history"))
+    registry.register(GapCollector(partial(last_kept_gap, tmp_path / "history")))
     shown = generate_latest(registry).decode()
     assert f"tokenfleet_gap_ratio {made['ratio']}" in shown
     assert f'tokenfleet_gap_gpu_hours{{part="paid"}} {made["paid"]["gpu_h"]}' in shown
@@ -286,6 +300,100 @@ def test_a_fleet_of_unknown_step_times_has_no_clairvoyant_and_says_so(tmp_path):
     one = found_in(tmp_path, requests([6.0] * 2), minutes([3, 3]), made_of)
     assert (one["least"], one["ratio"], one["parts"]) == (None, None, {})
     assert "no step times of h100-sxm TP1 are known" in one["says"][0]
+    assert gap_line(one) == (
+        f"{DAY} (UTC, 0.2 h): 0.50 GPU-h paid; no clairvoyant: no step times of h100-sxm TP1 are known;"
+        " not all prices are known"
+    )
+
+
+def test_a_line_says_what_was_paid_the_cheapest_and_the_reasons_the_largest_first(tmp_path):
+    rows = requests([6.0] * 2)
+    waste = found_in(tmp_path / "a", rows, minutes([3, 3], rule=None, fixed=True, draining=1))
+    says = gap_line(waste)
+    paid, least = waste["paid"]["usd"], waste["least"]["usd"]
+    assert says.startswith(
+        f"{DAY} (UTC, 0.2 h): ${paid:.2f} paid, {waste['ratio']:.2f} times the ${least:.2f} of the cheapest"
+    )
+    told = [part.rpartition(" ")[::2] for part in says.rpartition(": ")[2].split(", ")]
+    assert [name for name, _ in told] == ["fixed", "starts and drains"]
+    assert sum(float(amount.lstrip("$")) for _, amount in told) == pytest.approx(paid - least, abs=0.011)
+    unpriced = fleet(types=(WorkerType.of(PROFILE),))
+    one = found_in(tmp_path / "b", rows, minutes([3, 3], rule=None, fixed=True), unpriced)
+    least = one["least"]["gpu_h"]
+    assert f"0.50 GPU-h paid, {one['ratio']:.2f} times the {least:.2f} GPU-h of the" in gap_line(one)
+    assert gap_line(one).endswith(f": fixed {0.5 - least:.2f} GPU-h; not all prices are known")
+    idle = found_in(tmp_path / "c", [], minutes([2, 2], rule=None, fixed=True))
+    assert "paid, the $0.00 of the cheapest" in gap_line(idle)
+    behind = minutes([1, 1], rule=Ruled(3, *RULE_LINE))
+    assert "not there yet -$" in gap_line(found_in(tmp_path / "d", rows, behind))
+
+
+def test_what_a_fleet_tells_of_its_last_day_is_made_once_and_else_says_why_it_is_not_known(
+    tmp_path, monkeypatch
+):
+    asked_for = []
+    said = {}
+
+    async def made(data):
+        asked_for.append(data)
+        assert last.view()["line"].endswith(f"{DAY} is being computed")  # told meanwhile
+        return said or {"gap": made_gap(data / "history", DAY, NEXT_DAY_S)}
+
+    monkeypatch.setattr("tokenfleet.service.score_process._said", made)
+
+    def look(now_s=NEXT_DAY_S):
+        asyncio.run(last.look(now_s))
+        return last.view()
+
+    last = LastGap(tmp_path)
+    assert look() == {"line": "not known: no day (UTC) of its log is over", "day": None}
+    logged(tmp_path / "history", minutes([3, 3]))
+    written(tmp_path / "history", requests([6.0] * 2))
+    assert look(NOON_S)["line"] == "not known: no day (UTC) of its log is over"
+    assert asked_for == []
+    said["error"] = "history: cannot be read"
+    with pytest.raises(BadInput, match=rf"{DAY}: history: cannot be read"):
+        look()
+    assert look()["day"] is None
+    last, said = LastGap(tmp_path), {}
+    view = look()
+    assert view["day"] == kept_gap(tmp_path / "history", DAY)
+    assert view["line"] == gap_line(view["day"])
+    assert (look(), len(asked_for)) == (view, 2)
+    last = LastGap(tmp_path)  # of the next core
+    assert (look(), len(asked_for)) == (view, 2)
+
+
+def test_an_older_day_is_told_while_the_next_one_is_made_or_cannot_be(tmp_path, monkeypatch):
+    found_in(tmp_path, requests([6.0] * 2), minutes([3, 3]))
+    kept = made_gap(tmp_path / "history", DAY, NEXT_DAY_S)
+    log = (tmp_path / "history" / f"fleet-{DAY}.jsonl").read_text()
+    (tmp_path / "history" / "fleet-2026-06-02.jsonl").write_text(log.splitlines()[0] + "\n")
+    said = [{"gap": None}, {"error": "fleet-2026-06-02.jsonl: line 1: is none"}]
+
+    async def made(data):
+        return said.pop(0)
+
+    async def kept_by(last):
+        task = asyncio.create_task(last.keep())
+        while last.view()["day"] is None or last.view()["line"].endswith("computed"):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        return last.view()
+
+    monkeypatch.setattr("tokenfleet.service.score_process._said", made)
+    for why in (
+        "2026-06-02: its log has no whole minute",
+        "2026-06-02: fleet-2026-06-02.jsonl: line 1: is none",
+    ):
+        view = asyncio.run(kept_by(LastGap(tmp_path)))
+        assert view == {"line": f"{gap_line(kept)}; {why}", "day": kept}
+
+
+def test_a_fleet_without_a_history_or_a_folder_says_so(tmp_path):
+    none = {"line": "not known: this fleet keeps no history", "day": None}
+    assert LastGap(tmp_path, has_history=False).view() == none
+    assert fleet_extension(None, None, True).fleet["gap"]() == none
 
 
 def test_where_no_number_keeps_to_the_target_the_fewest_that_do_as_well_are_taken():

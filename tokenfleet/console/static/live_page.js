@@ -110,6 +110,7 @@ function show(now) {
   byId("present").classList.remove("stale");
   say(byId("facts"), factsOf(now));
   showTiles(now);
+  say(byId("gap"), `Cost over the cheapest: ${now.gap.line}.`);
   workers.show(now.workers);
   showMoving(now.moving);
   timeline.attainment(now);
