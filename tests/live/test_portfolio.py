@@ -86,6 +86,8 @@ def test_operators_see_all_models_and_steer_each_by_its_name(portfolio):
     assert workers(portfolio) == dict.fromkeys(MODELS, 1)
     assert portfolio.ask("GET", "/models/mail/v1/fleet")["flags"] == ["--served-model-name", "mail"]
     assert portfolio.metric("tokenfleet_workers", fleet="code", state="serving") == 1
+    seen = {one["name"]: one["gap"] for one in portfolio.ask("GET", "/v1/fleet")["models"]}
+    assert seen == {name: portfolio.ask("GET", f"/models/{name}/v1/fleet")["gap"] for name in MODELS}
     # An operator may ask for any number: the share is not exceeded.
     portfolio.ask("POST", "/models/mail/v1/fleet/scale", {"workers": 4})
     portfolio.until(lambda: view(portfolio)["mail"]["asked"] == 4)
