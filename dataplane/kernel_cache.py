@@ -30,7 +30,7 @@ def use_kernel_cache() -> None:
         return
     sys.modules["numba"].config.CACHE_DIR = folder
     for name, module in list(sys.modules.items()):
-        if name.startswith(("controlplane.", "dataplane.simulated.")):
+        if name.startswith(("controlplane.", "dataplane.simulated.", "tokenfleet.planning.")):
             for kernel in vars(module).values():
                 if hasattr(kernel, "enable_caching"):
                     kernel.enable_caching()

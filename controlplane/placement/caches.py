@@ -32,6 +32,7 @@ UNKNOWN = -1  # the id of a copy that no lookup finds
 SHORT = 4  # copies there is room for, by whole ones that fit: those of requests' ends are shorter
 MIX = np.uint64(0xBF58476D1CE4E5B9)  # of splitmix64, by Steele, Lea and Flood
 POSITIVE = np.uint64(0x7FFFFFFFFFFFFFFF)
+NEIGHBOURS = 3  # 2^3 ids whose places are one behind the other: those of a conversation come and go together
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 by the golden ratio: multiplying spreads neighbours (Knuth)
 
 COPY = np.dtype(
@@ -186,8 +187,10 @@ def block_id(caches: Caches, r: int, block: int) -> int:
 
 @compiled
 def place(caches: Caches, key: int) -> int:
-    """Where the search for an id begins in a table."""
-    return int(np.int64((np.uint64(key) * SPREAD) >> np.uint64(caches.shift)))
+    """Where the search for an id begins in a table: ids that follow each other lie side by side in memory."""
+    home = np.int64((np.uint64(key >> NEIGHBOURS) * SPREAD) >> np.uint64(caches.shift))
+    side_by_side = (1 << NEIGHBOURS) - 1
+    return int(((home & ~side_by_side) | (key & side_by_side)) & (caches.table.shape[1] - 1))
 
 
 @compiled

@@ -65,6 +65,7 @@ from controlplane.placement.ledger import (
     cached_tokens,
     expect_end,
     generated,
+    known_cached,
     shared_tokens,
 )
 from controlplane.types import Slo
@@ -375,7 +376,7 @@ def most_cached(led: Ledger, r: int) -> int:
     most = 0
     for w in range(len(led.workers)):
         if led.workers[w].status == SERVING and led.workers[w].role != DECODE_ONLY:
-            most = max(most, cached_tokens(led, w, r, most, False))
+            most = max(most, known_cached(led, w, r, most))
     return most
 
 

@@ -33,7 +33,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
-from controlplane.placement.order import Orders, new_orders
+from controlplane.placement.order import ASKED, Orders, new_orders
 from controlplane.types import Role
 
 Ints = NDArray[np.int64]
@@ -237,6 +237,30 @@ def cached_tokens(led: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
 
 
 @compiled
+def known_cached(led: Ledger, w: int, r: int, guess: int) -> int:
+    """`cached_tokens` at worker `w`, in use or not, looked up once for a request until something changes.
+
+    Placing one asks that of every worker up to four times, and again at each offer while it waits: then the
+    last answer is the guess. Where changes are not told it is looked up each time.
+    """
+    if led.caches.tokens == 0:
+        return 0
+    known = led.orders
+    if not known.are_kept[0]:
+        return cached_tokens(led, w, r, guess, False)
+    row = r % ASKED
+    if known.asked_of[row] != r:
+        known.asked_of[row] = r
+        known.cached_at[row, :] = 0
+    if known.cached_at[row, w] != known.changes[0]:
+        if known.cached_at[row, w] > 0:
+            guess = known.cached[row, w]
+        known.cached[row, w] = cached_tokens(led, w, r, guess, False)
+        known.cached_at[row, w] = known.changes[0]
+    return int(known.cached[row, w])
+
+
+@compiled
 def soon_cached(led: Ledger, r: int, other: int, there: int, most: int) -> int:
     """Of a request's first `most` blocks, how many another's prefill stores, if more than `there`."""
     stores = (led.requests[other].prompt + led.requests[other].key) // led.caches.tokens
@@ -262,7 +286,7 @@ def empty_blocks(led: Ledger, w: int) -> int:
 def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     """Put a request into a worker's queue of its priority; `at_head` is for one that was preempted."""
     p = led.requests[r].priority
-    led.requests[r].cached = cached_tokens(led, w, r, 0, False)
+    led.requests[r].cached = known_cached(led, w, r, 0)
     led.requests[r].shared = cached_tokens(led, w, r, led.requests[r].cached, True)
     tail = led.queue_tail[p, w]
     if tail == NONE:
@@ -282,6 +306,7 @@ def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     led.workers[w].queued_tokens += to_compute(led, r)
     led.workers[w].queued_context += led.requests[r].prompt + led.requests[r].key
     led.workers[w].queued_shared += led.requests[r].shared
+    led.orders.changes[0] += 1
 
 
 @compiled

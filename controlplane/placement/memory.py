@@ -27,12 +27,18 @@ from controlplane.placement.caches import (
 @compiled
 def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
     """List the copies that a waiting request would hit: how many, and the engine blocks of them asleep."""
-    at = caches.requests[r].at
+    at, begins = caches.requests[r].at, caches.requests[r].begins
+    named = min(most, caches.requests[r].listed)
     hits, asleep, copy = 0, 0, NOTHING
     while hits < most:
-        copy = find_next(caches, w, copy, block_id(caches, r, hits))
-        if copy == NOTHING:
-            break
+        key = caches.ids[begins + hits] if hits < named else block_id(caches, r, hits)
+        known = copy if copy == NOTHING else caches.copies[w, copy].next
+        # As `find_next`, whose call alone takes as long as what most blocks need.
+        if known == NOTHING or caches.copies[w, known].id != key or caches.copies[w, known].older != known:
+            known = find_next(caches, w, copy, key)
+            if known == NOTHING:
+                break
+        copy = known
         if caches.copies[w, copy].users == 0:
             asleep += caches.copies[w, copy].blocks
         caches.held[at + hits] = copy
@@ -42,12 +48,46 @@ def look_up(caches: Caches, w: int, r: int, most: int) -> tuple[int, int]:
 
 @compiled
 def touch(caches: Caches, w: int, r: int, hits: int) -> None:
-    """A request that is admitted uses the copies that `look_up` listed."""
-    at = caches.requests[r].at
+    """A request that is admitted uses the copies that `look_up` listed.
+
+    Those that fell asleep together lie together in the line, the last first, and leave it at once.
+    """
+    i = caches.requests[r].at
+    end = i + hits
     caches.requests[r].copies = hits
     caches.requests[r].own = 0
-    for i in range(at, at + hits):
-        use(caches, w, caches.held[i])
+    awake, shared = 0, 0
+    while i < end:
+        copy = caches.held[i]
+        i += 1
+        if caches.copies[w, copy].users > 0:
+            caches.copies[w, copy].users += 1
+            shared += caches.copies[w, copy].blocks
+            continue
+        later, sooner = caches.copies[w, copy].later, caches.copies[w, copy].sooner
+        caches.copies[w, copy].users = 1
+        awake += caches.copies[w, copy].blocks
+        while i < end and sooner != NOTHING and caches.held[i] == sooner:
+            copy, sooner = sooner, caches.copies[w, sooner].sooner
+            caches.copies[w, copy].users = 1
+            awake += caches.copies[w, copy].blocks
+            i += 1
+        join(caches, w, sooner, later)
+    caches.workers[w].asleep -= awake
+    caches.workers[w].shared += shared
+
+
+@compiled
+def join(caches: Caches, w: int, sooner: int, later: int) -> None:
+    """In the line of those asleep, let two follow each other; NOTHING is either end."""
+    if sooner == NOTHING:
+        caches.workers[w].first = later
+    else:
+        caches.copies[w, sooner].later = later
+    if later == NOTHING:
+        caches.workers[w].last = sooner
+    else:
+        caches.copies[w, later].sooner = sooner
 
 
 @compiled
@@ -101,15 +141,7 @@ def unpin(caches: Caches, w: int, r: int, hits: int) -> None:
 @compiled
 def wake(caches: Caches, w: int, copy: int) -> None:
     """Take a copy out of the line of those asleep."""
-    sooner, later = caches.copies[w, copy].sooner, caches.copies[w, copy].later
-    if sooner == NOTHING:
-        caches.workers[w].first = later
-    else:
-        caches.copies[w, sooner].later = later
-    if later == NOTHING:
-        caches.workers[w].last = sooner
-    else:
-        caches.copies[w, later].sooner = sooner
+    join(caches, w, caches.copies[w, copy].sooner, caches.copies[w, copy].later)
     caches.workers[w].asleep -= caches.copies[w, copy].blocks
 
 
@@ -158,18 +190,20 @@ def extend(caches: Caches, w: int, r: int, block: int, before: int, after: int) 
 @compiled
 def store(caches: Caches, w: int, r: int, block: int, after: int) -> None:
     """Let the blocks be found that are full once `after` tokens are computed."""
-    while (caches.requests[r].copies + 1) * caches.tokens <= after:
-        number = caches.requests[r].copies
-        copy = new_copy(caches, w, block_id(caches, r, number), caches.tokens // block)
+    had, at, blocks = caches.requests[r].copies, caches.requests[r].at, caches.tokens // block
+    number, before = had, NOTHING if had == 0 else caches.held[at + had - 1]
+    while (number + 1) * caches.tokens <= after:
+        copy = new_copy(caches, w, block_id(caches, r, number), blocks)
         if copy == NOTHING:
-            return
+            break
         enter(caches, w, copy)
-        if number > 0:
-            caches.copies[w, caches.held[caches.requests[r].at + number - 1]].next = copy
+        if before != NOTHING:
+            caches.copies[w, before].next = copy
         caches.copies[w, copy].users = 1
-        caches.held[caches.requests[r].at + number] = copy
-        caches.requests[r].copies += 1
-        caches.requests[r].own -= caches.copies[w, copy].blocks
+        caches.held[at + number] = copy
+        number, before = number + 1, copy
+    caches.requests[r].copies = number
+    caches.requests[r].own -= (number - had) * blocks
 
 
 @compiled
@@ -183,9 +217,25 @@ def release(caches: Caches, w: int, r: int, block: int, computed: int) -> None:
             fall_asleep(caches, w, copy)
             own -= rest
     caches.workers[w].empty += own
-    at = caches.requests[r].at
-    for i in range(at + copies - 1, at - 1, -1):
-        disuse(caches, w, caches.held[i])
+    at, last, asleep, shared = caches.requests[r].at, caches.workers[w].last, 0, 0
+    for i in range(at + copies - 1, at - 1, -1):  # as `disuse`, the ends of the line at hand
+        copy = caches.held[i]
+        caches.copies[w, copy].users -= 1
+        if caches.copies[w, copy].users > 0:
+            shared += caches.copies[w, copy].blocks
+            continue
+        caches.copies[w, copy].sooner = last
+        if last == NOTHING:
+            caches.workers[w].first = copy
+        else:
+            caches.copies[w, last].later = copy
+        last = copy
+        asleep += caches.copies[w, copy].blocks
+    if asleep > 0:
+        caches.copies[w, last].later = NOTHING
+    caches.workers[w].last = last
+    caches.workers[w].asleep += asleep
+    caches.workers[w].shared -= shared
     caches.requests[r].copies = 0
     caches.requests[r].own = 0
     take(caches, w, 0)  # what a lone request had beyond its worker's memory is not kept

@@ -27,6 +27,7 @@ Floats = NDArray[np.float64]
 Records = Any
 
 FEW = 8  # workers that are sooner looked at one after the other
+ASKED = 8  # requests of which what workers have cached is remembered: those that wait are asked of in turn
 ORDERS = 6  # kept at a time: one for each policy and class that is asked for, in each pool
 
 ORDER = np.dtype(
@@ -51,6 +52,10 @@ class Orders(NamedTuple):
     trees: Floats  # [orders, 2 * places]
     aside: Ints  # [workers] those that are out of a tree for the rest of a search, and their numbers
     aside_load: Floats
+    changes: Ints  # [1] so far, of anything
+    asked_of: Ints  # [ASKED] requests of which it was asked lately what workers have cached;
+    cached: Ints  # [ASKED, workers] what that was,
+    cached_at: Ints  # and the number of changes until then, 0 where it was not asked
 
 
 def new_orders(workers: int) -> Orders:
@@ -62,6 +67,10 @@ def new_orders(workers: int) -> Orders:
         new_trees(ORDERS, workers),
         np.zeros(workers, np.int64),
         np.zeros(workers),
+        np.zeros(1, np.int64),
+        np.full(ASKED, -1, np.int64),
+        np.zeros((ASKED, workers), np.int64),
+        np.zeros((ASKED, workers), np.int64),
     )
 
 
@@ -109,3 +118,4 @@ def set_up(trees: Floats, t: int) -> None:
 def begin_keeping(orders: Orders) -> None:
     """From now on every change of a worker is told; nothing is known of what was before."""
     orders.are_kept[0], orders.made[0] = 1, 0
+    orders.changes[0] += 1

@@ -75,8 +75,8 @@ from controlplane.placement.ledger import (
     DECODE_ONLY,
     NONE,
     Ledger,
-    cached_tokens,
     empty_blocks,
+    known_cached,
     view,
     view_workers,
 )
@@ -203,7 +203,7 @@ def assign(
             continue
         view(led, w, now_s)
         if constrained and phase_role != DECODE_ONLY:
-            cached = cached_tokens(led, w, r, cached, False)  # often as at the worker before
+            cached = known_cached(led, w, r, cached)  # often as at the worker before
         score = load(led, policy, knobs, w, r, cached, now_s)
         empty = empty_blocks(led, w) if by_work else 0
         better = (score < best_score) | ((score == best_score) & (empty > emptiest))
@@ -312,7 +312,7 @@ def tell_change(led: Ledger, knobs: Knobs, w: int, now_s: float) -> None:
 def refuses(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float, late: bool, phase_role: int) -> bool:
     """Whether the constraints forbid a worker to take a request now."""
     return not serves(led, w, phase_role) or not fits(
-        led, knobs, w, r, cached_tokens(led, w, r, 0, False), now_s, late
+        led, knobs, w, r, known_cached(led, w, r, 0), now_s, late
     )
 
 
@@ -356,7 +356,7 @@ def last_chance(led: Ledger, knobs: Knobs, r: int, now_s: float, phase_role: int
     for w in range(len(led.workers)):
         if serves(led, w, phase_role):
             view(led, w, now_s)
-            cached = cached_tokens(led, w, r, cached, False)
+            cached = known_cached(led, w, r, cached)
             harmed = harm(led, knobs, w, r, cached, now_s, False, least)
             if harmed < least:
                 best, least = w, harmed

@@ -91,6 +91,7 @@ def pass_events(led: Ledger, eng: Engines, clu: Cluster, rules: Rules, until_s: 
         if now_s == np.inf:
             return False
         clu.clock[0].now_s = now_s
+        led.orders.changes[0] += 1
         if change_s == now_s:
             clu.clock[0].timeline_at += 1
             w = clu.timeline_worker[change]

@@ -50,6 +50,7 @@ from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.estimate import HOPELESS, replicates_for
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.replicates import Memory
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.sizing import smallest
@@ -57,7 +58,6 @@ from tokenfleet.planning.threads import Threads, threads
 from tokenfleet.planning.traffic import drift
 from tokenfleet.planning.traffic.drift import shown
 from tokenfleet.profiles.library import find_profiles
-from tokenfleet.whatif.solve import Memory
 
 TARGET = 0.95
 PROFILES = {

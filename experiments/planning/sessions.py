@@ -39,6 +39,7 @@ from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH
 from tokenfleet.planning.threads import Threads, threads
+from tokenfleet.planning.traffic.draws import next_like, units_of
 from tokenfleet.traces import Trace, read_trace
 
 WEKA = "weka/requests.parquet"
@@ -103,6 +104,7 @@ def off(found: float | None, known: float | None) -> float:
 def load_kernels(gathered: Gathered) -> None:
     """Compile what a plan runs, or load it from disk."""
     few = gathered.workload.take(np.arange(len(gathered.workload)) < 40)
+    next_like(units_of(few), np.random.default_rng(0))
     for policy in (ASKED.policy, *BASELINES):
         simulate(few, [WorkerSpec(gathered.worker_types[0].profile)] * 2, ASKED.slo, policy)
 

@@ -51,7 +51,7 @@ from tokenfleet.planning.mix import (
     stricter,
     with_spares,
 )
-from tokenfleet.planning.replicates import Doubted, Replicates
+from tokenfleet.planning.replicates import Doubted, Memory, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Doubt, Inputs, OneFewer, PassedOver, Plan, latency
 from tokenfleet.planning.reuse import reuse_of
@@ -81,7 +81,7 @@ def make_plan(
     *,
     explained: bool = True,
     scheduled: bool = False,
-    replicates_of: type[Replicates] | Callable[..., Replicates] = Replicates,
+    replicates_of: Callable[..., Replicates] | None = None,
     parts: Parts | None = None,
 ) -> Plan:
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
@@ -98,6 +98,7 @@ def make_plan(
     watch = watch or Watch()
     question = _strictest(question, inputs.classes)
     parts = parts or Parts(worker_types, pool)
+    replicates_of = replicates_of or Memory(draws=False).replicates
     outline = workload.thinned(CURVE)
 
     def serving(request: PlanRequest) -> Plan:

@@ -9,15 +9,22 @@ the profiles' residuals) and the policy's seed, all from (seed, i) alone: two fl
 
 **Drift** of rate and lengths is drawn as `drift` says: where the trace shows that they change, or is too
 short to show that they do not.
+
+**A replay is a function** of requests, workers, targets, policy, seed and draw, so what was simulated once is
+remembered: of a plan the replays of the trace as it is, which its parts ask for again; of a family of
+what-ifs all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from threading import Lock
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +45,96 @@ from tokenfleet.planning.traffic.sample import CURVE, ROUGHLY, Sampler
 AS_IT_IS = 0
 Doubted = Literal["arrivals", "drift", "coefficients"]
 EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
+MOST_BYTES = 300_000_000  # of outcomes kept by one process; the least recently used go first
+
+
+def workload_digest(workload: Workload) -> str:
+    """A digest that tells workloads apart by content."""
+    digest = hashlib.sha256(repr(workload.slo_classes).encode())
+    for name in ("arrival_s", "prompt_tokens", "output_tokens", "priority", "slo_class"):
+        digest.update(getattr(workload, name).tobytes())
+    digest.update(b"" if workload.weight is None else workload.weight.tobytes())
+    for shared in (workload.prefixes, workload.sessions):
+        digest.update(b"none" if shared is None else b"known")
+        for column in vars(shared).values() if shared is not None else ():
+            digest.update(column.tobytes() if isinstance(column, np.ndarray) else repr(column).encode())
+    return digest.hexdigest()
+
+
+class Memory:
+    """Outcomes by what they are a function of. Used from several threads.
+
+    `draws`: those of replicates, other rates and parts of the workload too, each with requests of its own.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES, draws: bool = True) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], tuple[Outcome, int]] = OrderedDict()
+        self._named: dict[int, tuple[Workload, str]] = {}
+        self._most, self._bytes, self.draws = most_bytes, 0, draws
+        self._lock = Lock()
+        self.simulated = 0
+        self.recalled = 0
+
+    def replicates(
+        self,
+        workload: Workload,
+        slo: Slo,
+        policy: str,
+        seed: int,
+        predictor: LengthTable,
+        told: Callable[[], None],
+    ) -> Replicates:
+        """Replicates whose replays are looked up here before they are simulated."""
+        return Replicates(workload, slo, policy, seed, predictor, told, memory=self)
+
+    def name_of(self, workload: Workload) -> str:
+        """The digest of a workload, made once of each; it is kept alive for that."""
+        known = self._named.get(id(workload))
+        if known is None:
+            known = self._named[id(workload)] = workload, workload_digest(workload)
+        return known[1]
+
+    def get(
+        self, key: tuple[Any, ...], most: float | None, own: Workload, simulate: Callable[[], Outcome]
+    ) -> Outcome:
+        """The outcome of `key` when stopped past this share of misses; `simulate` makes it where it is new.
+
+        A run that went to its end answers every question that it would not have been stopped by. `own`: the
+        workload that an outcome takes no memory for.
+        """
+        whole = (*key, None)
+        with self._lock:
+            found = self._kept.get((*key, most))
+            if found is None and (ended := self._kept.get(whole)) is not None:
+                within = most is None or ended[0].misses <= most * ended[0].workload.requests
+                found = ended if within else None
+            if found is not None:
+                self.recalled += 1
+                self._kept.move_to_end(whole if found[0].complete else (*key, most))
+                return found[0]
+        outcome = simulate()
+        with self._lock:
+            self.simulated += 1
+            self._keep(whole if outcome.complete else (*key, most), outcome, own)
+        return outcome
+
+    def _keep(self, key: tuple[Any, ...], outcome: Outcome, own: Workload) -> None:
+        if key in self._kept:
+            return
+        size = size_of(outcome, own)
+        self._kept[key] = outcome, size
+        self._bytes += size
+        while self._bytes > self._most and len(self._kept) > 1:
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._bytes -= oldest
+
+
+def size_of(outcome: Outcome, own: Workload) -> int:
+    """Bytes of its columns, those of its workload included where that is not `own`."""
+    workload = outcome.workload
+    parts = (outcome,) if workload is own else (outcome, workload, workload.prefixes, workload.sessions)
+    columns = [v for part in parts if part is not None for v in vars(part).values()]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
 
 @dataclass(frozen=True)
@@ -59,6 +156,7 @@ class Replicates:
     sampler: Sampler | None = None  # of a workload too long to be replayed whole each time
     # The share that was missed in each replicate by the fleet that met it last.
     hardness: dict[int, float] = field(default_factory=dict, compare=False)
+    memory: Memory | None = field(default=None, compare=False)  # of replays; None: each is simulated
 
     def __post_init__(self) -> None:
         if self.known is None or self.known.workload is not self.workload:
@@ -159,6 +257,37 @@ class Replicates:
         Stopped once more than this share of the requests has missed, where only a yes or no is wanted.
         `doubted`: what is drawn there, the rest being as it was.
         """
+        memory, is_drawn = self.memory, (replicate, growth, workload) != (AS_IT_IS, 1.0, None)
+
+        def simulated() -> Outcome:
+            return self._simulated(fleet, replicate, workload, growth, most_missed, doubted)
+
+        if memory is None or (is_drawn and not memory.draws):
+            return simulated()
+        groups = tuple(
+            (repr(g.worker_type.profile), repr(g.worker_type.kv_link), g.role, g.workers)
+            for g in fleet.groups
+        )
+        sampler = self.sampler
+        requests = (
+            memory.name_of(self.workload),
+            None if workload is None else workload_digest(workload),
+            sampler and (sampler.may_miss, sampler.tpot_s, sampler.seed, sampler.requests),
+        )
+        targets = self.slo, self.classes, self.session_s
+        asked = *targets, self.agents, growth, self.policy, self.settings, self.seed
+        drawn = replicate, frozenset() if replicate == AS_IT_IS else doubted
+        return memory.get((*requests, *asked, groups, *drawn), most_missed, self.workload, simulated)
+
+    def _simulated(
+        self,
+        fleet: Fleet,
+        replicate: int,
+        workload: Workload | None,
+        growth: float,
+        most_missed: float | None,
+        doubted: frozenset[Doubted],
+    ) -> Outcome:
         sampled = workload is None and self.sampler is not None
         if workload is None:
             workload = self.workload if growth == 1.0 or sampled else self.units.busier(growth)

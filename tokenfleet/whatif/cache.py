@@ -14,8 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenfleet.files import write_files
+from tokenfleet.planning.replicates import workload_digest
 from tokenfleet.whatif.axes import Task
-from tokenfleet.whatif.solve import Result, workload_digest
+from tokenfleet.whatif.solve import Result
 
 SCHEMA = "tokenfleet.scenario/1"
 MOST_FILES = 4000  # some 20 kB each

@@ -22,8 +22,9 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
 from controlplane.placement.caches import cached_blocks, cached_everywhere
-from controlplane.placement.ledger import shared_tokens
+from controlplane.placement.ledger import cached_tokens, enqueue, known_cached, shared_tokens
 from controlplane.placement.memory import free_blocks
+from controlplane.placement.order import begin_keeping
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
@@ -246,6 +247,19 @@ def test_asking_only_the_workers_that_changed_leads_to_the_same_bytes(policy):
         assert (one.worker == pieces.worker).all()
         waited += int((runs[0].ledger.requests["held_s"] > 0).sum())
     assert waited > 20, "a load on which nobody waits shows nothing"
+
+
+def test_what_workers_have_cached_is_told_anew_once_a_request_has_joined_one():
+    """Where changes are told it is looked up once; what a queue will store counts from there on."""
+    workload = pair(100, gap_s=0.0, requests=3)
+    state = prepare(workload, [WorkerSpec(profile_of())] * 2, NEVER_MET, "jsq")
+    led = state.ledger
+    begin_keeping(led.orders)
+    assert [known_cached(led, w, 1, 0) for w in (0, 1)] == [0, 0]
+    enqueue(led, 1, 0, False)
+    for r in (1, 2, 1):
+        assert [known_cached(led, w, r, 0) for w in (0, 1)] == [0, 96]
+        assert [cached_tokens(led, w, r, 0, False) for w in (0, 1)] == [0, 96]
 
 
 def test_a_worker_that_fails_or_is_stopped_comes_back_with_an_empty_cache():

@@ -16,7 +16,7 @@ from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_json import plan_json
-from tokenfleet.planning.replicates import Replicates
+from tokenfleet.planning.replicates import Replicates, workload_digest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
@@ -27,7 +27,6 @@ from tokenfleet.planning.traffic.draws import in_sessions, units_of
 from tokenfleet.report.figures import figures
 from tokenfleet.report.tables import facts
 from tokenfleet.traces import Trace
-from tokenfleet.whatif.solve import workload_digest
 
 KV = 24_000  # tokens: some talks at once, not all
 

@@ -14,6 +14,7 @@ from planning_builders import SLO, planned, poisson, save, worker, worker_type
 from controlplane.errors import BadInput
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_json import plan_json
+from tokenfleet.planning.replicates import Memory
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import Trace, read_traces
@@ -21,7 +22,7 @@ from tokenfleet.whatif import run
 from tokenfleet.whatif.axes import Scenario, changed, grid, prepared
 from tokenfleet.whatif.cache import Cache, key_of
 from tokenfleet.whatif.run import solved
-from tokenfleet.whatif.solve import Memory, families
+from tokenfleet.whatif.solve import families
 from tokenfleet.whatif.view import whatif_json
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(

@@ -43,6 +43,7 @@ MOST_BLOCKS = 100_000  # ten weeks of minutes; a time in the wrong unit shall no
 NEARBY = 0.1  # of the trace's duration, to either side,
 NEARBY_S = 1800.0  # at most: the day's shape stays what it is
 TEMPLATE = 8
+NOBODYS, SEVERAL = -1, -2  # a block that no list has, and one that several units have
 # Fractions of their multiples are spread evenly whatever their number: the golden ratio, and the root of 2.
 _EVEN, _APART = (np.sqrt(5.0) - 1.0) / 2.0, np.sqrt(2.0) - 1.0
 
@@ -56,6 +57,17 @@ def renamed(offsets: Ints, ids: Ints, own: Ints, rows: Ints, begins: Ints, found
             of = own[ids[at]] if begins[k] >= 0 else -1
             found[n] = ids[at] if of < 0 else begins[k] + of
             n += 1
+
+
+@compiled
+def find_owners(offsets: Ints, ids: Ints, unit: Ints, of: Ints) -> None:
+    """Fill `of`, all NOBODYS before, with the unit that alone has each id in its lists, or SEVERAL."""
+    for r in range(len(unit)):
+        for at in range(offsets[r], offsets[r + 1]):
+            if of[ids[at]] == NOBODYS:
+                of[ids[at]] = unit[r]
+            elif of[ids[at]] != unit[r]:
+                of[ids[at]] = SEVERAL
 
 
 @dataclass(frozen=True)
@@ -165,11 +177,12 @@ class Units:
 
 def units_of(workload: Workload) -> Units:
     """The units of a workload. Raises BadInput for a request that waits for another session's."""
-    n = len(workload)
-    if workload.prefixes is None and workload.sessions is None:
+    n, sessions = len(workload), workload.sessions
+    if workload.prefixes is None and sessions is None:
         return Units(workload, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    label = np.arange(n) if workload.prefixes is None else families(workload)
-    if (sessions := workload.sessions) is not None:
+    are_known = workload.prefixes is None or (sessions is not None and bool((sessions.session >= 0).all()))
+    label = np.arange(n) if are_known else families(workload)
+    if sessions is not None:
         label = np.where(sessions.session >= 0, n + sessions.session, label)
         who = np.repeat(np.arange(n), np.diff(sessions.offsets))
         across = who[label[who] != label[sessions.before]]
@@ -188,15 +201,12 @@ def units_of(workload: Workload) -> Units:
 
 def _own(prefixes: Prefixes, unit: Ints, units: int) -> tuple[Ints, Ints]:
     """`own` and `counts` of Units."""
-    ids, named = prefixes.ids, int(prefixes.ids.max(initial=-1)) + 1
-    whose = np.repeat(unit, np.diff(prefixes.offsets))
-    of = np.full(named, -1, np.int64)
-    of[ids] = whose
-    of[ids[of[ids] != whose]] = -1
+    of = np.full(int(prefixes.ids.max(initial=-1)) + 1, NOBODYS, np.int64)
+    find_owners(prefixes.offsets, prefixes.ids, unit, of)
     mine = np.flatnonzero(of >= 0)
     mine = mine[np.argsort(of[mine], kind="stable")]
     counts = np.bincount(of[mine], minlength=units)
-    own = np.full(named, -1, np.int64)
+    own = np.full(len(of), -1, np.int64)
     own[mine] = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
     return own, counts
 

@@ -184,6 +184,26 @@ def test_a_template_that_many_repeat_joins_nobody() -> None:
     assert families(workload.take(slice(0, TEMPLATE))).tolist() == [0] * TEMPLATE
 
 
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_a_block_is_a_unit_s_own_where_no_other_unit_has_it(seed: int, told: bool) -> None:
+    workload = talks(5, 30, waits=told)
+    rows = np.sort(np.random.default_rng(seed).integers(0, len(workload), 20))
+    workload = resampled(units_of(workload), np.random.default_rng(seed)) if told else workload.take(rows)
+    units, prefixes = units_of(workload), workload.prefixes
+    assert units.own is not None
+    assert units.counts is not None
+    assert prefixes is not None
+    blocks = [
+        {int(i) for r in units.rows[a:b] for i in prefixes.of(r)}
+        for a, b in zip(units.offsets[:-1], units.offsets[1:], strict=True)
+    ]
+    for u, mine in enumerate(blocks):
+        alone = mine - set().union(*(blocks[:u] + blocks[u + 1 :]))
+        assert {i for i in mine if units.own[i] >= 0} == alone
+        assert units.counts[u] == len(alone)
+        assert sorted(units.own[list(alone)]) == list(range(len(alone)))
+
+
 def test_a_turn_that_waits_for_another_session_is_refused() -> None:
     sessions = Sessions(np.array([0, 1]), np.array([0, 0, 1]), np.array([0]), np.zeros(2))
     workload = Workload(np.zeros(2), np.ones(2), np.ones(2), sessions=sessions)
