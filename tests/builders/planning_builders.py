@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.inputs import described
 from tokenfleet.planning.planner import make_plan
+from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.threads import threads
@@ -114,6 +116,7 @@ def planned(
     worker_types: list[WorkerType] | None = None,
     *,
     explained: bool = False,
+    replicates_of: Callable[..., Replicates] | None = None,
     **asked: object,
 ) -> Plan:
     """The plan of a small question; `asked` replaces fields of the question."""
@@ -127,6 +130,7 @@ def planned(
             described("made", workload, ()),
             pool,
             explained=explained,
+            replicates_of=replicates_of,
         )
 
 

@@ -87,7 +87,7 @@ def make_plan(
     """The plan for `workload`; with `explained` false only the fleet and how sure it is (what-ifs).
 
     The fleet is the same then; kinds that cannot be cheaper are sized on the trace alone. `scheduled`: the
-    schedule even so. `replicates_of` makes the replicates; what-ifs remember their replays there. `parts`:
+    schedule even so. `replicates_of` makes the replicates; those of what-ifs share their replays. `parts`:
     what is known of the classes by themselves. An infeasible question is a plan with a reason. Raises
     BadInput on an empty workload or no type of worker.
     """
@@ -95,9 +95,8 @@ def make_plan(
         raise BadInput(f"{inputs.trace}: no requests to plan for")
     if not worker_types:
         raise BadInput("plan: no kind of worker to plan with")
-    watch = watch or Watch()
+    watch, parts = watch or Watch(), parts or Parts(worker_types, pool)
     question = _strictest(question, inputs.classes)
-    parts = parts or Parts(worker_types, pool)
     replicates_of = replicates_of or Memory(draws=False).replicates
     outline = workload.thinned(CURVE)
 

@@ -16,7 +16,7 @@ from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_json import plan_json
-from tokenfleet.planning.replicates import Replicates, workload_digest
+from tokenfleet.planning.replicates import Memory, Replicates, workload_digest
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Plan
 from tokenfleet.planning.reuse import LOST, MOST_GROWTH, WITHIN, cliff_of, session_cost, working_set_tokens
@@ -48,6 +48,16 @@ def test_a_plan_with_caches_needs_fewer_workers_than_one_without(shared: Plan) -
     assert alone.best is not None
     assert shared.best.fleet.workers < alone.best.fleet.workers
     assert alone.best.hit_rate is None
+
+
+def test_what_a_plan_has_replayed_is_remembered_and_changes_nothing(shared: Plan) -> None:
+    memory = Memory(draws=False)
+    plain, remembering = (
+        planned(busy_talks(), [worker_type(worker(kv=KV))], explained=True, replicates_of=replicates)
+        for replicates in (Replicates, memory.replicates)
+    )
+    assert plan_json(plain) == plan_json(remembering) == plan_json(shared)
+    assert memory.recalled >= 5
 
 
 def test_a_plan_says_what_is_hit_what_could_be_and_where_the_cliff_is(shared: Plan) -> None:

@@ -12,10 +12,13 @@ import pytest
 from planning_builders import SLO, planned, poisson, save, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.placement.lengths import LengthTable
 from tokenfleet.cli.main import main
+from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Memory
 from tokenfleet.planning.request import PlanRequest
+from tokenfleet.planning.traffic.sample import Sampler
 from tokenfleet.profiles.library import write_profile
 from tokenfleet.traces import Trace, read_traces
 from tokenfleet.whatif import run
@@ -185,6 +188,16 @@ def test_remembered_replays_change_nothing(again: dict[str, object]) -> None:
             )
     assert plan_json(found) == plan_json(planned(workload, worker_types, explained=True, **again))
     assert memory.recalled
+
+
+def test_replays_of_other_samples_are_not_taken_for_each_other() -> None:
+    workload, fleet = poisson(requests=3000), of_one_kind(worker_type(), 3)
+    lengths = LengthTable.from_history(workload.prompt_tokens, workload.output_tokens)
+    replicates = Memory().replicates(workload, SLO, "spread", 0, lengths, lambda: None)
+    few, many = (Sampler(workload, 0.05, SLO.tpot_s, 0, requests) for requests in (300, 900))
+    outcomes = [replace(replicates, sampler=sampler).replay(fleet) for sampler in (few, many, few)]
+    assert outcomes[0] is outcomes[2]
+    assert len(outcomes[0].workload) < len(outcomes[1].workload) < len(workload)
 
 
 def test_other_prices_need_no_new_simulation(folder: Path) -> None:
