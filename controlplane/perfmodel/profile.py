@@ -72,6 +72,18 @@ class KvModel:
 
 
 @dataclass(frozen=True, slots=True)
+class HostKv:
+    """Host memory of a worker that keeps KV which has left its GPUs, and what each GPU loads of it a second."""
+
+    capacity_bytes: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 1 or not 0 < self.bytes_per_s < float("inf"):
+            raise BadInput(f"host_kv: capacity_bytes and bytes_per_s must be above 0, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class Frontend:
     """What a request's first token takes beside steps, in seconds: HTTP, tokenisation, the way to the engine.
 
@@ -175,6 +187,7 @@ class Profile:
     fitted: FittedRange | None = None
     frontend: Frontend = Frontend()
     speculation: Speculation | None = None  # what the step times count already (`speculation.py`)
+    host_kv: HostKv | None = None  # below its KV memory, where prefixes are cached
     ranks: Ranks | None = None  # of which `tp_degree` GPUs and the step times are one (`ranks.py`)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,9 @@ In one pass per step: each running request, oldest first, takes the blocks that 
 being preempted where there are none; then waiting requests are looked up and admitted. What a step fills can
 be hit from its planning on, so a request may hit blocks that another computes in the same step.
 
+Where a tier in host memory lies below the cache (`host_tier.py`), requests that load go first, and what the
+queue's head does not hold up may pass it.
+
 A run of decode steps has the first of them planned so. No request is looked up during the others: the memory
 they take and the blocks they fill are booked together when the run ends, in the order of the steps. A run
 ends early where a block is filled that the request at the head of the queue would hit.
@@ -27,6 +30,7 @@ from controlplane.placement.ledger import (
     DECODE_ONLY,
     DECODING,
     NONE,
+    PREFILLING,
     Ledger,
     begin_decoding,
     dequeue,
@@ -35,10 +39,25 @@ from controlplane.placement.ledger import (
     to_compute,
 )
 from controlplane.placement.memory import begin, extend, free_blocks, look_up, store, take, touch
+from controlplane.placement.memory import grow as hold_memory
 from controlplane.placement.memory import release as leave_behind
+from dataplane.simulated.host_tier import (
+    CACHED,
+    LOADED,
+    LOADS,
+    begin_load,
+    begin_plan,
+    end_loads,
+    held_in_host,
+    leave_loading,
+    next_load_s,
+    offer,
+    use_ended,
+)
 from dataplane.simulated.next_step import (
     admit,
     blocks_of,
+    cut,
     enter_mixed,
     enter_prefill,
     enter_run,
@@ -47,7 +66,7 @@ from dataplane.simulated.next_step import (
     steps_to_first_end,
     take_chunk,
 )
-from dataplane.simulated.records import DECODE_RUN, Engines
+from dataplane.simulated.records import DECODE_RUN, LOADING, Engines
 
 
 @compiled
@@ -81,6 +100,197 @@ def begin_cached(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 
 
 @compiled
+def begin_tiered(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """The same for a worker with a second tier of its cache in host memory; its engine chunks."""
+    if eng.host.chunks.workers[w].keeps == 0:
+        begin_cached(led, eng, w, now_s)
+        return
+    begin_plan(eng.host, w)
+    end_loads(eng.host, w, now_s)
+    before = led.workers[w].running_n
+    prefill, squares = go_on(led, eng, w)
+    preempted = led.workers[w].running_n < before
+    if preempted and led.workers[w].running_n == 0:  # a step of nothing takes no time
+        use_ended(led, eng.host, w)
+        begin_plan(eng.host, w)
+        preempted = False
+    if not preempted:
+        budget = int(led.coefficients[led.workers[w].variant][MAX_BATCHED])
+        budget -= led.workers[w].decoding + prefill
+        more, more_squares, budget = begin_loaded(led, eng, w, budget)
+        prefill += more
+        squares += more_squares
+        more, more_squares = begin_or_load(led, eng, w, budget, now_s)
+        prefill += more
+        squares += more_squares
+    offer_filled(led, eng, w)
+    if prefill > 0:
+        enter_mixed(led, eng, w, now_s, prefill, squares)
+        return
+    next_s = next_load_s(eng.host, w, now_s)
+    if led.workers[w].running_n == 0:
+        rest(led, eng, w, now_s)
+        if next_s < np.inf:
+            eng.workers[w].activity = LOADING
+            eng.workers[w].next_s = next_s
+        return
+    steps, queued = 1, queue_first(led, w) != NONE
+    if not preempted and eng.host.links[w].failed == 0 and not (queued and eng.workers[w].loading > 0):
+        steps = steps_with_free_blocks(led, eng, w, steps_to_first_end(led, eng, w))
+        steps = steps_unseen(led, w, steps)
+    enter_run(led, eng, w, now_s, steps)
+    if next_s < np.inf:
+        cut(led, eng, w, next_s)
+
+
+@compiled
+def begin_loaded(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, float, int]:
+    """Admit requests whose blocks have been loaded; the prefill that this adds, its squares, the budget left.
+
+    The budget left is 0 where one of them has no room: then nobody behind it is admitted.
+    """
+    k = led.coefficients[led.workers[w].variant]
+    block = int(k[BLOCK_TOKENS])
+    prefill, squares = 0, 0.0
+    before, r = NONE, eng.host.links[w].first
+    while budget > 0 and r != NONE:
+        seats = led.workers[w].running_n + eng.workers[w].reserved_seats
+        if seats > 0 and seats >= k[MAX_SEQS]:
+            return prefill, squares, 0
+        load, after = eng.host.requests[r], eng.host.requests[r].next
+        if load.state == LOADS:
+            before, r = r, after
+            continue
+        if load.state == LOADED:
+            load.state = CACHED
+            store(led.caches, w, r, block, load.to_block * led.caches.tokens)
+        length = led.requests[r].prompt + led.requests[r].key
+        is_alone = seats == 0 and eng.host.links[w].loaded == 0
+        if not is_alone and blocks_of(length, block) - blocks_had(led, r, block) > room(led, eng, w):
+            return prefill, squares, 0
+        leave_loading(eng.host, w, before, r)
+        eng.workers[w].loading -= 1
+        led.running[w, led.workers[w].running_n] = r
+        led.workers[w].running_n += 1
+        chunk = min(length - eng.requests[r].computed, budget)
+        hold_memory(led.caches, w, r, block, eng.requests[r].computed + chunk)
+        more, square = take_chunk(led, eng, w, r, chunk)
+        prefill += more
+        squares += square
+        budget -= chunk
+        r = after
+    return prefill, squares, budget
+
+
+@compiled
+def blocks_had(led: Ledger, r: int, block: int) -> int:
+    """Engine blocks that a request holds."""
+    return int(led.caches.requests[r].copies * (led.caches.tokens // block) + led.caches.requests[r].own)
+
+
+@compiled
+def begin_or_load(led: Ledger, eng: Engines, w: int, budget: int, now_s: float) -> tuple[int, float]:
+    """Admit waiting requests, or let them load what host memory has beyond their hits.
+
+    Returns the prefill that this adds to the step, and its squares.
+    """
+    k = led.coefficients[led.workers[w].variant]
+    block, unit = int(k[BLOCK_TOKENS]), led.caches.tokens
+    prefill, squares = 0, 0.0
+    r = queue_first(led, w)
+    while budget > 0 and r != NONE:
+        seats = led.workers[w].running_n + eng.workers[w].reserved_seats
+        if seats > 0 and seats >= k[MAX_SEQS]:
+            break
+        after = next_in_queue(led, w, r)
+        length = led.requests[r].prompt + led.requests[r].key
+        copies, cached, asleep = hit(led, w, r, length)
+        start = cached // unit
+        blocks, loads = held_in_host(eng.host, w, r, start, length // unit)
+        if (start + blocks) * unit - cached < unit:
+            blocks = 0
+        if blocks > 0 and loads:  # by another, whose blocks it will hit
+            r = after
+            continue
+        is_alone, has = seats == 0 and eng.workers[w].loading == 0, room(led, eng, w)
+        taken = asleep + int(k[WINDOW_BLOCKS]) - cached // block
+        if not is_alone and blocks_of(length, block) + taken > has:
+            break
+        if blocks > 0:
+            loaded = (start + blocks) * unit
+            if not is_alone and blocks_of(loaded, block) + taken > has - blocks_to_come(led, eng, w):
+                break
+            wait_for_load(led, eng, w, r, copies, cached, blocks, now_s)
+        else:
+            chunk = min(length - cached, budget)
+            admit_cached(led, eng, w, r, copies, cached, chunk)
+            more, square = take_chunk(led, eng, w, r, chunk)
+            prefill += more
+            squares += square
+            budget -= chunk
+        r = after
+    return prefill, squares
+
+
+@compiled
+def next_in_queue(led: Ledger, w: int, r: int) -> int:
+    """The request whose turn is next after another's, or NONE."""
+    after = led.requests[r].next
+    if after == NONE and led.requests[r].priority == 1:
+        return int(led.queue_head[0, w])
+    return int(after)
+
+
+@compiled
+def blocks_to_come(led: Ledger, eng: Engines, w: int) -> int:
+    """Blocks that requests still need whose prefill has begun, or whose KV is loaded."""
+    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    blocks = 0
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        if led.requests[r].phase != DECODING:
+            blocks += blocks_of(led.requests[r].prompt + led.requests[r].key, block) - blocks_had(
+                led, r, block
+            )
+    r = eng.host.links[w].first
+    while r != NONE:
+        blocks += blocks_of(led.requests[r].prompt + led.requests[r].key, block) - blocks_had(led, r, block)
+        r = eng.host.requests[r].next
+    return blocks
+
+
+@compiled
+def wait_for_load(
+    led: Ledger, eng: Engines, w: int, r: int, copies: int, cached: int, blocks: int, now_s: float
+) -> None:
+    """A waiting request begins to load; what it loads it has computed, but for one token at least."""
+    dequeue(led, w, r)
+    led.requests[r].phase = PREFILLING
+    begin_load(led, eng.host, w, r, copies, cached, blocks, now_s)
+    eng.workers[w].loading += 1
+    loaded = eng.host.requests[r].to_block * led.caches.tokens
+    computed = min(loaded, led.requests[r].prompt + led.requests[r].key - 1)
+    if led.caches.requests[r].cached == NOTHING:
+        led.caches.requests[r].cached = computed
+        eng.host.requests[r].tokens = computed - cached
+    led.workers[w].queued_tokens += led.requests[r].cached - computed
+    led.requests[r].cached = computed
+    eng.requests[r].computed = computed
+
+
+@compiled
+def offer_filled(led: Ledger, eng: Engines, w: int) -> None:
+    """Offer host memory what this step fills, then use what requests that have ended had used."""
+    for i in range(led.workers[w].running_n):
+        r = led.running[w, i]
+        if led.requests[r].phase == DECODING:
+            offer(eng.host, w, r, led.requests[r].prompt + generated(led, r))
+        elif eng.requests[r].chunk > 0:
+            offer(eng.host, w, r, eng.requests[r].computed + eng.requests[r].chunk)
+    use_ended(led, eng.host, w)
+
+
+@compiled
 def go_on(led: Ledger, eng: Engines, w: int) -> tuple[int, float]:
     """Give each running request its tokens of this step; return the prefill among them, and its squares.
 
@@ -99,7 +309,7 @@ def go_on(led: Ledger, eng: Engines, w: int) -> tuple[int, float]:
             budget = int(k[MAX_BATCHED]) - led.workers[w].decoding
             tokens = max(min(length - before, budget), 0)
         need = blocks_of(before + tokens, block) - blocks_of(before, block)
-        while need > room(led, eng, w) and led.workers[w].running_n > 1:
+        while need > room(led, eng, w) and led.workers[w].running_n + eng.workers[w].loading > 1:
             preempt_newest(led, eng, w)
             if led.workers[w].running_n == i:
                 return prefill, squares
@@ -119,7 +329,7 @@ def room(led: Ledger, eng: Engines, w: int) -> int:
     Of what running requests hold beyond their tokens all is counted from their first token on.
     """
     k = led.coefficients[led.workers[w].variant]
-    windows = led.workers[w].running_n * int(k[WINDOW_BLOCKS])
+    windows = (led.workers[w].running_n + eng.workers[w].loading) * int(k[WINDOW_BLOCKS])
     return int(free_blocks(led.caches, w) - eng.workers[w].reserved_blocks - windows)
 
 
@@ -257,7 +467,7 @@ def steps_with_free_blocks(led: Ledger, eng: Engines, w: int, steps: int) -> int
     """The number of `steps` decode steps that free blocks suffice for; the first has its blocks already."""
     k = led.coefficients[led.workers[w].variant]
     block, count, free = int(k[BLOCK_TOKENS]), led.workers[w].running_n, room(led, eng, w)
-    if count == 1 or count * blocks_of(steps - 1, block) <= free:
+    if count + eng.workers[w].loading == 1 or count * blocks_of(steps - 1, block) <= free:
         return steps
     low, high = 1, steps
     while low < high:
@@ -320,11 +530,15 @@ def grow(led: Ledger, eng: Engines, w: int, steps: int) -> None:
     take(led.caches, w, taken)
     while soonest <= steps:
         step, soonest = soonest, steps + 1
+        if eng.host.chunks.tokens > 0:
+            begin_plan(eng.host, w)
         for i in range(count):
             if fills[i] == step:
                 r = led.running[w, i]
                 computed = led.requests[r].prompt + led.requests[r].key + led.runs[w].start_step - 1
                 store(led.caches, w, r, block, computed + step)
-                fills[i] = step + led.caches.tokens
+                fills[i] = (led.caches.requests[r].copies + 1) * led.caches.tokens - computed
+                if eng.host.chunks.tokens > 0 and not offer(eng.host, w, r, computed + step):
+                    fills[i] = step + 1
             soonest = min(soonest, fills[i])
     eng.workers[w].grown = steps

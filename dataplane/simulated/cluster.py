@@ -55,6 +55,7 @@ from dataplane.simulated.engine import (
     ranks_with,
     step_together,
 )
+from dataplane.simulated.host_tier import forget_request, leave_loading, reset_tier
 from dataplane.simulated.next_step import drop_running, free_kv
 from dataplane.simulated.records import DRAIN, IDLE, READY, Cluster, Engines, Rules
 from dataplane.simulated.sending import next_send, release, send
@@ -304,25 +305,46 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
             free_kv(led, eng, w, r)
             if led.requests[r].phase == DECODING:
                 stop_decoding(led, w, r, HELD)
+                put_back(led, eng, clu, r)
             else:
-                led.workers[w].queued -= 1
-                led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
-            eng.requests[r].computed = 0
-            eng.requests[r].chunk = 0
-            readmit(led, clu.queue, r, clu.clock[0].now_s)
+                put_back_prefilling(led, eng, clu, w, r)
+        while eng.workers[w].loading > 0:
+            r = eng.host.links[w].first
+            leave_loading(eng.host, w, NONE, r)
+            eng.workers[w].loading -= 1
+            free_kv(led, eng, w, r)
+            put_back_prefilling(led, eng, clu, w, r)
         take_queued(led, clu, w)
         led.workers[w].queued_tokens = 0
         eng.workers[w].activity = IDLE
         eng.workers[w].next_s = np.inf
         led.runs[w].steps = 0
-        forget_kv(led, w)
+        forget_kv(led, eng, w)
 
 
 @compiled
-def forget_kv(led: Ledger, w: int) -> None:
+def put_back_prefilling(led: Ledger, eng: Engines, clu: Cluster, w: int, r: int) -> None:
+    """A request whose prefill had begun at a worker waits in the cluster's queue anew."""
+    led.workers[w].queued -= 1
+    led.workers[w].queued_context -= led.requests[r].prompt + led.requests[r].key
+    put_back(led, eng, clu, r)
+
+
+@compiled
+def put_back(led: Ledger, eng: Engines, clu: Cluster, r: int) -> None:
+    """A request that has lost its KV waits in the cluster's queue anew."""
+    eng.requests[r].computed = 0
+    eng.requests[r].chunk = 0
+    forget_request(eng.host, r)
+    readmit(led, clu.queue, r, clu.clock[0].now_s)
+
+
+@compiled
+def forget_kv(led: Ledger, eng: Engines, w: int) -> None:
     """A worker's process has ended, and what it had cached with it."""
     if led.caches.tokens > 0:
         forget(led.caches, w, int(led.coefficients[led.workers[w].variant][KV_BLOCKS]))
+        reset_tier(eng.host, w)
 
 
 @compiled

@@ -223,13 +223,14 @@ class Elastic:
         if slot.state == DRAINS:
             self.drain_s = now_s - slot.since_s
         self._run.ledger.workers["status"][w] = OFF
-        forget_kv(self._run.ledger, w)
+        forget_kv(self._run.ledger, self._run.engines, w)
         self._pay(w, now_s - slot.launched_s)
         self._note(now_s)
 
     def _requests(self, w: int) -> int:
         at = self._run.ledger.workers[w]
-        return int(at["running_n"]) + int(queue_first(self._run.ledger, w) != NONE)
+        loading = int(self._run.engines.workers["loading"][w])
+        return int(at["running_n"]) + loading + int(queue_first(self._run.ledger, w) != NONE)
 
     def _offer_soon(self, now_s: float) -> None:
         clock = self._run.cluster.clock

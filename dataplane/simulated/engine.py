@@ -14,7 +14,6 @@ from controlplane.perfmodel.coefficients import (
     CHUNKED,
     MODE,
     run_s,
-    steps_within,
 )
 from controlplane.placement.constraints import client_s
 from controlplane.placement.ledger import (
@@ -32,17 +31,20 @@ from controlplane.placement.ledger import (
     report,
     stop_decoding,
 )
-from dataplane.simulated.cached_step import begin_cached, grow
+from dataplane.simulated.cached_step import begin_cached, begin_tiered, grow
+from dataplane.simulated.host_tier import note_end
 from dataplane.simulated.next_step import (
     admit_decoding,
     begin_chunked,
     begin_prefill,
     begin_run,
+    cut,
     free_kv,
 )
 from dataplane.simulated.records import (
     DECODE_RUN,
     IDLE,
+    LOADING,
     MIXED_STEP,
     WAKING,
     Engines,
@@ -67,6 +69,8 @@ def arrive(led: Ledger, eng: Engines, w: int, r: int, now_s: float, at_head: boo
         eng.workers[w].next_s = now_s
         if eng.workers[w].ranks > 1:
             join(led, eng, w, now_s)
+    elif eng.workers[w].activity == LOADING:
+        eng.workers[w].next_s = now_s
     elif eng.workers[w].activity == DECODE_RUN:
         eng.workers[w].blocked = 0
         cut_ranks(led, eng, w, now_s)
@@ -98,24 +102,12 @@ def ranks_with(eng: Engines, w: int) -> range:
 
 
 @compiled
-def cut(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
-    """End a worker's decode run at its first step boundary that is not before `now_s`."""
-    done = steps_within(led.runs[w].first_step_s, led.runs[w].growth_s, now_s - led.runs[w].start_s)
-    at_s = led.runs[w].start_s + run_s(led.runs[w].first_step_s, led.runs[w].growth_s, done)
-    if at_s < now_s or done == 0:
-        done += 1
-    if done < led.runs[w].steps:
-        led.runs[w].steps = done
-        eng.workers[w].next_s = led.runs[w].start_s + run_s(
-            led.runs[w].first_step_s, led.runs[w].growth_s, done
-        )
-
-
-@compiled
 def finish(led: Ledger, eng: Engines, r: int, now_s: float) -> None:
     """A request has all its tokens; count it if it missed a target."""
     eng.requests[r].finish_s = now_s
     end(eng, r)
+    if eng.host.chunks.tokens > 0:
+        note_end(eng.host, led.requests[r].worker, r)
     late = led.requests[r].first_s + client_s(led, r) - led.requests[r].arrival_s > led.requests[r].ttft_s
     gaps = eng.requests[r].output - 1
     slow = gaps > 0 and (now_s - led.requests[r].first_s) / gaps > eng.requests[r].tpot_s
@@ -188,7 +180,7 @@ def settle(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
 def end_activity(led: Ledger, eng: Engines, w: int) -> None:
     """Book what the activity that ends now has done."""
     activity = eng.workers[w].activity
-    if activity == WAKING:
+    if activity in (WAKING, LOADING):
         return
     if activity == DECODE_RUN:
         if led.caches.tokens > 0:
@@ -213,7 +205,9 @@ def begin_activity(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     led.runs[w].changed_s = now_s
     led.runs[w].steps = 0
     eng.workers[w].blocked = 0
-    if led.caches.tokens > 0:
+    if eng.host.chunks.tokens > 0:
+        begin_tiered(led, eng, w, now_s)
+    elif led.caches.tokens > 0:
         begin_cached(led, eng, w, now_s)
     elif led.workers[w].role == DECODE_ONLY:
         admit_decoding(led, eng, w)

@@ -26,6 +26,7 @@ from controlplane.perfmodel.coefficients import (
     mixed_s,
     prefill_s,
     run_s,
+    steps_within,
     window_blocks,
 )
 from controlplane.placement.ledger import (
@@ -186,6 +187,20 @@ def enter_run(led: Ledger, eng: Engines, w: int, now_s: float, steps: int) -> No
     eng.workers[w].next_s = now_s + run_s(led.runs[w].first_step_s, led.runs[w].growth_s, steps)
     led.workers[w].boundary_s = now_s + led.runs[w].first_step_s
     led.workers[w].gains = 1
+
+
+@compiled
+def cut(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
+    """End a worker's decode run at its first step boundary that is not before `now_s`."""
+    done = steps_within(led.runs[w].first_step_s, led.runs[w].growth_s, now_s - led.runs[w].start_s)
+    at_s = led.runs[w].start_s + run_s(led.runs[w].first_step_s, led.runs[w].growth_s, done)
+    if at_s < now_s or done == 0:
+        done += 1
+    if done < led.runs[w].steps:
+        led.runs[w].steps = done
+        eng.workers[w].next_s = led.runs[w].start_s + run_s(
+            led.runs[w].first_step_s, led.runs[w].growth_s, done
+        )
 
 
 @compiled

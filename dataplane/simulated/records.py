@@ -11,6 +11,7 @@ from controlplane.placement.constraints import Knobs
 from controlplane.placement.ledger import Floats, Ints, Records
 from controlplane.placement.order import new_trees
 from controlplane.placement.queue import Queue, QueueSettings, new_queue
+from dataplane.simulated.host_tier import HostTier, no_tier
 
 READY, FAIL, DRAIN = 0, 1, 2  # what the timeline can do to a worker
 
@@ -105,7 +106,7 @@ class Rules(NamedTuple):
     draws: Floats  # [requests, 2] uniform
 
 
-IDLE, WAKING, PREFILL_STEP, DECODE_RUN, MIXED_STEP = 0, 1, 2, 3, 4
+IDLE, WAKING, PREFILL_STEP, DECODE_RUN, MIXED_STEP, LOADING = 0, 1, 2, 3, 4, 5
 
 
 ENGINE = np.dtype(
@@ -117,6 +118,7 @@ ENGINE = np.dtype(
         ("busy_s", np.float64),
         ("reserved_blocks", np.int64),  # KV and
         ("reserved_seats", np.int64),  # places in the batch, promised to requests on their way here
+        ("loading", np.int64),  # requests whose KV is loaded from host memory
         ("slowdown", np.float64),  # by what share steps are longer: KV is being copied
         ("first_rank", np.int64),  # the first of the engines that step together with it,
         ("ranks", np.int64),  # and how many there are
@@ -160,10 +162,13 @@ class Engines(NamedTuple):
     handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
     ended: Ints  # [requests] in the order in which they ended
     ends: Floats  # [1, 2 * places] the workers by `next_s` (placement.order)
+    host: HostTier
 
 
-def new_engines(workers: int, output: Ints, tpot_s: Floats, weight: Floats | None) -> Engines:
-    """Idle engines, and the requests' true lengths, targets and weights."""
+def new_engines(
+    workers: int, output: Ints, tpot_s: Floats, weight: Floats | None, tier: HostTier | None = None
+) -> Engines:
+    """Idle engines, and the requests' true lengths, targets and weights. `tier`: caches in host memory."""
     engines = np.zeros(workers, ENGINE)
     engines["next_s"] = np.inf
     engines["first_rank"], engines["ranks"] = np.arange(workers), 1
@@ -171,6 +176,6 @@ def new_engines(workers: int, output: Ints, tpot_s: Floats, weight: Floats | Non
     jobs["output"], jobs["tpot_s"] = output, tpot_s
     jobs["finish_s"] = np.nan
     jobs["weight"] = 1.0 if weight is None else weight
-    n = len(output)
-    handover, ended = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    return Engines(engines, jobs, np.zeros(1, TOTAL), handover, ended, new_trees(1, workers))
+    handover, ended = np.zeros(len(output), np.int64), np.zeros(len(output), np.int64)
+    host, ends = no_tier() if tier is None else tier, new_trees(1, workers)
+    return Engines(engines, jobs, np.zeros(1, TOTAL), handover, ended, ends, host)

@@ -35,6 +35,7 @@ from controlplane.placement.policies import (
 from controlplane.types import EngineMode, Role, Slo
 from controlplane.worker_type import KvLink
 from controlplane.workload import Workload
+from dataplane.simulated.host_tier import HostTier, new_tier
 from dataplane.simulated.records import DRAIN, FAIL, READY, Cluster, Engines, Rules, new_cluster, new_engines
 from dataplane.simulated.sending import first_times, new_sending
 
@@ -103,6 +104,7 @@ class RunState:
             complete=not np.isnan(finish_s).any(),
             misses=float(eng.total["misses"][0]),
             cached_tokens=led.caches.requests["cached"] if led.caches.tokens else None,
+            loaded_tokens=eng.host.requests["tokens"] if eng.host.chunks.tokens else None,
             pace=self.pace,
         )
 
@@ -176,7 +178,8 @@ def prepare(
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     pace = _paces(profiles, workload, options.get("seed", 0))
-    engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace, workload.weight)
+    tier = _tier(workload, ledger.caches, profiles, variant, migrates)
+    engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace, workload.weight, tier)
     engines.workers["first_rank"], engines.workers["ranks"] = first_rank, ranks
     sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
     ledger.requests["arrival_s"] = first_times(sending, workload.arrival_s)
@@ -283,6 +286,21 @@ def _caches(workload: Workload, profiles: Sequence[Profile], variant: NDArray[np
     )
 
 
+def _tier(
+    workload: Workload,
+    caches: Caches,
+    profiles: Sequence[Profile],
+    variant: NDArray[np.int64],
+    migrates: bool,
+) -> HostTier | None:
+    """The tiers of the workers' caches in host memory; None where none has one, or nothing is cached."""
+    if workload.prefixes is None or not caches.tokens or all(p.host_kv is None for p in profiles):
+        return None
+    if migrates:
+        raise BadInput("--host-kv: not simulated beside moves; plan with a policy without +migrate")
+    return new_tier(caches, workload.prefixes, profiles, variant)
+
+
 def _enter_requests(
     ledger: Ledger,
     workload: Workload,
@@ -377,6 +395,7 @@ class Outcome:
     misses: float = 0.0  # requests outside their targets; of a sample those they tell of
     # Of each prompt, what its engine had when it first admitted it; -1: none did. None: nothing was cached.
     cached_tokens: NDArray[np.int64] | None = None
+    loaded_tokens: NDArray[np.int64] | None = None  # of these: from host memory. None: there is no such tier
     session_target_s: float | None = None  # of whole sessions
     asked: tuple[float, ...] = ()  # attainment of each SLO class, where there are several
     pace: NDArray[np.float64] | float = 1.0  # see RunState; `finish_s` is without it
@@ -463,6 +482,13 @@ class Outcome:
     def prefix_hits(self) -> int:
         """Tokens of those that were found there, as vllm:prefix_cache_hits counts."""
         return 0 if self.cached_tokens is None else int(np.maximum(self.cached_tokens, 0).sum())
+
+    @property
+    def host_hit_rate(self) -> float | None:
+        """The part of the hit rate that was loaded from host memory; None where there is no such tier."""
+        if self.loaded_tokens is None or not self.prefix_queries:
+            return None
+        return int(self.loaded_tokens.sum()) / self.prefix_queries
 
     @property
     def prefix_hit_rate(self) -> float | None:

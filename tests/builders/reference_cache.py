@@ -66,6 +66,44 @@ class _Pool:
 
 
 @dataclass(eq=False)
+class _Chunk:
+    id: Hashable
+    loads: int = 0
+    is_new: bool = True  # of the step that is planned
+
+
+class _Host:
+    """Host memory of so many blocks; `chunks` from the one used longest ago to the one used last."""
+
+    def __init__(self, room: int, block_s: float) -> None:
+        self.room, self.block_s, self.free_s = room, block_s, 0.0
+        self.chunks: dict[Hashable, _Chunk] = {}
+        self.evicted: list[Hashable] = []
+
+    def use(self, block_id: Hashable) -> None:
+        if block_id in self.chunks:
+            self.chunks[block_id] = self.chunks.pop(block_id)
+
+    def offer(self, r: CachedRequest, full: int) -> None:
+        """Take a request's full blocks, those that it has not offered yet, if there is room for all."""
+        ids = [r.block_id(block) for block in range(r.offered, full)]
+        if not ids:
+            return
+        new = [i for i in ids if i not in self.chunks]
+        r.used |= {i for i in ids if i in new or not self.chunks[i].is_new}
+        idle = [c.id for c in self.chunks.values() if not c.loads and not c.is_new]
+        may_go = [i for i in idle if i not in ids]
+        need = max(len(self.chunks) + len(new) - self.room, 0)
+        if need > len(may_go):
+            return
+        for gone in may_go[:need]:
+            del self.chunks[gone]
+            self.evicted.append(gone)
+        self.chunks |= {i: _Chunk(i) for i in new}
+        r.offered = full
+
+
+@dataclass(eq=False)
 class CachedRequest:
     """One request: its inputs, its state, and what became of it."""
 
@@ -80,6 +118,12 @@ class CachedRequest:
     prefill: int = 0  # its tokens when it was admitted
     blocks: list[_Block] = field(default_factory=list)
     cached_tokens: int | None = None  # when it was first admitted
+    loaded_tokens: int = 0  # of these, from host memory
+    offered: int = 0  # blocks
+    used: set[Hashable] = field(default_factory=set)  # of host memory
+    loads: list[_Chunk] = field(default_factory=list)
+    ready_s: float = 0.0  # when they are there
+    is_found: bool = True  # what it has loaded can be hit by others
     preemptions: int = 0
     first_token_s: float | None = None
     finish_s: float | None = None
@@ -108,7 +152,8 @@ class Step:
 class CachedWorker:
     """One worker, driven step by step; `run` goes to the end."""
 
-    def __init__(self, profile: Profile, workload: Workload) -> None:
+    def __init__(self, profile: Profile, workload: Workload, host: tuple[int, float] | None = None) -> None:
+        """`host`: blocks that host memory has room for, and the seconds that one takes to be loaded."""
         assert workload.prefixes is not None
         assert workload.prefixes.block_tokens == profile.kv.block_tokens
         self.profile = profile
@@ -128,12 +173,15 @@ class CachedWorker:
         self.waiting: tuple[list[CachedRequest], list[CachedRequest]] = ([], [])  # high, normal
         self.running: list[CachedRequest] = []
         self.steps: list[Step] = []
+        self.host = None if host is None else _Host(*host)
+        self.loading: list[CachedRequest] = []
+        self.ended: list[CachedRequest] = []
 
     def run(self) -> CachedWorker:
         """Serve every request."""
         now_s = 0.0
-        while self.coming or self.running or any(self.waiting):
-            if not self.running and not any(self.waiting):
+        while self.coming or self.running or any(self.waiting) or self.loading or self.ended:
+            if not (self.running or any(self.waiting) or self.loading or self.ended):
                 now_s = max(now_s, self.coming[0].arrival_s)
             self.receive(now_s)
             now_s = self.step(now_s)
@@ -147,9 +195,13 @@ class CachedWorker:
     def step(self, now_s: float) -> float:
         """Take one step; when it ends."""
         scheduled: dict[CachedRequest, int] = {}
+        self._end_loads(now_s)
         preempted = self._plan_running(scheduled)
-        if not preempted:
-            self._plan_waiting(scheduled)
+        if not preempted and self._plan_loaded(scheduled):
+            self._plan_waiting(scheduled, now_s)
+        self._offer(scheduled)
+        if not scheduled:  # a step of nothing: the next is planned at once, unless nothing can have changed
+            return now_s if preempted else self._idle_until_s(now_s)
         row = {r.index: tokens for r, tokens in scheduled.items()}
         self.steps.append(Step(row, [r.index for r in preempted], len(self.pool.free)))
         end_s = now_s + self._lasts_s(scheduled)
@@ -161,6 +213,7 @@ class CachedWorker:
             if r.generated == r.output:
                 r.finish_s = end_s
                 self.pool.release(r.blocks)
+                self.ended.append(r)
         self.running = [r for r in self.running if r.finish_s is None]
         return end_s
 
@@ -186,20 +239,111 @@ class CachedWorker:
             i += 1
         return preempted
 
-    def _plan_waiting(self, scheduled: dict[CachedRequest, int]) -> None:
-        while any(self.waiting) and self._budget(scheduled) > 0:
-            if len(self.running) >= self.profile.engine.max_seqs:
+    def _idle_until_s(self, now_s: float) -> float:
+        times = [r.ready_s for r in self.loading if r.ready_s > now_s] + [r.arrival_s for r in self.coming[:1]]
+        return min(times) if times else now_s  # where none is, a request has just ended
+
+    def _end_loads(self, now_s: float) -> None:
+        """What loads are done by now lets go of its blocks; what the last step stored is there."""
+        for chunk in [] if self.host is None else self.host.chunks.values():
+            chunk.is_new = False
+        for r in self.loading:
+            if r.ready_s <= now_s:
+                for chunk in r.loads:
+                    chunk.loads -= 1
+                r.loads = []
+
+    def _plan_loaded(self, scheduled: dict[CachedRequest, int]) -> bool:
+        """Begin the prefill of those whose blocks are there; whether those that wait are looked at too."""
+        for r in list(self.loading):
+            if self._budget(scheduled) == 0 or len(self.running) >= self.profile.engine.max_seqs:
+                return False
+            if r.loads:
+                continue
+            if not r.is_found:
+                for number, block in enumerate(r.blocks):
+                    if block.id is None:
+                        self.pool.store(block, r.block_id(number))
+                r.is_found = True
+            if self._blocks(r.tokens) - len(r.blocks) > len(self.pool.free):
+                return False
+            self.loading.remove(r)
+            r.computed = min(r.computed, r.tokens - 1)
+            tokens = min(r.tokens - r.computed, self._budget(scheduled))
+            assert self._grow(r, tokens)
+            self.running.append(r)
+            scheduled[r] = tokens
+        return True
+
+    def _in_host(self, r: CachedRequest, hits: int) -> list[_Chunk] | None:
+        """The blocks that host memory has beyond a request's hits; None where another loads one of them."""
+        found: list[_Chunk] = []
+        if self.host is not None:
+            for block in range(hits, r.tokens // self.block):
+                if r.block_id(block) not in self.host.chunks:
+                    break
+                found.append(self.host.chunks[r.block_id(block)])
+        return None if any(chunk.loads for chunk in found) else found
+
+    def _load(self, r: CachedRequest, hits: list[_Block], found: list[_Chunk], now_s: float) -> bool:
+        """Let a request load what it needs, if there is memory for it beside what others still need."""
+        assert self.host is not None
+        begun = [p for p in self.running if p.computed < p.prefill] + self.loading
+        kept = sum(self._blocks(p.tokens) - len(p.blocks) for p in begun)
+        asleep = sum(block.users == 0 for block in hits)
+        if len(found) + asleep > len(self.pool.free) - kept:
+            return False
+        self.pool.touch(hits)
+        r.blocks = hits + self.pool.take(len(found))
+        r.computed = len(r.blocks) * self.block
+        r.prefill = r.tokens
+        if r.cached_tokens is None:
+            r.cached_tokens = min(r.computed, r.tokens - 1)
+            r.loaded_tokens = r.cached_tokens - len(hits) * self.block
+        for chunk in found:
+            chunk.loads += 1
+        self.host.free_s = max(now_s, self.host.free_s) + len(found) * self.host.block_s
+        r.loads, r.ready_s, r.is_found = found, self.host.free_s, False
+        r.offered = len(r.blocks)
+        r.used |= {chunk.id for chunk in found}
+        self.loading.append(r)
+        return True
+
+    def _offer(self, scheduled: dict[CachedRequest, int]) -> None:
+        """Offer what this step fills; then the blocks of what has ended are used, the last one first."""
+        if self.host is None:
+            return
+        for r, tokens in scheduled.items():
+            self.host.offer(r, (r.computed + tokens) // self.block)
+        for r in self.ended:
+            self.host.offer(r, (r.tokens - 1) // self.block)
+        for r in self.ended:
+            for block in reversed(range(r.tokens // self.block)):
+                if r.block_id(block) in r.used:
+                    self.host.use(r.block_id(block))
+        self.ended = []
+
+    def _plan_waiting(self, scheduled: dict[CachedRequest, int], now_s: float) -> None:
+        for r in self.waiting[0] + self.waiting[1]:
+            if self._budget(scheduled) == 0 or len(self.running) >= self.profile.engine.max_seqs:
                 return
-            r = (self.waiting[0] or self.waiting[1])[0]
             hits: list[_Block] = []
             while len(hits) < (r.tokens - 1) // self.block:
                 block = self.pool.find(r.block_id(len(hits)))
                 if block is None:
                     break
                 hits.append(block)
+            found = self._in_host(r, len(hits))
+            if found is None:
+                continue
             asleep = sum(block.users == 0 for block in hits)
             if self._blocks(r.tokens) - len(hits) + asleep > len(self.pool.free):
                 return
+            if found:
+                if not self._load(r, hits, found, now_s):
+                    return
+                self._queue(r).remove(r)
+                continue
             r.computed = len(hits) * self.block
             tokens = min(r.tokens - r.computed, self._budget(scheduled))
             self.pool.touch(hits)
@@ -207,7 +351,7 @@ class CachedWorker:
             assert self._grow(r, tokens)
             r.prefill = r.tokens
             r.cached_tokens = r.computed if r.cached_tokens is None else r.cached_tokens
-            self._queue(r).pop(0)
+            self._queue(r).remove(r)
             self.running.append(r)
             scheduled[r] = tokens
 

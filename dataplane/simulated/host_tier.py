@@ -1,0 +1,364 @@
+"""A second tier of a worker's prefix cache, in host memory, as vLLM's OffloadingConnector keeps it.
+
+**Stored** is every full block of a request in the step that fills it, and, of what the request hit on the GPU, what
+is not in host memory: the first step of an admission offers all of its blocks. A store that finds no room, since all
+that could go is new or being loaded, is tried again in the next step.
+
+**Evicted** is the block that was used longest ago. A use is when it is stored, and when a request that stored, offered
+or loaded it ends: then all its blocks are used anew, the last one first.
+
+**Loaded** is what lies beyond the hit on the GPU. The request takes memory for it at once, leaves the queue, and is
+computed from the first step on that is planned after its blocks are there; it then goes before all that wait. Loads of
+a worker follow each other over its link. Who would load what another is loading waits, and those behind it go on.
+Memory must have room beside what prefills that have begun still need. A step is planned as before (`cached_step.py`)
+in all else. The whole of a prompt may be loaded; its last token is computed again.
+
+A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last use, also
+while it is loaded (`users`). Requests and their ids are those of the engines' own caches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controlplane.compiled import by_reference, compiled
+from controlplane.errors import BadInput
+from controlplane.perfmodel.coefficients import BLOCK_TOKENS
+from controlplane.perfmodel.profile import Profile
+from controlplane.placement.caches import (
+    NOTHING,
+    Caches,
+    block_id,
+    drop,
+    enter,
+    find,
+    find_next,
+    forget,
+    new_caches,
+    new_copy,
+    no_caches,
+)
+from controlplane.placement.ledger import NONE, Ledger, Records
+from controlplane.placement.memory import fall_asleep, take, touch, wake
+from controlplane.prefixes import Prefixes
+
+LINK = np.dtype(
+    [
+        ("copy_s", np.float64),  # what loading a copy takes
+        ("free_s", np.float64),  # when the loads so far are done
+        ("plan", np.int64),  # the step that is planned,
+        ("new", np.int64),  # the copies that it has stored so far,
+        ("offer", np.int64),  # and the offers of copies so far
+        ("loaded", np.int64),  # copies that are being loaded
+        ("failed", np.int64),  # 1: a store found no room
+        ("first", np.int64),  # of the requests that load: the oldest,
+        ("last", np.int64),  # and the newest
+        ("ended", np.int64),  # of those that ended since the last step: the first,
+        ("last_ended", np.int64),  # and the last
+    ],
+    align=True,
+)
+MARK = np.dtype(
+    [("plan", np.int64), ("offer", np.int64)], align=True
+)  # of a copy: who stored, who offered it last
+LOAD = np.dtype(
+    [
+        ("next", np.int64),  # the one that loads, or has ended, after it
+        ("ready_s", np.float64),  # when its blocks are there
+        ("state", np.int64),
+        ("from_block", np.int64),  # what it loads,
+        ("to_block", np.int64),
+        ("stored", np.int64),  # blocks up to which it has offered its own
+        ("tokens", np.int64),  # that it loaded when it was first admitted
+    ],
+    align=True,
+)
+AWAY, LOADS, LOADED, CACHED = 0, 1, 2, 3  # not loading; blocks on their way; there; and found by others
+
+
+@by_reference
+class HostTier(NamedTuple):
+    """Records by worker and by request; `chunks.tokens` 0: there is no such tier."""
+
+    chunks: Caches
+    links: Records  # [workers] of LINK
+    marks: Records  # [workers, copies] of MARK
+    requests: Records  # [requests] of LOAD
+    used: NDArray[np.uint8]  # 1 for each block of a request that it stored, offered or loaded
+
+
+def no_tier() -> HostTier:
+    """For engines without one."""
+    nothing = np.zeros(0, np.uint8)
+    return HostTier(no_caches(), np.zeros(0, LINK), np.zeros((0, 0), MARK), np.zeros(0, LOAD), nothing)
+
+
+def new_tier(
+    caches: Caches, prefixes: Prefixes, profiles: list[Profile], variant: NDArray[np.int64]
+) -> HostTier:
+    """Empty tiers for workers of these profiles; raises BadInput where they cannot have one."""
+    for profile in profiles:
+        refuse_tier(profile)
+    tokens, of_all = prefixes.block_tokens, len(caches.held)
+    room, copy_s = np.zeros(len(profiles), np.int64), np.zeros(len(profiles))
+    for i, profile in enumerate(profiles):
+        if profile.host_kv is not None:
+            size = tokens * profile.kv.bytes_per_token
+            room[i] = min(profile.host_kv.capacity_bytes // size, of_all)
+            copy_s[i] = size / (profile.host_kv.bytes_per_s * profile.tp_degree)
+    of_requests = np.zeros(len(caches.requests), np.int64)
+    chunks = new_caches(prefixes, room[variant], np.full(len(variant), tokens), of_requests)
+    chunks = chunks._replace(requests=caches.requests, held=caches.held)
+    links = np.zeros(len(variant), LINK)
+    links["copy_s"] = copy_s[variant]
+    for name in ("first", "last", "ended", "last_ended"):
+        links[name] = NONE
+    loads = np.zeros(len(caches.requests), LOAD)
+    loads["next"] = NONE
+    return HostTier(chunks, links, np.zeros(chunks.copies.shape, MARK), loads, np.zeros(of_all, np.uint8))
+
+
+def refuse_tier(profile: Profile) -> None:
+    """Raise BadInput where a worker that is to have a tier is of a kind that this does not simulate."""
+    if profile.host_kv is None:
+        return
+    if profile.engine.mode != "chunked" or profile.ranks is not None:
+        what = (
+            f"workers of {profile.ranks.name}"
+            if profile.ranks is not None
+            else f"{profile.engine.mode} engines"
+        )
+        raise BadInput(f"--host-kv: not simulated for {what}; only for chunked ones")
+    if not profile.kv.bytes_per_token or profile.kv.request_tokens:
+        what = (
+            "keeps windows or states"
+            if profile.kv.request_tokens
+            else "does not say what a token of KV takes"
+        )
+        raise BadInput(f"--host-kv: {profile.label}: {what}; what a block takes in host memory is not known")
+
+
+@compiled
+def reset_tier(tier: HostTier, w: int) -> None:
+    """A worker's process has ended, and its host memory with it; nothing may load there."""
+    if tier.chunks.tokens > 0:
+        link = tier.links[w]
+        forget(tier.chunks, w, int(tier.chunks.workers[w].empty) + int(tier.chunks.workers[w].asleep))
+        link.free_s = 0.0
+        link.new = link.loaded = link.failed = 0
+        link.first = link.last = link.ended = link.last_ended = NONE
+
+
+@compiled
+def forget_request(tier: HostTier, r: int) -> None:
+    """A request goes to another worker, where it has offered nothing."""
+    if tier.chunks.tokens > 0:
+        at = tier.chunks.requests[r].at
+        for block in range(tier.requests[r].stored):
+            tier.used[at + block] = 0
+        tier.requests[r].stored = 0
+        tier.requests[r].state = AWAY
+        tier.requests[r].next = NONE
+
+
+@compiled
+def held_in_host(tier: HostTier, w: int, r: int, start: int, end: int) -> tuple[int, bool]:
+    """How many of a request's blocks from `start` on, before `end`, are there; whether any is being loaded."""
+    block, copy, loads = start, NOTHING, False
+    while block < end:
+        copy = find_next(tier.chunks, w, copy, block_id(tier.chunks, r, block))
+        if copy == NOTHING:
+            break
+        loads = loads or tier.chunks.copies[w, copy].users > 0
+        block += 1
+    return block - start, loads
+
+
+@compiled
+def offer(tier: HostTier, w: int, r: int, after: int) -> bool:
+    """Offer the blocks that a request fills with `after` tokens, those that it has not offered yet.
+
+    False where they find no room and are to be offered again in the next step.
+    """
+    chunks, link = tier.chunks, tier.links[w]
+    start, end = tier.requests[r].stored, after // chunks.tokens
+    if end <= start:
+        return True
+    link.offer += 1
+    at, new, copy = chunks.requests[r].at, 0, NOTHING
+    for block in range(start, end):
+        copy = find_next(chunks, w, copy, block_id(chunks, r, block))
+        if copy == NOTHING:
+            new += 1
+        else:
+            tier.marks[w, copy].offer = link.offer
+        if copy == NOTHING or tier.marks[w, copy].plan != link.plan:
+            tier.used[at + block] = 1
+    if not make_room(tier, w, new):
+        if end - start > chunks.workers[w].empty + chunks.workers[w].asleep:
+            return True  # it never will
+        link.failed = 1
+        return False
+    for block in range(start, end):
+        key = block_id(chunks, r, block)
+        if new > 0 and find(chunks, w, key) == NOTHING:
+            copy = new_copy(chunks, w, key, 1)
+            enter(chunks, w, copy)
+            fall_asleep(chunks, w, copy)
+            chunks.workers[w].empty -= 1
+            tier.marks[w, copy].plan = link.plan
+            link.new += 1
+    tier.requests[r].stored = end
+    return True
+
+
+@compiled
+def make_room(tier: HostTier, w: int, new: int) -> bool:
+    """Evict until so many copies have room; False, and nothing is evicted, where that cannot be."""
+    chunks, link = tier.chunks, tier.links[w]
+    need = new - chunks.workers[w].empty
+    if need <= 0:
+        return True
+    if need > chunks.workers[w].asleep - link.loaded - link.new:
+        return False
+    copy, found = chunks.workers[w].first, 0
+    while copy != NOTHING and found < need:
+        found += int(may_go(tier, w, copy))
+        copy = chunks.copies[w, copy].later
+    if found < need:
+        return False
+    copy = chunks.workers[w].first
+    while need > 0:
+        later = chunks.copies[w, copy].later
+        if may_go(tier, w, copy):
+            wake(chunks, w, copy)
+            drop(chunks, w, copy)
+            chunks.workers[w].empty += 1
+            chunks.workers[w].evicted += 1
+            need -= 1
+        copy = later
+    return True
+
+
+@compiled
+def may_go(tier: HostTier, w: int, copy: int) -> bool:
+    """Whether a copy can be evicted: it is not being loaded, nor of this step or of this offer."""
+    mark, link = tier.marks[w, copy], tier.links[w]
+    return bool(
+        tier.chunks.copies[w, copy].users == 0 and mark.plan != link.plan and mark.offer != link.offer
+    )
+
+
+@compiled
+def begin_plan(tier: HostTier, w: int) -> None:
+    """A step is planned: what the one before stored is there."""
+    tier.links[w].plan += 1
+    tier.links[w].new = 0
+    tier.links[w].failed = 0
+
+
+@compiled
+def note_end(tier: HostTier, w: int, r: int) -> None:
+    """A request has all its tokens; its blocks are used when the next step has been planned."""
+    link = tier.links[w]
+    tier.requests[r].next = NONE
+    if link.ended == NONE:
+        link.ended = r
+    else:
+        tier.requests[link.last_ended].next = r
+    link.last_ended = r
+
+
+@compiled
+def use_ended(led: Ledger, tier: HostTier, w: int) -> None:
+    """What requests that have ended still had to offer is offered, and then all their blocks are used."""
+    chunks, link = tier.chunks, tier.links[w]
+    r = link.ended
+    while r != NONE:
+        offer(tier, w, r, led.requests[r].prompt + led.requests[r].key - 1)
+        r = tier.requests[r].next
+    while link.ended != NONE:
+        r = link.ended
+        at = chunks.requests[r].at
+        for block in range((led.requests[r].prompt + led.requests[r].key) // chunks.tokens - 1, -1, -1):
+            if tier.used[at + block] > 0:
+                copy = find(chunks, w, block_id(chunks, r, block))
+                if copy != NOTHING:
+                    wake(chunks, w, copy)
+                    fall_asleep(chunks, w, copy)
+        link.ended = tier.requests[r].next
+        tier.requests[r].next = NONE
+
+
+@compiled
+def begin_load(
+    led: Ledger, tier: HostTier, w: int, r: int, hits: int, cached: int, blocks: int, now_s: float
+) -> None:
+    """A waiting request leaves the queue and takes memory: behind what it hits it loads so many blocks."""
+    chunks, link, load = tier.chunks, tier.links[w], tier.requests[r]
+    block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+    load.from_block = cached // chunks.tokens
+    load.to_block = load.from_block + blocks
+    tokens = load.to_block * chunks.tokens
+    touch(led.caches, w, r, hits)
+    more = (tokens + block - 1) // block - (cached + block - 1) // block
+    take(led.caches, w, more)
+    led.caches.requests[r].own += more
+    for i in range(load.from_block, load.to_block):
+        copy = find(chunks, w, block_id(chunks, r, i))
+        link.loaded += int(chunks.copies[w, copy].users == 0)
+        chunks.copies[w, copy].users += 1
+        tier.used[chunks.requests[r].at + i] = 1
+    load.stored = load.to_block
+    load.state = LOADS
+    link.free_s = max(now_s, link.free_s) + blocks * link.copy_s
+    load.ready_s = link.free_s
+    load.next = NONE
+    if link.first == NONE:
+        link.first = r
+    else:
+        tier.requests[link.last].next = r
+    link.last = r
+
+
+@compiled
+def end_loads(tier: HostTier, w: int, now_s: float) -> None:
+    """The copies whose loads are done may be evicted again."""
+    r = tier.links[w].first
+    while r != NONE:
+        load = tier.requests[r]
+        if load.state == LOADS and load.ready_s <= now_s:
+            load.state = LOADED
+            for i in range(load.from_block, load.to_block):
+                copy = find(tier.chunks, w, block_id(tier.chunks, r, i))
+                tier.chunks.copies[w, copy].users -= 1
+                tier.links[w].loaded -= int(tier.chunks.copies[w, copy].users == 0)
+        r = load.next
+
+
+@compiled
+def leave_loading(tier: HostTier, w: int, before: int, r: int) -> None:
+    """Take a request off the list of those that load; `before` is the one in front of it, or NONE."""
+    after = tier.requests[r].next
+    if before == NONE:
+        tier.links[w].first = after
+    else:
+        tier.requests[before].next = after
+    if tier.links[w].last == r:
+        tier.links[w].last = before
+    tier.requests[r].next = NONE
+    tier.requests[r].state = AWAY
+
+
+@compiled
+def next_load_s(tier: HostTier, w: int, now_s: float) -> float:
+    """When the next load that is under way is done; inf where none is."""
+    soonest_s, r = np.inf, tier.links[w].first
+    while r != NONE:
+        if tier.requests[r].ready_s > now_s:
+            soonest_s = min(soonest_s, tier.requests[r].ready_s)
+        r = tier.requests[r].next
+    return soonest_s
