@@ -138,6 +138,27 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h"
 
 
+HOST_KV = re.compile(r"(\d+(?:\.\d+)?)(MiB|GiB|TiB)(?:@(\d+(?:\.\d+)?)GB/s)?")
+BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_host_kv(text: str) -> tuple[int, float | None] | None:
+    """Bytes of host memory, and those a second that a GPU loads from it: `64GiB@25GB/s`; None for `off`.
+
+    The rate is None where none is given. Raises BadInput.
+    """
+    if text == "off":
+        return None
+    found = HOST_KV.fullmatch(text)
+    size = float(found[1]) * BYTES[found[2]] if found else 0.0
+    rate = float(found[3]) * 1e9 if found and found[3] else None
+    if found is None or not 0 < size <= 1 << 50 or (rate is not None and not 0 < rate <= 1e15):
+        raise BadInput(
+            f"--host-kv: expected memory of a worker and what a GPU loads of it: 64GiB@25GB/s, got {text!r}"
+        )
+    return int(size), rate
+
+
 def parse_speculation(text: str) -> Speculation | None:
     """What is accepted of drafts by position, and what one takes: `0.8/0.6/0.4@1ms`; None for `off`.
 

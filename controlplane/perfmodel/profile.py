@@ -73,7 +73,7 @@ class KvModel:
 
 @dataclass(frozen=True, slots=True)
 class HostKv:
-    """Host memory of a worker that keeps KV which has left its GPUs, and what each GPU loads of it a second."""
+    """Host memory of a worker that keeps KV which has left its GPUs, and what a GPU loads of it a second."""
 
     capacity_bytes: int
     bytes_per_s: float
@@ -197,6 +197,21 @@ class Profile:
             raise BadInput(f"profile: prefill: engine mode {self.engine.mode} needs prefill coefficients")
         if self.engine.mode == EngineMode.PREFILL_FIRST and self.ranks is not None:
             raise BadInput(f"profile: ranks: {self.ranks.name} engines chunk prefill, not {self.engine.mode}")
+        if self.host_kv is not None:
+            self._refuse_host_kv()
+
+    def _refuse_host_kv(self) -> None:
+        """Raise BadInput where a tier in host memory is not simulated."""
+        if self.engine.mode != EngineMode.CHUNKED or self.ranks is not None:
+            what = f"{self.engine.mode} engines" if self.ranks is None else f"workers of {self.ranks.name}"
+            raise BadInput(f"--host-kv: {self.label}: only chunked engines are simulated with it, no {what}")
+        if not self.kv.bytes_per_token or self.kv.request_tokens:
+            what = (
+                "it keeps windows or states"
+                if self.kv.request_tokens
+                else "its profile has no bytes_per_token"
+            )
+            raise BadInput(f"--host-kv: {self.label}: what a block takes in host memory is not known: {what}")
 
     @property
     def gpus(self) -> int:
@@ -208,6 +223,11 @@ class Profile:
         """The name of the type of worker that this is a profile of."""
         ranks = f" {self.ranks.name}" if self.ranks is not None else ""
         return f"{self.gpu} TP{self.tp_degree}{ranks}"
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of KV that its host memory keeps; 0 where none does."""
+        return 0 if self.host_kv is None else self.host_kv.capacity_bytes // max(self.kv.bytes_per_token, 1)
 
     @property
     def label(self) -> str:

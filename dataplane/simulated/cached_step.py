@@ -166,7 +166,7 @@ def begin_loaded(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, f
             store(led.caches, w, r, block, load.to_block * led.caches.tokens)
         length = led.requests[r].prompt + led.requests[r].key
         is_alone = seats == 0 and eng.host.links[w].loaded == 0
-        if not is_alone and blocks_of(length, block) - blocks_had(led, r, block) > room(led, eng, w):
+        if not is_alone and blocks_lacking(led, r, block) > room(led, eng, w):
             return prefill, squares, 0
         leave_loading(eng.host, w, before, r)
         eng.workers[w].loading -= 1
@@ -183,9 +183,11 @@ def begin_loaded(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, f
 
 
 @compiled
-def blocks_had(led: Ledger, r: int, block: int) -> int:
-    """Engine blocks that a request holds."""
-    return int(led.caches.requests[r].copies * (led.caches.tokens // block) + led.caches.requests[r].own)
+def blocks_lacking(led: Ledger, r: int, block: int) -> int:
+    """Engine blocks that a request needs for its prefill beyond those that it holds."""
+    holding = led.caches.requests[r]
+    held = int(holding.copies * (led.caches.tokens // block) + holding.own)
+    return blocks_of(led.requests[r].prompt + led.requests[r].key, block) - held
 
 
 @compiled
@@ -249,12 +251,10 @@ def blocks_to_come(led: Ledger, eng: Engines, w: int) -> int:
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
         if led.requests[r].phase != DECODING:
-            blocks += blocks_of(led.requests[r].prompt + led.requests[r].key, block) - blocks_had(
-                led, r, block
-            )
+            blocks += blocks_lacking(led, r, block)
     r = eng.host.links[w].first
     while r != NONE:
-        blocks += blocks_of(led.requests[r].prompt + led.requests[r].key, block) - blocks_had(led, r, block)
+        blocks += blocks_lacking(led, r, block)
         r = eng.host.requests[r].next
     return blocks
 
@@ -283,10 +283,10 @@ def offer_filled(led: Ledger, eng: Engines, w: int) -> None:
     """Offer host memory what this step fills, then use what requests that have ended had used."""
     for i in range(led.workers[w].running_n):
         r = led.running[w, i]
-        if led.requests[r].phase == DECODING:
-            offer(eng.host, w, r, led.requests[r].prompt + generated(led, r))
-        elif eng.requests[r].chunk > 0:
-            offer(eng.host, w, r, eng.requests[r].computed + eng.requests[r].chunk)
+        computed = led.requests[r].prompt
+        if led.requests[r].phase != DECODING:
+            computed = min(computed, eng.requests[r].computed + eng.requests[r].chunk)
+        offer(eng.host, w, r, computed)
     use_ended(led, eng.host, w)
 
 
@@ -530,15 +530,11 @@ def grow(led: Ledger, eng: Engines, w: int, steps: int) -> None:
     take(led.caches, w, taken)
     while soonest <= steps:
         step, soonest = soonest, steps + 1
-        if eng.host.chunks.tokens > 0:
-            begin_plan(eng.host, w)
         for i in range(count):
             if fills[i] == step:
                 r = led.running[w, i]
                 computed = led.requests[r].prompt + led.requests[r].key + led.runs[w].start_step - 1
                 store(led.caches, w, r, block, computed + step)
-                fills[i] = (led.caches.requests[r].copies + 1) * led.caches.tokens - computed
-                if eng.host.chunks.tokens > 0 and not offer(eng.host, w, r, computed + step):
-                    fills[i] = step + 1
+                fills[i] = step + led.caches.tokens
             soonest = min(soonest, fills[i])
     eng.workers[w].grown = steps

@@ -1,31 +1,33 @@
 """A second tier of a worker's prefix cache, in host memory, as vLLM's OffloadingConnector keeps it.
 
-**Stored** is every full block of a request in the step that fills it, and, of what the request hit on the GPU, what
-is not in host memory: the first step of an admission offers all of its blocks. A store that finds no room, since all
-that could go is new or being loaded, is tried again in the next step.
+**Stored** is every full block of a prompt in the step that fills it, and, of what the request hit on the GPU,
+what is not in host memory: the first step of an admission offers all that it has. What is generated is not
+stored (vLLM's `offload_prompt_only`, which is on). A store that finds no room, since all that could go is new
+or being loaded, is tried again in the next step.
 
-**Evicted** is the block that was used longest ago. A use is when it is stored, and when a request that stored, offered
-or loaded it ends: then all its blocks are used anew, the last one first.
+**Evicted** is the block that was used longest ago. A use is when it is stored, and when a request that
+stored, offered or loaded it ends: then all its blocks are used anew, the last one first.
 
-**Loaded** is what lies beyond the hit on the GPU. The request takes memory for it at once, leaves the queue, and is
-computed from the first step on that is planned after its blocks are there; it then goes before all that wait. Loads of
-a worker follow each other over its link. Who would load what another is loading waits, and those behind it go on.
-Memory must have room beside what prefills that have begun still need. A step is planned as before (`cached_step.py`)
-in all else. The whole of a prompt may be loaded; its last token is computed again.
+**Loaded** is what lies beyond the hit on the GPU. The request takes memory for it at once, leaves the queue,
+and is computed from the first step on that is planned after its blocks are there; it then goes before all
+that wait. Loads of a worker follow each other over its link. Who would load what another is loading waits,
+and those behind it go on. Memory must have room beside what prefills that have begun still need. A step is
+planned as before (`cached_step.py`) in all else. The whole of a prompt may be loaded; its last token is
+computed again.
 
-A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last use, also
-while it is loaded (`users`). Requests and their ids are those of the engines' own caches.
+A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last
+use, also while it is loaded (`users`). Requests and their ids are those of the engines' own caches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import by_reference, compiled
-from controlplane.errors import BadInput
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import (
@@ -97,11 +99,9 @@ def no_tier() -> HostTier:
 
 
 def new_tier(
-    caches: Caches, prefixes: Prefixes, profiles: list[Profile], variant: NDArray[np.int64]
+    caches: Caches, prefixes: Prefixes, profiles: Sequence[Profile], variant: NDArray[np.int64]
 ) -> HostTier:
-    """Empty tiers for workers of these profiles; raises BadInput where they cannot have one."""
-    for profile in profiles:
-        refuse_tier(profile)
+    """Empty tiers for workers of these profiles."""
     tokens, of_all = prefixes.block_tokens, len(caches.held)
     room, copy_s = np.zeros(len(profiles), np.int64), np.zeros(len(profiles))
     for i, profile in enumerate(profiles):
@@ -119,26 +119,6 @@ def new_tier(
     loads = np.zeros(len(caches.requests), LOAD)
     loads["next"] = NONE
     return HostTier(chunks, links, np.zeros(chunks.copies.shape, MARK), loads, np.zeros(of_all, np.uint8))
-
-
-def refuse_tier(profile: Profile) -> None:
-    """Raise BadInput where a worker that is to have a tier is of a kind that this does not simulate."""
-    if profile.host_kv is None:
-        return
-    if profile.engine.mode != "chunked" or profile.ranks is not None:
-        what = (
-            f"workers of {profile.ranks.name}"
-            if profile.ranks is not None
-            else f"{profile.engine.mode} engines"
-        )
-        raise BadInput(f"--host-kv: not simulated for {what}; only for chunked ones")
-    if not profile.kv.bytes_per_token or profile.kv.request_tokens:
-        what = (
-            "keeps windows or states"
-            if profile.kv.request_tokens
-            else "does not say what a token of KV takes"
-        )
-        raise BadInput(f"--host-kv: {profile.label}: {what}; what a block takes in host memory is not known")
 
 
 @compiled
@@ -166,7 +146,7 @@ def forget_request(tier: HostTier, r: int) -> None:
 
 @compiled
 def held_in_host(tier: HostTier, w: int, r: int, start: int, end: int) -> tuple[int, bool]:
-    """How many of a request's blocks from `start` on, before `end`, are there; whether any is being loaded."""
+    """How many of a request's blocks from `start` to `end` are there; whether any is being loaded."""
     block, copy, loads = start, NOTHING, False
     while block < end:
         copy = find_next(tier.chunks, w, copy, block_id(tier.chunks, r, block))
@@ -178,15 +158,15 @@ def held_in_host(tier: HostTier, w: int, r: int, start: int, end: int) -> tuple[
 
 
 @compiled
-def offer(tier: HostTier, w: int, r: int, after: int) -> bool:
+def offer(tier: HostTier, w: int, r: int, after: int) -> None:
     """Offer the blocks that a request fills with `after` tokens, those that it has not offered yet.
 
-    False where they find no room and are to be offered again in the next step.
+    Where they find no room they are offered again in the next step.
     """
     chunks, link = tier.chunks, tier.links[w]
     start, end = tier.requests[r].stored, after // chunks.tokens
     if end <= start:
-        return True
+        return
     link.offer += 1
     at, new, copy = chunks.requests[r].at, 0, NOTHING
     for block in range(start, end):
@@ -198,10 +178,8 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> bool:
         if copy == NOTHING or tier.marks[w, copy].plan != link.plan:
             tier.used[at + block] = 1
     if not make_room(tier, w, new):
-        if end - start > chunks.workers[w].empty + chunks.workers[w].asleep:
-            return True  # it never will
-        link.failed = 1
-        return False
+        link.failed |= int(end - start <= chunks.workers[w].empty + chunks.workers[w].asleep)
+        return
     for block in range(start, end):
         key = block_id(chunks, r, block)
         if new > 0 and find(chunks, w, key) == NOTHING:
@@ -212,7 +190,6 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> bool:
             tier.marks[w, copy].plan = link.plan
             link.new += 1
     tier.requests[r].stored = end
-    return True
 
 
 @compiled
@@ -278,7 +255,7 @@ def use_ended(led: Ledger, tier: HostTier, w: int) -> None:
     chunks, link = tier.chunks, tier.links[w]
     r = link.ended
     while r != NONE:
-        offer(tier, w, r, led.requests[r].prompt + led.requests[r].key - 1)
+        offer(tier, w, r, led.requests[r].prompt)
         r = tier.requests[r].next
     while link.ended != NONE:
         r = link.ended

@@ -51,8 +51,8 @@ from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
 from controlplane.types import RequestId
 from dataplane.simulated.cached_step import grow, receive
-from dataplane.simulated.engine import arrive, begin_activity, cut, end_activity
-from dataplane.simulated.next_step import blocks_after, blocks_held, drop_running, free_kv
+from dataplane.simulated.engine import arrive, begin_activity, end_activity
+from dataplane.simulated.next_step import blocks_after, blocks_held, cut, drop_running, free_kv
 from dataplane.simulated.records import DECODE_RUN, IDLE, WAKING, Engines
 from dataplane.simulated.run import RunState
 

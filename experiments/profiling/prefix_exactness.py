@@ -193,9 +193,17 @@ class Mirror:
 class DrivenVllm:
     """vLLM's scheduler of the installed version, without a model, on a clock that a profile moves."""
 
-    def __init__(self, profile: Profile, folder: Path) -> None:
+    def __init__(self, profile: Profile, folder: Path, connector: dict[str, Any] | None = None) -> None:
+        """`connector`: the fields of vLLM's KVTransferConfig, for a scheduler with a connector."""
         import torch
-        from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.config import (
+            CacheConfig,
+            KVEventsConfig,
+            KVTransferConfig,
+            ModelConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -217,7 +225,10 @@ class DrivenVllm:
             async_scheduling=False,
         )
         cache = CacheConfig(block_size=profile.kv.block_tokens, enable_prefix_caching=True)
-        config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache)
+        transfer = None if connector is None else KVTransferConfig(**connector)
+        config = VllmConfig(
+            model_config=model, scheduler_config=scheduling, cache_config=cache, kv_transfer_config=transfer
+        )
         config.cache_config.num_gpu_blocks = blocks
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         spec = FullAttentionSpec(

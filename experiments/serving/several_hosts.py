@@ -76,9 +76,10 @@ def _caches(seed: int) -> Any:
 
 def _speak(is_clear: bool) -> None:
     """Let this process' KV transport use TLS, or not."""
-    from dataplane.live.kv import sealed, transport
+    from dataplane.live.kv import transport
 
-    vars(transport)["sealed"] = (lambda connection, *_: connection) if is_clear else sealed.sealed
+    kept = vars(transport).setdefault("within_tls", transport.sealed)
+    vars(transport)["sealed"] = (lambda connection, *_: connection) if is_clear else kept
 
 
 def _hold(host: Host, ready: Any, is_clear: bool) -> None:

@@ -240,7 +240,9 @@ class CachedWorker:
         return preempted
 
     def _idle_until_s(self, now_s: float) -> float:
-        times = [r.ready_s for r in self.loading if r.ready_s > now_s] + [r.arrival_s for r in self.coming[:1]]
+        times = [r.ready_s for r in self.loading if r.ready_s > now_s] + [
+            r.arrival_s for r in self.coming[:1]
+        ]
         return min(times) if times else now_s  # where none is, a request has just ended
 
     def _end_loads(self, now_s: float) -> None:
@@ -314,9 +316,9 @@ class CachedWorker:
         if self.host is None:
             return
         for r, tokens in scheduled.items():
-            self.host.offer(r, (r.computed + tokens) // self.block)
+            self.host.offer(r, min(r.computed + tokens, r.prompt) // self.block)
         for r in self.ended:
-            self.host.offer(r, (r.tokens - 1) // self.block)
+            self.host.offer(r, r.prompt // self.block)
         for r in self.ended:
             for block in reversed(range(r.tokens // self.block)):
                 if r.block_id(block) in r.used:

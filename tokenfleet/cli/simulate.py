@@ -77,6 +77,7 @@ class SessionFlags:
     "spot",
     "reserved",
     "no_prefix_cache",
+    "host_kv",
     "seed",
 )
 def simulate_command(
@@ -101,7 +102,7 @@ def simulate_command(
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, warn
     from tokenfleet.files import refuse_unwritable, write_files
-    from tokenfleet.planning.inputs import refuse_without_sessions, what_drafts_do
+    from tokenfleet.planning.inputs import refuse_without_prefixes, refuse_without_sessions, what_drafts_do
 
     profile = _profile(worker, request)
     usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
@@ -110,6 +111,7 @@ def simulate_command(
     with console(stderr=True).status("reading"):
         workload, classes, warnings = _workload(trace, request, profile)
     refuse_without_sessions(workload, request)
+    refuse_without_prefixes(workload, request)
     workload = _as_asked(workload, as_sessions, request)
     warn([*warnings, *what_drafts_do(workload, _of(worker, request))])
     began = time.perf_counter()
@@ -322,6 +324,7 @@ def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
         "migrations": int(outcome.migrations.sum()),
         "utilisation": round(outcome.utilisation, 6),
         "prefix_hit_rate": None if hits is None else round(hits, 6),
+        **({} if outcome.host_hit_rate is None else {"host_hit_rate": round(outcome.host_hit_rate, 6)}),
         "wall_s": round(wall_s, 3),
     }
 
@@ -346,7 +349,9 @@ def simulation_table(outcome: Outcome) -> Table:
     table.add_row("migrations", f"{int(outcome.migrations.sum()):,}")
     table.add_row("utilisation", share_text(outcome.utilisation))
     if outcome.prefix_hit_rate is not None:
-        table.add_row("prefix hits", share_text(outcome.prefix_hit_rate))
+        host = outcome.host_hit_rate
+        loaded = "" if host is None else f", {share_text(host)} loaded from host memory"
+        table.add_row("prefix hits", share_text(outcome.prefix_hit_rate) + loaded)
     return table
 
 
@@ -354,7 +359,7 @@ def requests_csv(outcome: Outcome) -> str:
     """One row a request; an empty cell is what did not happen."""
     import polars as pl
 
-    workload, cached = outcome.workload, outcome.cached_tokens
+    workload, cached, loaded = outcome.workload, outcome.cached_tokens, outcome.loaded_tokens
     never = pl.lit(None, pl.Int64).alias("cached_tokens")
     return (
         pl.DataFrame(
@@ -373,6 +378,7 @@ def requests_csv(outcome: Outcome) -> str:
         .with_columns(
             pl.col("arrival_s", "first_token_s", "finish_s").fill_nan(None),
             never if cached is None else pl.Series("cached_tokens", cached).replace(-1, None),
+            *([] if loaded is None else [pl.Series("loaded_tokens", loaded)]),
         )
         .write_csv()
     )

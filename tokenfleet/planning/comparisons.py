@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from controlplane.perfmodel.profile import HostKv
 from controlplane.placement.policies import PlacementSettings
 from controlplane.types import Slo
+from controlplane.worker_type import WorkerType
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.fleet import Fleet, of_one_kind
 from tokenfleet.planning.replicates import Replicates, missed
@@ -160,6 +162,57 @@ def baselines(
         return Baseline(policy, fleet, cap, others.replay(fleet).prefix_hit_rate)
 
     return tuple(pool.map(one, [p for p in BASELINES if p != question.policy]))
+
+
+@dataclass(frozen=True, slots=True)
+class TierWorth:
+    """What host memory below the KV of a fleet's workers is worth on the trace.
+
+    `host_kv`: a worker's. `hit_rate` and `from_host`, the part of it that is loaded, of the plan's fleet, and
+    its `hit_rate_without`. `fleet` and `fleet_without`: the fewest workers on the trace; None: more than
+    `tried`.
+    """
+
+    host_kv: HostKv
+    hit_rate: float
+    from_host: float
+    hit_rate_without: float
+    fleet: Fleet
+    fleet_without: Fleet | None
+    tried: int
+
+
+def tier_worth(replicates: Replicates, question: PlanRequest, sizing: Sizing) -> TierWorth | None:
+    """The worth of the fleet's host memory; None where it keeps nothing."""
+    answer = sizing.answer
+    assert sizing.workers is not None
+    assert answer is not None
+    held = [g.worker_type.profile.host_kv for g in answer.groups]
+    host_kv = next((host for host in held if host is not None), None)
+    if host_kv is None:
+        return None
+    cap = _HOPELESS * sizing.workers + 2
+    mix = None if sizing.mix is None else _without_tier(sizing.mix)
+    bare = Sizing(_bare(sizing.worker_type), prefill_share=sizing.prefill_share, mix=mix)
+    with_tier, without = replicates.replay(answer), replicates.replay(_without_tier(answer))
+    count = smallest(lambda n: passes_on_trace(replicates, question, bare, n), 1, sizing.workers, cap)
+    return TierWorth(
+        host_kv,
+        with_tier.prefix_hit_rate or 0.0,
+        with_tier.host_hit_rate or 0.0,
+        without.prefix_hit_rate or 0.0,
+        sizing.fleet(sizing.workers),
+        None if count is None else bare.fleet(count),
+        cap,
+    )
+
+
+def _bare(worker_type: WorkerType) -> WorkerType:
+    return replace(worker_type, known_profile=replace(worker_type.profile, host_kv=None))
+
+
+def _without_tier(fleet: Fleet) -> Fleet:
+    return Fleet(tuple(replace(group, worker_type=_bare(group.worker_type)) for group in fleet.groups))
 
 
 def cost_by_slo(

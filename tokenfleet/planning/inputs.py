@@ -9,11 +9,11 @@ from datetime import date
 import numpy as np
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import Profile, with_times
+from controlplane.perfmodel.profile import HostKv, Profile, with_times
 from controlplane.perfmodel.speculation import pays_up_to, speculating
 from controlplane.worker_type import HANDOVER_S, KvLink, WorkerType
 from controlplane.workload import Workload
-from tokenfleet.durations import parse_speculation, parse_window_s
+from tokenfleet.durations import parse_host_kv, parse_speculation, parse_window_s
 from tokenfleet.planning.classes import classed, present
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Inputs
@@ -23,6 +23,7 @@ from tokenfleet.profiles.library import (
     age_warning,
     canonical_model,
     find_profiles,
+    host_gb_per_s,
     network_gb_per_s,
     read_profile,
 )
@@ -84,6 +85,7 @@ def gather(
     workload = workload.longer(request.prompt_scale, request.output_scale)
     if request.no_prefix_cache:
         workload = replace(workload, prefixes=None)
+    refuse_without_prefixes(workload, request)
     workload, length_warnings = within_context(workload, profiles, request.drop_too_long, trace.name)
     workload, classes = present(workload, request, trace.name)
     usable, kv_warnings = within_kv(workload, worker_types, trace.name)
@@ -122,6 +124,13 @@ def refuse_without_sessions(workload: Workload, request: PlanRequest) -> None:
             raise BadInput(f"--{flag}: the trace has no sessions; a column `session` names them")
 
 
+def refuse_without_prefixes(workload: Workload, request: PlanRequest) -> None:
+    """Raise BadInput where host memory is to keep KV of a workload that never needs it again."""
+    shared = workload.prefixes is not None and workload.ideal_hits.any()
+    if parse_host_kv(request.host_kv or "off") is not None and not shared:
+        raise BadInput("--host-kv: requests share no prefixes, so nothing would be loaded back")
+
+
 def chosen_profiles(request: PlanRequest) -> list[Profile]:
     """The profiles asked for, in the engine mode asked for. Raises BadInput, ProfileMissing."""
     model = request.model
@@ -147,6 +156,10 @@ def _as_asked(profile: Profile, request: PlanRequest) -> Profile:
     """The profile with the engine's memory, mode and drafts that are asked for."""
     profile = profile.with_kv(request.gpu_memory_utilization, request.kv_tokens)
     profile = profile if request.engine is None else profile.with_engine(mode=request.engine)
+    if (host := parse_host_kv(request.host_kv or "off")) is not None:
+        size, bytes_per_s = host
+        rate = host_gb_per_s(profile.gpu) * 1e9 if bytes_per_s is None else bytes_per_s
+        profile = replace(profile, host_kv=HostKv(size, rate))
     drafts = parse_speculation(request.speculate or "off")
     return profile if drafts is None else speculating(profile, drafts)
 

@@ -275,6 +275,8 @@ class PlanFile(PlanBrief):
                 return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
             if profile.speculation is not None:
                 return "speculate: no fleet here serves drafts; plan without --speculate"
+            if profile.host_kv is not None:
+                return "host_kv: no fleet here keeps KV in host memory; plan without --host-kv"
             if profile.ranks is not None:
                 flags = f"vllm serve --tensor-parallel-size {profile.tp_degree} {profile.ranks.flag}"
                 return f"ranks: no fleet here runs workers of {profile.ranks.name}; plain vLLM does: {flags}"

@@ -11,6 +11,7 @@ import numpy as np
 
 from controlplane.types import SloClass
 from controlplane.worker_type import KvLink, WorkerType
+from tokenfleet.planning.comparisons import TierWorth
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Plateau
 from tokenfleet.planning.fleet import Fleet, apportioned
@@ -62,6 +63,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "baselines": _baselines(plan),
         "prefix_cache": plan.prefix_cache,
         "reuse": _rounded(asdict(plan.reuse)) if plan.reuse else None,
+        **({} if plan.tier is None else {"host_kv": _tier(plan.tier)}),
         "curves": _curves(plan),
         "inputs": _inputs(plan),
     }
@@ -328,6 +330,24 @@ def _spares(plan: Plan) -> dict[str, Any] | None:
         "availability": _share(spares.availability),
         "untouched": _share(spares.untouched),
         "covers": "workers reclaimed one by one; not a zone that is cleared at once",
+    }
+
+
+def _tier(tier: TierWorth) -> dict[str, Any]:
+    """What host memory is worth on the trace; `workers`: the fewest with it."""
+    without = tier.fleet_without
+    return {
+        "gib": _figures(tier.host_kv.capacity_bytes / 2**30),
+        "gb_per_s": _figures(tier.host_kv.bytes_per_s / 1e9),
+        "prefix_hit_rate": _share(tier.hit_rate),
+        "loaded": _share(tier.from_host),
+        "prefix_hit_rate_without": _share(tier.hit_rate_without),
+        "workers": tier.fleet.workers,
+        "usd_per_hour": _usd(tier.fleet),
+        "workers_without": without.workers if without else None,
+        "usd_per_hour_without": _usd(without) if without else None,
+        "tried_up_to": tier.tried,
+        "price": "none: a worker's price is taken to include its host's memory",
     }
 
 

@@ -32,6 +32,7 @@ from tokenfleet.planning.comparisons import (
     counts_around,
     demand_line,
     nearest_feasible,
+    tier_worth,
 )
 from tokenfleet.planning.estimate import (
     Estimate,
@@ -67,7 +68,7 @@ CONFIRMED_KINDS = (
     4  # the cheapest so many are confirmed in other replicates; dearer ones are sized on the trace
 )
 DOUBT_REPLICATES = 6
-_REASONS = 10  # parts of a plan's explanation
+_REASONS = 11  # parts of a plan's explanation
 STILL_TELLING = 0.5  # attainment below which a fleet is too far gone to say what binds
 
 
@@ -369,6 +370,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
     one_fewer = begin("showing that one fewer fails", lambda: _one_fewer(replicates, question, winner, pool))
     doubt = begin("telling doubts apart", lambda: _doubt(replicates.roughly(), best.fleet, pool))
     others = begin("comparing policies", lambda: baselines(rough, question, winner, pool))
+    tier = begin("telling what host memory is worth", lambda: tier_worth(rough, question, winner))
     bind = begin("finding what binds", lambda: _binding(rough, question, winner, pool))
     schedule = begin("making the schedule", lambda: _schedule(plan, replicates, winner, pool))
     surer = begin("confirming one more", one_more)
@@ -385,6 +387,7 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
         schedule=schedule(),
         baselines=others(),
         reuse=reuse(),
+        tier=tier(),
         costed=costed(),
         on_trace=dict(sorted(on_trace.items())),
         sure=dict(sorted((winner.sure | surer()).items())),

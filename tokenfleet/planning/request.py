@@ -22,6 +22,7 @@ from controlplane.errors import BadInput
 from controlplane.types import EngineMode, Slo, SloClass
 from tokenfleet.durations import (
     parse_duration_s,
+    parse_host_kv,
     parse_slo,
     parse_slo_class,
     parse_speculation,
@@ -76,6 +77,13 @@ def known_speculation(text: str | None) -> str | None:
     """`text`, if it says what is accepted of drafts. Raises BadInput."""
     if text is not None:
         parse_speculation(text)
+    return text
+
+
+def known_host_kv(text: str | None) -> str | None:
+    """`text`, if it says how much host memory keeps KV. Raises BadInput."""
+    if text is not None:
+        parse_host_kv(text)
     return text
 
 
@@ -212,6 +220,16 @@ class PlanRequest:
             "choice",
         ),
     ] = None
+    host_kv: Annotated[
+        str | None,
+        Field(max_length=60, examples=["64GiB@25GB/s"]),
+        AfterValidator(known_host_kv),
+        About(
+            "host memory for KV",
+            "a worker's host memory that keeps evicted KV, and what a GPU loads of it: 64GiB@25GB/s",
+            "choice",
+        ),
+    ] = None
     kv_gb_per_s: Annotated[
         float | None,
         Field(gt=0, le=1e6),
@@ -340,6 +358,8 @@ class PlanRequest:
         for flag, value in (("--kv-gb-per-s", self.kv_gb_per_s), ("--kv-latency", self.kv_latency_s)):
             if value is not None and not self.profiles and self.engine != EngineMode.SPLIT:
                 raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")
+        if self.host_kv not in (None, "off") and self.no_prefix_cache:
+            raise BadInput("--host-kv: contradicts --no-prefix-cache: nothing would be kept there")
         if self.reserved and self.spot:
             raise BadInput("--reserved: contradicts --spot; a worker is the one or the other")
         if self.reclaims_per_h is not None:

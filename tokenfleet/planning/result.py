@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.classes import ClassOfPlan
-from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine, Nearest
+from tokenfleet.planning.comparisons import Baseline, Costed, DemandLine, Nearest, TierWorth
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, Spares
@@ -175,6 +175,7 @@ class Plan:
     sampled: Sampled | None = None  # where the trace is too long to be replayed whole each time
     spares: Spares | None = None  # on spot workers; `best.fleet` has them
     baselines: tuple[Baseline, ...] = ()
+    tier: TierWorth | None = None  # where host memory keeps KV
     reuse: Reuse | None = None  # where prefixes are known and cached
     costed: tuple[Costed, ...] = ()
     classes: tuple[ClassOfPlan, ...] = ()

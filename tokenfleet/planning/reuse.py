@@ -178,7 +178,7 @@ def by_memory(replicates: Replicates, worker_type: WorkerType) -> float:
     most = float(np.bincount(held, tokens[order[last]]).max(initial=0.0))
     if replicates.agents is not None:
         most *= min(replicates.agents / (sessions.session.max(initial=0) + 1), 1.0)
-    return most / worker_type.profile.kv.capacity_tokens
+    return most / (worker_type.profile.kv.capacity_tokens + worker_type.profile.host_tokens)
 
 
 def working_set_tokens(outcome: Outcome) -> int:

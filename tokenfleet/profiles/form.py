@@ -17,6 +17,7 @@ from controlplane.perfmodel.profile import (
     EngineLimits,
     FittedRange,
     Frontend,
+    HostKv,
     KvModel,
     Profile,
     Residuals,
@@ -98,6 +99,11 @@ class _SpeculationPart(_Part):
     draft_s: Seconds = 0.0
 
 
+class _HostKvPart(_Part):
+    capacity_bytes: Positive
+    bytes_per_s: Annotated[Seconds, Field(gt=0)]
+
+
 class _RanksPart(_Part):
     of: RanksOf
     count: Positive
@@ -152,6 +158,7 @@ class _ProfileContent(_Part):
     fitted: _FittedPart | None = None
     frontend: _FrontendPart = _FrontendPart()
     speculation: _SpeculationPart | None = None
+    host_kv: _HostKvPart | None = None
     ranks: _RanksPart | None = None
 
 
@@ -195,6 +202,7 @@ def _noun(part: _ProfileContent) -> Profile:
         speculation=None
         if part.speculation is None
         else Speculation(tuple(part.speculation.acceptance), part.speculation.draft_s),
+        host_kv=None if part.host_kv is None else HostKv(**part.host_kv.model_dump()),
         ranks=None if part.ranks is None else Ranks(**part.ranks.model_dump()),
     )
 
@@ -224,6 +232,8 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     if profile.speculation is not None:
         drafts = profile.speculation
         content["speculation"] = {"acceptance": list(drafts.acceptance), "draft_s": drafts.draft_s}
+    if profile.host_kv is not None:
+        content["host_kv"] = _numbers(profile.host_kv, "capacity_bytes bytes_per_s")
     if profile.ranks is not None:
         content["ranks"] = _numbers(profile.ranks, "of count shared_token_s")
     content["kv"] = _numbers(profile.kv, "capacity_tokens block_tokens bytes_per_token")

@@ -156,6 +156,17 @@ def network_gb_per_s(gpu: str) -> float:
     return _NETWORK_GB_PER_S.get(canonical_gpus(gpu)[0][:4], _OTHER_NETWORK_GB_PER_S)
 
 
+# GB/s that a GPU reads from its server's memory: four fifths of the bus's rate one way, which large copies
+# reach. PCIe 5.0 x16 has 64, 4.0 32, 3.0 16 (the GPUs' data sheets); GH200's chips are joined at 450.
+_HOST_GB_PER_S = {"t4": 12.0, "v100": 12.0, "h100": 50.0, "h200": 50.0, "b200": 50.0, "gh20": 360.0}
+_OTHER_HOST_GB_PER_S = 25.0
+
+
+def host_gb_per_s(gpu: str) -> float:
+    """The rate at which a GPU reads from host memory, by any name people write."""
+    return _HOST_GB_PER_S.get(canonical_gpus(gpu)[0][:4], _OTHER_HOST_GB_PER_S)
+
+
 def canonical_model(name: str, names: Iterable[str] = ()) -> str:
     """The library's name of a model: lower case, without the owner and the marks of fine-tuning.
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.classes import target_text as class_target_text
-from tokenfleet.planning.comparisons import Nearest
+from tokenfleet.planning.comparisons import Nearest, TierWorth
 from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import apportioned
 from tokenfleet.planning.plan_json import week_rows
@@ -182,6 +182,8 @@ def _reuse_facts(plan: Plan, reuse: Reuse) -> Iterator[tuple[str, str]]:
         )
     if (text := affinity_text(plan)) is not None:
         yield "affinity", text
+    if plan.tier is not None:
+        yield "host memory", tier_text(plan.tier)
 
 
 def session_text(question: PlanRequest) -> str:
@@ -232,6 +234,26 @@ def affinity_text(plan: Plan) -> str | None:
         return f"does not pay here: {best.policy} needs {workers_text(best.fleet.workers)}{hits}, too"
     price = "" if usd is None else f", {usd_text(usd)}"
     return f"saves {workers_text(saved)}{price} beside {best.policy}{hits}, which looks at no caches"
+
+
+def tier_text(tier: TierWorth) -> str:
+    """What host memory does to hits, workers and dollars, on the trace."""
+    gib, gb_per_s = tier.host_kv.capacity_bytes / 2**30, tier.host_kv.bytes_per_s / 1e9
+    hits = (
+        f"{gib:.4g} GiB a worker at {gb_per_s:.3g} GB/s a GPU: {share_text(tier.from_host)} of the prompts'"
+        f" tokens are loaded from there, {share_text(tier.hit_rate)} hits in all beside"
+        f" {share_text(tier.hit_rate_without)} without it; "
+    )
+    if tier.fleet_without is None:
+        return hits + f"it takes more than {tier.tried} workers without it (its price is not counted)"
+    saved, usd = tier.fleet_without.workers - tier.fleet.workers, None
+    with_usd, without_usd = tier.fleet.usd_per_hour, tier.fleet_without.usd_per_hour
+    if with_usd is not None and without_usd is not None:
+        usd = without_usd - with_usd
+    if saved <= 0:
+        return hits + "saves no worker on the trace"
+    price = "" if usd is None else f", {usd_text(usd)}"
+    return hits + f"saves {workers_text(saved)}{price} on the trace, its own price not counted"
 
 
 def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:

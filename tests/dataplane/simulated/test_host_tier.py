@@ -70,7 +70,9 @@ def test_loads_stores_evictions_and_times_are_those_of_going_block_by_block():
         seen_at_all["loaded"] += int(seen.loaded_tokens.sum())
         seen_at_all["evicted"] += len(expected.host.evicted)
         seen_at_all["preempted"] += int(seen.preemptions.sum())
-        seen_at_all["both"] += int(((seen.loaded_tokens > 0) & (seen.loaded_tokens < seen.cached_tokens)).sum())
+        seen_at_all["both"] += int(
+            ((seen.loaded_tokens > 0) & (seen.loaded_tokens < seen.cached_tokens)).sum()
+        )
 
     compare()
     assert min(seen_at_all.values()) > 300, seen_at_all  # or the cases would not test them

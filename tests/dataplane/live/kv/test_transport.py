@@ -25,8 +25,14 @@ from dataplane.live.engine_api.kv_messages import Pace
 from dataplane.live.kv import direct as kv_direct
 from dataplane.live.kv import transport as kv_transport
 from dataplane.live.kv.memory import BlockTables, DirectMemory, StagedMemory, kv_memory
-from dataplane.live.kv.sealed import _identity, contexts
-from dataplane.live.kv.transport import Fetch, FetchFailed, SocketTransport, reserve_addresses
+from dataplane.live.kv.transport import (
+    Fetch,
+    FetchFailed,
+    SocketTransport,
+    _identity,
+    contexts,
+    reserve_addresses,
+)
 
 LAYERS, BLOCKS, SHAPE = 3, 12, (2, 4, 8)
 
