@@ -3,14 +3,26 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_cases import NEVER_MET, random_sharing, tight_profile, without_own
+from random_cases import (
+    NEVER_MET,
+    prefixes_of,
+    random_sharing,
+    shared_texts,
+    tight_profile,
+    without_own,
+)
 from reference_cache import CachedWorker
 
+from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import HostKv
+from controlplane.placement.memory import free_blocks
+from controlplane.types import EngineMode, Slo
+from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
-from dataplane.simulated.simulate import WorkerSpec, prepare
+from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 
 
 def case(seed: int):
@@ -76,3 +88,77 @@ def test_loads_stores_evictions_and_times_are_those_of_going_block_by_block():
 
     compare()
     assert min(seen_at_all.values()) > 300, seen_at_all  # or the cases would not test them
+
+
+def fleet_case(workers: int):
+    """A load on which several workers load from host memory."""
+    rng = np.random.default_rng(3)
+    texts = [text for _ in range(20) for text in shared_texts(rng, 16, 900)]
+    texts = [texts[i] for i in rng.permutation(len(texts))]
+    prompt = np.array([p for _, p in texts])
+    output = np.array([len(tokens) - p for tokens, p in texts])
+    arrival_s = np.sort(rng.uniform(0, 30.0, len(texts)))
+    workload = Workload(arrival_s, prompt, output, prefixes=prefixes_of(texts, 16))
+    profile = tight_profile(rng, 1200, 16)
+    kv = replace(profile.kv, capacity_tokens=640, bytes_per_token=10)
+    profile = replace(profile, kv=kv, host_kv=HostKv(500 * 160, 160 / 1e-4))
+    return workload, [WorkerSpec(profile)] * workers
+
+
+@pytest.mark.parametrize("policy", ["spread", "jsq", "round-robin"])
+def test_memory_is_whole_again_at_the_end_and_an_advance_by_pieces_leads_to_the_same_bytes(policy):
+    workload, workers = fleet_case(3)
+    runs = [prepare(workload, workers, Slo(0.5, 0.05), policy) for _ in range(2)]
+    to_the_end(runs[0])
+    now_s = 0.0
+    while advance(runs[1].ledger, runs[1].engines, runs[1].cluster, runs[1].rules, now_s):
+        now_s += 0.003
+    whole, pieces = (run.outcome() for run in runs)
+    assert whole.complete
+    assert whole.finish_s.tobytes() == pieces.finish_s.tobytes()
+    assert (whole.worker == pieces.worker).all()
+    assert whole.host_hit_rate > 0.02
+    caches, tier = runs[0].ledger.caches, runs[0].engines.host
+    assert [free_blocks(caches, w) for w in range(3)] == [40] * 3
+    assert (caches.copies["users"] == 0).all()
+    assert (tier.chunks.copies["users"] == 0).all()
+    assert (tier.chunks.workers["empty"] + tier.chunks.workers["asleep"] == 500).all()
+    assert (tier.links["loaded"] == 0).all()
+    assert (runs[0].engines.workers["loading"] == 0).all()
+    assert (runs[0].ledger.workers["queued_tokens"] == 0).all()
+
+
+def test_blocks_of_a_trace_may_be_larger_than_the_engine_s():
+    workload, (worker,) = fleet_case(1)
+    fine = replace(worker.profile, kv=replace(worker.profile.kv, block_tokens=4))
+    state = prepare(workload, [WorkerSpec(fine)], NEVER_MET, "jsq")
+    to_the_end(state)
+    assert state.outcome().host_hit_rate > 0.02
+    assert free_blocks(state.ledger.caches, 0) == 160
+    bare = simulate(workload, [WorkerSpec(replace(fine, host_kv=None))], NEVER_MET, "jsq")
+    assert state.outcome().prefix_hit_rate > bare.prefix_hit_rate
+
+
+def test_a_worker_that_fails_while_it_loads_begins_with_empty_host_memory():
+    workload, workers = fleet_case(2)
+    slow = replace(workers[0].profile, host_kv=HostKv(500 * 160, 160 / 0.05))
+    state = prepare(workload, [WorkerSpec(slow)] * 2, NEVER_MET, "jsq")
+    until_s = 0.0
+    while state.engines.workers["loading"][0] == 0:
+        until_s += 0.01
+        advance(state.ledger, state.engines, state.cluster, state.rules, until_s)
+    fails = WorkerSpec(slow, fails_s=((until_s, until_s + 0.5),))
+    outcome = simulate(workload, [fails, WorkerSpec(slow)], NEVER_MET, "jsq")
+    assert outcome.complete
+    assert np.isfinite(outcome.finish_s).all()
+
+
+def test_a_run_with_moves_is_refused_and_so_are_engines_that_are_not_simulated_with_it():
+    workload, workers = fleet_case(2)
+    with pytest.raises(BadInput, match="--host-kv: not simulated beside moves"):
+        simulate(workload, workers, NEVER_MET, "spread+migrate")
+    with pytest.raises(BadInput, match="only chunked engines"):
+        workers[0].profile.with_engine(mode=EngineMode.SPLIT)
+    kv = replace(workers[0].profile.kv, bytes_per_token=0)
+    with pytest.raises(BadInput, match="has no bytes_per_token"):
+        replace(workers[0].profile, kv=kv)

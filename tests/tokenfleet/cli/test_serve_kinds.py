@@ -11,7 +11,7 @@ from made_plans import plan_of_fleet
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
-from controlplane.perfmodel.profile import KvModel
+from controlplane.perfmodel.profile import HostKv, KvModel
 from controlplane.perfmodel.speculation import Speculation, speculating
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
@@ -178,6 +178,11 @@ SPECULATING = profile_document(
 )
 
 
+TIERED = profile_document(
+    replace(read_profile(LIBRARY / "h100-sxm" / "llama-3.1-70b_tp2.yaml"), host_kv=HostKv(1 << 36, 50e9))
+)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -187,6 +192,7 @@ SPECULATING = profile_document(
         ({"profiles": {"engine_limits": {"mode": "prefill-first", "max_batched_tokens": 1, "max_seqs": 1}}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
         ({"profiles": {"profile": SPECULATING}}, "speculate: no fleet here serves drafts; plan without"),
+        ({"profiles": {"profile": TIERED}}, "host_kv: no fleet here keeps KV in host memory; plan without"),
     ],
 )  # fmt: skip
 def test_a_plan_that_no_fleet_runs_is_refused_whole(tmp_path, change, says):

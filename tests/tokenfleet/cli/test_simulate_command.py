@@ -1,6 +1,7 @@
 """`tokenfleet simulate`: one fleet, its figures, and one row a request."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -79,6 +80,53 @@ def test_what_was_cached_is_told_of_a_trace_whose_requests_share(
     without = json.loads(capsys.readouterr().out)
     assert without["prefix_hit_rate"] is None
     assert without["ttft_s"]["p50"] > 1.5 * told["ttft_s"]["p50"]
+
+
+def test_host_memory_is_loaded_from_where_gpus_have_forgotten(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"input_length": 1100, "output_length": 20, "hash_ids": [2 * (i % 40), 2 * (i % 40) + 1, 100 + i]}
+        for i in range(80)
+    ]
+    lines = [json.dumps(row | {"timestamp": 2000 * i}) + "\n" for i, row in enumerate(rows)]
+    (folder / "shared.jsonl").write_text("".join(lines))
+    small = worker(kv=16_000)
+    small = replace(small, kv=replace(small.kv, bytes_per_token=1024))
+    write_profile(small, folder / "worker.yaml")
+    words = ("simulate", "--trace", f"{folder}/shared.jsonl", "--slo", "ttft=500ms,tpot=30ms")
+    words += ("--profile", f"{folder}/worker.yaml", "--workers", "1", "--format", "json")
+    assert main([*words]) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert without["prefix_hit_rate"] == 0.0
+    assert "host_hit_rate" not in without
+    host = ("--host-kv", "256MiB@25GB/s", "--per-request", f"{folder}/requests.csv")
+    assert main([*words, *host]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["host_hit_rate"] == told["prefix_hit_rate"] == pytest.approx(0.5 * 1024 / 1100, abs=1e-6)
+    assert told["ttft_s"]["mean"] < 0.8 * without["ttft_s"]["mean"]
+    header, *rest = (folder / "requests.csv").read_text().splitlines()
+    assert header.endswith(",cached_tokens,loaded_tokens")
+    assert [line.rsplit(",", 1)[1] for line in rest] == ["0"] * 40 + ["1024"] * 40
+    assert main([*words[:-2], *host]) == 0
+    assert "loaded from host memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["64", "64GB", "0GiB", "64GiB@fast", "64GiB@0GB/s", "64GiB@", "-1GiB", ""])
+def test_what_says_no_host_memory_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    assert simulated(folder, "--host-kv", text) == 2
+    assert capsys.readouterr().err.startswith("error: --host-kv: expected memory of a worker")
+
+
+def test_host_memory_is_refused_where_requests_share_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = worker()
+    write_profile(replace(kept, kv=replace(kept.kv, bytes_per_token=1024)), folder / "worker.yaml")
+    assert simulated(folder, "--host-kv", "64GiB") == 2
+    assert "requests share no prefixes, so nothing would be loaded back" in capsys.readouterr().err
 
 
 def test_split_mode_wants_to_know_how_many_prefill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,14 @@ import pytest
 from planning_builders import SLO, planned, poisson, talks, worker, worker_type
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import HostKv, Profile
 from controlplane.prefixes import Prefixes
-from controlplane.types import Slo
+from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from tokenfleet.planning import replicates as rough
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
-from tokenfleet.planning.inputs import gather
+from tokenfleet.planning.inputs import chosen_profiles, gather
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.replicates import Memory, Replicates, workload_digest
 from tokenfleet.planning.request import PlanRequest
@@ -58,6 +59,59 @@ def test_what_a_plan_has_replayed_is_remembered_and_changes_nothing(shared: Plan
     )
     assert plan_json(plain) == plan_json(remembering) == plan_json(shared)
     assert memory.recalled >= 5
+
+
+def tiered(kv: int = KV, gib: float = 1.0) -> Profile:
+    """A worker with host memory for a million tokens of KV by each GiB."""
+    profile = worker(kv=kv)
+    host = HostKv(int(gib * (1 << 30)), 50e9)
+    return replace(profile, kv=replace(profile.kv, bytes_per_token=1024), host_kv=host)
+
+
+def test_host_memory_below_kv_saves_workers_and_the_plan_says_how_many_and_what_it_does_to_hits() -> None:
+    tight = 3_000  # tokens: few talks at once
+    plan = planned(busy_talks(), [worker_type(tiered(tight))], explained=True)
+    bare = planned(busy_talks(), [worker_type(worker(kv=tight))])
+    assert plan.best is not None
+    assert bare.best is not None
+    assert plan.best.fleet.workers <= bare.best.fleet.workers
+    tier = plan.tier
+    assert tier is not None
+    assert tier.hit_rate > tier.hit_rate_without + 0.02
+    assert 0.02 < tier.from_host <= tier.hit_rate
+    assert tier.fleet_without is not None
+    assert tier.fleet.workers <= tier.fleet_without.workers
+    told = json.loads(json.dumps(plan_json(plan)))["host_kv"]
+    assert told["gib"] == 1.0
+    assert told["gb_per_s"] == 50.0
+    assert told["prefix_hit_rate"] == pytest.approx(tier.hit_rate, abs=1e-5)
+    assert told["workers"] == tier.fleet.workers
+    assert told["workers_without"] == tier.fleet_without.workers
+    assert told["usd_per_hour_without"] >= told["usd_per_hour"]
+    said = dict(facts(plan))["host memory"]
+    assert said.startswith("1 GiB a worker at 50 GB/s a GPU: ")
+    assert "without it" in said
+    assert "host_kv" not in plan_json(bare)
+
+
+def test_host_memory_is_refused_where_nothing_would_be_loaded_and_beside_no_caches() -> None:
+    source = Trace("made", "plain", poisson(requests=50))
+    asked = PlanRequest(SLO, model="llama-3.1-8b", gpu=("h100",), tp=(1,), host_kv="64GiB")
+    with pytest.raises(BadInput, match="--host-kv: requests share no prefixes, so nothing would be loaded"):
+        gather(source, asked)
+    with pytest.raises(BadInput, match="--host-kv: contradicts --no-prefix-cache"):
+        replace(asked, no_prefix_cache=True).consistent()
+    with pytest.raises(BadInput, match="only chunked engines are simulated with it"):
+        chosen_profiles(replace(asked, engine=EngineMode.SPLIT))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "text", "gb_per_s"),
+    [("h100", "64GiB", 50.0), ("a100", "64GiB", 25.0), ("h100", "64GiB@12.5GB/s", 12.5)],
+)
+def test_a_gpu_loads_as_its_bus_allows_unless_it_is_said(gpu: str, text: str, gb_per_s: float) -> None:
+    for profile in chosen_profiles(PlanRequest(SLO, model="llama-3.1-70b", gpu=(gpu,), host_kv=text)):
+        assert profile.host_kv == HostKv(64 << 30, gb_per_s * 1e9)
 
 
 def test_a_plan_says_what_is_hit_what_could_be_and_where_the_cliff_is(shared: Plan) -> None:

@@ -108,6 +108,8 @@ def values(option: Option) -> st.SearchStrategy[Any]:
     }
     if option.field == "speculate":
         return st.sampled_from(["off", "0.8/0.6", "0.7@1ms"])
+    if option.field == "host_kv":
+        return st.sampled_from(["off", "64GiB", "1.5TiB@25GB/s"])
     if option.field == "classes":
         return st.lists(st.sampled_from(CLASSES), unique=True).map(tuple)
     found = one[option.kind].map(EngineMode) if option.item is EngineMode else one[option.kind]
