@@ -11,6 +11,7 @@ GPU, loaded at the 50 GB/s that are taken for an H100's bus, and at 12.5 GB/s fo
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import sqrt
@@ -18,6 +19,8 @@ from math import sqrt
 import numpy as np
 
 from controlplane.perfmodel.profile import HostKv
+from controlplane.placement.policies import Policy
+from controlplane.workload import Workload
 from experiments.lib.results import bar, flags, show
 from experiments.planning.prefix_policies import (
     BETWEEN,
@@ -25,7 +28,6 @@ from experiments.planning.prefix_policies import (
     PRECISION,
     WEKA,
     Model,
-    Policy,
     loads,
     models,
     run,
@@ -40,7 +42,9 @@ TIERS = {
 }
 
 
-def carried(load_at: partial, model: Model, seed: int, near: float) -> dict[str, float]:
+def carried(
+    load_at: Callable[[float, int], Workload], model: Model, seed: int, near: float
+) -> dict[str, float]:
     """The highest rate at which the goal is met, and the hits at it; `near`: a rate not far from it."""
     low, high = BETWEEN["weka"]
     hits, loaded, rate = 0.0, 0.0, near

@@ -360,6 +360,10 @@ class PlanRequest:
                 raise BadInput(f"{flag}: only a split fleet hands KV over; give --engine split too")
         if self.host_kv not in (None, "off") and self.no_prefix_cache:
             raise BadInput("--host-kv: contradicts --no-prefix-cache: nothing would be kept there")
+        self._check_spot()
+        return self
+
+    def _check_spot(self) -> None:
         if self.reserved and self.spot:
             raise BadInput("--reserved: contradicts --spot; a worker is the one or the other")
         if self.reclaims_per_h is not None:
@@ -367,7 +371,6 @@ class PlanRequest:
                 raise BadInput("--reclaims-per-h: only spot workers are reclaimed; give --spot too")
             if self.cold_start_s is None:
                 raise BadInput("--reclaims-per-h: needs --cold-start, how long a replacement takes")
-        return self
 
     def most_workers(self, worker_type: WorkerType) -> int | None:
         """The most workers of one type that the limits allow; None without a limit."""
