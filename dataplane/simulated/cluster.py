@@ -296,7 +296,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
                 clu.transit_s[i] = clu.clock[0].now_s
     elif what == DRAIN:
         led.workers[w].status = DRAINING
-        take_queued(led, clu, w)
+        take_queued(led, eng, clu, w)
     else:
         view(led, w, clu.clock[0].now_s)
         led.workers[w].status = OFF
@@ -314,7 +314,7 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
             eng.workers[w].loading -= 1
             free_kv(led, eng, w, r)
             put_back_prefilling(led, eng, clu, w, r)
-        take_queued(led, clu, w)
+        take_queued(led, eng, clu, w)
         led.workers[w].queued_tokens = 0
         eng.workers[w].activity = IDLE
         eng.workers[w].next_s = np.inf
@@ -335,7 +335,7 @@ def put_back(led: Ledger, eng: Engines, clu: Cluster, r: int) -> None:
     """A request that has lost its KV waits in the cluster's queue anew."""
     eng.requests[r].computed = 0
     eng.requests[r].chunk = 0
-    forget_request(eng.host, r)
+    forget_request(led, eng.host, r)
     readmit(led, clu.queue, r, clu.clock[0].now_s)
 
 
@@ -348,9 +348,10 @@ def forget_kv(led: Ledger, eng: Engines, w: int) -> None:
 
 
 @compiled
-def take_queued(led: Ledger, clu: Cluster, w: int) -> None:
+def take_queued(led: Ledger, eng: Engines, clu: Cluster, w: int) -> None:
     """Put all that waits at a worker back into the cluster's queue."""
     while queue_first(led, w) != NONE:
         r = queue_first(led, w)
         leave_queue(led, w, r)
+        forget_request(led, eng.host, r)
         readmit(led, clu.queue, r, clu.clock[0].now_s)

@@ -133,11 +133,11 @@ def reset_tier(tier: HostTier, w: int) -> None:
 
 
 @compiled
-def forget_request(tier: HostTier, r: int) -> None:
+def forget_request(led: Ledger, tier: HostTier, r: int) -> None:
     """A request goes to another worker, where it has offered nothing."""
     if tier.chunks.tokens > 0:
         at = tier.chunks.requests[r].at
-        for block in range(tier.requests[r].stored):
+        for block in range((led.requests[r].prompt + led.requests[r].key) // tier.chunks.tokens):
             tier.used[at + block] = 0
         tier.requests[r].stored = 0
         tier.requests[r].state = AWAY

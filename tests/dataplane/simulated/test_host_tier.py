@@ -18,10 +18,13 @@ from reference_cache import CachedWorker
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import HostKv
+from controlplane.placement.caches import NOTHING, block_id, find
+from controlplane.placement.ledger import NONE, queue_first
 from controlplane.placement.memory import free_blocks
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
-from dataplane.simulated.cluster import advance
+from dataplane.simulated.cluster import advance, change_worker
+from dataplane.simulated.records import DRAIN, FAIL
 from dataplane.simulated.simulate import WorkerSpec, prepare, simulate
 
 
@@ -151,6 +154,29 @@ def test_a_worker_that_fails_while_it_loads_begins_with_empty_host_memory():
     outcome = simulate(workload, [fails, WorkerSpec(slow)], NEVER_MET, "jsq")
     assert outcome.complete
     assert np.isfinite(outcome.finish_s).all()
+
+
+@pytest.mark.parametrize("what", ["fails", "drains"])
+def test_a_request_that_waits_to_be_prefilled_anew_is_stored_where_it_goes_on(what):
+    """It has been preempted, so all its blocks had been offered to the worker that it leaves."""
+    workload, (worker, _) = fleet_case(2)
+    roomy = WorkerSpec(replace(worker.profile, host_kv=HostKv(20_000 * 160, 160 / 1e-4)))
+    state = prepare(workload, [roomy] * 2, NEVER_MET, "jsq")
+    until_s, waits = 0.0, False
+    while not waits:
+        until_s += 0.01
+        assert advance(state.ledger, state.engines, state.cluster, state.rules, until_s)
+        r = queue_first(state.ledger, 0)
+        waits = r != NONE and state.engines.host.requests["stored"][r] > 0
+    change_worker(state.ledger, state.engines, state.cluster, 0, FAIL if what == "fails" else DRAIN)
+    to_the_end(state)
+    outcome, chunks = state.outcome(), state.engines.host.chunks
+    assert outcome.complete
+    assert outcome.worker[r] == 1
+    assert chunks.workers["evicted"][1] == 0
+    for other in np.flatnonzero(outcome.worker == 1):
+        blocks = range(workload.prompt_tokens[other] // 16)
+        assert all(find(chunks, 1, block_id(chunks, other, block)) != NOTHING for block in blocks)
 
 
 def test_a_run_with_moves_is_refused_and_so_are_engines_that_are_not_simulated_with_it():
