@@ -108,6 +108,7 @@ class OffloadingVllm(DrivenVllm):
         requests: list[Any] = []
         connector = self.scheduler.connector.connector_scheduler
         manager = connector.manager
+        count_evictions(manager, told)
         while coming < len(workload) or self.scheduler.has_requests() or idle < 2:
             if not self.scheduler.has_requests():
                 idle += coming == len(workload)
@@ -117,10 +118,8 @@ class OffloadingVllm(DrivenVllm):
                 requests.append(self._request(coming, workload, texts[coming]))
                 self.scheduler.add_request(requests[-1])
                 coming += 1
-            held = set(manager._policy.chunks)
             planned = self.scheduler.schedule()
             scheduled = {int(name): tokens for name, tokens in planned.num_scheduled_tokens.items()}
-            told.evicted += len(held - set(manager._policy.chunks))
             stores = self._begin_copies(planned.kv_connector_metadata, now_s)
             names = list(planned.num_scheduled_tokens)
             lasts_s, sampled = self._step(planned, [requests[r] for r in scheduled], texts)
@@ -189,6 +188,18 @@ class OffloadingVllm(DrivenVllm):
         lasts_s, sampled = super()._step(planned, requests, texts)
         self.cached |= known
         return lasts_s, sampled
+
+
+def count_evictions(manager: Any, told: Told) -> None:
+    """Count the blocks that vLLM's manager evicts, also one that comes back within the same step."""
+    prepare_store = manager.prepare_store
+
+    def counting(*args: Any) -> Any:
+        output = prepare_store(*args)
+        told.evicted += 0 if output is None else len(output.evicted_keys)
+        return output
+
+    manager.prepare_store = counting
 
 
 class InOrder(set[str]):
