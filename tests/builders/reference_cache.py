@@ -213,7 +213,8 @@ class CachedWorker:
             if r.generated == r.output:
                 r.finish_s = end_s
                 self.pool.release(r.blocks)
-                self.ended.append(r)
+                if self.host is not None:  # its blocks there are used when the next step is planned
+                    self.ended.append(r)
         self.running = [r for r in self.running if r.finish_s is None]
         return end_s
 
