@@ -158,8 +158,13 @@ def test_a_worker_that_fails_while_it_loads_begins_with_empty_host_memory():
 
 @pytest.mark.parametrize("what", ["fails", "drains"])
 def test_a_request_that_waits_to_be_prefilled_anew_is_stored_where_it_goes_on(what):
-    """It has been preempted, so all its blocks had been offered to the worker that it leaves."""
+    """It has been preempted, so its blocks, which no other request has, were offered where it was."""
     workload, (worker, _) = fleet_case(2)
+    rng = np.random.default_rng(5)
+    lengths = workload.prompt_tokens + workload.output_tokens
+    texts = [rng.integers(1, 1000, n) for n in lengths]
+    own = prefixes_of(list(zip(texts, workload.prompt_tokens, strict=True)), 16)
+    workload = replace(workload, prefixes=own)
     roomy = WorkerSpec(replace(worker.profile, host_kv=HostKv(20_000 * 160, 160 / 1e-4)))
     state = prepare(workload, [roomy] * 2, NEVER_MET, "jsq")
     until_s, waits = 0.0, False
