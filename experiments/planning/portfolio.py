@@ -64,7 +64,7 @@ def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool) -> Portfo
         header = "arrival_s,prompt_tokens,output_tokens"
         np.savetxt(path, columns, "%.6f,%d,%d", header=header, comments="")
         request = PlanRequest(slo, model=model, gpu=("a100", "h100", "h200"))
-        models.append(Model(f"model-{i:02d}", (path,), request))
+        models.append(Model(f"model-{i:02d}", (path,), (request,)))
     return Portfolio(tuple(models), {})
 
 

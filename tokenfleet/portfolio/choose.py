@@ -6,12 +6,14 @@ An *offer* o is one way to serve one model: what it takes in each window of time
     subject to  Σ x_o = 1                      for each model
                 Σ used_l(o, w) · x_o <= most_l     for each limit l and window w
 
-used_l counts GPUs of one type, GPUs, or dollars an hour. Fleets are the planner's own, whole, so what is
-chosen is what it has replayed. Windows tie no offers together: a model that sleeps while another is awake
-leaves it its GPUs.
+used_l counts GPUs of some *pools* (the GPUs of one type in one zone), GPUs, or dollars an hour. That at most
+a share s of the GPUs are on spot is Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0. Fleets are the planner's own,
+whole, so what is chosen is what it has replayed. Windows tie no offers together: a model that sleeps while
+another is awake leaves it its GPUs.
 
 How far a limit is from making the answer cheaper is another solve, with the limit's excess to be least and
-the cost to be less; integer programs have no useful duals.
+the cost to be less; integer programs have no useful duals. The least share on spot is a ratio: Dinkelbach's
+method, from any choice down.
 
 Written with PuLP and solved by HiGHS, as in controlplane/scaler/mix.py.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pulp
@@ -30,31 +32,36 @@ from controlplane.errors import Infeasible
 from controlplane.scaler.mix import solver
 
 _CENT = 0.01  # a saving of less an hour is none
+_SHARE = 1e-9  # GPUs, or a share of them, that are none
 _TIE = 1e-6  # dollars a GPU: of equally dear answers the one with fewer GPUs
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One way to serve model number `model`: GPUs by type [windows, types], dollars an hour [windows]."""
+    """One way to serve model number `model`: GPUs by pool [windows, pools], dollars an hour [windows]."""
 
     model: int
     gpus: NDArray[np.int64]
     usd_per_h: NDArray[np.float64]
+    is_spot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most in every window: of GPUs of type number `of`, of all GPUs (`gpus`), or of dollars (`usd`)."""
+    """The most in every window: of the GPUs of these pools, of all GPUs (`gpus`), of dollars an hour (`usd`),
+    or of the share of GPUs that are on spot (`spot`)."""
 
-    of: int | str
+    of: tuple[int, ...] | Literal["gpus", "usd", "spot"]
     most: float
 
     def used(self, offer: Offer) -> NDArray[np.float64]:
-        """What an offer takes of it [windows]."""
+        """What an offer takes of it [windows]; of a share, GPUs on spot beyond it."""
         if self.of == "usd":
             return offer.usd_per_h
-        gpus = offer.gpus.sum(axis=1) if self.of == "gpus" else offer.gpus[:, int(self.of)]
-        return np.asarray(gpus, np.float64)
+        if isinstance(self.of, tuple):
+            return np.asarray(offer.gpus[:, self.of].sum(axis=1), np.float64)
+        gpus = np.asarray(offer.gpus.sum(axis=1), np.float64)
+        return gpus * (offer.is_spot - self.most) if self.of == "spot" else gpus
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,12 @@ class Question:
 
     def peak(self, limit: Limit, chosen: Sequence[int]) -> float:
         """The most that the chosen offers take of a limit in any window."""
+        if limit.of == "spot":
+            gpus, spot = np.zeros(len(self.hours)), np.zeros(len(self.hours))
+            for offer in (self.offers[o] for o in chosen):
+                gpus += offer.gpus.sum(axis=1)
+                spot += offer.gpus.sum(axis=1) * offer.is_spot
+            return float((spot / np.maximum(gpus, 1)).max())
         return float(sum(limit.used(self.offers[o]) for o in chosen).max())  # type: ignore[union-attr]
 
 
@@ -92,18 +105,37 @@ def least_excess(question: Question, which: int, below_usd_per_h: float | None =
 
     With `below_usd_per_h` for one that costs a cent less than this. None where no growth is enough.
     """
-    program = _Program(question, frozenset({which}))
+    limit = question.limits[which]
     try:
+        if limit.of == "spot":
+            return max(0.0, _least_share(question, which, below_usd_per_h) - limit.most)
+        program = _Program(question, frozenset({which}))
         return program.least_excess({which: 1.0}, below_usd_per_h)[which]
     except Infeasible:
         return None
 
 
+def _least_share(question: Question, which: int, below_usd_per_h: float | None) -> float:
+    """The least share on spot of any choice that keeps to the other limits."""
+    share = 1.0
+    while True:
+        program = _Program(raised(question, which, share - question.limits[which].most), frozenset({which}))
+        excess = program.least_excess({which: 1.0}, below_usd_per_h)[which]
+        less = question.peak(question.limits[which], program.chosen())
+        if excess > -_SHARE or less >= share:
+            return share
+        share = less
+
+
 def cheapest_relaxation(question: Question, prices: Sequence[float]) -> dict[int, float]:
     """By how much limits must grow, by their number, where the growth of each has a price and is cheapest."""
     every = range(len(question.limits))
-    excess = _Program(question, frozenset(every)).least_excess(dict(zip(every, prices, strict=True)))
-    return {limit: more for limit, more in excess.items() if more > 0}
+    program = _Program(question, frozenset(every))
+    excess = program.least_excess(dict(zip(every, prices, strict=True)))
+    for number, limit in enumerate(question.limits):
+        if limit.of == "spot":  # in GPUs until here
+            excess[number] = max(0.0, question.peak(limit, program.chosen()) - limit.most)
+    return {limit: more for limit, more in excess.items() if more > _SHARE}
 
 
 def raised(question: Question, which: int, more: float) -> Question:
@@ -125,17 +157,20 @@ class _Program:
             self._problem += pulp.lpSum(of_model) == 1
         self._excess: dict[int, Any] = {}
         for number, limit in enumerate(question.limits):
-            self._limit(number, limit, number in elastic)
+            self._limit(number, limit, number in elastic, len(elastic) == 1)
         usd = [question.usd_per_h(offer) for offer in question.offers]
         gpus = [float(offer.gpus.sum(axis=1).mean()) for offer in question.offers]
         self._usd = pulp.lpSum(u * x for u, x in zip(usd, self._x, strict=True))
         self._ranked = self._usd + pulp.lpSum(_TIE * g * x for g, x in zip(gpus, self._x, strict=True))
 
-    def _limit(self, number: int, limit: Limit, is_elastic: bool) -> None:
-        most: Any = limit.most + 1e-9
+    def _limit(self, number: int, limit: Limit, is_elastic: bool, is_alone: bool) -> None:
+        is_share = limit.of == "spot"
+        most: Any = (0.0 if is_share else limit.most) + 1e-9
         if is_elastic:
-            whole = "Continuous" if limit.of == "usd" else "Integer"
-            self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=0, cat=whole)
+            kind = "Continuous" if limit.of in ("usd", "spot") else "Integer"
+            # Alone, a share's excess may be below none: how far it can still fall.
+            least = None if is_share and is_alone else 0
+            self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=least, cat=kind)
             most = most + self._excess[number]
         used = np.stack([limit.used(offer) for offer in self._question.offers], axis=1)
         for row in np.unique(used, axis=0):  # windows that are alike are one
@@ -144,8 +179,12 @@ class _Program:
     def cheapest(self) -> Choice:
         self._problem += self._ranked
         self._solve()
-        chosen = tuple(o for o, x in enumerate(self._x) if (pulp.value(x) or 0.0) > 0.5)
+        chosen = self.chosen()
         return Choice(chosen, sum(self._question.usd_per_h(self._question.offers[o]) for o in chosen))
+
+    def chosen(self) -> tuple[int, ...]:
+        """The offers of the last solve."""
+        return tuple(o for o, x in enumerate(self._x) if (pulp.value(x) or 0.0) > 0.5)
 
     def least_excess(
         self, prices: dict[int, float], below_usd_per_h: float | None = None
@@ -157,7 +196,7 @@ class _Program:
         self._solve()
         found = {number: float(pulp.value(more) or 0.0) for number, more in self._excess.items()}
         return {
-            number: more if self._question.limits[number].of == "usd" else float(round(more))
+            number: more if self._question.limits[number].of in ("usd", "spot") else float(round(more))
             for number, more in found.items()
         }
 

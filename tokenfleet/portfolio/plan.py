@@ -1,9 +1,9 @@
 """The plan of a portfolio: for each model and type of GPU the planner's own fleet, and the cheapest choice.
 
-Each model is planned by itself on every type of GPU that it may have, with its schedule. These plans are
-the offers among which choose.py chooses. All schedules are laid on one axis of time: that of the clock where
-every trace has one, all days being alike; else all traces begin together. Beside its trace a model has its
-whole fleet.
+Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
+schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
+All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
+else all traces begin together. Beside its trace a model has its whole fleet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from controlplane.errors import BadInput, ControlPlaneError, Infeasible
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
+from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.portfolio.choose import (
     Choice,
@@ -37,6 +38,7 @@ from tokenfleet.whatif.cache import Cache
 from tokenfleet.whatif.run import results_of
 
 DAY_S = 86_400.0
+_Without = dict[tuple[int, str, bool], str]  # why a model has no fleet of a type of GPU, on spot or not
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,17 @@ class Row:
     """What one model gets: its plan, and what the whole fleet costs if it never changes (dollars an hour).
 
     `usd_per_h`: on the schedule. `others`: the same of the types of GPU that were not taken, or why there is
-    no fleet of them.
+    no fleet of them. `zone` is None where the limits name none.
     """
 
     name: str
     gpu: str
+    is_spot: bool
+    zone: str | None
     plan: PlanFile
     usd_per_h: float
     constant_usd_per_h: float
-    others: Mapping[str, float | str]
+    others: Mapping[tuple[str, bool], float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,12 @@ class PortfolioPlan:
 
 @dataclass(frozen=True)
 class _Made:
-    """A model's fleet of one type of GPU, and when it has how many workers."""
+    """A model's fleet of one type of GPU in one zone, and when it has how many workers."""
 
     model: int
     gpu: str
+    is_spot: bool
+    zone: str | None
     plan: PlanFile
     fleet: Fleet
     stretches: tuple[Stretch, ...]
@@ -115,28 +121,39 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
     tasks: list[tuple[int, str, Task]] = []
     warnings: dict[str, None] = {}
     for number, model in enumerate(portfolio.models):
-        gathered = _gathered(model, today)
-        warnings.update(dict.fromkeys(f"{model.name}: {warning}" for warning in gathered.inputs.warnings))
-        for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
-            types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
-            if portfolio.gpus.get(gpu) != 0:
-                task = Task(len(tasks), gathered.workload, types, model.request, gathered.inputs, True)
-                tasks.append((number, gpu, task))
-    for gpu, most in portfolio.gpus.items():
-        if most and all(gpu != one for _, one, _ in tasks):
-            raise BadInput(f"limits.gpus: {gpu}: no model may have it")
+        for request, gathered in _gathered(model, today):
+            warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
+            for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
+                types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
+                if portfolio.gpus.get(gpu) == 0 or not _zones(portfolio, model, gpu):
+                    continue
+                if types[0].usd_per_h is not None:
+                    task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
+                    tasks.append((number, gpu, task))
+                elif len(model.asked) == 1 or not request.spot:  # where it is either, spot may have no price
+                    raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
+    limits = [("gpus", portfolio.gpus), *((f"zones.{zone}", gpus) for zone, gpus in portfolio.zones.items())]
+    for name, gpus in limits:
+        for gpu, most in gpus.items():
+            if most and all(gpu != one for _, one, _ in tasks):
+                raise BadInput(f"limits.{name}: {gpu}: no model may have it")
     return Tasks(tuple(tasks), tuple(warnings))
 
 
-def _gathered(model: Model, today: date | None) -> Gathered:
+def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]:
+    """The zones in which a model may have this type of GPU; one without a name where there are no zones."""
+    if not portfolio.zones:
+        return [None]
+    may = portfolio.zones if model.zones is None else model.zones
+    return [zone for zone in may if portfolio.zones[zone].get(gpu)]
+
+
+def _gathered(model: Model, today: date | None) -> list[tuple[PlanRequest, Gathered]]:
     try:
-        gathered = gather(read_traces(model.traces), model.request, None, today)
+        trace = read_traces(model.traces)
+        return [(request, gather(trace, request, None, today)) for request in model.asked]
     except ControlPlaneError as refusal:
         raise BadInput(f"{model.name}: {refusal}") from None
-    for worker_type in gathered.worker_types:
-        if worker_type.usd_per_h is None:
-            raise BadInput(f"{model.name}: no price known for {worker_type.gpu}; give one with `prices`")
-    return gathered
 
 
 def plan_portfolio(
@@ -149,23 +166,30 @@ def plan_portfolio(
     """
     results = results_of([task for _, _, task in asked.tasks], jobs, None, cache, told)
     made: list[_Made] = []
-    without: dict[tuple[int, str], str] = {}
+    without: _Without = {}
     for number, gpu, task in asked.tasks:
         result = results[task.number]
-        where = f"{portfolio.models[number].name} on {gpu}"
-        plan = None if result["plan"] is None else parse_plan(result["plan"], where)
+        model, is_spot = portfolio.models[number], task.question.spot
+        plan = None if result["plan"] is None else parse_plan(result["plan"], f"{model.name} on {gpu}")
         if plan is None or not plan.feasible:
-            without[number, gpu] = result["error"] if plan is None else plan.reason or "no fleet"
+            without[number, gpu, is_spot] = result["error"] if plan is None else plan.reason or "no fleet"
         else:
-            made.append(_of_plan(number, gpu, plan))
+            first = _of_plan(number, gpu, is_spot, plan)
+            made += [replace(first, zone=zone) for zone in _zones(portfolio, model, gpu)]
     for number, model in enumerate(portfolio.models):
         if all(one.model != number for one in made):
-            reasons = "; ".join(f"{gpu}: {why}" for (n, gpu), why in without.items() if n == number)
+            found = [(bought(gpu, spot), why) for (n, gpu, spot), why in without.items() if n == number]
+            reasons = "; ".join(f"{gpu}: {why}" for gpu, why in found) or "no zone has a GPU for it"
             raise Infeasible(f"{model.name}: no GPU on offer serves it within its targets ({reasons})")
     return _chosen(portfolio, made, without, asked.warnings)
 
 
-def _of_plan(number: int, gpu: str, plan: PlanFile) -> _Made:
+def bought(gpu: str, is_spot: bool) -> str:
+    """A type of GPU, and how it is bought."""
+    return f"{gpu} on spot" if is_spot else gpu
+
+
+def _of_plan(number: int, gpu: str, is_spot: bool, plan: PlanFile) -> _Made:
     scale = plan.inputs.rate_scale
     # In whole seconds, so that stretches of two traces that end together do so.
     wanted = [Stretch(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule]
@@ -173,20 +197,21 @@ def _of_plan(number: int, gpu: str, plan: PlanFile) -> _Made:
     detail = plan.schedule_detail
     if wanted and detail is not None and detail.paid is not None:
         wanted = list(paid(wanted, detail.paid.cold_start_s).stretches)
-    return _Made(number, gpu, plan, Fleet(plan.groups), tuple(wanted))
+    return _Made(number, gpu, is_spot, None, plan, Fleet(plan.groups), tuple(wanted))
 
 
 def _chosen(
     portfolio: Portfolio,
     made: Sequence[_Made],
-    without: Mapping[tuple[int, str], str],
+    without: _Without,
     warnings: tuple[str, ...],
 ) -> PortfolioPlan:
     types = tuple(sorted({one.gpu for one in made}))
+    pools = [(gpu, zone) for gpu in types for zone in portfolio.zones or (None,)]
     starts_s = _starts_s(portfolio, made)
     edges_s = _edges_s(made, starts_s)
-    offers = tuple(_offer(one, starts_s[one.model], edges_s, types) for one in made)
-    named = _limits(portfolio, types)
+    offers = tuple(_offer(one, starts_s[one.model], edges_s, pools) for one in made)
+    named = _limits(portfolio, pools)
     question = Question(offers, np.diff(edges_s) / 3600.0, tuple(limit for _, limit in named))
     try:
         choice = choose(question)
@@ -202,6 +227,7 @@ def _chosen(
         _row(portfolio.models[number].name, made, taken, question, without)
         for number, taken in enumerate(choice.offers)
     ]
+    taken = np.sum([offers[o].gpus for o in choice.offers], axis=0)
     return PortfolioPlan(
         tuple(rows),
         tuple(_use(question, number, name, choice) for number, (name, _) in enumerate(named)),
@@ -210,7 +236,7 @@ def _chosen(
         fixed,
         types,
         edges_s,
-        np.sum([offers[o].gpus for o in choice.offers], axis=0),
+        taken.reshape(len(taken), len(types), -1).sum(axis=2),
         warnings,
     )
 
@@ -220,12 +246,20 @@ def _row(
     made: Sequence[_Made],
     taken: int,
     question: Question,
-    without: Mapping[tuple[int, str], str],
+    without: _Without,
 ) -> Row:
     one, usd = made[taken], [question.usd_per_h(offer) for offer in question.offers]
-    others: dict[str, float | str] = {gpu: why for (n, gpu), why in without.items() if n == one.model}
-    others |= {other.gpu: usd[o] for o, other in enumerate(made) if other.model == one.model and o != taken}
-    return Row(name, one.gpu, one.plan, usd[taken], one.fleet.usd_per_hour or 0.0, others)
+    others: dict[tuple[str, bool], float | str] = {
+        (gpu, is_spot): why for (n, gpu, is_spot), why in without.items() if n == one.model
+    }
+    others |= {
+        (other.gpu, other.is_spot): usd[o]
+        for o, other in enumerate(made)
+        if other.model == one.model and (other.gpu, other.is_spot) != (one.gpu, one.is_spot)
+    }
+    return Row(
+        name, one.gpu, one.is_spot, one.zone, one.plan, usd[taken], one.fleet.usd_per_hour or 0.0, others
+    )
 
 
 def _starts_s(portfolio: Portfolio, made: Sequence[_Made]) -> list[float]:
@@ -244,16 +278,18 @@ def _edges_s(made: Sequence[_Made], starts_s: Sequence[float]) -> NDArray[np.flo
     return found if len(found) > 1 else np.array([0.0, 3600.0])
 
 
-def _offer(made: _Made, start_s: float, edges_s: NDArray[np.float64], types: Sequence[str]) -> Offer:
+def _offer(
+    made: _Made, start_s: float, edges_s: NDArray[np.float64], pools: Sequence[tuple[str, str | None]]
+) -> Offer:
     middles = (edges_s[:-1] + edges_s[1:]) / 2 - start_s
-    gpus = np.zeros((len(middles), len(types)), np.int64)
+    gpus = np.zeros((len(middles), len(pools)), np.int64)
     usd = np.zeros(len(middles))
     for w, at_s in enumerate(middles):
         counts = (s.workers for s in made.stretches if s.start_s <= at_s < s.end_s)
         fleet = apportioned(made.fleet, next(counts, made.fleet.workers))
-        gpus[w, types.index(made.gpu)] = fleet.gpus
+        gpus[w, pools.index((made.gpu, made.zone))] = fleet.gpus
         usd[w] = fleet.usd_per_hour or 0.0
-    return Offer(made.model, gpus, usd)
+    return Offer(made.model, gpus, usd, made.is_spot)
 
 
 def _at_most(offer: Offer) -> Offer:
@@ -264,11 +300,17 @@ def _at_most(offer: Offer) -> Offer:
     )
 
 
-def _limits(portfolio: Portfolio, types: Sequence[str]) -> list[tuple[str, Limit]]:
+def _limits(portfolio: Portfolio, pools: Sequence[tuple[str, str | None]]) -> list[tuple[str, Limit]]:
     """The limits and their names as the file has them."""
-    limits = [
-        (f"gpus.{gpu}", Limit(types.index(gpu), most)) for gpu, most in portfolio.gpus.items() if gpu in types
-    ]
+    limits = []
+    for gpu, most in portfolio.gpus.items():
+        if of := tuple(i for i, (one, _) in enumerate(pools) if one == gpu):
+            limits.append((f"gpus.{gpu}", Limit(of, most)))
+    for i, (gpu, zone) in enumerate(pools):
+        if zone is not None:
+            limits.append((f"zones.{zone}.{gpu}", Limit((i,), portfolio.zones[zone].get(gpu, 0))))
+    if portfolio.spot_share is not None:
+        limits.append(("spot-share", Limit("spot", portfolio.spot_share)))
     if portfolio.max_gpus is not None:
         limits.append(("max-gpus", Limit("gpus", portfolio.max_gpus)))
     if portfolio.budget_usd_per_h is not None:

@@ -1,14 +1,18 @@
 """The portfolio file: models with their traces and targets, and the limits that they share.
 
 schema: tokenfleet.portfolio/1
-limits: {gpus: {h100: 16, a100: 32}, max-gpus: 40, budget-usd-per-h: 90}
+limits: {gpus: {h100: 16, a100: 32}, max-gpus: 40, budget-usd-per-h: 90, spot-share: 0.5,
+  zones: {east-a: {h100: 8, a100: 32}, east-b: {h100: 16}}}
 defaults: {gpu: [h100, a100], confidence: 0.95}
 models:
 - {name: chat, trace: chat.csv, model: llama-3.1-70b, slo: {ttft: 1.6s, tpot: 75ms}}
-- {name: code, trace: [mon.csv, tue.csv], model: llama-3.1-8b, slo: "ttft=400ms,tpot=30ms", rate-scale: 2}
+- {name: code, trace: [mon.csv, tue.csv], model: llama-3.1-8b, slo: "ttft=400ms,tpot=30ms", rate-scale: 2,
+   spot: [no, yes], reclaims-per-h: 0.05, cold-start: 5m, zones: [east-a]}
 
-A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes. Paths are from the
-file's folder.
+A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes, and `zones`, those
+it may be in (all, where none are given). With `spot: [no, yes]` it may be on demand or on spot. A model is in
+one zone, since its requests move among its workers; zones have the GPUs that are named there and no others.
+Paths are from the file's folder.
 
 Of the plan that is made of it (`tokenfleet.portfolio-plan/1`, which view.py writes), a reader for those who
 serve it: each model's own plan, and the limits.
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,21 +42,29 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model to plan for: its requests, and what is asked of their fleet."""
+    """A model to plan for: its requests, what is asked of their fleet (twice where it may be on demand or on
+    spot), and the zones it may be in (None: any)."""
 
     name: str
     traces: tuple[Path, ...]
-    request: PlanRequest
+    asked: tuple[PlanRequest, ...]
+    zones: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Portfolio:
-    """Models, and what all of them may take: GPUs by type, GPUs, dollars an hour (None: no limit)."""
+    """Models, and what all of them may take: GPUs by type, GPUs, dollars an hour, the share of GPUs on spot
+    (None: no limit), and GPUs by zone and type (none: one place without an end)."""
 
     models: tuple[Model, ...]
     gpus: Mapping[str, int]
     max_gpus: int | None = None
     budget_usd_per_h: float | None = None
+    spot_share: float | None = None
+    zones: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+_Gpus = dict[str, Annotated[int, Field(ge=0, le=1_000_000)]]
 
 
 class _Limits(BaseModel):
@@ -60,7 +72,9 @@ class _Limits(BaseModel):
         extra="forbid", strict=True, alias_generator=lambda name: name.replace("_", "-")
     )
 
-    gpus: dict[str, Annotated[int, Field(ge=0, le=1_000_000)]] = {}
+    gpus: _Gpus = {}
+    zones: dict[Annotated[str, Field(pattern=_NAME)], _Gpus] = {}
+    spot_share: Annotated[float, Field(ge=0, le=1, strict=False, allow_inf_nan=False)] | None = None
     max_gpus: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     budget_usd_per_h: Annotated[float, Field(gt=0, le=1e9, strict=False, allow_inf_nan=False)] | None = None
 
@@ -70,6 +84,7 @@ class _Model(BaseModel):
 
     name: Annotated[str, Field(pattern=_NAME)]
     trace: str | Annotated[list[str], Field(min_length=1, max_length=100)]
+    zones: Annotated[list[str], Field(min_length=1, max_length=100)] | None = None
 
 
 class _File(BaseModel):
@@ -153,29 +168,44 @@ def read_portfolio(path: Path) -> Portfolio:
     if len(set(names)) < len(names):
         again = next(name for i, name in enumerate(names) if name in names[:i])
         raise BadInput(f"{path}: models: {again} stands there twice")
-    gpus: dict[str, int] = {}
-    for name, most in file.limits.gpus.items():
-        (gpu, *_) = canonical_gpus(name)
-        if gpu in gpus:
-            raise BadInput(f"{path}: limits.gpus: {name}: {gpu} stands there twice")
-        gpus[gpu] = most
+    limits = file.limits
+    for model in file.models:
+        if unknown := [zone for zone in model.zones or () if zone not in limits.zones]:
+            raise BadInput(f"{path}: models: {model.name}: zones: {unknown[0]}: not among limits.zones")
     return Portfolio(
         tuple(_model(path, model, file.defaults) for model in file.models),
-        gpus,
-        file.limits.max_gpus,
-        file.limits.budget_usd_per_h,
+        _by_type(limits.gpus, f"{path}: limits.gpus"),
+        limits.max_gpus,
+        limits.budget_usd_per_h,
+        limits.spot_share,
+        {zone: _by_type(gpus, f"{path}: limits.zones.{zone}") for zone, gpus in limits.zones.items()},
     )
+
+
+def _by_type(named: Mapping[str, int], where: str) -> dict[str, int]:
+    """GPUs by the names that profiles have for their types."""
+    gpus: dict[str, int] = {}
+    for name, most in named.items():
+        (gpu, *_) = canonical_gpus(name)
+        if gpu in gpus:
+            raise BadInput(f"{where}: {name}: {gpu} stands there twice")
+        gpus[gpu] = most
+    return gpus
 
 
 def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
     where = f"{path}: models: {model.name}"
     flags = {option.flag: option for option in options() if option.field != "classes"}
     values: dict[str, Any] = {}
+    is_either = False
     for place, fields in ((f"{path}: defaults", defaults), (where, model.model_extra or {})):
         for key, value in fields.items():
             flag = str(key).replace("_", "-")
             if flag not in flags:
                 raise BadInput(f"{place}: {key}: no such flag of `tokenfleet plan`{nearest(flag, flags)}")
+            if flag == "spot":
+                is_either = isinstance(value, list) and sorted(map(str, value)) == ["False", "True"]
+                value = True if is_either else value
             try:
                 values |= _values(flags[flag], value, path.parent)
             except BadInput as refusal:
@@ -185,10 +215,12 @@ def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
         raise BadInput(f"{where}: {missing.flag}: missing; {missing.about.help}")
     try:
         request = PlanRequest(**values).consistent()
+        asked = (replace(request, spot=False, reclaims_per_h=None), request) if is_either else (request,)
     except ControlPlaneError as refusal:
         raise BadInput(f"{where}: {refusal}") from None
     traces = [model.trace] if isinstance(model.trace, str) else model.trace
-    return Model(model.name, tuple(path.parent / trace for trace in traces), request)
+    zones = None if model.zones is None else tuple(model.zones)
+    return Model(model.name, tuple(path.parent / trace for trace in traces), asked, zones)
 
 
 def _values(option: Option, value: Any, folder: Path) -> dict[str, Any]:

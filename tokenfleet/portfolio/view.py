@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokenfleet import __version__
-from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use
+from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use, bought
 from tokenfleet.report.figures import Figure
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import share_text, usd_text
@@ -32,13 +32,18 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
             {
                 "name": row.name,
                 "gpu": row.gpu,
+                "spot": row.is_spot,
+                "zone": row.zone,
                 "usd_per_hour": row.usd_per_h,
                 "constant_usd_per_hour": row.constant_usd_per_h,
                 "others": [
-                    {"gpu": gpu, "usd_per_hour": None, "reason": found}
-                    if isinstance(found, str)
-                    else {"gpu": gpu, "usd_per_hour": found, "reason": None}
-                    for gpu, found in row.others.items()
+                    {"gpu": gpu, "spot": is_spot}
+                    | (
+                        {"usd_per_hour": None, "reason": found}
+                        if isinstance(found, str)
+                        else {"usd_per_hour": found, "reason": None}
+                    )
+                    for (gpu, is_spot), found in row.others.items()
                 ],
                 "plan": row.plan.document,
             }
@@ -92,12 +97,12 @@ def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
 def _model(row: Row) -> tuple[str, ...]:
     low = row.plan.attainment.low
     others = ", ".join(
-        f"{gpu} {usd_text(found) if isinstance(found, float) else 'none'}"
-        for gpu, found in row.others.items()
+        f"{bought(*kind)} {usd_text(found) if isinstance(found, float) else 'none'}"
+        for kind, found in row.others.items()
     )
     return (
         row.name,
-        fleet_text(row.plan),
+        fleet_text(row.plan) + " on spot" * row.is_spot + (f", {row.zone}" if row.zone else ""),
         usd_text(row.constant_usd_per_h),
         usd_text(row.usd_per_h),
         "-" if low is None else share_text(low),

@@ -18,8 +18,8 @@ from tokenfleet.portfolio.choose import (
     raised,
 )
 
-TYPES, WINDOWS = 2, 3
-PRICES = np.array([1.0, 2.5])  # dollars a GPU-hour
+POOLS, WINDOWS = 3, 3
+PRICES = np.array([1.0, 2.5, 2.5])  # dollars a GPU-hour
 
 
 @st.composite
@@ -28,18 +28,21 @@ def questions(draw):
     offers = []
     for model in range(models):
         for _ in range(draw(st.integers(1, 3))):
-            cells = draw(st.lists(st.integers(0, 6), min_size=TYPES * WINDOWS, max_size=TYPES * WINDOWS))
-            gpus = np.array(cells).reshape(WINDOWS, TYPES)
-            offers.append(Offer(model, gpus, gpus @ PRICES + draw(st.integers(0, 3))))
+            cells = draw(st.lists(st.integers(0, 6), min_size=POOLS * WINDOWS, max_size=POOLS * WINDOWS))
+            gpus = np.array(cells).reshape(WINDOWS, POOLS)
+            is_spot = draw(st.booleans())
+            usd = gpus @ PRICES * (0.5 if is_spot else 1.0) + draw(st.integers(0, 3))
+            offers.append(Offer(model, gpus, usd, is_spot))
     hours = np.array(draw(st.lists(st.integers(1, 4), min_size=WINDOWS, max_size=WINDOWS)), float)
     most = st.integers(0, 15)
     limits = [
-        Limit(0, draw(most)),
-        Limit(1, draw(most)),
+        Limit((0,), draw(most)),
+        Limit((1, 2), draw(most)),
+        Limit("spot", draw(st.sampled_from([0.0, 0.25, 0.5, 2 / 3, 1.0]))),
         Limit("gpus", draw(most)),
         Limit("usd", 3.0 * draw(most)),
     ]
-    return Question(tuple(offers), hours, tuple(draw(st.permutations(limits))[: draw(st.integers(0, 4))]))
+    return Question(tuple(offers), hours, tuple(draw(st.permutations(limits))[: draw(st.integers(0, 5))]))
 
 
 def every_choice(question):
@@ -63,7 +66,7 @@ def test_no_combination_within_the_limits_is_cheaper(question):
     assert choice.offers in [chosen for _, chosen in found]
 
 
-@given(questions(), st.integers(0, 3))
+@given(questions(), st.integers(0, 4))
 def test_the_least_growth_of_a_limit_is_enough_and_one_gpu_less_is_not(question, which):
     if not question.limits:
         return
@@ -82,7 +85,8 @@ def test_the_least_growth_of_a_limit_is_enough_and_one_gpu_less_is_not(question,
         assert not is_enough(1000)
     else:
         assert is_enough(more + 1e-6)
-        assert more == 0 or not is_enough(more - (0.05 if question.limits[which].of == "usd" else 1))
+        less = {"usd": 0.05, "spot": 1e-4}.get(question.limits[which].of, 1)
+        assert more == 0 or not is_enough(more - less)
 
 
 @given(questions())

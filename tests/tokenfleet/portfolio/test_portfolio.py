@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from planning_builders import save, worker
 
+from controlplane.errors import BadInput
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import read_plan
@@ -13,8 +14,8 @@ from tokenfleet.portfolio.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
 
 PRICES = "schema: tokenfleet.prices/1\nprices:\n" + "".join(
-    f'- {{gpu: {gpu}, on_demand: {usd}, date: 2026-01-01, source: "made"}}\n'
-    for gpu, usd in (("made-gpu", 2.5), ("slow-gpu", 3.5))
+    f'- {{gpu: {gpu}, on_demand: {usd}, {spot}date: 2026-01-01, source: "made"}}\n'
+    for gpu, usd, spot in (("made-gpu", 2.5, "spot: 1.0, "), ("slow-gpu", 3.5, ""))
 )
 FILE = """\
 schema: tokenfleet.portfolio/1
@@ -54,9 +55,9 @@ def asked(folder, capsys, monkeypatch):
     """A function that plans the portfolio with these limits: the exit code, stdout and stderr."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))  # each model is planned once for all tests
 
-    def ask(limits, *words):
+    def ask(limits, *words, defaults="prices: prices.yaml"):
         file = folder / "portfolio.yaml"
-        file.write_text(FILE.format(limits=limits))
+        file.write_text(FILE.format(limits=limits).replace("prices: prices.yaml", defaults))
         code = main(["portfolio", str(file), *words])
         said = capsys.readouterr()
         return code, said.out, said.err
@@ -66,8 +67,8 @@ def asked(folder, capsys, monkeypatch):
 
 @pytest.fixture
 def planned(asked):
-    def plan(limits):
-        code, out, _ = asked(limits, "--format", "json")
+    def plan(limits, **fields):
+        code, out, _ = asked(limits, "--format", "json", **fields)
         assert code == 0
         return json.loads(out)
 
@@ -116,6 +117,60 @@ def test_limits_that_leave_no_choice_say_what_to_raise(asked):
     assert "max-gpus alone: no rise is enough" in err
 
 
+def test_a_model_is_in_one_zone_and_zones_that_hold_one_model_each_part_them(planned):
+    free = planned("{}")
+    assert {model["zone"] for model in free["models"]} == {None}
+    few = max(peaks(free, "made-gpu")) - 1
+    plan = planned(f"{{zones: {{east: {{made-gpu: {few}}}, west: {{made-gpu: {few}, slow-gpu: 40}}}}}}")
+    assert {(model["gpu"], model["zone"]) for model in plan["models"]} == {
+        ("made-gpu", "east"),
+        ("made-gpu", "west"),
+    }
+    assert plan["usd_per_hour"] == pytest.approx(free["usd_per_hour"])
+    most = {limit["name"]: (limit["most"], limit["peak"]) for limit in plan["limits"]}
+    assert set(most) == {f"zones.{name}" for name in ("east.made-gpu", "east.slow-gpu", "west.made-gpu")} | {
+        "zones.west.slow-gpu"
+    }
+    assert all(peak <= limit for limit, peak in most.values())
+
+
+def test_zones_too_small_for_a_model_say_what_to_raise(asked):
+    code, _, err = asked("{zones: {east: {made-gpu: 1}, west: {made-gpu: 1}}}")
+    assert code == 1
+    assert "zones.east.made-gpu 1 -> " in err
+
+
+SPOT = "prices: prices.yaml, spot: [no, yes], reclaims-per-h: 0.01, cold-start: 1s"
+
+
+def test_the_share_on_spot_is_held_at_every_time(planned):
+    plans = {share: planned(f"{{spot-share: {share}}}", defaults=SPOT) for share in (0, 0.5, 1)}
+    assert [sum(model["spot"] for model in plan["models"]) for plan in plans.values()] == [0, 0, 2]
+    on_demand = planned("{}", defaults="prices: prices.yaml, cold-start: 1s")
+    assert plans[0]["usd_per_hour"] == pytest.approx(on_demand["usd_per_hour"])
+    assert plans[1]["usd_per_hour"] < plans[0]["usd_per_hour"]
+    # One of two models on spot is nearly all GPUs while it is the busy one.
+    (limit,) = plans[0.5]["limits"]
+    assert (limit["name"], limit["peak"]) == ("spot-share", 0)
+    raised = planned(f"{{spot-share: {0.5 + limit['more'] + 1e-6}}}", defaults=SPOT)
+    assert sum(model["spot"] for model in raised["models"]) == 1
+    assert raised["usd_per_hour"] == pytest.approx(plans[0.5]["usd_per_hour"] - limit["saves_usd_per_hour"])
+    assert raised["limits"][0]["peak"] == pytest.approx(0.5 + limit["more"])
+    (other,) = (model for model in raised["models"] if not model["spot"])
+    assert {(one["gpu"], one["spot"]) for one in other["others"]} == {("made-gpu", True), ("slow-gpu", False)}
+
+
+def test_a_models_zones_are_the_only_ones_it_may_be_in(folder):
+    file = folder / "zones.yaml"
+    text = FILE.format(limits="{zones: {east: {made-gpu: 40}, west: {made-gpu: 40}}}")
+    file.write_text(text.replace("late.csv", "late.csv, zones: [west]"))
+    early, late = read_portfolio(file).models
+    assert (early.zones, late.zones) == (None, ("west",))
+    file.write_text(text.replace("late.csv", "late.csv, zones: [north]"))
+    with pytest.raises(BadInput, match=r"late: zones: north: not among limits\.zones"):
+        read_portfolio(file)
+
+
 def test_each_models_plan_is_one_that_serve_reads(asked, folder):
     code, out, _ = asked("{max-gpus: 40}", "--output-dir", str(folder / "out"))
     assert code == 0
@@ -133,7 +188,7 @@ def test_a_models_classes_are_those_of_plan(folder):
     slo = '["chat:ttft=400ms,tpot=30ms", "batch:ttft=9s,tpot=90ms,attainment=0.9"]'
     file.write_text(FILE.format(limits="{}").replace("{ttft: 500ms, tpot: 30ms}", slo))
     for model in read_portfolio(file).models:
-        assert [one.name for one in model.request.slo_classes] == ["chat", "batch"]
+        assert [one.name for one in model.asked[0].slo_classes] == ["chat", "batch"]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +205,11 @@ def test_a_models_classes_are_those_of_plan(folder):
         ("limits: {}", "limits: {gpus: {h100: 4, h100-sxm: 4}}", "h100-sxm stands there twice"),
         ("limits: {}", "limits: {max_gpus: -1}", "limits"),
         ("limits: {}", "limits: {budget-usd-per-h: 0}", "budget-usd-per-h"),
+        ("limits: {}", "limits: {spot-share: 1.5}", "spot-share"),
+        ("limits: {}", "limits: {zones: {east: {made-gpu: -1}}}", "limits.zones.east"),
+        ("limits: {}", "limits: {zones: {east: {h300: 4}}}", "limits.zones.east: h300: no model may have it"),
+        ("attainment: 0.95", "spot: [no, maybe]", "defaults: spot"),
+        ("attainment: 0.95", "spot: yes", "no price known for slow-gpu"),
         ("models:\n", "models: []\nrest:\n", "models"),
         ("prices: prices.yaml, ", "", "no price known for made-gpu"),
         ("schema", "{", "not YAML"),
