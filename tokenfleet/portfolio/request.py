@@ -98,6 +98,7 @@ class _File(BaseModel):
 
 class _PlannedModel(BaseModel):
     name: Annotated[str, Field(pattern=_NAME)]
+    zone: str | None = None
     plan: dict[str, Any]
 
 
@@ -145,12 +146,16 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
     for i, model in enumerate(planned.models):
         if model.name in plans:
             raise BadInput(f"{path}: models: {model.name} stands there twice")
+        if model.zone is not None:
+            where = "workers start wherever Ray has the GPUs; plan without limits.zones"
+            raise BadInput(f"{path}: models.{i}.zone: no portfolio is served by zones: {where}")
         plans[model.name] = parse_plan(model.plan, f"{path}: models.{i}.plan")
         if not plans[model.name].feasible:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
     most = {limit.name: limit.most for limit in planned.limits}
     gpus = {name.removeprefix("gpus."): int(n) for name, n in most.items() if name.startswith("gpus.")}
-    known = {f"gpus.{gpu}" for gpu in gpus} | {"max-gpus", "budget-usd-per-h"}
+    # A share of spot is held: models that are planned on spot are refused by those who serve.
+    known = {f"gpus.{gpu}" for gpu in gpus} | {"max-gpus", "budget-usd-per-h", "spot-share"}
     if unknown := sorted(most.keys() - known):
         raise BadInput(f"{path}: limits: {unknown[0]}: no such limit, expected {', '.join(sorted(known))}")
     max_gpus = most.get("max-gpus")

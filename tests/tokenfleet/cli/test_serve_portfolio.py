@@ -72,6 +72,10 @@ MIXED = plan_of_fleet(
         (TWO | {"models": [{"name": "chat", "plan": MIXED}]}, "chat: is planned on several kinds of worker"),
         (TWO | {"limits": [{"name": "gpus.h100-sxm", "most": 1}]}, "no room for the least of each model"),
         (TWO | {"limits": [{"name": "zones", "most": 1}]}, "limits: zones: no such limit"),
+        (
+            TWO | {"models": [model | {"zone": "east"} for model in TWO["models"]]},
+            "models.0.zone: no portfolio is served by zones",
+        ),
     ],
 )
 def test_what_is_no_plan_of_a_portfolio_is_refused_in_one_line(file, capsys, document, says):
