@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,10 +52,15 @@ class SessionFlags:
     open_loop: Annotated[
         bool, typer.Option("--open-loop", help="turns of sessions at their recorded times, answered or not")
     ] = False
+    most_agents: Annotated[
+        bool,
+        typer.Option("--most-agents", help="find the most --agents that --attainment allows"),
+    ] = False
 
 
 @takes_request(
     "slo",
+    "attainment",
     "class_of",
     "session_s",
     "agents",
@@ -95,7 +100,7 @@ def simulate_command(
     --slo ttft=400ms,tpot=30ms --policy jsq --per-request requests.csv
 
     tokenfleet simulate --trace sessions.parquet --model llama-3.1-8b --gpu h100 --tp 1 --workers 3
-    --slo ttft=2s,tpot=40ms --agents 24 --session-time 30m
+    --slo ttft=2s,tpot=40ms --agents 24 --session-time 30m      # or --most-agents --attainment 0.95
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from controlplane.placement.policies import PlacementSettings
@@ -105,6 +110,9 @@ def simulate_command(
     from tokenfleet.planning.inputs import refuse_without_prefixes, refuse_without_sessions, what_drafts_do
 
     profile = _profile(worker, request)
+    if as_sessions.most_agents and request.agents is not None:
+        raise BadInput("--most-agents: finds how many; leave out --agents")
+    request = replace(request, agents=1) if as_sessions.most_agents else request
     usd_per_h = None if request.agents is None else _usd_per_h(profile, workers, request)
     specs = _specs(profile, workers, worker.prefill_workers, request)
     refuse_unwritable([] if per_request is None else [per_request])
@@ -114,8 +122,8 @@ def simulate_command(
     refuse_without_prefixes(workload, request)
     workload = _as_asked(workload, as_sessions, request)
     warn([*warnings, *what_drafts_do(workload, _of(worker, request))])
-    began = time.perf_counter()
-    with console(stderr=True).status(f"simulating {len(workload):,} requests"):
+
+    def run(agents: int | None) -> Outcome:
         outcome = simulate(
             workload,
             specs,
@@ -124,14 +132,67 @@ def simulate_command(
             settings=PlacementSettings(headroom=request.priority_headroom),
             seed=request.seed,
             prefix_caching=not request.no_prefix_cache,
-            agents=request.agents,
+            agents=agents,
         )
-    outcome = replace(outcome, session_target_s=request.session_s)
+        asked = tuple(one.attainment for one in classes)
+        return replace(outcome, session_target_s=request.session_s, asked=asked if len(asked) > 1 else ())
+
+    began, most = time.perf_counter(), None
+    with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
+        if as_sessions.most_agents:
+            most = _most_agents(workload, classes, request, workers, run, status.update)
+            request = replace(request, agents=most.agents)
+        outcome = run(request.agents)
     wall_s = time.perf_counter() - began
     if per_request is not None:
         write_files({per_request: requests_csv(outcome)})
-    _say(outcome, classes, request, usd_per_h, wall_s, output_format)
+    _say(outcome, classes, request, usd_per_h, most, wall_s, output_format)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class MostAgents:
+    """So many sessions at once hold `target` (`attainment`); one more attains `one_more`. None: there are no
+    more sessions in the trace."""
+
+    agents: int
+    target: float
+    attainment: float
+    one_more: float | None
+
+
+def _most_agents(
+    workload: Workload,
+    classes: Sequence[SloClass],
+    request: PlanRequest,
+    guess: int,
+    run: Callable[[int], Outcome],
+    tell: Callable[[str], None],
+) -> MostAgents:
+    """The most agents whose turns, and sessions where they have a target, are in time, by bisection.
+
+    Raises Infeasible where a single one is too many.
+    """
+    from controlplane.errors import Infeasible
+    from tokenfleet.planning.sizing import smallest
+    from tokenfleet.report.tables import share_text
+
+    sessions = 0 if workload.sessions is None else int(workload.sessions.session.max(initial=-1)) + 1
+    target = max((one.attainment for one in classes), default=request.attainment)
+    found: dict[int, float] = {}
+
+    def fails(agents: int) -> bool:
+        tell(f"simulating {agents:,} agents")
+        found[agents] = run(agents).attainment
+        return found[agents] < target
+
+    few = smallest(fails, 1, guess, sessions)
+    if few == 1:
+        raise Infeasible(
+            f"one agent alone attains {share_text(found[1])} on this fleet, below {share_text(target)}"
+        )
+    most = sessions if few is None else few - 1
+    return MostAgents(most, target, found[most], None if few is None else found[few])
 
 
 def _say(
@@ -139,6 +200,7 @@ def _say(
     classes: Sequence[SloClass],
     request: PlanRequest,
     usd_per_h: float | None,
+    most: MostAgents | None,
     wall_s: float,
     output_format: OutputFormat,
 ) -> None:
@@ -149,12 +211,19 @@ def _say(
     if output_format == OutputFormat.JSON:
         told = simulation_json(outcome, wall_s)
         told["sessions"] = sessions_json(outcome, request.agents, usd_per_h)
+        if most is not None:
+            told["most_agents"] = asdict(most)
         told |= classes_json(outcome, classes)
         print(json.dumps(told, indent=1))
     else:
         table = simulation_table(outcome)
         for name, words in sessions_rows(sessions_json(outcome, request.agents, usd_per_h)):
             table.add_row(name, words)
+        if most is not None:
+            beyond = "the trace has no more sessions"
+            if most.one_more is not None:
+                beyond = f"one more: {share_text(most.one_more)}"
+            table.add_row("most agents", f"{most.agents:,} hold {share_text(most.target)}; {beyond}")
         for one in classes_json(outcome, classes).get("classes", ()):
             asked = f"{share_text(one['target'])} asked, {one['requests']:,} requests"
             table.add_row(one["name"], f"{share_text(one['attainment'])} ({asked})")
@@ -178,7 +247,8 @@ def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> 
     if not flags.open_loop or sessions is None:
         return workload
     if request.agents is not None:
-        raise BadInput("--open-loop: contradicts --agents, who wait for answers")
+        flag = "--most-agents" if flags.most_agents else "--agents"
+        raise BadInput(f"--open-loop: contradicts {flag}, who wait for answers")
     nothing = np.zeros(0, np.int64)
     at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
     return replace(workload, sessions=at_once)

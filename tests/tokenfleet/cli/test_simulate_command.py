@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -213,6 +214,38 @@ def test_agents_finish_so_many_sessions_an_hour_at_a_price(
     assert told["usd_per_session"] == pytest.approx(3 * 2.0 / told["sessions_per_h"])
     assert simulated(talks, "--agents", "2", "--prices", f"{talks}/prices.yaml") == 0
     assert "sessions/h, $" in capsys.readouterr().out
+
+
+def test_the_most_agents_hold_the_target_and_one_more_does_not(
+    talks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (talks / "trace.csv").unlink()
+    words = "--arrivals poisson:1 --lengths fixed:600:40 --turns fixed:4 --think fixed:0.5 --requests 400"
+    assert main(["trace", "synth", *words.split(), "--out", f"{talks}/trace.csv"]) == 0
+    asked = ("--workers", "1", "--attainment", "0.9", "--session-time", "30s")
+
+    def told(*more: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert simulated(talks, *asked, *more, "--format", "json") == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    most = told("--most-agents")["most_agents"]
+    assert 1 < most["agents"] < 100
+    for agents, attainment in ((most["agents"], "attainment"), (most["agents"] + 1, "one_more")):
+        with_them = told("--agents", str(agents))
+        assert most[attainment] == min(with_them["attainment"], with_them["sessions"]["within_target"])
+    assert most["one_more"] < most["target"] <= most["attainment"]
+    assert simulated(talks, *asked, "--most-agents") == 0
+    assert f"{most['agents']} hold 90.00 %; one more: " in capsys.readouterr().out
+
+
+def test_the_most_agents_are_all_there_are_or_none(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(talks, "--most-agents") == 0
+    assert "10 hold 99.00 %; the trace has no more sessions" in capsys.readouterr().out
+    assert simulated(talks, "--most-agents", "--session-time", "1s") == 1
+    assert "one agent alone attains 0 % on this fleet, below 99.00 %" in capsys.readouterr().err
+    assert simulated(talks, "--most-agents", "--agents", "2") == 2
+    assert "--most-agents: finds how many; leave out --agents" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
