@@ -107,7 +107,7 @@ def simulate_command(
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, warn
     from tokenfleet.files import refuse_unwritable, write_files
-    from tokenfleet.planning.inputs import refuse_without_prefixes, refuse_without_sessions, what_drafts_do
+    from tokenfleet.planning.inputs import what_drafts_do
 
     profile = _profile(worker, request)
     if as_sessions.most_agents and request.agents is not None:
@@ -118,8 +118,6 @@ def simulate_command(
     refuse_unwritable([] if per_request is None else [per_request])
     with console(stderr=True).status("reading"):
         workload, classes, warnings = _workload(trace, request, profile)
-    refuse_without_sessions(workload, request)
-    refuse_without_prefixes(workload, request)
     workload = _as_asked(workload, as_sessions, request)
     warn([*warnings, *what_drafts_do(workload, _of(worker, request))])
 
@@ -134,8 +132,7 @@ def simulate_command(
             prefix_caching=not request.no_prefix_cache,
             agents=agents,
         )
-        asked = tuple(one.attainment for one in classes)
-        return replace(outcome, session_target_s=request.session_s, asked=asked if len(asked) > 1 else ())
+        return replace(outcome, session_target_s=request.session_s)
 
     began, most = time.perf_counter(), None
     with console(stderr=True).status(f"simulating {len(workload):,} requests") as status:
@@ -178,12 +175,13 @@ def _most_agents(
     from tokenfleet.report.tables import share_text
 
     sessions = 0 if workload.sessions is None else int(workload.sessions.session.max(initial=-1)) + 1
-    target = max((one.attainment for one in classes), default=request.attainment)
+    asked = tuple(one.attainment for one in classes)
+    target = max(asked, default=request.attainment)
     found: dict[int, float] = {}
 
     def fails(agents: int) -> bool:
         tell(f"simulating {agents:,} agents")
-        found[agents] = run(agents).attainment
+        found[agents] = replace(run(agents), asked=asked).attainment
         return found[agents] < target
 
     few = smallest(fails, 1, guess, sessions)
@@ -242,7 +240,11 @@ def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any
 
 
 def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> Workload:
-    """The workload with its sessions as the flags have them. Raises BadInput."""
+    """The workload with its sessions as the flags have them. Raises BadInput for what it does not have."""
+    from tokenfleet.planning.inputs import refuse_without_prefixes, refuse_without_sessions
+
+    refuse_without_sessions(workload, request)
+    refuse_without_prefixes(workload, request)
     sessions = workload.sessions
     if not flags.open_loop or sessions is None:
         return workload

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput, ControlPlaneError, Infeasible
+from controlplane.worker_type import WorkerType
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.inputs import Gathered, gather
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
@@ -123,21 +124,31 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
     for number, model in enumerate(portfolio.models):
         for request, gathered in _gathered(model, today):
             warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
-            for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
-                types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
-                if portfolio.gpus.get(gpu) == 0 or not _zones(portfolio, model, gpu):
-                    continue
-                if types[0].usd_per_h is not None:
-                    task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
-                    tasks.append((number, gpu, task))
-                elif len(model.asked) == 1 or not request.spot:  # where it is either, spot may have no price
-                    raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
+            for gpu, types in _on_offer(portfolio, model, request, gathered).items():
+                task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
+                tasks.append((number, gpu, task))
     limits = [("gpus", portfolio.gpus), *((f"zones.{zone}", gpus) for zone, gpus in portfolio.zones.items())]
     for name, gpus in limits:
         for gpu, most in gpus.items():
             if most and all(gpu != one for _, one, _ in tasks):
                 raise BadInput(f"limits.{name}: {gpu}: no model may have it")
     return Tasks(tuple(tasks), tuple(warnings))
+
+
+def _on_offer(
+    portfolio: Portfolio, model: Model, request: PlanRequest, gathered: Gathered
+) -> dict[str, tuple[WorkerType, ...]]:
+    """The types of worker that a model may have, by GPU. Raises BadInput where one has no price."""
+    offers: dict[str, tuple[WorkerType, ...]] = {}
+    for gpu in sorted({t.gpu or "" for t in gathered.worker_types}):
+        types = tuple(t for t in gathered.worker_types if t.gpu == gpu)
+        if portfolio.gpus.get(gpu) == 0 or not _zones(portfolio, model, gpu):
+            continue
+        if types[0].usd_per_h is not None:
+            offers[gpu] = types
+        elif len(model.asked) == 1 or not request.spot:  # where it may be either, spot may have no price
+            raise BadInput(f"{model.name}: no price known for {gpu}; give one with `prices`")
+    return offers
 
 
 def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]:
@@ -176,11 +187,11 @@ def plan_portfolio(
         else:
             first = _of_plan(number, gpu, is_spot, plan)
             made += [replace(first, zone=zone) for zone in _zones(portfolio, model, gpu)]
-    for number, model in enumerate(portfolio.models):
-        if all(one.model != number for one in made):
-            found = [(bought(gpu, spot), why) for (n, gpu, spot), why in without.items() if n == number]
-            reasons = "; ".join(f"{gpu}: {why}" for gpu, why in found) or "no zone has a GPU for it"
-            raise Infeasible(f"{model.name}: no GPU on offer serves it within its targets ({reasons})")
+    for number in sorted(set(range(len(portfolio.models))) - {one.model for one in made}):
+        found = [f"{bought(gpu, spot)}: {why}" for (n, gpu, spot), why in without.items() if n == number]
+        reasons = "; ".join(found) or "no zone has a GPU for it"
+        name = portfolio.models[number].name
+        raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
     return _chosen(portfolio, made, without, asked.warnings)
 
 

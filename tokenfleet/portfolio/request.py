@@ -128,27 +128,14 @@ class PlannedPortfolio:
 
 def read_planned_portfolio(path: Path) -> PlannedPortfolio:
     """A portfolio's plan, for those who serve it. Raises BadInput naming the file and the field."""
-    try:
-        document = json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        how = f"tokenfleet portfolio {path} --output-dir out"
-        raise BadInput(f"{path}: is no JSON; a portfolio file is planned first: `{how}`") from None
-    form = document.get("schema") if isinstance(document, dict) else None
-    if form == PLAN_SCHEMA:
-        raise BadInput(f"{path}: is the plan of one model; give it as --plan")
-    if form != "tokenfleet.portfolio-plan/1":
-        raise BadInput(f"{path}: schema: expected tokenfleet.portfolio-plan/1, got {str(form)[:40]!r}")
-    try:
-        planned = _Planned.model_validate(document, strict=True)
-    except ValidationError as error:
-        raise BadInput(fault_line(str(path), error)) from None
+    planned = _planned(path)
     plans: dict[str, PlanFile] = {}
     for i, model in enumerate(planned.models):
         if model.name in plans:
             raise BadInput(f"{path}: models: {model.name} stands there twice")
         if model.zone is not None:
-            where = "workers start wherever Ray has the GPUs; plan without limits.zones"
-            raise BadInput(f"{path}: models.{i}.zone: no portfolio is served by zones: {where}")
+            why = "workers start wherever Ray has the GPUs; plan without limits.zones"
+            raise BadInput(f"{path}: models.{i}.zone: no portfolio is served by zones: {why}")
         plans[model.name] = parse_plan(model.plan, f"{path}: models.{i}.plan")
         if not plans[model.name].feasible:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
@@ -162,6 +149,23 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
     return PlannedPortfolio(
         plans, gpus, None if max_gpus is None else int(max_gpus), most.get("budget-usd-per-h")
     )
+
+
+def _planned(path: Path) -> _Planned:
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        how = f"tokenfleet portfolio {path} --output-dir out"
+        raise BadInput(f"{path}: is no JSON; a portfolio file is planned first: `{how}`") from None
+    form = document.get("schema") if isinstance(document, dict) else None
+    if form == PLAN_SCHEMA:
+        raise BadInput(f"{path}: is the plan of one model; give it as --plan")
+    if form != "tokenfleet.portfolio-plan/1":
+        raise BadInput(f"{path}: schema: expected tokenfleet.portfolio-plan/1, got {str(form)[:40]!r}")
+    try:
+        return _Planned.model_validate(document, strict=True)
+    except ValidationError as error:
+        raise BadInput(fault_line(str(path), error)) from None
 
 
 def read_portfolio(path: Path) -> Portfolio:
@@ -200,32 +204,41 @@ def _by_type(named: Mapping[str, int], where: str) -> dict[str, int]:
 
 def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
     where = f"{path}: models: {model.name}"
-    flags = {option.flag: option for option in options() if option.field != "classes"}
-    values: dict[str, Any] = {}
-    is_either = False
-    for place, fields in ((f"{path}: defaults", defaults), (where, model.model_extra or {})):
-        for key, value in fields.items():
-            flag = str(key).replace("_", "-")
-            if flag not in flags:
-                raise BadInput(f"{place}: {key}: no such flag of `tokenfleet plan`{nearest(flag, flags)}")
-            if flag == "spot":
-                is_either = isinstance(value, list) and sorted(map(str, value)) == ["False", "True"]
-                value = True if is_either else value
-            try:
-                values |= _values(flags[flag], value, path.parent)
-            except BadInput as refusal:
-                fault = str(refusal).removeprefix(f"--{flag}: ")
-                raise BadInput(f"{place}: {key}: {fault}") from None
-    if missing := next((o for o in flags.values() if o.is_required and o.field not in values), None):
+    fields = model.model_extra or {}
+    spot = {"spot": True} if _is_either(fields.get("spot", defaults.get("spot"))) else {}
+    values = _read(f"{path}: defaults", defaults | (spot if "spot" in defaults else {}), path.parent)
+    values |= _read(where, fields | (spot if "spot" in fields else {}), path.parent)
+    if missing := next((o for o in options() if o.is_required and o.field not in values), None):
         raise BadInput(f"{where}: {missing.flag}: missing; {missing.about.help}")
     try:
         request = PlanRequest(**values).consistent()
-        asked = (replace(request, spot=False, reclaims_per_h=None), request) if is_either else (request,)
     except ControlPlaneError as refusal:
         raise BadInput(f"{where}: {refusal}") from None
+    on_demand = (replace(request, spot=False, reclaims_per_h=None),) if spot else ()
     traces = [model.trace] if isinstance(model.trace, str) else model.trace
     zones = None if model.zones is None else tuple(model.zones)
-    return Model(model.name, tuple(path.parent / trace for trace in traces), asked, zones)
+    return Model(model.name, tuple(path.parent / trace for trace in traces), (*on_demand, request), zones)
+
+
+def _is_either(spot: Any) -> bool:
+    """Whether a model may be on demand or on spot: `spot: [no, yes]`."""
+    return isinstance(spot, list) and sorted(map(str, spot)) == ["False", "True"]
+
+
+def _read(where: str, fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Fields of a model, or the defaults, as those of a request. Raises BadInput."""
+    flags = {option.flag: option for option in options() if option.field != "classes"}
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        flag = str(key).replace("_", "-")
+        if flag not in flags:
+            raise BadInput(f"{where}: {key}: no such flag of `tokenfleet plan`{nearest(flag, flags)}")
+        try:
+            values |= _values(flags[flag], value, folder)
+        except BadInput as refusal:
+            fault = str(refusal).removeprefix(f"--{flag}: ")
+            raise BadInput(f"{where}: {key}: {fault}") from None
+    return values
 
 
 def _values(option: Option, value: Any, folder: Path) -> dict[str, Any]:
