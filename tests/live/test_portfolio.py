@@ -22,10 +22,13 @@ MODELS = ("chat", "code", "mail")
 def portfolio(model_folder, scratch):
     """Three models with a right to one worker each, and one GPU more; a worker takes a second to start."""
     path = scratch / "portfolio.json"
-    path.write_text(json.dumps(portfolio_json(dict.fromkeys(MODELS, 1), GPUS, 1.0, Slo(2.0, 0.05))))
+    planned = portfolio_json(dict.fromkeys(MODELS, 1), GPUS, 1.0, Slo(2.0, 0.05))
+    planned["models"][0]["plan"]["spares"] = {"workers": 0, "reclaims_per_h": 0.01}  # chat is on spot
+    path.write_text(json.dumps(planned))
     fleet = serve(
         model_folder, "--portfolio", str(path), "--engine", "emulated", "--profile", four_seats(scratch, 1),
-        "--scale-in-after", "20s", "--queue", "60", "--queue-wait", "2m", folder=scratch,
+        "--scale-in-after", "20s", "--queue", "60", "--queue-wait", "2m",
+        "--reclaim-notice", f"file:{scratch}/notices.json", folder=scratch,
     )  # fmt: skip
     yield fleet
     fleet.stop()
@@ -127,3 +130,27 @@ def test_only_the_model_that_is_out_of_its_share_turns_requests_away(portfolio):
     mail, chat, code = asyncio.run(story())
     assert set(mail) == {200, 429}
     check_whole([*chat, *code], 100)
+
+
+def test_a_model_evacuates_its_worker_that_is_reclaimed_within_its_share(portfolio, scratch):
+    async def story():
+        running = asyncio.create_task(load(portfolio, "chat", 20, 4.0, []))
+        await asyncio.sleep(1.0)
+        named = {"deadline_s": 30, "workers": [gone]}
+        await asyncio.to_thread((scratch / "notices.json").write_text, json.dumps(named))
+        return await running
+
+    def serving(model):
+        listed = portfolio.ask("GET", f"/models/{model}/v1/fleet")["workers"]
+        return {w["worker"] for w in listed if w["state"] == "serving"}
+
+    portfolio.until(lambda: all(workers(portfolio)[name] == 1 for name in ("code", "mail")))
+    portfolio.ask("POST", "/models/chat/v1/fleet/scale", {"workers": 2})
+    portfolio.until(lambda: len(serving("chat")) == 2)
+    others = {name: serving(name) for name in ("code", "mail")}
+    gone = max(serving("chat"))  # another model's only worker of this name has nowhere to go, and stays
+    check_whole(asyncio.run(story()), 100)
+    # Another has come in its place, though there was no GPU beside those that all hold.
+    portfolio.until(lambda: len(serving("chat")) == 2 and gone not in serving("chat"))
+    assert workers(portfolio) == {"chat": 2, "code": 1, "mail": 1}
+    assert {name: serving(name) for name in others} == others

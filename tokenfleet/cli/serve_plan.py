@@ -42,7 +42,7 @@ KIND_HINT = "gpu=h100-sxm,tp=2,workers=1,max=4,usd=5.38,reclaims=0.05 (tp and wo
 # Of one fleet: a portfolio's plans, or its limits, say them for each model, or nothing does yet.
 OF_ONE_FLEET = (
     "plan", "workers", "tp", "prefill", "decode", "kind", "slo", "max_workers", "budget_usd_per_h",
-    "advisory", "reclaim_notice",
+    "advisory",
 )  # fmt: skip
 OF_ONE_MODEL = ("--served-model-name", "--lora-modules", "--enable-lora")
 FEW_WORKERS, UNBOUNDED = 8, 10_000
@@ -118,8 +118,6 @@ def _pool(name: str, plan: PlanFile, limits: Limits, bounds: tuple[int, int | No
     if len(plan.fleet) > 1:
         raise BadInput(f"--portfolio: {name}: is planned on several kinds of worker; plan it with one")
     worker_type = plan.groups[0].worker_type
-    if worker_type.reclaims_per_h:
-        raise BadInput(f"--portfolio: {name}: is planned on spot GPUs, which no portfolio is served on")
     if limits.usd_per_h is not None and worker_type.usd_per_h is None:
         raise BadInput(f"--portfolio: {name}: {worker_type.name} has no price to hold against the budget")
     usd_per_h = worker_type.usd_per_h or 0.0

@@ -141,7 +141,7 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
     most = {limit.name: limit.most for limit in planned.limits}
     gpus = {name.removeprefix("gpus."): int(n) for name, n in most.items() if name.startswith("gpus.")}
-    # A share of spot is held: models that are planned on spot are refused by those who serve.
+    # A share on spot is held by the plan, which says of each model whether it is.
     known = {f"gpus.{gpu}" for gpu in gpus} | {"max-gpus", "budget-usd-per-h", "spot-share"}
     if unknown := sorted(most.keys() - known):
         raise BadInput(f"{path}: limits: {unknown[0]}: no such limit, expected {', '.join(sorted(known))}")

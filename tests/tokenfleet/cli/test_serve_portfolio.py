@@ -95,7 +95,7 @@ def test_what_is_no_plan_of_a_portfolio_is_refused_in_one_line(file, capsys, doc
         (["--workers", "2"], "--workers: is of one fleet"),
         (["--slo", "ttft=1s,tpot=50ms"], "--slo: is of one fleet"),
         (["--advisory"], "--advisory: is of one fleet"),
-        (["--reclaim-notice", "file:/x"], "--reclaim-notice: is of one fleet"),
+        (["--reclaim-notice", "/x"], "--reclaim-notice: expected"),
         (["--autoscale", "0..4"], "--autoscale: each model of a portfolio keeps a worker, got 0..4"),
         (["--", "--lora-modules", "a=b"], "--lora-modules: is of one model"),
         (["--", "--served-model-name=a"], "--served-model-name: is of one model"),
