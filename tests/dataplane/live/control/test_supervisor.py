@@ -64,6 +64,10 @@ processes.YOUNG_S, processes.END_S = 0.0, 0.2
 fates, pulse = sys.argv[1:], Pulse()
 
 
+def say(line):
+    os.write(1, (line + "\\n").encode())  # in one write, whatever buffers: processes share the pipe
+
+
 def run(name, folder):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before a line that the test answers by it
     again = (folder / name).exists()
@@ -71,7 +75,7 @@ def run(name, folder):
     if name == "front":
         if "refuses" not in fates:
             pulse._shared[1] = 1.0
-        print("ready", os.getpid(), flush=True)
+        say(f"ready {os.getpid()}")
     elif not again and fates:
         if fates[0] == "refuses":
             return 2
@@ -79,9 +83,9 @@ def run(name, folder):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
     if name == "chat":
-        print("again" if again else "begun", flush=True)
+        say("again" if again else "begun")
     signal.sigwait([signal.SIGTERM])
-    print(name, "ends", flush=True)
+    say(f"{name} ends")
     return 0
 
 
