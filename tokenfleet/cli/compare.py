@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
 from dataplane.http.tls import client_context
-from tokenfleet.cli.flags import TlsCa, takes
-from tokenfleet.cli.terminal import console, show, warn
+from tokenfleet.cli.flags import Format, OutputFormat, TlsCa, takes
+from tokenfleet.cli.terminal import counted_bar, show, warn
 from tokenfleet.durations import duration_text, parse_duration_s, parse_slo
 from tokenfleet.planning.request import PlanRequest
 
@@ -82,7 +81,7 @@ class CompareFlags:
         Path | None, typer.Option(help="write each request's latencies, live and simulated, to this CSV")
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="of prompts, and of policies that draw lots")] = 0
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+    output_format: Format = OutputFormat.TABLE
 
 
 @takes(CompareFlags)
@@ -140,8 +139,6 @@ def compare_command(flags: CompareFlags) -> int:
 
 def _checked(flags: CompareFlags) -> tuple[PlanRequest, float | None]:
     """The request, and HTTP's share where it is given; raises BadInput for flags that do not go together."""
-    if flags.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
     if flags.control is None and flags.workers is None:
         raise BadInput("--workers: how many serve the endpoint? Give it, or --control")
     request = PlanRequest(
@@ -247,11 +244,8 @@ async def _replayed(
     alone_s = worker.alone_ttft_s(LONE_TOKENS)
     extra_s = await overheads_s(to, alone_s, rng) if fixed_s is None else np.array([fixed_s])
     before = await _counters(flags, trust)
-    shown = console(stderr=True)
-    columns = (TextColumn("replaying"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
-        task = progress.add_task("", total=len(workload))
-        replayed = await replay(workload, to, rng, lambda done: progress.update(task, completed=done))
+    with counted_bar("replaying", len(workload)) as advance:
+        replayed = await replay(workload, to, rng, advance)
     after = await _counters(flags, trust)
     counters = {name: after[name] - before[name] for name in COUNTERS if name in after}
     workers = after.get("workers", 0)
@@ -286,9 +280,13 @@ async def _counters(flags: CompareFlags, trust: ssl.SSLContext) -> dict[str, int
 
 
 def _say(
-    figures: list[ComparedFigure], run: dict[str, Any], workers: int, requests: int, output_format: str
+    figures: list[ComparedFigure],
+    run: dict[str, Any],
+    workers: int,
+    requests: int,
+    output_format: OutputFormat,
 ) -> None:
-    if output_format == "json":
+    if output_format == OutputFormat.JSON:
         rows = [
             {"name": f.name, "live": f.live, "simulated": f.simulated, "error": f.error, "kind": f.kind}
             for f in figures

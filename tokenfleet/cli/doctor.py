@@ -33,8 +33,9 @@ from dataplane.live.worker.host_checks import (
     hosts_of_cluster,
     look_at_host,
 )
+from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.fleet import ControlClient
-from tokenfleet.cli.plan import OutputFormat
+from tokenfleet.cli.terminal import answer
 from tokenfleet.durations import duration_text
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama.py"
@@ -59,7 +60,7 @@ def doctor_command(
         typer.Option("--engine", help="then start two engines and move a request between them"),
     ] = False,
     tp: Annotated[int, typer.Option(min=1, help="GPUs of each of those engines")] = 1,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
     engine_flags: Annotated[
         list[str] | None, typer.Argument(metavar="-- [VLLM FLAGS]", help="of those engines, after --")
     ] = None,
@@ -80,12 +81,8 @@ def doctor_command(
     if engine and not any(finding.state == "stops" for _, finding in found):
         tried = [*_tried(model, tp, engine_flags or []), compare_ways()]
         found += [("engines", finding) for finding in tried]
-    if output_format == OutputFormat.JSON:
-        print(json.dumps([{"host": name} | asdict(finding) for name, finding in found], indent=1))
-    else:
-        from tokenfleet.cli.terminal import show
-
-        show([_table(found)])
+    text = json.dumps([{"host": name} | asdict(finding) for name, finding in found], indent=1)
+    answer(output_format, text, lambda: [_table(found)])
     return 1 if any(finding.state == "stops" for _, finding in found) else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from controlplane.errors import BadInput, ProfileMissing
@@ -22,7 +22,8 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Resid
 from controlplane.perfmodel.samples import StepSamples, concatenated
 from controlplane.perfmodel.step import PrefillModel, StepModel, coefficients
 from controlplane.types import EngineMode
-from tokenfleet.cli.flags import takes
+from tokenfleet.cli.flags import Format, OutputFormat, takes
+from tokenfleet.cli.terminal import console, show
 from tokenfleet.profiles.diagnostics import Break, HostSpeed, form_of, linear_breaks
 from tokenfleet.profiles.fit_log import calibrated, fit_log, judged
 from tokenfleet.profiles.library import (
@@ -73,7 +74,7 @@ class FitFlags:
         str | None, typer.Option(help="date of the measurements, YYYY-MM-DD; today if not given")
     ] = None
     seed: Annotated[int, typer.Option(help="of the search over a request log")] = 0
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+    output_format: Format = OutputFormat.TABLE
 
     def worker(self, kv_tokens: int) -> Profile:
         """The profile to be fitted, without its times."""
@@ -101,15 +102,13 @@ def fit_command(flags: FitFlags) -> None:
 
     tokenfleet fit --measurements steps.csv --model llama-3.1-8b --gpu h100-sxm --tp 1 --out my.yaml
     """
-    if flags.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
     _day(flags.measured_on)
     speeds: list[HostSpeed] = []
     read = _read(flags, speeds)
     kv_tokens = flags.kv_tokens
     if kv_tokens is None:
         kv_tokens, said = _kv_tokens(flags.model, flags.gpu, flags.tp, read)
-        Console(stderr=True).print(f"--kv-tokens not given: {said}", highlight=False, soft_wrap=True)
+        print(f"--kv-tokens not given: {said}", file=sys.stderr)
     worker = flags.worker(kv_tokens)
     if isinstance(read, RequestLog):
         profile = fit_log(read, worker, seed=flags.seed)
@@ -141,11 +140,10 @@ def _without_outliers(samples: StepSamples) -> StepSamples:
         return samples
     rows = np.flatnonzero(far)
     named = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
-    Console(stderr=True).print(
+    print(
         f"{len(rows)} of {len(samples)} steps took over {OUTLYING:g} times what all others say: {named};"
         " they are left out (--robust gives them less weight instead, --as-measured keeps them)",
-        highlight=False,
-        soft_wrap=True,
+        file=sys.stderr,
     )
     return samples.take(~far)
 
@@ -199,7 +197,7 @@ def _day(text: str | None) -> str:
 
 
 def _say(
-    profile: Profile, out: Path, output_format: str, breaks: list[Break], speeds: list[HostSpeed]
+    profile: Profile, out: Path, output_format: OutputFormat, breaks: list[Break], speeds: list[HostSpeed]
 ) -> None:
     step, residuals = profile.step, profile.residuals
     within = {f"{c:g}": relative_error(residuals, c) for c in CONFIDENCES}
@@ -212,7 +210,7 @@ def _say(
         "max_relative": residuals.max_relative,
         "held_out_mean": residuals.held_out_mean,
     }
-    if output_format == "json":
+    if output_format == OutputFormat.JSON:
         answer: dict[str, object] = {"schema": "tokenfleet.fit/1", "profile": str(out), **rows}
         answer["error_within"] = within
         answer |= {"form": form_of(step), "breaks": [asdict(cell) for cell in breaks]}
@@ -229,13 +227,13 @@ def _say(
         table.add_row(name, "-" if value is None else f"{value:.6g}")
     for confidence, error in within.items():
         table.add_row(f"error within, {float(confidence):.0%} sure", f"{error:.2%}")
-    Console().print(table)
+    show([table])
     print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
     for speed in speeds:
         print(speed_text(speed))
     for cell in breaks:
         print(f"the linear form breaks: {cell.text}")
-    Console(stderr=True).print(f"wrote {out}", soft_wrap=True)
+    print(f"wrote {out}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +255,7 @@ class CalibrateFlags:
     workers: Annotated[int, typer.Option(min=1, help="with --log: engines that took them in turn")] = 1
     max_seqs: Annotated[int | None, typer.Option(min=1, help="the engine's, where not the profile's")] = None
     max_batched_tokens: Annotated[int | None, typer.Option(min=1, help="the same")] = None
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+    output_format: Format = OutputFormat.TABLE
 
 
 @takes(CalibrateFlags)
@@ -273,8 +271,6 @@ def calibrate_command(flags: CalibrateFlags) -> None:
     tokenfleet calibrate --log requests.jsonl --profile old.yaml --output new.yaml
     tokenfleet plan --trace trace.csv --profile mine.yaml --slo ttft=400ms,tpot=30ms
     """
-    if flags.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
     if (flags.log is None) == (not flags.metrics):
         raise BadInput("calibrate: give --metrics ADDRESS (or several), or --log FILE")
     if flags.output.is_dir():
@@ -307,7 +303,7 @@ def _by_metrics(
     """Watch the engines and calibrate by what they did; a page that fails meanwhile is a gap, and said."""
     from tokenfleet.profiles.engine_metrics import drafts, intervals_of, kv_of, watched
 
-    with Console(stderr=True).status(f"watching {', '.join(urls)} for {minutes:g} minutes"):
+    with console(stderr=True).status(f"watching {', '.join(urls)} for {minutes:g} minutes"):
         scrapes, missed = watched(urls, 60.0 * minutes)
     if missed:
         said.append(f"{len(missed)} looks failed and were left out, the last: {missed[-1]}")
@@ -363,7 +359,7 @@ def _say_calibrated(
     made: Profile, corrections: Sequence[Correction], said: Sequence[str], flags: CalibrateFlags
 ) -> None:
     residuals = made.residuals
-    if flags.output_format == "json":
+    if flags.output_format == OutputFormat.JSON:
         answer: dict[str, Any] = {
             "schema": "tokenfleet.calibration/1",
             "profile": str(flags.output),

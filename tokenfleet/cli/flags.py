@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -24,6 +25,16 @@ from tokenfleet.field_errors import nearest
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 
 Command = Callable[..., int]
+
+
+class OutputFormat(StrEnum):
+    """How a result is printed on stdout."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+Format = Annotated[OutputFormat, typer.Option("--format", help="on stdout")]
 TlsCert = Annotated[
     Path | None,
     typer.Option(help="PEM certificate (with its chain) to serve HTTPS with; read anew when it changes"),

@@ -18,12 +18,11 @@ from rich.table import Table
 
 from controlplane.errors import BadInput
 from dataplane.http.tls import client_context, distrust
-from tokenfleet.cli.flags import TlsCa
+from tokenfleet.cli.flags import Format, OutputFormat, TlsCa
 from tokenfleet.durations import duration_text
 
 fleet_app = typer.Typer(add_completion=False, no_args_is_help=True, help="Operate a running fleet.")
 
-Format = Annotated[str, typer.Option("--format", help="table or json")]
 TIMEOUT_S = 10.0
 SHOWN_DECISIONS = 15  # lines
 SHOWN_PAIRS = 3
@@ -48,7 +47,7 @@ def fleet(
 
 
 @fleet_app.command()
-def status(context: typer.Context, format: Format = "table") -> None:
+def status(context: typer.Context, format: Format = OutputFormat.TABLE) -> None:
     """Workers and their load, what is moving, and the last decisions with their reasons."""
     view = context.obj.ask("GET", "/v1/fleet")
     _show(view, format, _status_tables)
@@ -59,7 +58,7 @@ def scale(
     context: typer.Context,
     workers: str,
     kind: Annotated[str | None, typer.Option(help="of this kind, in a fleet of several")] = None,
-    format: Format = "table",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Set the number of workers, or `auto` to let the controller decide."""
     if workers != "auto" and not workers.isdigit():
@@ -77,7 +76,7 @@ def drain(
     context: typer.Context,
     worker: str,
     cancel: Annotated[bool, typer.Option("--cancel", help="let a draining worker serve again")] = False,
-    format: Format = "table",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Move everything off a worker, then stop it."""
     reply = context.obj.ask("DELETE" if cancel else "POST", f"/v1/workers/{worker}/drain")
@@ -85,7 +84,7 @@ def drain(
 
 
 @fleet_app.command()
-def role(context: typer.Context, worker: str, role: str, format: Format = "table") -> None:
+def role(context: typer.Context, worker: str, role: str, format: Format = OutputFormat.TABLE) -> None:
     """Let a worker prefill, decode, or do both (any) from now on, without stopping.
 
     tokenfleet fleet role w2 decode
@@ -99,7 +98,7 @@ def migrate(
     context: typer.Context,
     request: str,
     worker: Annotated[str | None, typer.Argument(help="where to; the fleet chooses by default")] = None,
-    format: Format = "table",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Move a running request, with its KV cache, to another worker."""
     order = {"request_id": request} | ({"target": worker} if worker else {})
@@ -111,7 +110,7 @@ def migrate(
 def explain(
     context: typer.Context,
     request: Annotated[str | None, typer.Argument(help="one request; all running ones by default")] = None,
-    format: Format = "table",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Why a request runs where it runs; without one, why the fleet has the size it has."""
     if request is None:
@@ -159,12 +158,10 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"HTTP {error.code}"
 
 
-def _show(reply: Any, format: str, tables: Any) -> None:
-    if format == "json":
+def _show(reply: Any, format: OutputFormat, tables: Any) -> None:
+    if format == OutputFormat.JSON:
         print(json.dumps(reply, indent=2))
         return
-    if format != "table":
-        raise BadInput(f"--format: expected table or json, got {format!r}")
     console = Console()
     for part in tables(reply):
         console.print(part, highlight=False)

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.fleet import ControlClient, Format, fleet_app
+from tokenfleet.cli.flags import Format, OutputFormat
+from tokenfleet.cli.fleet import ControlClient, fleet_app
 from tokenfleet.durations import parse_duration_s
 
 __all__ = ["fleet_app"]
@@ -28,7 +29,7 @@ def evacuate(
     worker: Annotated[str, typer.Argument(help="or --node")] = "",
     node: Annotated[str, typer.Option(help="all workers of the node at this address")] = "",
     deadline: Annotated[str, typer.Option(help="when it must be empty and gone, from now")] = "30s",
-    format: Format = "table",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Empty a worker by a deadline, since its machine goes away; another is launched in its place.
 
@@ -40,7 +41,6 @@ def evacuate(
     tokenfleet fleet evacuate --node 10.0.0.7 --deadline 2m
     """
     seconds = parse_duration_s(deadline, "--deadline")
-    _check_format(format)
     if bool(worker) == bool(node):
         raise BadInput("evacuate: give a worker, or --node with an address")
     client: ControlClient = context.obj
@@ -69,7 +69,10 @@ FinishWithin = Annotated[
 
 @fleet_app.command()
 def restart(
-    context: typer.Context, worker: str, finish_within: FinishWithin = "10m", format: Format = "table"
+    context: typer.Context,
+    worker: str,
+    finish_within: FinishWithin = "10m",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Replace a worker by a new one of its kind; its requests move there or elsewhere, or finish.
 
@@ -88,8 +91,7 @@ def restart(
     _roll(context.obj, format, f"/v1/workers/{worker}/restart", {"finish_s": finish_s})
 
 
-def _restart_gateways(client: ControlClient, format: str, finish_s: float) -> None:
-    _check_format(format)
+def _restart_gateways(client: ControlClient, format: OutputFormat, finish_s: float) -> None:
     after = _last_event(client)
     client.ask("POST", "/v1/gateways/restart", {"finish_s": finish_s})
     for event in _events(client, after):
@@ -113,7 +115,7 @@ def update(
     ] = None,
     finish_within: FinishWithin = "10m",
     cancel: Annotated[bool, typer.Option("--cancel", help="roll back the update under way")] = False,
-    format: Format = "table",
+    format: Format = OutputFormat.TABLE,
 ) -> None:
     """Replace all workers, one after another, by ones with other vLLM flags or of another model.
 
@@ -128,7 +130,6 @@ def update(
     if cancel:
         if engine_flags or model:
             raise BadInput("--cancel: takes neither a model nor flags")
-        _check_format(format)
         reply = context.obj.ask("DELETE", "/v1/fleet/update")
         _tell(format, f"{reply['what']}: is rolled back", reply)
         return
@@ -142,9 +143,8 @@ def update(
     _roll(context.obj, format, "/v1/fleet/update", order)
 
 
-def _roll(client: ControlClient, format: str, path: str, order: dict[str, Any]) -> None:
+def _roll(client: ControlClient, format: OutputFormat, path: str, order: dict[str, Any]) -> None:
     """Order a rollout, and tell how it goes until its end."""
-    _check_format(format)
     after = _last_event(client)
     what = client.ask("POST", path, order, CHECK_S)["what"]
     try:
@@ -161,14 +161,9 @@ def _roll(client: ControlClient, format: str, path: str, order: dict[str, Any]) 
         raise typer.Exit(NOT_DONE)
 
 
-def _check_format(format: str) -> None:
-    if format not in ("table", "json"):
-        raise BadInput(f"--format: expected table or json, got {format!r}")
-
-
-def _tell(format: str, line: str, event: Any) -> None:
+def _tell(format: OutputFormat, line: str, event: Any) -> None:
     """A line of progress: for people, or as JSON."""
-    print(json.dumps(event) if format == "json" else line, flush=True)
+    print(json.dumps(event) if format == OutputFormat.JSON else line, flush=True)
 
 
 def _last_event(client: ControlClient) -> int:

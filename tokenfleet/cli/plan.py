@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 import os
 from datetime import date
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tokenfleet.cli.flags import TraceSource, takes_request
+from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
 from tokenfleet.planning.request import PlanRequest
-
-
-class OutputFormat(StrEnum):
-    """How a result is printed on stdout."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 @takes_request()
@@ -28,7 +20,7 @@ def plan_command(
     request: PlanRequest,
     jobs: Annotated[int | None, typer.Option(min=1, help="simulations side by side (one per core)")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="write plan.json and report.html there")] = None,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Find the cheapest fleet that meets the targets, and say how sure that is and why not one fewer.
 
@@ -39,7 +31,7 @@ def plan_command(
     """
     request.consistent()
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.cli.terminal import console, progress_bar, show, warn
+    from tokenfleet.cli.terminal import answer, console, progress_bar, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.planning.inputs import gather
     from tokenfleet.planning.plan_json import plan_json
@@ -63,12 +55,7 @@ def plan_command(
     text = json.dumps(plan_json(plan), indent=1) + "\n"
     if files:
         write_files(dict(zip(files, (text, plan_report(plan)), strict=True)))
-    if output_format == OutputFormat.JSON:
-        print(text, end="")
-    else:
-        show(plan_tables(plan))
-        if files:
-            print(f"\nwritten: {', '.join(map(str, files))}")
+    answer(output_format, text, lambda: plan_tables(plan), files)
     return 0 if plan.feasible else 1
 
 
@@ -81,7 +68,7 @@ def portfolio_command(
     output_dir: Annotated[
         Path | None, typer.Option(help="write portfolio.json, portfolio.html and NAME.plan.json there")
     ] = None,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Choose GPUs for several models at once, within limits that they share, at least cost.
 
@@ -90,7 +77,7 @@ def portfolio_command(
     tokenfleet portfolio models.yaml --output-dir out      # then: tokenfleet serve --plan out/chat.plan.json
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.cli.terminal import counted_bar, show, warn
+    from tokenfleet.cli.terminal import answer, counted_bar, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.portfolio.plan import plan_portfolio, tasks_of
     from tokenfleet.portfolio.request import read_portfolio
@@ -112,12 +99,7 @@ def portfolio_command(
     if files:
         each = {plans[row.name]: json.dumps(row.plan.document, indent=1) + "\n" for row in plan.rows}
         write_files(dict(zip(files, (text, portfolio_report(plan)), strict=True)) | each)
-    if output_format == OutputFormat.JSON:
-        print(text, end="")
-    else:
-        show(portfolio_tables(plan))
-        if files:
-            print(f"\nwritten: {', '.join(map(str, [*files, *plans.values()]))}")
+    answer(output_format, text, lambda: portfolio_tables(plan), [*files, *plans.values()])
     return 0
 
 

@@ -18,7 +18,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import takes
+from tokenfleet.cli.flags import Format, OutputFormat, takes
 from tokenfleet.cli.terminal import console
 from tokenfleet.durations import parse_duration_s, parse_speculation
 
@@ -55,7 +55,7 @@ class ProfileFlags:
     ] = "wall"
     cores: Annotated[str, typer.Option(help="cores of a CPU engine, as VLLM_CPU_OMP_THREADS_BIND")] = ""
     seed: Annotated[int, typer.Option(min=0, help="of the order and of the prompts")] = 0
-    output_format: Annotated[str, typer.Option("--format", help="table or json")] = "table"
+    output_format: Format = OutputFormat.TABLE
     predict: Annotated[
         bool, typer.Option("--predict", help="no engine: compose a profile from operation tables")
     ] = False
@@ -105,8 +105,6 @@ def profile_command(flags: ProfileFlags) -> None:
     tokenfleet profile --predict --model deepseek-v3 --gpu h200 --data-parallel 8 --out dp.yaml
     tokenfleet profile --predict --model llama-3.1-70b --gpu l40s --tp 2 --pipeline-parallel 4 --out pp.yaml
     """
-    if flags.output_format not in ("table", "json"):
-        raise BadInput(f"--format: table or json, got {flags.output_format!r}")
     if flags.predict:
         _predict(flags)
         return
@@ -172,7 +170,7 @@ def _predict(flags: ProfileFlags) -> None:
         "gpus": profile.gpus,
         "says": profile.source.what,
     }
-    if flags.output_format == "json":
+    if flags.output_format == OutputFormat.JSON:
         print(json.dumps(summary))
         return
     print(f"{profile.label}: {profile.kv.capacity_tokens:,} KV tokens, in {flags.out}")
@@ -300,7 +298,7 @@ def _prepare_process(cores: str) -> None:
     logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
 
 
-def _say(summary: dict[str, Any], out: Path, output_format: str) -> None:
+def _say(summary: dict[str, Any], out: Path, output_format: OutputFormat) -> None:
     environment = summary["environment"]
     fit = (
         f"tokenfleet fit --measurements {out} --robust --model {environment['model']} --gpu GPU"
@@ -309,7 +307,7 @@ def _say(summary: dict[str, Any], out: Path, output_format: str) -> None:
         f" --max-batched-tokens {environment['max_batched_tokens']} --max-seqs {environment['max_seqs']}"
         " --out PROFILE.yaml"
     )
-    if output_format == "json":
+    if output_format == OutputFormat.JSON:
         print(json.dumps({"schema": SCHEMA, "measurements": str(out), **summary, "fit": fit}))
         return
     rest = summary["points"] - summary["done"]

@@ -10,14 +10,15 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tokenfleet.cli.plan import OutputFormat
+from tokenfleet.cli.flags import Format, OutputFormat
+from tokenfleet.cli.terminal import answer, console
 from tokenfleet.durations import duration_text
 
 
 def scorecard_command(
     plan: Annotated[str, typer.Argument(help="a kept plan's id; by default the one served last")] = "last",
     data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Predicted against observed TTFT, TPOT, attainment and capacity, the bias of the plan's profile, and by
     day what the fleet cost over the cheapest that would have served the same requests.
@@ -25,15 +26,11 @@ def scorecard_command(
     tokenfleet serve --plan plan.json …, let it run, then tokenfleet scorecard; the next plan takes the bias
     with tokenfleet plan --bias-from last. Exit code 1 while too little was served to compare.
     """
-    from tokenfleet.cli.terminal import show
     from tokenfleet.service.data_folder import default_data_folder
     from tokenfleet.service.scorecard import whole_scorecard
 
     card = whole_scorecard(data or default_data_folder(), plan)
-    if output_format == OutputFormat.JSON:
-        print(json.dumps(card, indent=1))
-    else:
-        show(scorecard_tables(card))
+    answer(output_format, json.dumps(card, indent=1), lambda: scorecard_tables(card))
     return 0 if card["attainment"] is not None else 1
 
 
@@ -67,7 +64,7 @@ def scorecard_tables(card: dict[str, Any]) -> list[Any]:
 def gap_command(
     data: Annotated[Path | None, typer.Option(help="the fleet's folder (default: $TOKENFLEET_DATA)")] = None,
     days: Annotated[int, typer.Option(min=1, help="so many of the last days")] = 7,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """What a fleet cost over the cheapest that would have served the same requests, by day, and why.
 
@@ -76,16 +73,14 @@ def gap_command(
 
     tokenfleet scorecard gap --data /var/lib/tokenfleet --days 30
     """
-    from tokenfleet.cli.terminal import show
     from tokenfleet.service.data_folder import default_data_folder
     from tokenfleet.service.gap import gaps
 
     folder = data or default_data_folder()
     found = gaps(folder, 0.0, time.time(), days)
-    if output_format == OutputFormat.JSON:
-        print(json.dumps({"schema": "tokenfleet.gaps/1", "days": found}, indent=1))
-    else:
-        show(gap_tables(found) if found else [f"{folder}: no log of a fleet; `tokenfleet serve` keeps one"])
+    nothing = [f"{folder}: no log of a fleet; `tokenfleet serve` keeps one"]
+    text = json.dumps({"schema": "tokenfleet.gaps/1", "days": found}, indent=1)
+    answer(output_format, text, lambda: gap_tables(found) if found else nothing)
     return 0 if found else 1
 
 
@@ -116,7 +111,7 @@ def _or_dash(value: float | None, shown: Any) -> str:
 def accuracy_command(
     runs: Annotated[list[Path], typer.Argument(help="files of runs (docs/accuracy.md); several at once")],
     profile: Annotated[Path | None, typer.Option(help="a profile instead of the library's")] = None,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """How far predictions are from measured runs: latencies, throughput, and the rate at which targets break.
 
@@ -125,7 +120,6 @@ def accuracy_command(
 
     tokenfleet scorecard accuracy runs/llama-70b.yaml runs/llama-8b.yaml
     """
-    from tokenfleet.cli.terminal import console, show
     from tokenfleet.profiles.accuracy import ACCURACY, CALIBRATED_ON, accuracy_of, overall, read_ladder
     from tokenfleet.profiles.library import read_profile
 
@@ -137,19 +131,24 @@ def accuracy_command(
             found["as it is"].append(accuracy_of(ladder, worker, calibrates=False))
             if len(ladder.runs) > CALIBRATED_ON:
                 found["calibrated"].append(accuracy_of(ladder, worker, calibrates=True))
-    if output_format == OutputFormat.JSON:
-        medians = {name: overall(rows) for name, rows in found.items() if rows}
-        told = {"schema": ACCURACY, "runs": [row for rows in found.values() for row in rows]}
-        print(json.dumps(told | {"medians": medians}, indent=1))
-        return 0
+    told = {
+        "schema": ACCURACY,
+        "runs": [row for rows in found.values() for row in rows],
+        "medians": {name: overall(rows) for name, rows in found.items() if rows},
+    }
+    answer(output_format, json.dumps(told, indent=1), lambda: [accuracy_table(found)])
+    return 0
+
+
+def accuracy_table(found: dict[str, list[dict[str, Any]]]) -> Table:
+    """The errors of ladders for people, by how their profile was used."""
     table = Table()
     for column in ACCURACY_COLUMNS:
         table.add_column(column, justify="left" if column in ("runs", "profile") else "right")
     for name, rows in found.items():
         for row in rows:
             table.add_row(row["runs"], name, *accuracy_cells(row))
-    show([table])
-    return 0
+    return table
 
 
 ACCURACY_COLUMNS = (

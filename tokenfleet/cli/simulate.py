@@ -17,8 +17,7 @@ import typer
 
 from controlplane.errors import BadInput
 from controlplane.types import EngineMode, SloClass
-from tokenfleet.cli.flags import takes_request
-from tokenfleet.cli.plan import OutputFormat
+from tokenfleet.cli.flags import Format, OutputFormat, takes_request
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.request import PlanRequest
 
@@ -92,7 +91,7 @@ def simulate_command(
     request: PlanRequest,
     as_sessions: SessionFlags,
     per_request: Annotated[Path | None, typer.Option(help="write one row a request to this CSV")] = None,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Replay a trace on a fleet. Turns of sessions are sent a time to think after the answers they wait for.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from threading import Lock
 
 from rich.console import Console, RenderableType
@@ -13,11 +15,13 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
 
+from tokenfleet.cli.flags import OutputFormat
 from tokenfleet.planning.threads import Watch
 
 
@@ -34,6 +38,21 @@ def show(renderables: Iterable[RenderableType]) -> None:
     out = console()
     for renderable in renderables:
         out.print(renderable)
+
+
+def answer(
+    asked: OutputFormat,
+    text: str,
+    tables: Callable[[], Iterable[RenderableType]],
+    written: Sequence[Path] = (),
+) -> None:
+    """Print a result on stdout as it was asked for: its JSON, or tables and which files were written."""
+    if asked == OutputFormat.JSON:
+        print(text.rstrip("\n"))
+        return
+    show(tables())
+    if written:
+        print(f"\nwritten: {', '.join(map(str, written))}")
 
 
 def warn(messages: Iterable[str]) -> None:
@@ -59,27 +78,23 @@ class Bar(Watch):
             self._progress.update(self._task, simulations=self._count)
 
 
-@contextmanager
-def progress_bar(text: str) -> Iterator[Watch]:
+def _progress(count: ProgressColumn) -> Progress:
     """A bar on stderr while it is watched by a person; a silent one otherwise."""
     to = console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[simulations]} simulations"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), count, TimeElapsedColumn()
+    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+
+
+@contextmanager
+def progress_bar(text: str) -> Iterator[Watch]:
+    """A bar of a plan's progress, with the simulations that it took."""
+    with _progress(TextColumn("{task.fields[simulations]} simulations")) as progress:
         yield Bar(progress, progress.add_task(text, total=1.0, simulations=0))
 
 
 @contextmanager
-def counted_bar(text: str, total: int) -> Iterator[Callable[[], None]]:
-    """The same for `total` equal things: what it gives is called after each."""
-    to = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=to, transient=True, disable=not to.is_terminal
-    ) as progress:
-        task = progress.add_task(text, total=total)
-        yield lambda: progress.advance(task)
+def counted_bar(text: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A bar of `total` equal things; what it gives is called after one of them, or after so many."""
+    with _progress(MofNCompleteColumn()) as progress:
+        task = progress.add_task(text, total=total, completed=done)
+        yield partial(progress.advance, task)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -14,11 +11,10 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import takes
+from tokenfleet.cli.flags import Format, OutputFormat, takes
+from tokenfleet.cli.terminal import answer, console, counted_bar, warn
 from tokenfleet.files import refuse_to_replace
 from tokenfleet.traces.check import as_json, as_tables, check
 from tokenfleet.traces.distributions import PUBLISHED_SEED
@@ -43,20 +39,13 @@ class Written(StrEnum):
     AZURE = "azure"
 
 
-class Output(StrEnum):
-    """How a result is printed on stdout."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 @trace_app.command(
     "check",
     epilog="Example: tokenfleet trace check examples/sample_trace.csv --model llama-3.1-8b --format json",
 )
 def check_command(
     file: Annotated[Path, typer.Argument(help="a trace in any known format", show_default=False)],
-    output: Annotated[Output, typer.Option("--format", help="table or json on stdout")] = Output.TABLE,
+    output_format: Format = OutputFormat.TABLE,
     model: Annotated[
         str | None,
         typer.Option(help="hold the reuse of prefixes against the KV of its workers", show_default=False),
@@ -69,12 +58,8 @@ def check_command(
     """
     kv_tokens = {} if model is None else _kv_tokens(model)
     checkup = check(_read(file))
-    if output is Output.JSON:
-        print(json.dumps(as_json(checkup, kv_tokens), ensure_ascii=False, indent=1))
-        return
-    console = Console(no_color=_plain(), highlight=False)
-    for part in as_tables(checkup, kv_tokens):
-        console.print(part)
+    text = json.dumps(as_json(checkup, kv_tokens), ensure_ascii=False, indent=1)
+    answer(output_format, text, lambda: as_tables(checkup, kv_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +149,7 @@ def convert_command(
     kind_for(target, to.value)
     refuse_to_replace(target, overwrite)
     trace = _read(source)
-    for warning in trace.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    warn(trace.warnings)
     _write(trace, target, to.value, overwrite)
 
 
@@ -176,30 +160,12 @@ def _kv_tokens(model: str) -> dict[str, int]:
     return {p.type_name: p.kv.capacity_tokens for p in find_profiles(model)}
 
 
-@contextmanager
-def _progress(rows: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, where a person watches it."""
-    columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn())
-    console = _stderr()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("writing", total=rows)
-        yield lambda done: bar.advance(task, done)
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, no_color=_plain())
-
-
-def _plain() -> bool:
-    return "NO_COLOR" in os.environ
-
-
 def _read(path: Path) -> Trace:
-    with _stderr().status(f"reading {path}"):
+    with console(stderr=True).status(f"reading {path}"):
         return read_trace(path)
 
 
 def _write(trace: Trace, path: Path, form: str, overwrite: bool) -> None:
-    with _progress(len(trace)) as advance:
+    with counted_bar("writing", len(trace)) as advance:
         write_trace(trace, path, form, overwrite, advance)
     print(f"{path}: {len(trace)} requests in {trace.workload.duration_s:.1f} s", file=sys.stderr)

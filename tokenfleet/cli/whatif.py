@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import TraceSource, takes_request
-from tokenfleet.cli.plan import OutputFormat
+from tokenfleet.cli.flags import Format, OutputFormat, TraceSource, takes_request
 from tokenfleet.durations import parse_window_s
 from tokenfleet.planning.request import PlanRequest
 
@@ -43,7 +42,7 @@ def whatif_command(
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="plan everything anew, keep nothing")] = False,
     output_dir: Annotated[Path | None, typer.Option(help="write whatif.json and whatif.html there")] = None,
-    output_format: Annotated[OutputFormat, typer.Option("--format", help="on stdout")] = OutputFormat.TABLE,
+    output_format: Format = OutputFormat.TABLE,
 ) -> int:
     """Plan a grid of changes and show what each costs.
 
@@ -56,7 +55,7 @@ def whatif_command(
     if ray is not None and jobs is not None:
         raise BadInput("--jobs: a Ray cluster has its own processors; leave out --jobs or --ray")
     # Imported here: the flags are checked before the compiled simulator is loaded.
-    from tokenfleet.cli.terminal import console, show, warn
+    from tokenfleet.cli.terminal import answer, console, warn
     from tokenfleet.files import refuse_unwritable, write_files
     from tokenfleet.service.forks import asked_traces
     from tokenfleet.traces import read_traces
@@ -76,13 +75,10 @@ def whatif_command(
     scenarios, warnings = planned(jobs=jobs or os.cpu_count() or 1, ray=ray, cache=kept)
     warn([*notes, *warnings])
     clock = _clock(read, request.window)
-    answer = json.dumps(whatif_json(scenarios, clock), indent=1)
+    text = json.dumps(whatif_json(scenarios, clock), indent=1) + "\n"
     if files:
-        write_files(dict(zip(files, (answer + "\n", whatif_report(scenarios, clock)), strict=True)))
-    if output_format == OutputFormat.JSON:
-        print(answer)
-    else:
-        show(whatif_tables(scenarios, clock))
+        write_files(dict(zip(files, (text, whatif_report(scenarios, clock)), strict=True)))
+    answer(output_format, text, lambda: whatif_tables(scenarios, clock))
     return 0 if any(one.feasible for one in scenarios) else 1
 
 

@@ -141,14 +141,13 @@ async def replay(
     workload: Workload,
     endpoint: Endpoint,
     rng: np.random.Generator,
-    tell: Callable[[int], None] = lambda done: None,
+    told: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Send every request at its time and wait for all of them. `tell(done)` is called as they end."""
+    """Send every request at its time and wait for all of them. `told` is called as each ends."""
     n = len(workload)
     sent, first, last = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
     received = np.zeros(n, np.int64)
     errors: list[str] = []
-    done = 0
     async with endpoint.session(REQUEST_S) as session:
         # Prompts are made before the clock starts: drawing them must not delay anyone.
         prompts = [
@@ -157,7 +156,6 @@ async def replay(
         began = time.perf_counter() - float(workload.arrival_s[0])
 
         async def one(i: int) -> None:
-            nonlocal done
             await asyncio.sleep(max(0.0, began + float(workload.arrival_s[i]) - time.perf_counter()))
             tokens = int(workload.output_tokens[i])
             body = {
@@ -181,8 +179,7 @@ async def replay(
                 last[i] = np.nan
             if received[i] == 0:
                 last[i] = np.nan
-            done += 1
-            tell(done)
+            told()
 
         await asyncio.gather(*(one(i) for i in range(n)))
     began_unix_s = time.time() - (time.perf_counter() - began)
