@@ -36,30 +36,29 @@ from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningReque
 from controlplane.types import RequestId, WorkerId
 
 # Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
+MARGIN = 0.05  # the share by which a forecast must exceed its limit before anything moves
 _LOOKED_AT = 4
 _TRIED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ShedSettings:
-    """The strictness of forecasts (as in PlacementSettings), and the margin over the line that breaks one.
+    """The strictness of forecasts, as in PlacementSettings, and the bounds of what is moved.
 
-    `margin`: the share by which a forecast must exceed its limit before anything moves. `most`: moves of
-    one heartbeat. `headroom`: the share of KV that a worker with a high-priority request keeps free for it
-    (migration.usage); what breaks it alone sends normal requests away.
+    `most`: moves of one heartbeat. `headroom`: the share of KV that a worker with a high-priority request
+    keeps free for it (migration.usage); what breaks it alone sends normal requests away.
     """
 
     theta: float = 0.5
     gamma: float = 0.95
-    margin: float = 0.05
     most: int = 64
     headroom: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.headroom < 1.0:
             raise BadInput(f"shedding: headroom: must be at least 0 and below 1, got {self.headroom:g}")
-        if not 0.0 <= self.theta <= 1.0 or not 0.0 < self.gamma <= 1.0 or not self.margin >= 0.0:
-            raise BadInput(f"shedding: need theta in [0, 1], gamma in (0, 1], margin >= 0, got {self}")
+        if not 0.0 <= self.theta <= 1.0 or not 0.0 < self.gamma <= 1.0:
+            raise BadInput(f"shedding: need theta in [0, 1] and gamma in (0, 1], got {self}")
         if self.most < 0:
             raise BadInput(f"shedding: most: must not be negative, got {self.most}")
 
@@ -130,7 +129,7 @@ def shed(
     less than the excess they end.
     """
     ahead = {w.id: forecast_of(w, settings) for w in workers}
-    over = [w for w in workers if ahead[w.id].worst > 1.0 + settings.margin and w.load.running > 1]
+    over = [w for w in workers if ahead[w.id].worst > 1.0 + MARGIN and w.load.running > 1]
     if not over:
         return []
     broken = sorted(over, key=lambda w: (-ahead[w.id].worst, w.id))
@@ -207,10 +206,7 @@ def _choose(
         key=lambda r: (r.priority, r.to_send(target.id) - r.remaining_tokens, r.request),
     )
     price = price_of(transport, source.worker, target.worker)
-    if (
-        source.load.high
-        and forecast_of(source, replace(settings, headroom=0.0)).worst <= 1.0 + settings.margin
-    ):
+    if source.load.high and forecast_of(source, replace(settings, headroom=0.0)).worst <= 1.0 + MARGIN:
         candidates = [r for r in candidates if not r.priority]  # headroom alone: they are whom it is for
     for r in candidates[:_TRIED]:
         if _takes(settings, target, r) and _pays(settings, price, source, target, r):

@@ -222,26 +222,22 @@ class DecodeThroughput:
     bound: Literal["kv", "slo", "sequences"]
 
 
-def decode_throughput(
-    profile: Profile, tpot_s: float, mean_context_tokens: float, mean_kv_tokens: float | None = None
-) -> DecodeThroughput:
+def decode_throughput(profile: Profile, tpot_s: float, mean_context_tokens: float) -> DecodeThroughput:
     """Eq 6: decode tokens per second and GPU at the largest batch KV, TPOT and max_seqs allow.
 
-    `mean_context_tokens` is what a running request holds on average; `mean_kv_tokens` what is reserved for
-    one (its own mean context by default). The batch is not rounded, as in the paper. Steps that take no time
-    decode without limit: infinite. Raises Infeasible when one sequence alone is slower than the TPOT.
+    `mean_context_tokens` is what a running request holds on average. The batch is not rounded, as in the
+    paper. Steps that take no time decode without limit: infinite. Raises Infeasible when one sequence alone
+    is slower than the TPOT.
     """
     if not mean_context_tokens > 0 or not tpot_s > 0:
         raise BadInput("eq 6: tpot and mean context must be positive")
-    reserved = mean_context_tokens if mean_kv_tokens is None else mean_kv_tokens
-
     rank = rank_of(profile)
 
     def step_s(batch: float) -> float:
         return float(profile.step.step_s(0, batch, batch * mean_context_tokens))
 
     bound: Literal["kv", "slo", "sequences"] = "kv"
-    batch = rank.kv.capacity_tokens / float(rank.kv.held(reserved))
+    batch = rank.kv.capacity_tokens / float(rank.kv.held(mean_context_tokens))
     if batch > rank.engine.max_seqs:
         batch, bound = float(rank.engine.max_seqs), "sequences"
     if step_s(batch) > tpot_s:

@@ -65,10 +65,10 @@ def place_together(
     return [(r, int(workers[j])) for r, j in placed if j is not None], found.proven
 
 
-def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S, seed: int = 0, threads: int = 1) -> Placement:
+def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S) -> Placement:
     """The cheapest placement of a heartbeat, or the best found when the time is up.
 
-    Never worse than `best_fit`, which is the warm start and the answer if nothing better turns up. With one
+    Never worse than `best_fit`, which is the warm start and the answer if nothing better turns up. On one
     thread a proven answer is the same in every run; an unproven one may depend on the machine's speed.
     """
     shared: dict[object, Rows] = {}
@@ -86,8 +86,8 @@ def solve(beat: Heartbeat, time_limit_s: float = SOLVE_LIMIT_S, seed: int = 0, t
     solver.parameters.max_time_in_seconds = time_limit_s
     # The same limit in CP-SAT's own count of work: reached first, it stops every run at the same point.
     solver.parameters.max_deterministic_time = time_limit_s
-    solver.parameters.num_workers = threads
-    solver.parameters.random_seed = seed
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
     status = solver.solve(model)
     # Before CP-SAT has any bound it says minus infinity.
     bound = max(start.bound, ceil(max(0.0, solver.best_objective_bound) - 1e-6))

@@ -40,6 +40,7 @@ from controlplane.snapshot import SERVING, STARTING, Facts, Note, Scale, Snapsho
 from controlplane.types import Role
 from controlplane.worker_type import WorkerType
 
+STALE_S = 60.0  # older counts are taken as missing
 MOST = 3.0  # what refit and correction together may make of the workers that the line asks for
 
 
@@ -54,7 +55,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     state = _followed(settings, state, snapshot)
     demand, regime, bounds = state.demand, state.regimes.current, settings.target
     assert demand is not None
-    stale = state.counted_s is None or now_s - state.counted_s > settings.stale_s
+    stale = state.counted_s is None or now_s - state.counted_s > STALE_S
 
     question: MixQuestion | None = None
     unit, parts = "workers", 1
@@ -69,7 +70,7 @@ def scale(settings: ScalingSettings, state: Scaling, snapshot: Snapshot) -> tupl
     far, near = state.far.coming, state.soon.coming
     ready = 1.0 if settings.ahead is None else min(snapshot.cold_start_s / settings.ahead.bin_s, 1.0)
     waiting = snapshot.waiting_requests
-    also = other_rates(demand, regime, bounds.z, waiting, settings.catch_up_s, far, near, ready)
+    also = other_rates(demand, regime, waiting, far, near, ready)
     found = target(
         settings.limits,
         regime,
@@ -117,7 +118,7 @@ def _needed(
     seconds = demand.bin_s + snapshot.now_s % demand.bin_s
     lately = Regime(0, sum(c for c in counts if c is not None) / seconds, 1, regime.noise)
     bounds, waiting = settings.target, snapshot.waiting_requests
-    also = other_rates(demand, lately, bounds.z, waiting, settings.catch_up_s, None, None, 1.0)
+    also = other_rates(demand, lately, waiting, None, None, 1.0)
     found = target(settings.limits, lately, demand.bin_s, stale=False, line=line, also=also)
     found = enough_for_those_here(bounds, found, demand, snapshot, snapshot.wanted, state.weights)
     return snapshot.wanted if found.workers is None else found.workers

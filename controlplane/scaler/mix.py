@@ -33,6 +33,7 @@ from controlplane.worker_type import WorkerType
 Counts = Mapping[str, int]  # workers by the name of their type
 
 # So little that it never outweighs a cent, yet of equally dear mixes the one with fewer GPUs wins.
+SURVIVE = 0.99  # the probability with which at any time enough spot workers stand
 _TIE = 1e-6
 _TIME_LIMIT_S = 10.0
 
@@ -42,20 +43,17 @@ class MixSettings:
     """How counts are chosen among types.
 
     `horizon_s`: what a change costs (a launch's cold start, a drain) is weighed as if it came once in so
-    long. `survive`: the probability with which at any time enough spot workers stand. `max_gpus` and
+    long. `max_gpus` and
     `budget_usd_per_h`, which needs every type's price: of all workers together; None = no limit.
     """
 
     horizon_s: float = 900.0
-    survive: float = 0.99
     max_gpus: int | None = None
     budget_usd_per_h: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.horizon_s < math.inf:
             raise BadInput(f"mix: horizon_s: must be a positive duration, got {self.horizon_s:g}")
-        if not 0.0 < self.survive < 1.0:
-            raise BadInput(f"mix: survive: must be within 0 and 1, got {self.survive:g}")
         if self.budget_usd_per_h is not None and not 0.0 <= self.budget_usd_per_h < math.inf:
             raise BadInput("mix: budget_usd_per_h: must not be negative")
 
@@ -81,13 +79,13 @@ class MixQuestion:
     def standing(self, worker_type: WorkerType, count: int) -> int:
         """How many of `count` workers can be counted on.
 
-        Types are reclaimed independently: with m spot types each must survive at `survive` to the power 1/m.
+        Types are reclaimed independently: with m spot types each must survive at SURVIVE to the power 1/m.
         """
         missing = missing_share(worker_type.reclaims_per_h, self.cold_start_s)
         if missing == 0.0:
             return count
         spot = sum(t.reclaims_per_h > 0 for t in self.worker_types)
-        return count - most_missing(count, missing, self.settings.survive ** (1.0 / spot))
+        return count - most_missing(count, missing, SURVIVE ** (1.0 / spot))
 
     def carries(self, counts: Counts) -> float:
         """Reference workers that these counts can be counted on for; types without a weight carry nothing."""

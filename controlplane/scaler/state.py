@@ -30,22 +30,20 @@ from controlplane.worker_type import WorkerType
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """Settings of following demand. `stale_s`: older counts are taken as missing.
+    """Settings of following demand.
 
     `worker_types`: those that may be had. Their profiles say what a worker can do, where the target has no
     line of its own, or where the lengths drift from those that its line was learned at (`learned_at`); that
     line counts workers of the first. `mix`: how counts are chosen among them, and the limits of all together.
     `attainment`: the share of requests in time that the line is for; `classes`: those with one of their own.
-    `bin_s`: a bin of the counts. `catch_up_s`: in which a backlog is to be served. `ahead`: whether and how
+    `bin_s`: a bin of the counts. `ahead`: whether and how
     to forecast; `near`: by short bins as well.
     """
 
     target: TargetSettings
     window: StabilizationWindow = field(default_factory=StabilizationWindow)
     strictness: float = 4.0
-    stale_s: float = 60.0
     bin_s: float = 10.0
-    catch_up_s: float = 30.0
     ahead: ForecastSettings | None = None
     near: ForecastSettings | None = None
     learned_at: ClassArrivals | None = None

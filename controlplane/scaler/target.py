@@ -24,6 +24,8 @@ from controlplane.scaler.weights import PARTS, Weights
 from controlplane.snapshot import SERVING, Snapshot
 
 SILENT_BINS = 6  # without an arrival, before a fleet that may go to zero is thought idle
+RATE_Z = 1.64  # standard errors of the rate that are planned for
+CATCH_UP_S = 30.0  # in which a backlog is to be served
 BURST_Z = 4.0  # standard errors of the bin's count: one look in ten thousand errs
 
 
@@ -32,15 +34,14 @@ class TargetSettings:
     """The line and the limits.
 
     `workers_per_rps` and `intercept` None: nothing is known of this traffic, and the number is held. `high`
-    None: no upper limit; `limited_by`: what sets it, where that is not MAX itself. `z`: standard errors of
-    the rate that are planned for. `to_zero`: no arrivals in a whole regime means no workers at all.
+    None: no upper limit; `limited_by`: what sets it, where that is not MAX itself. `to_zero`: no arrivals in
+    a whole regime means no workers at all.
     """
 
     workers_per_rps: float | None
     intercept: float | None
     low: int = 1
     high: int | None = None
-    z: float = 1.64
     to_zero: bool = False
     limited_by: str = ""
 
@@ -108,7 +109,7 @@ def target(
     line = line or settings.line
     if line is None:
         return Target(None, "no line for this traffic: holding")
-    upper_rps = regime.upper_rps(bin_s, settings.z) if regime.rate_rps > 0 else 0.0
+    upper_rps = regime.upper_rps(bin_s, RATE_Z) if regime.rate_rps > 0 else 0.0
     said = f"{regime.rate_rps:.3g} requests/s for {regime.bins * bin_s:.3g} s, at most {upper_rps:.3g}"
     rates = [Rate("regime", upper_rps, said), *also]
     compared = {rate.name: _workers(line, rate.rps) for rate in rates}
@@ -141,9 +142,7 @@ def _within(settings: TargetSettings, asked: int, why: str, compared: dict[str, 
 def other_rates(
     demand: Demand,
     regime: Regime | None,
-    z: float,
     waiting: int,
-    catch_up_s: float,
     far: Forecast | None,
     near: Forecast | None,
     ready: float,
@@ -151,7 +150,7 @@ def other_rates(
     """The rates besides the regime's:
 
     burst      what the bin in progress has brought already, where the regime cannot explain it
-    backlog    the regime's rate and what waits without a worker, to be caught up in `catch_up_s`
+    backlog    the regime's rate and what waits without a worker, to be caught up in CATCH_UP_S
     forecast   the coming cold start's highest rate by the history of days; of a rise the part, `ready`, that
                will have come when what is launched now serves
     near       the same by bins shorter than a cold start: what the last minutes rose by, at a quantile
@@ -159,7 +158,7 @@ def other_rates(
     rates: list[Rate] = []
     if regime is not None and demand.open_count:
         count = float(demand.open_count)
-        expected = regime.upper_rps(demand.bin_s, z) * demand.bin_s
+        expected = regime.upper_rps(demand.bin_s, RATE_Z) * demand.bin_s
         if count > expected + BURST_Z * math.sqrt(regime.noise * max(expected, 1.0)):
             why = (
                 f"{demand.open_count} arrivals in a bin of {demand.bin_s:g} s, {regime.rate_rps:.3g}/s before"
@@ -167,7 +166,7 @@ def other_rates(
             rates.append(Rate("burst", count / demand.bin_s, why))
     if regime is not None and waiting:
         why = f"{regime.rate_rps:.3g} requests/s, and {waiting} wait for a worker"
-        rates.append(Rate("backlog", regime.rate_rps + waiting / catch_up_s, why))
+        rates.append(Rate("backlog", regime.rate_rps + waiting / CATCH_UP_S, why))
     if regime is not None and far is not None:
         rise_rps = max(far.rps - regime.rate_rps, 0.0)
         rates.append(Rate("forecast", regime.rate_rps + ready * rise_rps, far.why))

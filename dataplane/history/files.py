@@ -55,6 +55,8 @@ SCHEMA: Mapping[str, type[pl.DataType] | pl.DataType] = {
     "hash_ids": pl.List(pl.UInt64),
     "block_tokens": pl.Int64,
 }
+SEGMENT_S = 600.0  # the age at which a segment is packed
+LAST_FILES = 64  # that a start reads for the lengths of requests
 BLOCK_TOKENS = 64
 DIGEST_BYTES = 8
 
@@ -66,7 +68,6 @@ class HistoryLimits:
     keep_days: float = 30.0
     keep_bytes: int = 1 << 30
     segment_rows: int = 20_000
-    segment_s: float = 600.0
 
 
 class HistoryWriter:
@@ -91,7 +92,7 @@ class HistoryWriter:
             return
         try:
             full = self._rows >= self._limits.segment_rows
-            if full or (self._rows and time.monotonic() - self._opened_s >= self._limits.segment_s):
+            if full or (self._rows and time.monotonic() - self._opened_s >= SEGMENT_S):
                 self._segment.close()
                 self._open()
                 self._packer.submit(self._tidy)
@@ -192,10 +193,10 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
     return pl.concat(parts).sort("arrival_s")
 
 
-def last_lengths(folder: Path, model: str, most: int, files: int = 64) -> pl.DataFrame:
+def last_lengths(folder: Path, model: str, most: int) -> pl.DataFrame:
     """`prompt_tokens` and `output_tokens` of the model's last finished requests, oldest first.
 
-    At most so many rows, from no more than so many files: what a start can wait for. A file that cannot be
+    At most so many rows, from no more than LAST_FILES: what a start can wait for. A file that cannot be
     read counts as none.
     """
     wanted = (pl.col("outcome") == "finished") & (pl.col("model") == model) & (pl.col("output_tokens") > 0)
@@ -204,7 +205,7 @@ def last_lengths(folder: Path, model: str, most: int, files: int = 64) -> pl.Dat
     rows = 0
     names = {path.stem: path for path in folder.glob("requests-*.parquet")}
     names |= {path.stem: path for path in folder.glob("requests-*.jsonl")}
-    for _, path in sorted(names.items(), reverse=True)[:files]:
+    for _, path in sorted(names.items(), reverse=True)[:LAST_FILES]:
         with suppress(OSError, pl.exceptions.PolarsError):
             if path.suffix == ".jsonl":
                 part = _rows_of(path.read_bytes()).filter(wanted).select(columns)

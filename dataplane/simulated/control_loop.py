@@ -41,37 +41,37 @@ from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
 from dataplane.simulated.sending import next_send
 
+FIXED_S = 0.01  # the fixed cost of a move, in seconds of a request
+
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
     """Settings of the control loop: those of `tick`, its heartbeat, and the price of a move.
 
     `tick` None: as the placement policy has it. `bytes_per_s` None: copies take no time. A profile that does
-    not say how many bytes a token's KV has is copied at once too. `watermark`: the share of KV that counts as
-    never free. `errors`: whether Algorithm 2's errors are kept and shown, where anything may move at all.
+    not say how many bytes a token's KV has is copied at once too. `errors`: whether Algorithm 2's errors are
+    kept and shown, where anything may move at all.
     """
 
     tick: Settings | None = None
     beat_s: float = 0.25
     bytes_per_s: float | None = 2.4e9
-    fixed_s: float = 0.01
     slowdown: float = 0.02
-    watermark: float = 0.0
     errors: bool = True
 
     def __post_init__(self) -> None:
-        if not self.beat_s > 0 or not 0 <= self.watermark < 1:
-            raise BadInput(f"control: need beat_s > 0 and 0 <= watermark < 1, got {self}")
+        if not self.beat_s > 0:
+            raise BadInput(f"control: need beat_s > 0, got {self}")
 
     def price(self, profile: Profile) -> Price:
         """The price of moves off a worker of this profile."""
         per_token = 0.0 if self.bytes_per_s is None else float(profile.kv.bytes_per_token)
-        return Price(per_token, self.bytes_per_s or 1.0, self.fixed_s, self.slowdown)
+        return Price(per_token, self.bytes_per_s or 1.0, FIXED_S, self.slowdown)
 
     @property
     def transport(self) -> Transport:
         """The pace that decisions reckon with: the true one."""
-        return Transport(Pace(self.bytes_per_s or inf, self.fixed_s), slowdown=self.slowdown)
+        return Transport(Pace(self.bytes_per_s or inf, FIXED_S), slowdown=self.slowdown)
 
 
 MOST_TEXTS = 1024  # of what has ended, the last
@@ -80,8 +80,8 @@ MOST_TEXTS = 1024  # of what has ended, the last
 class Bringing:
     """Copies between caches, for workers that leave or come; off a source one at a time, slowing nobody."""
 
-    def __init__(self, run: RunState, prices: Sequence[Price], watermark: float) -> None:
-        self._run, self._prices, self._watermark = run, prices, watermark
+    def __init__(self, run: RunState, prices: Sequence[Price]) -> None:
+        self._run, self._prices = run, prices
         self._status = run.ledger.workers["status"].copy()
         self._left: dict[int, deque[Bring]] = {}  # by source
         self._at_s: dict[int, float] = {}
@@ -120,7 +120,7 @@ class Bringing:
         coming = np.flatnonzero((now == SERVING) & (before == OFF)).tolist()
         if led.caches.tokens == 0 or not (leaving or coming):
             return
-        seen = observe(led, self._run.profiles, now_s, frozenset(), frozenset(), self._watermark, states)
+        seen = observe(led, self._run.profiles, now_s, frozenset(), frozenset(), states)
         views = {int(v.id): v for v in worker_views(seen.workers) if v.worker.state == SERVES}
         for w in leaving:
             targets = [views[t] for t in views if self._alike(t, w)]
@@ -176,9 +176,9 @@ class SimulatedPlane:
     """A run's engines behind the port, at the clock's present time; with an `Elastic` they may be scaled."""
 
     def __init__(self, run: RunState, control: ControlSettings, elastic: Elastic | None = None) -> None:
-        self._run, self._watermark, self._elastic = run, control.watermark, elastic
+        self._run, self._elastic = run, elastic
         prices = [control.price(profile) for profile in run.profiles]
-        self.moves, self.bringing = Moves(run, prices), Bringing(run, prices, control.watermark)
+        self.moves, self.bringing = Moves(run, prices), Bringing(run, prices)
         self._transport = control.transport
         settings = settings_of(run, control)
         acts = settings.moves is not None or settings.shed is not None
@@ -213,9 +213,7 @@ class SimulatedPlane:
         run, now_s, elastic = self._run, self.now_s, self._elastic
         view_all(run.ledger, run.engines, now_s)
         moving = frozenset(move.request for move in self.moves.open)
-        snapshot = observe(
-            run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._watermark, self._states()
-        )
+        snapshot = observe(run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._states())
         snapshot = replace(snapshot, transport=self._transport)
         if run.cluster.queue.waiting:
             held = held_requests(run.ledger, run.cluster.queue, now_s)
@@ -257,7 +255,7 @@ class SimulatedPlane:
             return
         view_all(led, self._run.engines, now_s)
         none: frozenset[int] = frozenset()
-        seen = observe(led, self._run.profiles, now_s, none, none, self._watermark, self._states())
+        seen = observe(led, self._run.profiles, now_s, none, none, self._states())
         views = {view.id: view for view in worker_views(seen.workers)}
         serving = [view for view in views.values() if view.worker.state == SERVES]
         for w in leaving.tolist():

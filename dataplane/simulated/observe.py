@@ -93,19 +93,17 @@ def observe(
     now_s: float,
     moving: frozenset[int],
     busy: frozenset[int],
-    watermark: float,
     states: Sequence[str | None] | None = None,
 ) -> Snapshot:
     """The fleet at `now_s`, the ledger brought up to it before; workers and requests go by their numbers,
     kinds by their profiles' variants.
 
-    `watermark`: the share of KV that an engine keeps back at admission. `states`: of an elastic fleet's
-    workers, None for those that are not there.
+    `states`: of an elastic fleet's workers, None for those that are not there.
     """
     table = loads(led).tolist()
     status, variant = led.workers["status"].tolist(), led.workers["variant"].tolist()
     roles = led.workers["role"].tolist()
-    capacity = [int(p.kv.capacity_tokens * (1.0 - watermark)) for p in profiles]
+    capacity = [p.kv.capacity_tokens for p in profiles]
     kinds = [p.type_name for p in profiles]
     workers = []
     for w, row in enumerate(table):

@@ -48,6 +48,7 @@ _HOPELESS = 3  # times the answer's count, where the search for a baseline ends
 # Each step looser than the one before by about a tenth; the last is a hundred times what was asked.
 LOOSER = tuple(1.1**i for i in range(49))
 Which = tuple[bool, bool, bool]  # of the targets TTFT, TPOT and time of sessions
+AROUND = 2  # counts beside the answer that are drawn
 _PLENTY = 8  # times the fluid bound: as good as endless workers
 
 
@@ -243,11 +244,11 @@ def _fewest(replicates: Replicates, question: PlanRequest, sizing: Sizing, cap: 
     return None if workers is None else fresh.fleet(workers)
 
 
-def counts_around(sizing: Sizing, beyond: int = 2) -> Sequence[int]:
+def counts_around(sizing: Sizing) -> Sequence[int]:
     """Worker counts worth drawing around the answer."""
     assert sizing.workers is not None
     count = sizing.confirmed or sizing.workers
-    return range(max(min(count - beyond, sizing.workers - 1), sizing.fewest), count + beyond + 1)
+    return range(max(min(count - AROUND, sizing.workers - 1), sizing.fewest), count + AROUND + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,13 +120,8 @@ def smallest(passes: Callable[[int], bool], low: int, guess: int, cap: int) -> i
     return passed if passed <= cap else None
 
 
-def size_on_trace(
-    replicates: Replicates, question: PlanRequest, worker_type: WorkerType, guess: int | None = None
-) -> Sizing:
-    """The smallest count that meets the target on the trace as it is, or the reason why there is none.
-
-    `guess`: where to begin, when a similar question has been answered.
-    """
+def size_on_trace(replicates: Replicates, question: PlanRequest, worker_type: WorkerType) -> Sizing:
+    """The smallest count that meets the target on the trace as it is, or the reason why there is none."""
     workload, profile = replicates.workload, worker_type.profile
     sizing = Sizing(worker_type, ceiling=ceiling(profile, replicates.outline, replicates))
     if sizing.ceiling < question.attainment:
@@ -141,7 +136,7 @@ def size_on_trace(
     cap = far if limit is None else min(limit, far)
     low = max(sizing.fluid, fewest)
     decode, memory = by_decode(replicates, worker_type), by_memory(replicates, worker_type)
-    guess = guess or math.ceil(max(HEADROOM * max(sizing.fluid, decode), memory))
+    guess = math.ceil(max(HEADROOM * max(sizing.fluid, decode), memory))
     count = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
     sizing.workers = count
     if count is None:
@@ -222,12 +217,12 @@ def _alone_missed(replicates: Replicates, profile: Profile) -> tuple[str, float]
     return told, replicates.attained(met, replicates.outline)
 
 
-def far_above(fleet: Fleet, cheapest: tuple[float, int, int], times: float = PAST_HOPE) -> bool:
-    """Whether a fleet costs more than so many times the cheapest, in dollars or else in GPUs."""
+def far_above(fleet: Fleet, cheapest: tuple[float, int, int]) -> bool:
+    """Whether a fleet costs more than PAST_HOPE times the cheapest, in dollars or else in GPUs."""
     usd, gpus, _ = fleet.cost
     if math.isfinite(usd) and math.isfinite(cheapest[0]):
-        return usd > times * cheapest[0]
-    return gpus > times * cheapest[1]
+        return usd > PAST_HOPE * cheapest[0]
+    return gpus > PAST_HOPE * cheapest[1]
 
 
 def broken_off(replicates: Replicates, question: PlanRequest) -> float:

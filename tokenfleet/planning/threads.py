@@ -74,17 +74,3 @@ class Watch:
 
     def simulated(self) -> None:
         """One more simulation has run."""
-
-
-class Part(Watch):
-    """One of several equal parts of what another watches."""
-
-    def __init__(self, whole: Watch, number: int, parts: int) -> None:
-        self._whole, self._number, self._parts = whole, number, parts
-
-    def stage(self, text: str, share: float) -> None:
-        text = f"{self._number + 1} of {self._parts}: {text}"
-        self._whole.stage(text, (self._number + share) / self._parts)
-
-    def simulated(self) -> None:
-        self._whole.simulated()

@@ -100,9 +100,9 @@ def shape_of(workload: Workload) -> Shape:
     )
 
 
-def half_width(requests: float, share: float = JUDGED_SHARE) -> float:
-    """Half the width of the 95 % interval around a `share` judged from `requests` independent requests."""
-    return Z_95 * math.sqrt(share * (1 - share) / requests)
+def half_width(requests: float) -> float:
+    """Half the width of the 95 % interval around JUDGED_SHARE, from `requests` independent requests."""
+    return Z_95 * math.sqrt(JUDGED_SHARE * (1 - JUDGED_SHARE) / requests)
 
 
 def requests_needed(share: float = JUDGED_SHARE, within: float = ASKED_HALF_WIDTH) -> int:

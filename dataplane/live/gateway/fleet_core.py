@@ -60,22 +60,20 @@ LAST_WORDS_S = 2.0
 BACK_S = (
     20.0  # within which gateways bring back what an earlier core has left on a worker, or its client is gone
 )
+MOST_UNREAD = 256  # batches that the front end may lag behind before workers are made to wait
+MOST_FRUITLESS = 8  # segments in a row without a token, before a request is given up
 COMPUTE = Transfer()  # a segment that brings no KV
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """`slots` bounds the workers at any one time (vLLM's metrics are laid out once); `max_unread` the
-    batches the front end may lag behind before workers are made to wait; `max_fruitless` the segments in
-    a row that may end without a token before a request is given up. `reasons`: a grammar begins to hold
-    where the model's reasoning ends, which only the engine notices."""
+    """`slots` bounds the workers at any one time: vLLM's metrics are laid out once. `reasons`: a grammar
+    begins to hold where the model's reasoning ends, which only the engine notices."""
 
     slots: int
     default_slo: Slo
     waiting: QueueSettings = field(default_factory=QueueSettings)
     moves: MoveBudget = field(default_factory=MoveBudget)
-    max_unread: int = 256
-    max_fruitless: int = 8
     reasons: bool = False
     classes: tuple[SloClass, ...] = ()
 
@@ -115,7 +113,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self._predict = predict
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attached = Attachments(settings.slots)
-        self.unread = Unread(settings.max_unread)
+        self.unread = Unread(MOST_UNREAD)
         self._left: dict[RequestId, WorkerId] = {}
         self._awaited: Counter[WorkerId] = Counter()  # requests that an earlier core has left there
         self.was_mixed = False  # whether that core's workers may have run several models
@@ -520,7 +518,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         tracked.replays, tracked.fruitless = tracked.replays + 1, tracked.fruitless + 1
         obstacle = obstacle_to_replay(tracked.request, tracked.output_token_ids)
         obstacle = obstacle or self._other_weights(tracked)
-        if obstacle is None and tracked.fruitless > self.settings.max_fruitless:
+        if obstacle is None and tracked.fruitless > MOST_FRUITLESS:
             obstacle = f"{tracked.fruitless} attempts in a row gave no token"
             if tracked.output_token_ids and tracked.request.sampling_params.structured_outputs is not None:
                 obstacle += "; its grammar may not accept the tokens so far"

@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 FIRST_TOKEN_S = 0.002  # between two looks for it
 LOOK_S = 0.1  # how often a waiting copy looks whether both sides are still there
 REMEMBERED_MOVES = 1000
+MOST_MOVES = 16  # at once, hand-overs not counted
+MOST_STAGES = 8  # of pre-copies, before the rest is copied in a pause
 
 
 class MovableFleet(Protocol):
@@ -88,7 +90,7 @@ class Migrations:
         # Several gateways may move requests to and from one worker; their ids must differ there.
         self._gateway = secrets.token_hex(4)
         self._ids = count(1)
-        self._slots = asyncio.Semaphore(budget.concurrent)
+        self._slots = asyncio.Semaphore(MOST_MOVES)
         self._worker_slots: defaultdict[WorkerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(budget.per_worker)
         )
@@ -266,7 +268,7 @@ class Migrations:
                 await self._begin(move, running)
             block = self._info(running.worker).block_tokens
             is_stream = not running.output_token_ids
-            while move.mode in ("live", "hand-over") and len(move.stages) < self._budget.max_stages:
+            while move.mode in ("live", "hand-over") and len(move.stages) < MOST_STAGES:
                 tokens = (running.tokens - 1) // block * block
                 if tokens - copied < (2 * block if copied else block):
                     break

@@ -34,20 +34,17 @@ class Running:
 class MoveBudget:
     """How much moving is allowed at once.
 
-    `per_worker` bounds the moves a worker takes part in, `concurrent` those of the fleet; neither counts
-    hand-overs, of which a worker takes `handovers` at a time, as fast as it can. `bytes_per_s`
-    what one worker's pre-copies take together (0: no bound) and `share` the part of a core's time they work
-    for, unless a copy would then not end in time. `stage_s` is how long one pre-copy may take, a wait for
-    room on the target included.
+    `per_worker` bounds the moves a worker takes part in, but for hand-overs, of which it takes `handovers` at
+    a time, as fast as it can. `bytes_per_s` is what one worker's pre-copies take together (0: no bound) and
+    `share` the part of a core's time they work for, unless a copy would then not end in time. `stage_s` is
+    how long one pre-copy may take, a wait for room on the target included.
     """
 
-    concurrent: int = 16
     per_worker: int = 2
     handovers: int = 8
     bytes_per_s: float = 0.0
     share: float = 1.0
     stage_s: float = 10.0
-    max_stages: int = 8
 
     def pace(self, size: float) -> Pace:
         """How fast a pre-copy of `size` bytes may go: it ends within half of `stage_s`, or its request would

@@ -49,7 +49,6 @@ def test_types_without_a_profile_hold_the_mix_only_where_there_are_any():
         lambda: made_type("a", low=2, limit=1),
         lambda: made_type("a", reclaims_per_h=math.inf),
         lambda: MixSettings(horizon_s=0.0),
-        lambda: MixSettings(survive=1.0),
         lambda: MixSettings(budget_usd_per_h=-1.0),
         lambda: ScalingSettings(TargetSettings(None, None), worker_types=(made_type("a"), made_type("a"))),
         lambda: ScalingSettings(

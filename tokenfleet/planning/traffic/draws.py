@@ -242,11 +242,6 @@ def next_like(units: Units, rng: np.random.Generator) -> Workload:
     return units.made(drawn_anew(units, drawn_anew(units, units.whole, rng), rng))
 
 
-def resampled(units: Units, rng: np.random.Generator) -> Workload:
-    """One draw: a workload of about the same duration and rate."""
-    return units.made(drawn_anew(units, units.whole, rng))
-
-
 def drawn_anew(units: Units, draw: Draw, rng: np.random.Generator) -> Draw:
     """Other starts, of about the same number over the same time."""
     if units.is_plain:

@@ -11,6 +11,7 @@ from checkout import ROOT
 from made_history import row, written
 
 from controlplane.types import Slo
+from dataplane.history import files
 from dataplane.history.files import Digests, HistoryLimits, last_lengths, read_history
 from dataplane.live.gateway.history import History
 from dataplane.live.gateway.request import Ticket, Tracked
@@ -51,13 +52,15 @@ def test_a_killed_gateways_successor_predicts_the_first_requests_as_it_did(tmp_p
     other.close()
 
 
-def test_a_start_reads_the_latest_requests_and_no_more_than_it_is_allowed(tmp_path):
+def test_a_start_reads_the_latest_requests_and_no_more_than_it_is_allowed(tmp_path, monkeypatch):
     rows = [row(i, outcome="aborted" if i % 10 == 3 else "finished") for i in range(100)]
     written(tmp_path, rows, HistoryLimits(segment_rows=20))
     whole = last_lengths(tmp_path, "m", 1000)["prompt_tokens"].to_list()
     assert whole == [10 + i for i in range(100) if i % 10 != 3]
     assert last_lengths(tmp_path, "m", 30)["prompt_tokens"].to_list() == whole[-30:]
-    assert last_lengths(tmp_path, "m", 1000, files=2)["prompt_tokens"].to_list() == whole[-36:]
+    with monkeypatch.context() as fewer:
+        fewer.setattr(files, "LAST_FILES", 2)
+        assert last_lengths(tmp_path, "m", 1000)["prompt_tokens"].to_list() == whole[-36:]
     for path in sorted(tmp_path.glob("*.parquet"))[:1]:
         path.write_bytes(b"torn")
     assert last_lengths(tmp_path, "m", 1000)["prompt_tokens"].to_list() == whole[18:]

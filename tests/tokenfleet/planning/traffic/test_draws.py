@@ -9,7 +9,15 @@ from planning_builders import BLOCK, SYSTEM, offsets, poisson, talks
 from controlplane.errors import BadInput
 from controlplane.prefixes import Prefixes, Sessions
 from controlplane.workload import Workload
-from tokenfleet.planning.traffic.draws import TEMPLATE, busier, families, next_like, resampled, units_of
+from tokenfleet.planning.traffic.draws import (
+    TEMPLATE,
+    Units,
+    busier,
+    drawn_anew,
+    families,
+    next_like,
+    units_of,
+)
 
 workloads = st.builds(
     lambda gaps, seed: (
@@ -19,6 +27,11 @@ workloads = st.builds(
     st.lists(st.floats(0.0, 50.0), min_size=1, max_size=60),
     st.integers(0, 2**32 - 1),
 )
+
+
+def resampled(units: Units, rng: np.random.Generator) -> Workload:
+    """One draw of the trace's units."""
+    return units.made(drawn_anew(units, units.whole, rng))
 
 
 def hit_rate(workload: Workload) -> float:
