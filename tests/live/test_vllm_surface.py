@@ -42,10 +42,6 @@ def info(**facts):
     return WorkerInfo(WorkerId("w"), "vllm", "m", "", ("x",), **(plain | facts))
 
 
-def test_every_name_of_the_surface_exists():
-    assert all(hasattr(surface, name) for name in surface.__all__)
-
-
 def test_a_process_told_to_sleep_no_longer_yields(monkeypatch):
     from vllm.distributed import utils
     from vllm.distributed.device_communicators import shm_broadcast

@@ -6,8 +6,9 @@ Reading refuses unknown keys: they are most likely typing errors.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import MISSING, fields
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
@@ -23,7 +24,7 @@ from controlplane.perfmodel.profile import (
     Residuals,
     Source,
 )
-from controlplane.perfmodel.ranks import Ranks, RanksOf
+from controlplane.perfmodel.ranks import Ranks
 from controlplane.perfmodel.speculation import Speculation
 from controlplane.perfmodel.step import (
     PREFILL_TERMS,
@@ -35,7 +36,6 @@ from controlplane.perfmodel.step import (
     Term,
     coefficients,
 )
-from controlplane.types import EngineMode
 from tokenfleet.field_errors import parse_yaml
 
 SCHEMA = "tokenfleet.profile/1"
@@ -79,91 +79,61 @@ _StepPart = _coefficients("_StepPart", STEP_TERMS)
 _PrefillPart = _coefficients("_PrefillPart", PREFILL_TERMS, hinges=(list[_HingePart], []))
 
 
-class _KvPart(_Part):
-    capacity_tokens: Positive
-    block_tokens: Positive = 16
-    bytes_per_token: Count = 0
-    gpu_memory_bytes: Count = 0
-    gpu_memory_utilization: Annotated[Seconds, Field(le=1)] = 0.0
-    request_tokens: Count = 0
-    window_tokens: Count = 0
+def _part(noun: type, **bounds: Any) -> type[_Part]:
+    """The part of a file that holds a record: its fields, its defaults, and numbers in bounds or from 0 on."""
+    numbers: dict[Any, Any] = {int: Count, float: Seconds, float | None: Seconds | None}
+    types = {name: bounds.get(name, numbers.get(t, t)) for name, t in get_type_hints(noun).items()}
+    held: dict[str, Any] = {
+        field.name: (types[field.name], ... if field.default is MISSING else field.default)
+        for field in fields(noun)
+    }
+    return create_model(f"_{noun.__name__}Part", __base__=_Part, **held)
 
 
-class _FrontendPart(_Part):
-    per_request_s: Seconds = 0.0
-    per_prompt_token_s: Seconds = 0.0
-
-
-class _SpeculationPart(_Part):
-    acceptance: Annotated[list[Seconds], Field(min_length=1)]
-    draft_s: Seconds = 0.0
-
-
-class _HostKvPart(_Part):
-    capacity_bytes: Positive
-    bytes_per_s: Annotated[Seconds, Field(gt=0)]
-
-
-class _RanksPart(_Part):
-    of: RanksOf
-    count: Positive
-    shared_token_s: Seconds = 0.0
-
-
-class _EnginePart(_Part):
-    name: str = "vllm"
-    version: str = ""
-    mode: EngineMode = EngineMode.CHUNKED
-    max_batched_tokens: Positive = 2048
-    max_seqs: Positive = 256
-
-
-class _ResidualsPart(_Part):
-    mean_relative: Seconds
-    p95_relative: Seconds
-    max_relative: Seconds
-    samples: Count
-    held_out_mean: Seconds | None = None
-    held_out_max: Seconds | None = None
-    unseen_relative: Seconds = 0.0
-
-
-class _FittedPart(_Part):
-    prefill_tokens: Seconds
-    sequences: Seconds
-    context_tokens: Seconds
-
-
-class _SourcePart(_Part):
-    kind: Literal["measured", "composed", "published"]
-    what: Annotated[str, Field(min_length=1, max_length=2000)]
-    licence: Name
-    date: Annotated[str, BeforeValidator(_iso), Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
-    host_s: Seconds = 0.0
-
-
-class _ProfileContent(_Part):
-    form: Literal["tokenfleet.profile/1"] = Field(alias="schema")
-    model: Name
-    gpu: Name
-    tp_degree: Positive
-    step: _Part
-    prefill: _Part | None = None
-    hinges: list[_HingePart] = []
-    kv: _KvPart
-    engine: _EnginePart = _EnginePart()
-    residuals: _ResidualsPart
-    source: _SourcePart
-    context_limit_tokens: Count = 0
-    fitted: _FittedPart | None = None
-    frontend: _FrontendPart = _FrontendPart()
-    speculation: _SpeculationPart | None = None
-    host_kv: _HostKvPart | None = None
-    ranks: _RanksPart | None = None
-
-
-_MODELS: dict[str, Any] = {"step": (_StepPart, ...), "prefill": (_PrefillPart | None, None)}
-_ProfileFile = create_model("_ProfileFile", __base__=_ProfileContent, **_MODELS)
+_NOUNS: dict[str, Any] = {
+    "kv": KvModel,
+    "engine": EngineLimits,
+    "residuals": Residuals,
+    "source": Source,
+    "fitted": FittedRange,
+    "frontend": Frontend,
+    "speculation": Speculation,
+    "host_kv": HostKv,
+    "ranks": Ranks,
+}
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "kv": {
+        "capacity_tokens": Positive,
+        "block_tokens": Positive,
+        "gpu_memory_utilization": Annotated[Seconds, Field(le=1)],
+    },
+    "engine": {"max_batched_tokens": Positive, "max_seqs": Positive},
+    "source": {
+        "what": Annotated[str, Field(min_length=1, max_length=2000)],
+        "licence": Name,
+        "date": Annotated[str, BeforeValidator(_iso), Field(pattern=r"^\d{4}-\d{2}-\d{2}$")],
+    },
+    "speculation": {"acceptance": Annotated[tuple[Seconds, ...], Field(min_length=1)]},
+    "host_kv": {"capacity_bytes": Positive, "bytes_per_s": Annotated[Seconds, Field(gt=0)]},
+    "ranks": {"count": Positive},
+}
+_PARTS: dict[str, Any] = {name: _part(noun, **_BOUNDS.get(name, {})) for name, noun in _NOUNS.items()}
+_NEEDED = ("kv", "residuals", "source")
+_PLAIN = ("engine", "frontend")  # those that have a default for each field
+_FIELDS: dict[str, Any] = {
+    "form": (Literal["tokenfleet.profile/1"], Field(alias="schema")),
+    "model": (Name, ...),
+    "gpu": (Name, ...),
+    "tp_degree": (Positive, ...),
+    "step": (_StepPart, ...),
+    "prefill": (_PrefillPart | None, None),
+    "hinges": (list[_HingePart], []),
+    **{name: (_PARTS[name], ...) for name in _NEEDED},
+    "context_limit_tokens": (Count, 0),
+    **{name: (_PARTS[name], _PARTS[name]()) for name in _PLAIN},
+    **{name: (part | None, None) for name, part in _PARTS.items() if name not in _NEEDED + _PLAIN},
+}
+_ProfileFile: Any = create_model("_ProfileFile", __base__=_Part, **_FIELDS)
 
 
 def parse_profile(text: str, where: str) -> Profile:
@@ -180,30 +150,21 @@ def _hinges(parts: Iterable[dict[str, Any]]) -> tuple[Hinge, ...]:
     return tuple(Hinge(**part) for part in parts)
 
 
-def _noun(part: _ProfileContent) -> Profile:
+def _noun(file: Any) -> Profile:
     prefill = None
-    if part.prefill is not None:
-        plain = part.prefill.model_dump()
+    if file.prefill is not None:
+        plain = file.prefill.model_dump()
         prefill = PrefillModel(**plain | {"hinges": _hinges(plain["hinges"])})
-    hinges = _hinges(hinge.model_dump() for hinge in part.hinges)
+    hinges = _hinges(hinge.model_dump() for hinge in file.hinges)
+    stated = {name: part for name in _NOUNS if (part := getattr(file, name)) is not None}
     return Profile(
-        model=part.model,
-        gpu=part.gpu,
-        tp_degree=part.tp_degree,
-        step=StepModel(**part.step.model_dump(), hinges=hinges),
-        kv=KvModel(**part.kv.model_dump()),
-        engine=EngineLimits(**part.engine.model_dump()),
-        residuals=Residuals(**part.residuals.model_dump()),
-        source=Source(**part.source.model_dump()),
+        model=file.model,
+        gpu=file.gpu,
+        tp_degree=file.tp_degree,
+        step=StepModel(**file.step.model_dump(), hinges=hinges),
         prefill=prefill,
-        context_limit_tokens=part.context_limit_tokens,
-        fitted=FittedRange(**part.fitted.model_dump()) if part.fitted else None,
-        frontend=Frontend(**part.frontend.model_dump()),
-        speculation=None
-        if part.speculation is None
-        else Speculation(tuple(part.speculation.acceptance), part.speculation.draft_s),
-        host_kv=None if part.host_kv is None else HostKv(**part.host_kv.model_dump()),
-        ranks=None if part.ranks is None else Ranks(**part.ranks.model_dump()),
+        context_limit_tokens=file.context_limit_tokens,
+        **{name: _NOUNS[name](**part.model_dump()) for name, part in stated.items()},
     )
 
 

@@ -28,23 +28,23 @@ if vllm_version.split("+")[0] != SUPPORTED_VERSION:
         f"vllm: version {vllm_version} is installed, the live plane is built on {SUPPORTED_VERSION}"
     )
 
-from vllm.config import KVEventsConfig  # noqa: E402
-from vllm.distributed import utils as _utils  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+from vllm.config import KVEventsConfig
+from vllm.distributed import utils as _utils
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
-from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
-from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
-from vllm.usage.usage_lib import UsageContext  # noqa: E402
-from vllm.utils.ompmultiprocessing import OMPProcessManager  # noqa: E402
-from vllm.v1.engine import (  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.ompmultiprocessing import OMPProcessManager
+from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -52,60 +52,20 @@ from vllm.v1.engine import (  # noqa: E402
     EngineCoreRequest,
     FinishReason,
 )
-from vllm.v1.engine.core_client import EngineCoreClient  # noqa: E402
-from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
-from vllm.v1.executor import Executor  # noqa: E402
-from vllm.v1.kv_cache_interface import group_kernel_blocks  # noqa: E402
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats  # noqa: E402
-from vllm.v1.outputs import LogprobsLists  # noqa: E402
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor  # noqa: E402
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: E402
-from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import group_kernel_blocks
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcessor as SlotLogitsProcessor,
 )
 
 # vLLM runs a lone rank inside its engine's process on a GPU; on a CPU it does when the executor is named so.
 ONE_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-
-__all__ = [
-    "ONE_PROCESS_EXECUTOR",
-    "SUPPORTED_VERSION",
-    "AdapterLogitsProcessor",
-    "AsyncEngineArgs",
-    "EngineCoreClient",
-    "EngineCoreEvent",
-    "EngineCoreEventType",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "EngineCoreRequest",
-    "EngineDeadError",
-    "Executor",
-    "FinishReason",
-    "KVConnectorBase_V1",
-    "KVConnectorMetadata",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVEventsConfig",
-    "LoRARequest",
-    "LogprobsLists",
-    "MsgpackDecoder",
-    "MsgpackEncoder",
-    "OMPProcessManager",
-    "PrefillStats",
-    "RequestOutputKind",
-    "SamplingParams",
-    "SchedulerStats",
-    "SlotLogitsProcessor",
-    "SupportsHMA",
-    "UsageContext",
-    "check_served",
-    "current_platform",
-    "group_kernel_blocks",
-    "has_prompt_logprobs",
-    "sleep_while_spinning",
-    "vllm_version",
-]
 
 
 def check_served(config: Any) -> None:
