@@ -183,7 +183,7 @@ def rows_of(tree: Path) -> list[Row]:
             for kind, limit, bar in (
                 ("lines", MAX_LINES, 4),
                 ("parameters", MAX_PARAMETERS, 4),
-                ("in complexity", MAX_COMPLEXITY, 11),
+                ("in complexity", MAX_COMPLEXITY, 6),
             )
         ),
     ]

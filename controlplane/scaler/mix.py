@@ -140,12 +140,15 @@ def check_types(types: Sequence[WorkerType], settings: MixSettings, low: int, hi
     limits = [t.limit for t in types if t.limit is not None]
     if names and len(limits) == len(names) and sum(limits) < low:
         raise BadInput(f"worker types: limit: {sum(limits)} can be had, but at least {low} are to be kept")
-    if settings.budget_usd_per_h is None:
-        return
+    if settings.budget_usd_per_h is not None:
+        _check_budget(types, settings.budget_usd_per_h)
+
+
+def _check_budget(types: Sequence[WorkerType], usd_per_h: float) -> None:
     if any(t.usd_per_h is None for t in types):
         raise BadInput("mix: a budget needs a price for every type of worker")
     kept = sum((t.usd_per_h or 0.0) * t.low for t in types)
-    if kept > settings.budget_usd_per_h:
+    if kept > usd_per_h:
         raise BadInput(f"worker types: low: what is always kept costs ${kept:g}/h, more than the budget")
 
 

@@ -70,9 +70,7 @@ def steps_to(
     """
     if wanted < 0 or not start_limit_s > 0:
         raise BadInput(f"scaling: need wanted >= 0 and a start limit, got {wanted} and {start_limit_s:g} s")
-    starting, serving, draining = (
-        [s for s in standing if s.state == state] for state in (STARTING, SERVING, DRAINING)
-    )
+    starting, serving, draining = (_those(standing, state) for state in (STARTING, SERVING, DRAINING))
     stuck = [s for s in starting if now_s - s.since_s > start_limit_s]
     coming = [s for s in starting if s not in stuck]
     missing = wanted - len(serving) - len(coming)
@@ -88,6 +86,10 @@ def steps_to(
         *_fewer(-missing, coming, serving, reason),
         *(Stop(s.worker, "it is drained") for s in draining if s.requests == 0 and s not in back),
     ]
+
+
+def _those(standing: Sequence[Standing], state: str) -> list[Standing]:
+    return [s for s in standing if s.state == state]
 
 
 def _fewer(surplus: int, coming: Sequence[Standing], serving: Sequence[Standing], reason: str) -> list[Step]:

@@ -143,22 +143,28 @@ def _where(flags: ServeFlags, names: Sequence[str]) -> dict[str, str]:
 
 def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTypes:
     """The types of worker to serve with; raises BadInput for flags that contradict each other or the plan."""
-    profiles, is_emulated = flags.profile or (), flags.engine == "emulated"
+    is_emulated = flags.engine == "emulated"
     counted = [name for name in COUNTED if getattr(flags, name) is not None]
     if plan is None:
-        if flags.as_is:
-            raise BadInput("--as-is: says how to run a plan; give --plan, too")
-        if flags.kind and counted:
-            raise BadInput(f"--{counted[0]}: --kind says how many workers and which TP degree; give either")
-        tp = flags.tp or 1
-        return types_of(flags.workers or WORKERS, tp, flags.kind or _pools(flags, tp), profiles, is_emulated)
+        return _named_types(flags, counted, is_emulated)
     if flags.kind or counted:
         raise BadInput(f"--{'kind' if flags.kind else counted[0]}: the plan says which workers; give either")
     if is_emulated and flags.as_is:
         raise BadInput("--as-is: emulated engines are what the plan says; leave it out")
     if not is_emulated and not flags.as_is:
         check_model(plan, model, flags.engine_flags or ())
-    return planned_types(plan, profiles, flags.as_is)
+    return planned_types(plan, flags.profile or (), flags.as_is)
+
+
+def _named_types(flags: ServeFlags, counted: Sequence[str], is_emulated: bool) -> FleetTypes:
+    """The types that flags name, without a plan; `counted` are those flags that say how many workers."""
+    if flags.as_is:
+        raise BadInput("--as-is: says how to run a plan; give --plan, too")
+    if flags.kind and counted:
+        raise BadInput(f"--{counted[0]}: --kind says how many workers and which TP degree; give either")
+    tp = flags.tp or 1
+    kinds = flags.kind or _pools(flags, tp)
+    return types_of(flags.workers or WORKERS, tp, kinds, flags.profile or (), is_emulated)
 
 
 def _pools(flags: ServeFlags, tp: int) -> Sequence[str]:

@@ -13,7 +13,7 @@ from controlplane.types import SloClass
 from controlplane.worker_type import KvLink, WorkerType
 from tokenfleet.planning.comparisons import TierWorth
 from tokenfleet.planning.estimate import Estimate
-from tokenfleet.planning.explain import Plateau
+from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.plan_file import SCHEMA
 from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
@@ -40,15 +40,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **({"classes": _classes(plan)} if plan.inputs.classes else {}),
         "session_s": question.session_s,
         "agents": question.agents,
-        "attainment": attainment_json(
-            best.estimate if best else None, best.on_trace if best else None, question.attainment
-        ),
-        "ttft_s": latency_json(best.ttft) if best else None,
-        "tpot_s": latency_json(best.tpot) if best else None,
-        "utilisation": _figures(best.utilisation) if best else None,
-        "binding": plan.binding.constraint if plan.binding else None,
-        "binding_window_s": [round(t, 3) for t in plan.binding.window_s] if plan.binding else None,
-        "binding_detail": _binding(plan),
+        **_predicted(best, question.attainment),
+        **_binding(plan.binding),
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
         **({"sampling": _sampled(plan)} if plan.sampled else {}),
         "one_fewer": _one_fewer(plan),
@@ -66,6 +59,19 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **({} if plan.tier is None else {"host_kv": _tier(plan.tier)}),
         "curves": _curves(plan),
         "inputs": _inputs(plan),
+    }
+
+
+def _predicted(best: Candidate | None, target: float) -> dict[str, Any]:
+    """What the answer does on the trace and beyond it; null where there is none."""
+    if best is None:
+        told = dict.fromkeys(("ttft_s", "tpot_s", "utilisation"))
+        return {"attainment": attainment_json(None, None, target), **told}
+    return {
+        "attainment": attainment_json(best.estimate, best.on_trace, target),
+        "ttft_s": latency_json(best.ttft),
+        "tpot_s": latency_json(best.tpot),
+        "utilisation": _figures(best.utilisation),
     }
 
 
@@ -170,11 +176,11 @@ def _one_fewer(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _binding(plan: Plan) -> dict[str, Any] | None:
-    bind = plan.binding
+def _binding(bind: Binding | None) -> dict[str, Any]:
+    """The constraint that binds, when, and what says so."""
     if bind is None:
-        return None
-    return {
+        return dict.fromkeys(("binding", "binding_window_s", "binding_detail"))
+    detail = {
         "workers": bind.fleet.workers,
         "rate_scale": bind.rate_scale,
         **({} if bind.slo_class is None else {"slo_class": bind.slo_class}),
@@ -184,6 +190,8 @@ def _binding(plan: Plan) -> dict[str, Any] | None:
         "prefix_hit_rate": _share(bind.hit_rate),
         "prefix_hit_rate_more_kv": _share(bind.hit_rate_more_kv),
     }
+    window_s = [round(t, 3) for t in bind.window_s]
+    return {"binding": bind.constraint, "binding_window_s": window_s, "binding_detail": detail}
 
 
 def _plateau(flat: Plateau) -> dict[str, Any]:

@@ -80,7 +80,7 @@ _PrefillPart = _coefficients("_PrefillPart", PREFILL_TERMS, hinges=(list[_HingeP
 
 
 def _part(noun: type, **bounds: Any) -> type[_Part]:
-    """The part of a file that holds a record: its fields, its defaults, and numbers in bounds or from 0 on."""
+    """The part of a file that holds a record: its fields and defaults, numbers in bounds or from 0 on."""
     numbers: dict[Any, Any] = {int: Count, float: Seconds, float | None: Seconds | None}
     types = {name: bounds.get(name, numbers.get(t, t)) for name, t in get_type_hints(noun).items()}
     held: dict[str, Any] = {

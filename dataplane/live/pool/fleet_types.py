@@ -117,23 +117,26 @@ class FleetTypes:
         if sum(free) < self.gpus:
             raise BadInput(f"{where}: {parts} need {self.gpus}, Ray has {sum(free)}")
         for group in sorted(self._groups.values(), key=lambda group: -group.worker_type.gpus):
-            t = group.worker_type
-            name = accelerator(t) if self.by_gpu else None
-            if self.planned and t.gpu is not None and name is None:
-                raise BadInput(f"{where}: {t.name}: Ray does not say which nodes have {t.gpu}; {AS_IS}")
+            name = self._accelerator(group.worker_type, where)
             own = [i for i, at in enumerate(nodes) if name is None or f"accelerator_type:{name}" in at]
             if group.workers and not own:
                 rest = f"; {AS_IS}" if self.planned else ""
-                raise BadInput(f"{where}: {t.name}: Ray has no node with {name} GPUs{rest}")
-            for _ in range(group.workers):
-                at = next((i for i in own if free[i] >= t.gpus), None)
-                if at is None:
-                    what = f"{name} GPUs" if name else "GPUs"
-                    raise BadInput(
-                        f"{where}: {group.workers} workers of {t.gpus} {what}, each on one node, do not fit"
-                        f" on Ray's nodes, which have {', '.join(str(int(n.get('GPU', 0))) for n in nodes)}"
-                    )
-                free[at] -= t.gpus
+                raise BadInput(f"{where}: {group.worker_type.name}: Ray has no node with {name} GPUs{rest}")
+            if not _placed(group, own, free):
+                has = ", ".join(str(int(node.get("GPU", 0))) for node in nodes)
+                what = f"{group.worker_type.gpus} {name or ''} GPUs".replace("  ", " ")
+                raise BadInput(
+                    f"{where}: {group.workers} workers of {what}, each on one node, do not fit on Ray's nodes,"
+                    f" which have {has}"
+                )
+
+    def _accelerator(self, worker_type: WorkerType, where: str) -> str | None:
+        """What a worker asks Ray for besides a number of GPUs. Raises BadInput where a plan's has no name."""
+        name = accelerator(worker_type) if self.by_gpu else None
+        gpu = worker_type.gpu
+        if self.planned and gpu is not None and name is None:
+            raise BadInput(f"{where}: {worker_type.name}: Ray does not say which nodes have {gpu}; {AS_IS}")
+        return name
 
     def check_cpus(self) -> None:
         """Raise BadInput where a plan's workers are on GPUs: engines compute on this host's CPUs."""
@@ -181,6 +184,17 @@ class FleetTypes:
             f"has room for {kv_tokens:,} tokens of KV, {kind} was planned with"
             f" {profile.kv.capacity_tokens:,}: give it more memory, or plan with what it has; {AS_IS}"
         )
+
+
+def _placed(group: WorkerGroup, nodes: Sequence[int], free: list[int]) -> bool:
+    """Take the GPUs of a group's workers off what is `free`, each worker's of one of the nodes, if they fit."""
+    gpus = group.worker_type.gpus
+    for _ in range(group.workers):
+        at = next((i for i in nodes if free[i] >= gpus), None)
+        if at is None:
+            return False
+        free[at] -= gpus
+    return True
 
 
 def _memory(profile: Profile, on_cpus: bool) -> dict[str, object]:
