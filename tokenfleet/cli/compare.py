@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Frontend
@@ -50,6 +49,18 @@ class ComparedFigure:
         if self.kind != "relative":
             return self.simulated - self.live
         return self.simulated / self.live - 1 if self.live > 0 else None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row of a table."""
+        if self.kind == "relative":
+            error = "-" if self.error is None else f"{self.error:+.1%}"
+            return self.name, duration_text(self.live), duration_text(self.simulated), error
+        if self.kind == "share":
+            points = f"{100 * (self.simulated - self.live):+.2f} points"
+            return self.name, f"{self.live:.2%}", f"{self.simulated:.2%}", points
+        more = f"{self.simulated - self.live:+.0f}"
+        return self.name, f"{self.live:.0f}", f"{self.simulated:.0f}", more
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,20 +310,10 @@ def _say(
         answer["overheads_s"] = run["overheads_s"].tolist()
         print(json.dumps(answer, indent=1))
         return
-    table = Table(title=f"{requests:,} requests on {workers} workers")
-    table.add_column("figure")
-    for name in ("live", "simulated", "error"):
-        table.add_column(name, justify="right")
-    for f in figures:
-        if f.kind == "relative":
-            error = "-" if f.error is None else f"{f.error:+.1%}"
-            table.add_row(f.name, duration_text(f.live), duration_text(f.simulated), error)
-        elif f.kind == "share":
-            points = f"{100 * (f.simulated - f.live):+.2f} points"
-            table.add_row(f.name, f"{f.live:.2%}", f"{f.simulated:.2%}", points)
-        else:
-            table.add_row(f.name, f"{f.live:.0f}", f"{f.simulated:.0f}", f"{f.simulated - f.live:+.0f}")
-    show([table])
+    from tokenfleet.report.tables import table
+
+    columns, title = ("figure", "live", "simulated", "error"), f"{requests:,} requests on {workers} workers"
+    show([table(columns, (f.cells for f in figures), left=("figure",), title=title)])
     extra = duration_text(float(np.median(run["overheads_s"])))
     print(
         f"simulated TTFTs have {extra} for HTTP and the way to the engine,"

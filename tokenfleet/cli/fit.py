@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.calibration import Correction, calibrated_by
@@ -220,14 +219,11 @@ def _say(
         ]
         print(json.dumps(answer))
         return
-    table = Table(title=profile.label)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in rows.items():
-        table.add_row(name, "-" if value is None else f"{value:.6g}")
-    for confidence, error in within.items():
-        table.add_row(f"error within, {float(confidence):.0%} sure", f"{error:.2%}")
-    show([table])
+    from tokenfleet.report.tables import table
+
+    lines = [(name, "-" if value is None else f"{value:.6g}") for name, value in rows.items()]
+    lines += [(f"error within, {float(c):.0%} sure", f"{error:.2%}") for c, error in within.items()]
+    show([table(("figure", "value"), lines, left=("figure",), title=profile.label)])
     print(f"form, by cross-validation: linear{''.join(f', {term}' for term in form_of(step))}")
     for speed in speeds:
         print(speed_text(speed))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from tokenfleet.cli.flags import Format, OutputFormat
 from tokenfleet.cli.terminal import answer, console
@@ -36,25 +35,26 @@ def scorecard_command(
 
 def scorecard_tables(card: dict[str, Any]) -> list[Any]:
     """The scorecard for people."""
+    from tokenfleet.report.tables import table
+
     fleet = " + ".join(f"{p['workers']} x {p['gpu']} TP{p['tp_degree']}" for p in card["fleet"]) or "no fleet"
     parts: list[Any] = [f"plan {card['plan']}: {fleet}; {card['requests']:,} requests finished under it"]
     if card["attainment"] is not None:
-        table = Table()
-        for name in ("", "planned", "predicted for what came", "observed", "observed / predicted"):
-            table.add_column(name, justify="left" if not name else "right")
-        for what in ("ttft_s", "tpot_s"):
-            for name, row in card[what].items():
-                table.add_row(
-                    f"{what[:4].upper()} {name}",
-                    *(_or_dash(row[k], duration_text) for k in ("planned", "predicted", "observed")),
-                    _or_dash(row["ratio"], "{:.3f}".format),
-                )
-        shares = card["attainment"]
-        cells = (_or_dash(shares[k], "{:.2%}".format) for k in ("planned", "predicted", "observed"))
-        table.add_row("attainment", *cells, "–")
-        rates, most = card["rate_rps"], card["capacity"]
-        table.add_row("requests/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–")
-        parts.append(table)
+        ways = ("planned", "predicted", "observed")
+        rows = [
+            (
+                f"{what[:4].upper()} {name}",
+                *(_or_dash(row[k], duration_text) for k in ways),
+                _or_dash(row["ratio"], "{:.3f}".format),
+            )
+            for what in ("ttft_s", "tpot_s")
+            for name, row in card[what].items()
+        ]
+        shares, rates, most = card["attainment"], card["rate_rps"], card["capacity"]
+        rows.append(("attainment", *(_or_dash(shares[k], "{:.2%}".format) for k in ways), "–"))
+        rows.append(("requests/s", f"{rates['planned']:.3g}", "–", f"{rates['observed']:.3g}", "–"))
+        columns = ("", "planned", "predicted for what came", "observed", "observed / predicted")
+        parts.append(table(columns, rows, left=("",)))
         carried, failed = (_or_dash(most[k], "{:.3g}/s".format) for k in ("carried_rps", "failed_rps"))
         parts.append(f"busiest minute within the target {carried}; least busy one outside it {failed}")
     parts += [*card["says"]]
@@ -86,22 +86,23 @@ def gap_command(
 
 def gap_tables(gaps: list[Any]) -> list[Any]:
     """The gaps of days for people: in dollars where prices are known, else in GPU-hours."""
+    from tokenfleet.report.tables import table
     from tokenfleet.service.gap import shown
 
-    table = Table()
-    for name in ("day (UTC)", "hours", "paid", "cheapest", "paid / cheapest", "of which"):
-        table.add_column(name, justify="left" if name in ("day (UTC)", "of which") else "right")
-    for day in gaps:
-        parts = [f"{name} {shown(day, amount)}" for name, amount in day["parts"].items()]
-        table.add_row(
+    columns = ("day (UTC)", "hours", "paid", "cheapest", "paid / cheapest", "of which")
+    rows = (
+        (
             day["day"],
             f"{day['hours']:.1f}",
             shown(day, day["paid"]),
             "–" if day["least"] is None else shown(day, day["least"]),
             _or_dash(day["ratio"], "{:.2f}".format),
-            ", ".join(parts) or "–",
+            ", ".join(f"{name} {shown(day, amount)}" for name, amount in day["parts"].items()) or "–",
         )
-    return [table, *(f"{day['day']}: {said}" for day in gaps for said in day["says"])]
+        for day in gaps
+    )
+    found = table(columns, rows, left=("day (UTC)", "of which"))
+    return [found, *(f"{day['day']}: {said}" for day in gaps for said in day["says"])]
 
 
 def _or_dash(value: float | None, shown: Any) -> str:
@@ -122,6 +123,7 @@ def accuracy_command(
     """
     from tokenfleet.profiles.accuracy import ACCURACY, CALIBRATED_ON, accuracy_of, overall, read_ladder
     from tokenfleet.profiles.library import read_profile
+    from tokenfleet.report.tables import table
 
     own = None if profile is None else read_profile(profile)
     ladders = [(ladder, ladder.worker(own)) for ladder in map(read_ladder, runs)]
@@ -136,19 +138,10 @@ def accuracy_command(
         "runs": [row for rows in found.values() for row in rows],
         "medians": {name: overall(rows) for name, rows in found.items() if rows},
     }
-    answer(output_format, json.dumps(told, indent=1), lambda: [accuracy_table(found)])
+    rows = [(row["runs"], name, *accuracy_cells(row)) for name, of in found.items() for row in of]
+    shown = [table(ACCURACY_COLUMNS, rows, left=("runs", "profile"))]
+    answer(output_format, json.dumps(told, indent=1), lambda: shown)
     return 0
-
-
-def accuracy_table(found: dict[str, list[dict[str, Any]]]) -> Table:
-    """The errors of ladders for people, by how their profile was used."""
-    table = Table()
-    for column in ACCURACY_COLUMNS:
-        table.add_column(column, justify="left" if column in ("runs", "profile") else "right")
-    for name, rows in found.items():
-        for row in rows:
-            table.add_row(row["runs"], name, *accuracy_cells(row))
-    return table
 
 
 ACCURACY_COLUMNS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +22,6 @@ from tokenfleet.durations import duration_text
 from tokenfleet.planning.request import PlanRequest
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from controlplane.perfmodel.profile import Profile
     from controlplane.workload import Workload
     from dataplane.simulated.simulate import Outcome, WorkerSpec
@@ -203,7 +201,7 @@ def _say(
 ) -> None:
     """Print what came of a run, as asked."""
     from tokenfleet.cli.terminal import show
-    from tokenfleet.report.tables import share_text
+    from tokenfleet.report.tables import facts_table, share_text
 
     if output_format == OutputFormat.JSON:
         told = simulation_json(outcome, wall_s)
@@ -213,18 +211,17 @@ def _say(
         told |= classes_json(outcome, classes)
         print(json.dumps(told, indent=1))
     else:
-        table = simulation_table(outcome)
-        for name, words in sessions_rows(sessions_json(outcome, request.agents, usd_per_h)):
-            table.add_row(name, words)
+        rows = [*simulation_rows(outcome)]
+        rows += sessions_rows(sessions_json(outcome, request.agents, usd_per_h))
         if most is not None:
             beyond = "the trace has no more sessions"
             if most.one_more is not None:
                 beyond = f"one more: {share_text(most.one_more)}"
-            table.add_row("most agents", f"{most.agents:,} hold {share_text(most.target)}; {beyond}")
+            rows.append(("most agents", f"{most.agents:,} hold {share_text(most.target)}; {beyond}"))
         for one in classes_json(outcome, classes).get("classes", ()):
             asked = f"{share_text(one['target'])} asked, {one['requests']:,} requests"
-            table.add_row(one["name"], f"{share_text(one['attainment'])} ({asked})")
-        show([table])
+            rows.append((one["name"], f"{share_text(one['attainment'])} ({asked})"))
+        show([facts_table(rows)])
 
 
 def classes_json(outcome: Outcome, classes: Sequence[SloClass]) -> dict[str, Any]:
@@ -400,30 +397,24 @@ def simulation_json(outcome: Outcome, wall_s: float) -> dict[str, Any]:
     }
 
 
-def simulation_table(outcome: Outcome) -> Table:
+def simulation_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """The simulation for a terminal."""
-    from rich.table import Table
-
     from tokenfleet.planning.result import QUANTILES, latency
     from tokenfleet.report.tables import share_text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("requests", f"{len(outcome.workload):,}")
-    table.add_row("attainment", share_text(outcome.attainment))
+    yield "requests", f"{len(outcome.workload):,}"
+    yield "attainment", share_text(outcome.attainment)
     for name, values in (("TTFT", outcome.ttft_s), ("TPOT", outcome.tpot_s)):
         row = latency(values)
         quantiles = ", ".join(f"p{q * 100:.0f} {duration_text(row.at(q))}" for q in QUANTILES)
-        table.add_row(name, f"{quantiles}, mean {duration_text(row.mean)}")
-    table.add_row("preemptions", f"{int(outcome.preemptions.sum()):,}")
-    table.add_row("migrations", f"{int(outcome.migrations.sum()):,}")
-    table.add_row("utilisation", share_text(outcome.utilisation))
+        yield name, f"{quantiles}, mean {duration_text(row.mean)}"
+    yield "preemptions", f"{int(outcome.preemptions.sum()):,}"
+    yield "migrations", f"{int(outcome.migrations.sum()):,}"
+    yield "utilisation", share_text(outcome.utilisation)
     if outcome.prefix_hit_rate is not None:
         host = outcome.host_hit_rate
         loaded = "" if host is None else f", {share_text(host)} loaded from host memory"
-        table.add_row("prefix hits", share_text(outcome.prefix_hit_rate) + loaded)
-    return table
+        yield "prefix hits", share_text(outcome.prefix_hit_rate) + loaded
 
 
 def requests_csv(outcome: Outcome) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tokenfleet import __version__
 from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use, bought
 from tokenfleet.report.figures import Figure
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import share_text, usd_text
+from tokenfleet.report.tables import share_text, table, usd_text
 from tokenfleet.whatif.pareto import fleet_text
 
 SCHEMA = "tokenfleet.portfolio-plan/1"
@@ -86,10 +85,7 @@ def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
         (_LIMITS, [_limit(u) for u in plan.uses]),
     ):
         if rows:
-            table = Table(*columns)
-            for cells in rows:
-                table.add_row(*cells)
-            yield table
+            yield table(columns, rows, left=columns)
     for sentence in _sentences(plan):
         yield Text(f"  {sentence}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -14,7 +14,7 @@ from tokenfleet.planning.classes import separate_usd
 from tokenfleet.planning.classes import target_text as class_target_text
 from tokenfleet.planning.comparisons import Nearest, TierWorth
 from tokenfleet.planning.explain import Binding, Plateau
-from tokenfleet.planning.fleet import apportioned
+from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.plan_json import week_rows
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Plan, Sampled
@@ -37,17 +37,43 @@ _TRAFFIC = {
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """The tables of a plan for the terminal."""
     yield _headline(plan)
-    yield _facts(plan)
+    yield facts_table(facts(plan))
     if plan.classes:
-        yield _classes(plan)
+        yield table(CLASS_COLUMNS, class_rows(plan), CLASS_NAMES, "Classes")
     if plan.alternatives:
         yield _alternatives(plan)
     if plan.passed_over:
-        yield _passed_over(plan)
+        passed = [(passed.worker_type.name, passed.reason) for passed in plan.passed_over]
+        yield table(("worker", "why"), passed, ("worker", "why"), "Passed over")
     if plan.schedule and plan.schedule.week:
         yield _week(plan.schedule.week)
     elif plan.schedule and len(plan.schedule.stretches) > 1:
         yield _schedule(plan)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[RenderableType]],
+    left: Container[str] = (),
+    title: str | None = None,
+) -> Table:
+    """A table whose columns are flush right, but for those in `left`."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """What and how much, a line each."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column()
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def headline(plan: Plan) -> str:
@@ -87,15 +113,6 @@ def count_text(count: int) -> str:
 
 def _headline(plan: Plan) -> Text:
     return Text(headline(plan), style="bold green" if plan.feasible else "bold red")
-
-
-def _facts(plan: Plan) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, text in facts(plan):
-        table.add_row(name, text)
-    return table
 
 
 def facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -226,14 +243,20 @@ def affinity_text(plan: Plan) -> str | None:
     best = min(others, key=lambda b: b.fleet.cost if b.fleet else (math.inf, 0, 0))
     assert best.fleet is not None
     mine = apportioned(plan.best.fleet, min(own))
-    saved, usd = best.fleet.workers - mine.workers, None
-    if best.fleet.usd_per_hour is not None and mine.usd_per_hour is not None:
-        usd = best.fleet.usd_per_hour - mine.usd_per_hour
     hits = f" ({share_text(best.hit_rate)} hits)" if best.hit_rate is not None else ""
-    if saved <= 0:
+    if (saved := _saved(mine, best.fleet)) is None:
         return f"does not pay here: {best.policy} needs {workers_text(best.fleet.workers)}{hits}, too"
-    price = "" if usd is None else f", {usd_text(usd)}"
-    return f"saves {workers_text(saved)}{price} beside {best.policy}{hits}, which looks at no caches"
+    return f"saves {saved} beside {best.policy}{hits}, which looks at no caches"
+
+
+def _saved(fleet: Fleet, other: Fleet) -> str | None:
+    """The workers and dollars that a fleet saves beside another; None where it has no fewer workers."""
+    workers = other.workers - fleet.workers
+    if workers <= 0:
+        return None
+    if other.usd_per_hour is None or fleet.usd_per_hour is None:
+        return workers_text(workers)
+    return f"{workers_text(workers)}, {usd_text(other.usd_per_hour - fleet.usd_per_hour)}"
 
 
 def tier_text(tier: TierWorth) -> str:
@@ -246,14 +269,9 @@ def tier_text(tier: TierWorth) -> str:
     )
     if tier.fleet_without is None:
         return hits + f"it takes more than {tier.tried} workers without it (its price is not counted)"
-    saved, usd = tier.fleet_without.workers - tier.fleet.workers, None
-    with_usd, without_usd = tier.fleet.usd_per_hour, tier.fleet_without.usd_per_hour
-    if with_usd is not None and without_usd is not None:
-        usd = without_usd - with_usd
-    if saved <= 0:
+    if (saved := _saved(tier.fleet, tier.fleet_without)) is None:
         return hits + "saves no worker on the trace"
-    price = "" if usd is None else f", {usd_text(usd)}"
-    return hits + f"saves {workers_text(saved)}{price} on the trace, its own price not counted"
+    return hits + f"saves {saved} on the trace, its own price not counted"
 
 
 def _measured_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
@@ -393,15 +411,7 @@ def classes_text(plan: Plan) -> str:
 CLASS_COLUMNS = (
     *("class", "requests", "target", "expected", "at least", "runs on", "costs", "without it", "alone"),
 )
-
-
-def _classes(plan: Plan) -> Table:
-    table = Table(title="Classes", title_justify="left", title_style="bold")
-    for name in CLASS_COLUMNS:
-        table.add_column(name, justify="right" if name in ("requests", "expected", "at least") else "left")
-    for row in class_rows(plan):
-        table.add_row(*row)
-    return table
+CLASS_NAMES = ("class", "target", "runs on", "costs", "without it", "alone")  # those that are no numbers
 
 
 def class_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -428,54 +438,38 @@ def _quantiles(best: Candidate, which: str) -> str:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = Table(title="Alternatives", title_justify="left", title_style="bold")
-    for name in ("fleet", "GPUs", "USD/h", "expected", "at least", "TTFT p99", "TPOT p99", ""):
-        table.add_column(name, justify="left" if name in ("fleet", "") else "right")
-    for c in plan.alternatives:
-        usd = c.fleet.usd_per_hour
-        table.add_row(
+    columns = ("fleet", "GPUs", "USD/h", "expected", "at least", "TTFT p99", "TPOT p99", "")
+    rows = (
+        (
             c.fleet.label,
             str(c.fleet.gpus),
-            "?" if usd is None else f"{usd:,.2f}",
+            "?" if c.fleet.usd_per_hour is None else f"{c.fleet.usd_per_hour:,.2f}",
             expected_text(c),
             least_text(c),
             duration_text(c.ttft.at(0.99)),
             duration_text(c.tpot.at(0.99)),
             c.note,
         )
-    return table
-
-
-def _passed_over(plan: Plan) -> Table:
-    table = Table(title="Passed over", title_justify="left", title_style="bold")
-    table.add_column("worker")
-    table.add_column("why")
-    for passed in plan.passed_over:
-        table.add_row(passed.worker_type.name, passed.reason)
-    return table
+        for c in plan.alternatives
+    )
+    return table(columns, rows, ("fleet", ""), "Alternatives")
 
 
 def _week(week: Sequence[int]) -> Table:
     """The workers of each weekday's hours."""
     rows = week_rows(week)
-    table = Table(title="Schedule of a week (UTC, workers)", title_justify="left", title_style="bold")
-    table.add_column("")
     hours = 24 // (len(week) // len(rows))
-    for start in range(0, 24, hours):
-        table.add_column(f"{start:02d}-{start + hours:02d}", justify="right")
-    for day, counts in rows.items():
-        table.add_row(day, *map(str, counts))
-    return table
+    spans = [f"{start:02d}-{start + hours:02d}" for start in range(0, 24, hours)]
+    days = ((day, *map(str, counts)) for day, counts in rows.items())
+    return table(("", *spans), days, ("",), "Schedule of a week (UTC, workers)")
 
 
 def _schedule(plan: Plan) -> Table:
-    table = Table(title="Schedule", title_justify="left", title_style="bold")
-    for name in ("from", "to", "workers"):
-        table.add_column(name, justify="right")
-    table.add_column("fleet")
     assert plan.schedule is not None
     assert plan.best is not None
-    for stretch in plan.schedule.stretches:
-        fleet = apportioned(plan.best.fleet, stretch.workers)
-        table.add_row(f"{stretch.start_s:.0f} s", f"{stretch.end_s:.0f} s", str(stretch.workers), fleet.label)
-    return table
+    whole = plan.best.fleet
+    rows = (
+        (f"{s.start_s:.0f} s", f"{s.end_s:.0f} s", str(s.workers), apportioned(whole, s.workers).label)
+        for s in plan.schedule.stretches
+    )
+    return table(("from", "to", "workers", "fleet"), rows, ("fleet",), "Schedule")

@@ -7,13 +7,12 @@ from html import escape
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tokenfleet import __version__
 from tokenfleet.planning.plan_file import Paid, PlanFile
 from tokenfleet.report.page import page, section
-from tokenfleet.report.tables import share_text, usd_text
+from tokenfleet.report.tables import share_text, table, usd_text
 from tokenfleet.whatif.axes import Scenario, checked
 from tokenfleet.whatif.marginal import NO_CLOCK, Clock, marginal
 from tokenfleet.whatif.pareto import cost_figure, fleet_text, unbeaten
@@ -44,15 +43,12 @@ def whatif_json(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> dict[
 
 def whatif_tables(scenarios: Sequence[Scenario], clock: Clock = NO_CLOCK) -> Iterable[RenderableType]:
     """One row a scenario, and what the steps between them cost, the dearest first."""
-    table = Table()
-    for key in scenarios[0].changes:
-        table.add_column(key)
-    for name in columns(scenarios):
-        table.add_column(name, justify="left" if name == "fleet" else "right")
-    table.add_column("")
-    for one, is_best in zip(scenarios, unbeaten(scenarios), strict=True):
-        table.add_row(*one.changes.values(), *cells(one, scenarios), "*" if is_best else "")
-    yield table
+    keys = tuple(scenarios[0].changes)
+    rows = (
+        (*one.changes.values(), *cells(one, scenarios), "*" if is_best else "")
+        for one, is_best in zip(scenarios, unbeaten(scenarios), strict=True)
+    )
+    yield table((*keys, *columns(scenarios), ""), rows, left=(*keys, "fleet", ""))
     yield Text("* nothing in the same circumstances promises as much for less", style="dim")
     for sentence in sentences(scenarios, clock):
         yield Text(f"  {sentence}")

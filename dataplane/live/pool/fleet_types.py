@@ -126,8 +126,8 @@ class FleetTypes:
                 has = ", ".join(str(int(node.get("GPU", 0))) for node in nodes)
                 what = f"{group.worker_type.gpus} {name or ''} GPUs".replace("  ", " ")
                 raise BadInput(
-                    f"{where}: {group.workers} workers of {what}, each on one node, do not fit on Ray's nodes,"
-                    f" which have {has}"
+                    f"{where}: {group.workers} workers of {what}, each on one node, do not fit on Ray's"
+                    f" nodes, which have {has}"
                 )
 
     def _accelerator(self, worker_type: WorkerType, where: str) -> str | None:
@@ -187,7 +187,7 @@ class FleetTypes:
 
 
 def _placed(group: WorkerGroup, nodes: Sequence[int], free: list[int]) -> bool:
-    """Take the GPUs of a group's workers off what is `free`, each worker's of one of the nodes, if they fit."""
+    """Take the GPUs of a group's workers off what is `free`, each worker's of one node; whether they fit."""
     gpus = group.worker_type.gpus
     for _ in range(group.workers):
         at = next((i for i in nodes if free[i] >= gpus), None)
