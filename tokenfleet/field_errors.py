@@ -5,12 +5,26 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from controlplane.errors import BadInput
+
+
+class FilePart(BaseModel):
+    """A part of a file that people write: unknown keys are refused, they are most likely typing errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def no_bool(value: Any) -> Any:
+    """YAML's `yes` is a bool, and Python would take it for the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected")
+    return value
+
 
 Model = TypeVar("Model", bound=BaseModel)
 LONGEST = 80  # characters of a value that are worth repeating

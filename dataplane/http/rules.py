@@ -8,13 +8,12 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
-from fastapi.params import Depends
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
@@ -24,6 +23,9 @@ from starlette.routing import Match
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.keys import KeyRing
 from dataplane.http.tls import is_loopback
+
+if TYPE_CHECKING:
+    from dataplane.http.server import Extension
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -79,23 +81,32 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def keep_house_rules(
-    app: FastAPI,
-    keys: KeyRing,
-    open_paths: frozenset[str] = OPEN_PATHS,
-    body_bytes: Mapping[str, int] | None = None,
-) -> None:
-    """Put the rules before an app. Without keys loopback callers are let in; `body_bytes` allows the paths it
-    names more than BODY_BYTES."""
-    app.add_middleware(HouseRules, keys=keys, open_paths=open_paths, body_bytes=body_bytes or {})
+def application(title: str, keys: KeyRing, extensions: Sequence[Extension], **options: Any) -> FastAPI:
+    """An API by the rules, for the routes of extensions too. Without keys loopback callers are let in."""
+    # It tells OpenAPI, and so a generated client, of the key; HouseRules looks at it.
+    bearer = Security(HTTPBearer(auto_error=False, description="a control key"))
+    app = FastAPI(
+        title=title,
+        version="1",
+        responses=ERRORS,
+        docs_url="/docs",
+        redoc_url=None,
+        dependencies=[bearer] if keys.keys else [],
+        **options,
+    )
+    open_paths = OPEN_PATHS.union(*(extension.open_paths for extension in extensions))
+    body_bytes = {path: most for extension in extensions for path, most in extension.body_bytes.items()}
+    app.add_middleware(HouseRules, keys=keys, open_paths=open_paths, body_bytes=body_bytes)
     app.add_exception_handler(ControlPlaneError, _bad_input)
     app.add_exception_handler(RequestValidationError, _bad_body)
     app.add_exception_handler(HTTPException, _http_error)
 
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether this process answers."""
+        return {"status": "ok"}
 
-def documented_key(keys: KeyRing) -> list[Depends]:
-    """Dependencies that tell OpenAPI, and so a generated client, of the key; HouseRules looks at it."""
-    return [Security(HTTPBearer(auto_error=False, description="a control key"))] if keys.keys else []
+    return app
 
 
 class HouseRules:

@@ -81,6 +81,11 @@ class Deployment:
         return f"ttft={self.slo.ttft_s:g}s,tpot={self.slo.tpot_s:g}s"
 
 
+def dns_name(text: str, most: int) -> str:
+    """A text as a part of an object's name, of so many characters at most."""
+    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")[:most]
+
+
 def serve_words(fleet: Deployment, plan: str, own: Sequence[str]) -> list[str]:
     """`tokenfleet serve` of the plan in that file, open to other machines; keys come by the environment.
 

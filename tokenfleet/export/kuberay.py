@@ -14,7 +14,7 @@ from typing import Any
 from controlplane.errors import BadInput
 from controlplane.worker_type import WorkerGroup
 from dataplane.live.engine_api import RAY_VERSION
-from tokenfleet.export.deployment import CONTROL_PORT, PLAN, PORT, Deployment, serve_words
+from tokenfleet.export.deployment import CONTROL_PORT, PLAN, PORT, Deployment, dns_name, serve_words
 
 FOLDER = "/etc/tokenfleet"  # of the plan's file
 HOME = "/var/lib/tokenfleet"  # of what is downloaded
@@ -96,7 +96,7 @@ def _worker_pods(fleet: Deployment, group: WorkerGroup, count: int, name: str, i
     ]
     pod = _gpu_pod(fleet, group, container) | {"terminationGracePeriodSeconds": EVACUATE_S + GRACE_S}
     return {
-        "groupName": _dns(group.worker_type.name),
+        "groupName": dns_name(group.worker_type.name, 50),
         "replicas": count,
         "minReplicas": count,
         "maxReplicas": count,
@@ -236,7 +236,3 @@ def _doors(name: str) -> Object:
             ],
         }
     }
-
-
-def _dns(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")[:50]

@@ -18,7 +18,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from controlplane.errors import BadInput
 from controlplane.placement.policies import Policy
-from tokenfleet.export.deployment import Deployment
+from tokenfleet.export.deployment import Deployment, dns_name
 from tokenfleet.export.kuberay import CORES_PER_GPU, MEMORY_PER_GPU_GI
 from tokenfleet.planning.schedule import NEARLY, WEEK_S
 
@@ -31,8 +31,7 @@ POLL_S, COOL_DOWN_S = 30, 300
 def spec_name(fleet: Deployment, number: int) -> str:
     """The name of a group's modelSpec, and part of the name of its Deployment."""
     worker_type = fleet.groups[number].worker_type
-    gpu = "".join(c if c.isalnum() else "-" for c in (worker_type.gpu or "gpu").lower()).strip("-")[:30]
-    return f"{gpu}-tp{worker_type.tp_degree}"
+    return f"{dns_name(worker_type.gpu or 'gpu', 30)}-tp{worker_type.tp_degree}"
 
 
 def production_stack(fleet: Deployment) -> dict[str, Any]:

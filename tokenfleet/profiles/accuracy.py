@@ -21,14 +21,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from dataplane.simulated.simulate import Outcome
-from tokenfleet.field_errors import parse_yaml, read_text
+from tokenfleet.field_errors import FilePart, parse_yaml, read_text
 from tokenfleet.profiles.fit_log import calibrated, joined, replay
 from tokenfleet.profiles.library import find_profiles
 from tokenfleet.profiles.measurements import RequestLog
@@ -47,11 +47,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class EngineSettings(_Part):
+class EngineSettings(FilePart):
     """What the engines were started with; what is left out is the profile's."""
 
     max_batched_tokens: Positive | None = None
@@ -62,14 +58,14 @@ class EngineSettings(_Part):
     block_tokens: Positive = 16
 
 
-class Target(_Part):
+class Target(FilePart):
     """What a request must hold to be in time."""
 
     ttft_s: Seconds
     tpot_s: Seconds = math.inf
 
 
-class RunsFile(_Part):
+class RunsFile(FilePart):
     """The settings of a file of runs. `gateway_s`: what a proxy before the engines adds to a first token."""
 
     form: Literal["tokenfleet.runs/1"] = Field(alias="schema")

@@ -1,7 +1,4 @@
-"""The form of a profile file: `tokenfleet.profile/1` in YAML, read into and written from a `Profile`.
-
-Reading refuses unknown keys: they are most likely typing errors.
-"""
+"""The form of a profile file: `tokenfleet.profile/1` in YAML, read into and written from a `Profile`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from datetime import date
 from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import (
@@ -36,16 +33,9 @@ from controlplane.perfmodel.step import (
     Term,
     coefficients,
 )
-from tokenfleet.field_errors import parse_yaml
+from tokenfleet.field_errors import FilePart, no_bool, parse_yaml
 
 SCHEMA = "tokenfleet.profile/1"
-
-
-def _no_bool(value: Any) -> Any:
-    """YAML's `yes` is a bool, and Python would take it for the number 1."""
-    if isinstance(value, bool):
-        raise ValueError("a number is expected")
-    return value
 
 
 def _iso(value: Any) -> Any:
@@ -53,33 +43,29 @@ def _iso(value: Any) -> Any:
     return value.isoformat() if isinstance(value, date) else value
 
 
-Seconds = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(no_bool), Field(ge=1)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _HingePart(_Part):
+class _HingePart(FilePart):
     of: HingeOf
     start: Seconds = Field(alias="from")
     per_unit_s: Seconds
 
 
-def _coefficients(name: str, terms: Iterable[Term], **more: Any) -> type[_Part]:
+def _coefficients(name: str, terms: Iterable[Term], **more: Any) -> type[FilePart]:
     """The part of a file that holds a model's coefficients; the optional ones may be left out."""
     named: dict[str, Any] = {t.name: (Seconds, 0.0 if t.words else ...) for t in terms}
-    return create_model(name, __base__=_Part, **named, **more)
+    return create_model(name, __base__=FilePart, **named, **more)
 
 
 _StepPart = _coefficients("_StepPart", STEP_TERMS)
 _PrefillPart = _coefficients("_PrefillPart", PREFILL_TERMS, hinges=(list[_HingePart], []))
 
 
-def _part(noun: type, **bounds: Any) -> type[_Part]:
+def _part(noun: type, **bounds: Any) -> type[FilePart]:
     """The part of a file that holds a record: its fields and defaults, numbers in bounds or from 0 on."""
     numbers: dict[Any, Any] = {int: Count, float: Seconds, float | None: Seconds | None}
     types = {name: bounds.get(name, numbers.get(t, t)) for name, t in get_type_hints(noun).items()}
@@ -87,7 +73,7 @@ def _part(noun: type, **bounds: Any) -> type[_Part]:
         field.name: (types[field.name], ... if field.default is MISSING else field.default)
         for field in fields(noun)
     }
-    return create_model(f"_{noun.__name__}Part", __base__=_Part, **held)
+    return create_model(f"_{noun.__name__}Part", __base__=FilePart, **held)
 
 
 _NOUNS: dict[str, Any] = {
@@ -133,7 +119,7 @@ _FIELDS: dict[str, Any] = {
     **{name: (_PARTS[name], _PARTS[name]()) for name in _PLAIN},
     **{name: (part | None, None) for name, part in _PARTS.items() if name not in _NEEDED + _PLAIN},
 }
-_ProfileFile: Any = create_model("_ProfileFile", __base__=_Part, **_FIELDS)
+_ProfileFile: Any = create_model("_ProfileFile", __base__=FilePart, **_FIELDS)
 
 
 def parse_profile(text: str, where: str) -> Profile:

@@ -14,12 +14,12 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from controlplane.errors import BadInput
-from tokenfleet.field_errors import parse_yaml, read_text
+from tokenfleet.field_errors import FilePart, no_bool, parse_yaml, read_text
 from tokenfleet.profiles.library import canonical_gpus, library_folder
 
 SCHEMA = "tokenfleet.prices/1"
@@ -78,18 +78,10 @@ class PriceList:
         return sorted({gpu for gpu, _, _ in self.prices})
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is expected")
-    return value
+_Usd = Annotated[float, BeforeValidator(no_bool), Field(gt=0, lt=10_000, allow_inf_nan=False)]
 
 
-_Usd = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=10_000, allow_inf_nan=False)]
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Row(FilePart):
     gpu: Annotated[str, Field(min_length=1, max_length=100)]
     provider: Annotated[str, Field(max_length=100)] = ""
     on_demand: _Usd | None = None
@@ -99,9 +91,7 @@ class _Row(BaseModel):
     source: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _PriceFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _PriceFile(FilePart):
     form: Literal["tokenfleet.prices/1"] = Field(alias="schema")
     prices: Annotated[list[_Row], Field(max_length=10_000)]
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dataplane.http.keys import KeyRing
-from dataplane.http.rules import ERRORS, OPEN_PATHS, documented_key, keep_house_rules
+from dataplane.http.rules import application
 from dataplane.http.server import Extension
 from tokenfleet.planning.plan_file import PlanFile
 from tokenfleet.service.data_folder import VARIABLE, default_data_folder, made_folder
@@ -40,31 +40,12 @@ def plan_app(keys: KeyRing, extensions: Sequence[Extension]) -> FastAPI:
                 await cleanup.enter_async_context(extension.running())
             yield
 
-    app = FastAPI(
-        title="Tokenfleet plans",
-        version="1",
-        responses=ERRORS,
-        docs_url="/docs",
-        redoc_url=None,
-        lifespan=running,
-        dependencies=documented_key(keys),
-    )
-    keep_house_rules(
-        app,
-        keys,
-        OPEN_PATHS.union(*(extension.open_paths for extension in extensions)),
-        {path: most for extension in extensions for path, most in extension.body_bytes.items()},
-    )
+    app = application("Tokenfleet plans", keys, extensions, lifespan=running)
 
     @app.get("/metrics", response_class=Response)
     def metrics() -> Response:
         """Prometheus' text format."""
         return Response(generate_latest(registry), media_type=EXPOSITION)
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        """Whether this process answers."""
-        return {"status": "ok"}
 
     @app.get("/ready")
     def ready() -> dict[str, str]:

@@ -16,14 +16,7 @@ from controlplane.errors import BadInput
 from controlplane.snapshot import Fact, Note, Scale
 from controlplane.types import Role
 from dataplane.http.keys import KeyRing
-from dataplane.http.rules import (
-    ERRORS,
-    OPEN_PATHS,
-    ErrorReply,
-    documented_key,
-    error_reply,
-    keep_house_rules,
-)
+from dataplane.http.rules import ErrorReply, application, error_reply
 from dataplane.http.server import Extension, QuietServer, server_options
 from dataplane.http.tls import ServerCertificate
 from dataplane.live.control.operations import Operations
@@ -37,48 +30,48 @@ def _whole(value: Any) -> Any:
 Workers = Annotated[int, Field(ge=0, le=10_000), BeforeValidator(_whole)]
 
 
-class ScaleOrder(BaseModel):
-    """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
+class _Order(BaseModel):
+    """From outside: unknown fields are refused, and text is not taken for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ScaleOrder(_Order):
+    """A number of workers (of a `kind`, in a fleet of several), or `auto` to let the controller decide."""
+
     workers: Workers | None = None
     kind: str | None = Field(None, min_length=1, max_length=64)
     auto: bool = False
 
 
-class ShareOrder(BaseModel):
+class ShareOrder(_Order):
     """The most workers of one model of several."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     workers: Workers
 
 
-class RoleOrder(BaseModel):
+class RoleOrder(_Order):
     """What a worker is to do from now on."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     role: Role
 
 
-class MoveOrder(BaseModel):
+class MoveOrder(_Order):
     """A running request, and the worker it shall go to; without one the fleet chooses."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     request_id: str = Field(min_length=1, max_length=256)
     target: str | None = Field(None, min_length=1, max_length=64)
 
 
-class EvacuationOrder(BaseModel):
+class EvacuationOrder(_Order):
     """How long until a worker, or a node's, must be gone."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     deadline_s: float = Field(gt=0, le=86_400, allow_inf_nan=False)
 
 
-class RestartOrder(BaseModel):
+class RestartOrder(_Order):
     """How long requests that cannot be moved may go on where they are."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     finish_s: float = Field(600.0, gt=0, le=86_400, allow_inf_nan=False)
 
 
@@ -89,10 +82,9 @@ class UpdateOrder(RestartOrder):
     flags: list[str] | None = Field(None, max_length=256)
 
 
-class ScaleDecision(BaseModel):
+class ScaleDecision(_Order):
     """The controller's: a number of workers, and `kinds` in a fleet of several. `advisory`: only recorded."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     workers: Workers
     kinds: dict[str, int] = Field(default_factory=dict, max_length=64)
     facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
@@ -100,19 +92,17 @@ class ScaleDecision(BaseModel):
     advisory: bool = False
 
 
-class NoteDecision(BaseModel):
+class NoteDecision(_Order):
     """The controller's: what it has to say though the number of workers stays."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     kind: Literal["correction", "limit"]
     facts: dict[Fact, dict[str, float]] = Field(default_factory=dict)
     reason: str = Field(min_length=1, max_length=500)
 
 
-class MoveDecision(BaseModel):
+class MoveDecision(_Order):
     """The controller's: a request, and the worker it shall go to. `advisory`: only recorded."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     request_id: str = Field(min_length=1, max_length=256)
     target: str = Field(min_length=1, max_length=64)
     reason: str = Field(min_length=1, max_length=500)
@@ -121,22 +111,8 @@ class MoveDecision(BaseModel):
 
 def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Extension] = ()) -> FastAPI:
     """The application; without keys loopback callers are let in."""
-    app = FastAPI(
-        title="Tokenfleet control",
-        version="1",
-        responses=ERRORS,
-        docs_url="/docs",
-        redoc_url=None,
-        dependencies=documented_key(keys),
-    )
+    app = application("Tokenfleet control", keys, extensions)
     app.state.operations = operations
-    keep_house_rules(
-        app,
-        keys,
-        OPEN_PATHS.union(*(extension.open_paths for extension in extensions)),
-        {path: most for extension in extensions for path, most in extension.body_bytes.items()},
-    )
-
     added = {name: view for extension in extensions for name, view in extension.fleet.items()}
 
     @app.get("/v1/fleet", response_model=dict[str, Any])
@@ -211,11 +187,6 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
     async def metrics() -> Response:
         """Prometheus' text format: `tokenfleet_` families, and vLLM's own by worker."""
         return Response(operations.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Whether this process answers."""
-        return {"status": "ok"}
 
     @app.get("/ready", responses={503: {"model": ErrorReply}})
     async def ready() -> Any:

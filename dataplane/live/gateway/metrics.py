@@ -140,20 +140,16 @@ class Metrics:
 
     def attainment(self) -> dict[str, dict[str, int]]:
         """{target: {"met", "of"}} of finished requests since the fleet began; targets ttft, tpot and both."""
-        counts = {target: {"met": 0, "of": 0} for target in SLO_TARGETS}
-        for sample in next(iter(self.slo.collect())).samples:
-            if sample.name.endswith("_total"):
-                count = counts[sample.labels["target"]]
-                count["of"] += int(sample.value)
-                count["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
-        return counts
+        return {target: self._met(target=target) for target in SLO_TARGETS}
 
     def attainment_of(self, slo_class: str) -> dict[str, int]:
         """{"met", "of"} of the finished requests of a class since the fleet began."""
+        return self._met(target="both", slo_class=slo_class)
+
+    def _met(self, **labels: str) -> dict[str, int]:
         counts = {"met": 0, "of": 0}
         for sample in next(iter(self.slo.collect())).samples:
-            of = sample.labels.get("slo_class"), sample.labels.get("target")
-            if sample.name.endswith("_total") and of == (slo_class, "both"):
+            if sample.name.endswith("_total") and labels.items() <= sample.labels.items():
                 counts["of"] += int(sample.value)
                 counts["met"] += int(sample.value) if sample.labels["met"] == "true" else 0
         return counts
