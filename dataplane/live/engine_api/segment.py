@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any
 
 from dataplane.live.engine_api.kv_messages import VLLM_KEY, Control, KvLoad, Transfer, params_from
 from dataplane.live.engine_api.link import PRIOR_TOKENS, WorkerInfo
@@ -141,15 +142,22 @@ def keeper_request(request: EngineCoreRequest, segment: str, tokens: int) -> Eng
 def control_request(request: EngineCoreRequest, segment: str, control: Control) -> EngineCoreRequest:
     """A request that only tells the connector something; vLLM aborts it on arrival."""
     params = SamplingParams(max_tokens=1, extra_args={VLLM_KEY: params_from(control)})
+    return plain_request(segment, [0], params, request.arrival_time, abort_immediately=True)
+
+
+def plain_request(
+    segment: str, prompt: list[int], params: SamplingParams, arrival_s: float, **more: Any
+) -> EngineCoreRequest:
+    """A request of tokens alone, for an engine; `arrival_s` is Unix time."""
     return EngineCoreRequest(
         request_id=segment,
-        prompt_token_ids=[0],
+        prompt_token_ids=prompt,
         mm_features=None,
         sampling_params=params,
         pooling_params=None,
-        arrival_time=request.arrival_time,
+        arrival_time=arrival_s,
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
-        abort_immediately=True,
+        **more,
     )

@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,6 +85,16 @@ class Pacer:
         self._worked_s = worked_s
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Blocks of a reader's memory that are to be filled, and how fast; `timeout_s` bounds each wait."""
+
+    memory: KvMemory
+    blocks: Sequence[int]
+    pacer: Pacer
+    timeout_s: float
+
+
 class Bypass(Protocol):
     """A way for the payload of a fetch beside the connection, between two processes that both have it."""
 
@@ -100,16 +111,8 @@ class Bypass(Protocol):
     def lend(self, connection: socket.socket) -> None:
         """The holder has told where they lie; return when the reader has something to say."""
 
-    def take(
-        self,
-        connection: socket.socket,
-        offer: bytes,
-        memory: KvMemory,
-        blocks: Sequence[int],
-        pacer: Pacer,
-        timeout_s: float,
-    ) -> bool:
-        """Fill these blocks; False where it cannot be done this way. Raises OSError if it has failed."""
+    def take(self, connection: socket.socket, offer: bytes, copy: Copy) -> bool:
+        """Fill the blocks; False where it cannot be done this way. Raises OSError if it has failed."""
 
 
 class ProcessMemory:
@@ -134,18 +137,10 @@ class ProcessMemory:
     def lend(self, connection: socket.socket) -> None:
         """The kernel needs nothing of who is read."""
 
-    def take(
-        self,
-        connection: socket.socket,
-        offer: bytes,
-        memory: KvMemory,
-        blocks: Sequence[int],
-        pacer: Pacer,
-        timeout_s: float,
-    ) -> bool:
-        views, commit = memory.write(blocks)
+    def take(self, connection: socket.socket, offer: bytes, copy: Copy) -> bool:
+        views, commit = copy.memory.write(copy.blocks)
         try:
-            read(peer(connection), np.frombuffer(offer, np.uint64).reshape(-1, 2), views, pacer)
+            read(peer(connection), np.frombuffer(offer, np.uint64).reshape(-1, 2), views, copy.pacer)
         except NotAllowed as error:
             log.info("KV goes over sockets: this machine does not let processes read each other (%s)", error)
             self._is_allowed = False

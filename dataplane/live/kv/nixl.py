@@ -51,7 +51,7 @@ from controlplane.errors import BadInput
 if TYPE_CHECKING:  # who only asks whether NIXL is there need not load torch
     import torch
 
-    from dataplane.live.kv.direct import Pacer
+    from dataplane.live.kv.direct import Copy
     from dataplane.live.kv.memory import KvMemory
 
 log = logging.getLogger(__name__)
@@ -165,16 +165,9 @@ class NixlTransport:
     def reaches(self, connection: socket.socket) -> bool:
         return self._is_between_hosts or connection.family == socket.AF_UNIX
 
-    def take(
-        self,
-        connection: socket.socket,
-        offer: bytes,
-        memory: KvMemory,
-        blocks: Sequence[int],
-        pacer: Pacer,
-        timeout_s: float,
-    ) -> bool:
+    def take(self, connection: socket.socket, offer: bytes, copy: Copy) -> bool:
         name, metadata, kind, layers, theirs = msgspec.msgpack.decode(offer)
+        memory, blocks = copy.memory, copy.blocks
         own = self.register(memory)
         self._collect()
         if name in self._refused or [layer[1] for layer in layers] != [layer[1] for layer in own.layers]:
@@ -186,18 +179,18 @@ class NixlTransport:
             self._refused.add(name)
             return False
         for begin in range(0, len(blocks), own.slot_blocks):
-            pacer.wait(begin * memory.block_bytes)
+            copy.pacer.wait(begin * memory.block_bytes)
             piece = slice(begin, begin + own.slot_blocks)
             try:
-                slot = own.slots.get(timeout=timeout_s)
+                slot = own.slots.get(timeout=copy.timeout_s)
             except Empty:
                 return False
-            self._read(own, slot, peer, theirs[piece], timeout_s)
+            self._read(own, slot, peer, theirs[piece], copy.timeout_s)
             try:
                 _copy(slot, own, memory, blocks[piece])
             finally:
                 own.slots.put(slot)
-        pacer.wait(len(blocks) * memory.block_bytes)
+        copy.pacer.wait(len(blocks) * memory.block_bytes)
         return True
 
     def _peer(self, name: str, metadata: bytes, kind: str, layers: Layers) -> _Peer:

@@ -48,7 +48,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from dataplane.live.engine_api.kv_messages import UNBOUND, Pace
-from dataplane.live.kv.direct import Bypass, Pacer, ProcessMemory, Share, peer_user
+from dataplane.live.kv.direct import Bypass, Copy, Pacer, ProcessMemory, Share, peer_user
 from dataplane.live.kv.memory import BlockTables, KvMemory, Views
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,8 @@ class SocketTransport:
         pacer = Pacer(fetch.pace, self._share)
         is_taken = False
         if way:
-            is_taken = self._bypasses[way].take(connection, offer, memory, blocks, pacer, timeout_s)
+            copy = Copy(memory, blocks, pacer, timeout_s)
+            is_taken = self._bypasses[way].take(connection, offer, copy)
             connection.sendall(b"\x01" if is_taken else b"\x00")
         if not is_taken:
             way = SOCKETS if connection.family == socket.AF_INET else LOCAL_SOCKETS

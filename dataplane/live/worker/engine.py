@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from controlplane.errors import BadInput
 from controlplane.types import WorkerId
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.engine_api.penalties import penalties_of
+from dataplane.live.engine_api.segment import plain_request
 from dataplane.live.engine_api.vllm_surface import (
     ONE_PROCESS_EXECUTOR,
     AsyncEngineArgs,
     EngineCoreClient,
-    EngineCoreRequest,
     Executor,
     KVEventsConfig,
     OMPProcessManager,
@@ -110,14 +110,7 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
             "kv_connector_module_path": "dataplane.live.kv.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {
-                "addresses": list(door.addresses),
-                "secret": door.secret,
-                "lease_s": door.lease_s,
-                "hold_s": door.hold_s,
-                "cpu_clock": door.cpu_clock,
-                "transport": door.transport,
-            },
+            "kv_connector_extra_config": asdict(door) | {"addresses": list(door.addresses)},
         },
     }
     return AsyncEngineArgs(**settings)
@@ -233,19 +226,9 @@ async def _run(core: Any, name: str, lengths: list[int], params: dict[str, Any])
     for at, length in enumerate(lengths):
         segment = f"{name}-{at}"
         unfinished.add(segment)
-        await core.add_request_async(
-            EngineCoreRequest(
-                request_id=segment,
-                prompt_token_ids=[(at + i) % 100 + 3 for i in range(length)],
-                mm_features=None,
-                sampling_params=SamplingParams(detokenize=False, **params),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-        )
+        prompt = [(at + i) % 100 + 3 for i in range(length)]
+        asked = SamplingParams(detokenize=False, **params)
+        await core.add_request_async(plain_request(segment, prompt, asked, time.time()))
     while unfinished:
         batch = await core.get_output_async()
         stats = batch.scheduler_stats

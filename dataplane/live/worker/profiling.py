@@ -29,6 +29,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.samples import DECODE_STEPS, Burst, EngineRoom
 from dataplane.live.engine_api.link import Executed
 from dataplane.live.engine_api.processes import descendants, shared_memory, unlink
+from dataplane.live.engine_api.segment import plain_request
 from dataplane.live.engine_api.step_trace import COLUMNS, Step
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -242,16 +243,6 @@ def _request(
     name: str, tokens: int, output_tokens: int, vocabulary: int, rng: np.random.Generator
 ) -> EngineCoreRequest:
     """A request of random tokens: no two share a prefix that the engine could have cached."""
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=rng.integers(FIRST_TOKEN_ID, min(vocabulary, PLAIN_TOKENS), tokens).tolist(),
-        mm_features=None,
-        sampling_params=SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-        ),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    prompt = rng.integers(FIRST_TOKEN_ID, min(vocabulary, PLAIN_TOKENS), tokens).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+    return plain_request(name, prompt, params, time.time())
