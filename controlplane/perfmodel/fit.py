@@ -76,27 +76,25 @@ def fit_step(
     return StepFit(StepModel(**values, hinges=hinges), residuals, _range(samples))
 
 
-def fit_prefill(samples: StepSamples, robust: bool = False, extra_terms: bool = True) -> PrefillFit:
+def fit_prefill(samples: StepSamples, robust: bool = False) -> PrefillFit:
     """The prefill-only model (Eq 2) of those samples in which nothing decoded.
 
     Raises BadInput when there are too few of them.
     """
     alone = samples.take(samples.sequences == 0)
-    values, hinges, residuals = _fitted(alone, "prefill", robust, extra_terms)
+    values, hinges, residuals = _fitted(alone, "prefill", robust, True)
     return PrefillFit(PrefillModel(**values, hinges=hinges), residuals)
 
 
-def fit_phases(
-    samples: StepSamples, robust: bool = False, extra_terms: bool = True
-) -> tuple[StepFit, PrefillFit]:
+def fit_phases(samples: StepSamples, robust: bool = False) -> tuple[StepFit, PrefillFit]:
     """Models of an engine that never mixes the phases: Eq 3 of its decode steps, Eq 2 of the others.
 
     The step model's prefill terms are Eq 2's, without its base: what a mixed step would cost if prefill
     added only its own work. Raises BadInput when either phase has too few samples.
     """
-    prefill = fit_prefill(samples, robust, extra_terms)
+    prefill = fit_prefill(samples, robust)
     decode = samples.take(samples.prefill_tokens == 0)
-    values, hinges, residuals = _fitted(decode, "decode", robust, extra_terms)
+    values, hinges, residuals = _fitted(decode, "decode", robust, True)
     model = StepModel(
         **values,
         per_prefill_token_s=prefill.model.per_token_s,

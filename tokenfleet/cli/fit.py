@@ -62,12 +62,11 @@ class FitFlags:
     engine_version: Annotated[str, typer.Option(help="e.g. 0.19.0")] = ""
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's setting of that name")] = 2048
     max_seqs: Annotated[int, typer.Option(min=1, help="vLLM's max-num-seqs")] = 256
-    robust: Annotated[bool, typer.Option(help="give outliers less weight")] = False
+    robust: Annotated[bool, typer.Option("--robust", help="give outliers less weight")] = False
     as_measured: Annotated[
         bool,
         typer.Option("--as-measured", help="leave outliers in, and the machine's slow and fast times"),
     ] = False
-    plain: Annotated[bool, typer.Option(help="four coefficients only, no hinges nor length²")] = False
     licence: Annotated[str, typer.Option(help="licence of the measurements")] = "own measurements"
     measured_on: Annotated[
         str | None, typer.Option(help="date of the measurements, YYYY-MM-DD; today if not given")
@@ -115,7 +114,7 @@ def fit_command(flags: FitFlags) -> None:
     else:
         if not (flags.robust or flags.as_measured):
             read = _without_outliers(read)
-        profile = fitted_profile(read, worker, flags.robust, not flags.plain)
+        profile = fitted_profile(read, worker, flags.robust)
     write_profile(profile, flags.out)
     breaks = linear_breaks(read, flags.robust) if isinstance(read, StepSamples) else []
     _say(profile, flags.out, flags.output_format, breaks, speeds)
@@ -147,15 +146,15 @@ def _without_outliers(samples: StepSamples) -> StepSamples:
     return samples.take(~far)
 
 
-def fitted_profile(samples: StepSamples, shape: Profile, robust: bool, extra_terms: bool) -> Profile:
+def fitted_profile(samples: StepSamples, shape: Profile, robust: bool) -> Profile:
     """`shape` with the step times of `samples`, as its engine mode uses them."""
     if shape.engine.mode != EngineMode.CHUNKED:
-        phases, prefill = fit_phases(samples, robust, extra_terms)
+        phases, prefill = fit_phases(samples, robust)
         return _with(shape, phases, prefill.model, pooled(phases.residuals, prefill.residuals))
-    step = fit_step(samples, robust, extra_terms)
+    step = fit_step(samples, robust)
     alone = PrefillModel.of_step(step.model)
     with suppress(BadInput):  # a chunked engine need not have run enough steps of prefill alone
-        alone = fit_prefill(samples, robust, extra_terms).model
+        alone = fit_prefill(samples, robust).model
     return _with(shape, step, alone, step.residuals)
 
 
