@@ -24,6 +24,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 GRACE_S = 5.0
 # vLLM and Ray tell nobody. vLLM's log goes to stderr, where `worker.cause` looks for the reason of a failed
 # start: stdout is for our one line.
@@ -171,36 +173,23 @@ class Inherited:
 
 def descendants(of: int | None = None) -> list[int]:
     """The ids of all processes below one, by default this."""
-    children: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            # pid (name) state parent …; the name may hold anything, parentheses too.
-            parent = int(status.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(status.parent.name))
-    pids: list[int] = []
-    below = [os.getpid() if of is None else of]
-    while below:
-        below = [child for pid in below for child in children.get(pid, ())]
-        pids += below
-    return pids
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(of).children(recursive=True)]
+    return []
 
 
 def resident_bytes(pid: int) -> int:
     """The memory that a process and all below it hold."""
-    return sum(_kilobytes(Path(f"/proc/{p}/status"), "VmRSS:") << 10 for p in [pid, *descendants(pid)])
+    held = 0
+    for each in (pid, *descendants(pid)):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            held += psutil.Process(each).memory_info().rss
+    return held
 
 
 def free_memory_bytes() -> int:
     """The memory that this machine can still give."""
-    return _kilobytes(Path("/proc/meminfo"), "MemAvailable:") << 10
-
-
-def _kilobytes(file: Path, name: str) -> int:
-    """A figure of a /proc file; 0 where there is none."""
-    with suppress(OSError):  # the process has ended meanwhile
-        lines = file.read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
-    return 0
+    return int(psutil.virtual_memory().available)
 
 
 def cpu_s(below: Iterable[int]) -> float:
