@@ -131,7 +131,7 @@ def warm_target(cached_tokens):
     moves = Moves(run, [ControlSettings(bytes_per_s=1e9, slowdown=0.0).price(profile())])
     advance(run.ledger, run.engines, run.cluster, run.rules, 1.0)
     view_all(run.ledger, run.engines, 1.0)
-    row = observe(run.ledger, run.profiles, 1.0, frozenset(), frozenset(), 0.0).workers[1].requests[0]
+    row = observe(run.ledger, run.profiles, 1.0, frozenset(), frozenset()).workers[1].requests[0]
     assert row.cached(WorkerId("0")) == Cached(cached_tokens, cached_tokens)  # its other still decodes
     assert row.to_send(WorkerId("0")) == row.new_at(WorkerId("0")) == row.tokens - cached_tokens
     assert moves.migrate(Migrate(RequestId("1"), WorkerId("1"), WorkerId("0"), "asked"), 1.0) is None
@@ -357,7 +357,7 @@ def test_the_counted_loads_are_those_of_the_lists():
     for now_s in np.arange(0.5, 8.0, 0.25):
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
         view_all(run.ledger, run.engines, now_s)
-        for seen in observe(run.ledger, run.profiles, now_s, frozenset(), frozenset(), 0.0).workers:
+        for seen in observe(run.ledger, run.profiles, now_s, frozenset(), frozenset()).workers:
             if seen.load.running == len(seen.requests):  # nobody in prefill, whom the lists leave out
                 everyone = [*seen.requests, *seen.waiting]
                 assert replace(seen.load, peak_tokens=-1) == replace(seen, load=None).counted()
