@@ -55,12 +55,17 @@ def read_text(path: Path, most_bytes: int | None = None) -> str:
         raise BadInput(f"{path}: not a text file in UTF-8") from error
 
 
+def load_yaml(text: str, where: str) -> Any:
+    """What YAML says. Raises BadInput."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise BadInput(f"{where}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+
+
 def parse_yaml(text: str, where: str, model: type[Model], is_no: str) -> Model:
     """The YAML in `text` as the model; `is_no` is said of what has no fields. Raises BadInput."""
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise BadInput(f"{where}: not YAML: {' '.join(str(error).split())[:200]}") from error
+    content = load_yaml(text, where)
     if not isinstance(content, dict):
         raise BadInput(f"{where}: {is_no}")
     try:

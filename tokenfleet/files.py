@@ -26,10 +26,7 @@ def write_files(contents: Mapping[Path, str]) -> None:
     try:
         for path, text in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise BadInput(f"{path}: is a folder, expected a file")
-            if path.exists() and not path.is_file():
-                raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
+            _refuse_no_file(path)
             handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             ready.append((beside, path))
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -56,8 +53,7 @@ def refuse_unwritable(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         try:
-            if path.exists() and not path.is_file():
-                raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
+            _refuse_no_file(path)
             folder = next(parent for parent in path.parents if parent.exists())
             with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=folder):
                 pass
@@ -67,14 +63,17 @@ def refuse_unwritable(paths: Iterable[Path]) -> None:
 
 def refuse_to_replace(path: Path, overwrite: bool) -> None:
     """Raise BadInput if `path` cannot become a file, or is one and `overwrite` was not asked for."""
-    if path.is_dir():
-        raise BadInput(f"{path}: is a folder; expected the name of a file to write")
-    if path.exists() and not path.is_file():
-        raise BadInput(f"{path}: not a regular file; expected the name of a file to write")
+    _refuse_no_file(path)
     if path.exists() and not overwrite:
         raise BadInput(f"{path}: exists already; give another name or --overwrite")
     if not path.parent.is_dir():
         raise BadInput(f"{path}: there is no folder {path.parent}")
+
+
+def _refuse_no_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        kind = "is a folder" if path.is_dir() else "not a regular file"
+        raise BadInput(f"{path}: {kind}; expected the name of a file to write")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from controlplane.errors import BadInput
-from tokenfleet.field_errors import nearest
+from tokenfleet.field_errors import load_yaml, nearest, read_text
 from tokenfleet.planning.request import Option, PlanRequest, options, read_targets
 
 Command = Callable[..., int]
@@ -221,14 +221,7 @@ def with_config(command: Any, path: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: is not YAML: {error}") from None
+    settings = load_yaml(read_text(Path(path)), path)
     if settings is None:
         return {}
     if not isinstance(settings, dict):
