@@ -43,6 +43,7 @@ from tokenfleet.planning.traffic.drift import Drift, drift_of
 from tokenfleet.planning.traffic.sample import CURVE, ROUGHLY, Sampler
 
 AS_IT_IS = 0
+LONGEST_WAIT_S = 120.0  # a window shows what waits no longer: it is judged by itself, whatever comes after it
 Doubted = Literal["arrivals", "drift", "coefficients"]
 EVERYTHING: frozenset[Doubted] = frozenset(get_args(Doubted))
 MOST_BYTES = 300_000_000  # of outcomes kept by one process; the least recently used go first
@@ -289,6 +290,7 @@ class Replicates:
         doubted: frozenset[Doubted],
     ) -> Outcome:
         sampled = workload is None and self.sampler is not None
+        recorded_s = (self.workload if workload is None else workload).duration_s
         if workload is None:
             workload = self.workload if growth == 1.0 or sampled else self.units.busier(growth)
         requests = self.requests(replicate, workload, doubted)
@@ -298,7 +300,7 @@ class Replicates:
         outcome = simulate(
             requests,
             fleet.specs((lambda profile: self.profile(replicate, profile)) if unsure else None),
-            self.slos,
+            self._slos(recorded_s, requests.duration_s),
             self.policy,
             settings=self.settings,
             predictor=self.predictor,
@@ -308,6 +310,18 @@ class Replicates:
         )
         self.told()
         return replace(outcome, session_target_s=self.session_s, asked=self.asked)
+
+    def _slos(self, recorded_s: float, lasts_s: float) -> tuple[Slo, ...]:
+        """The targets of each class in requests that last so long instead of as recorded.
+
+        More traffic is a trace whose time passes faster. What may wait for hours waits for as many of the
+        trace's own, or a busier day would be a shorter one, most of it within reach.
+        """
+        share = lasts_s / recorded_s if recorded_s > 0 else 1.0
+        return tuple(
+            replace(slo, ttft_s=slo.ttft_s * share) if slo.ttft_s > LONGEST_WAIT_S else slo
+            for slo in self.slos
+        )
 
     def requests(
         self, replicate: int, workload: Workload, doubted: frozenset[Doubted] = EVERYTHING

@@ -35,7 +35,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.workload import INSTANT_S, Workload
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.replicates import AS_IT_IS, Replicates
+from tokenfleet.planning.replicates import AS_IT_IS, LONGEST_WAIT_S, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.threads import Threads
@@ -47,7 +47,6 @@ MOST_WINDOWS = 48
 LEAD_IN_S = 30.0
 SHORTEST_S = 1.0
 OF_WINDOW = 10_000  # requests of a window's sample, where the trace is long
-LONGEST_WAIT_S = 120.0  # a window shows what waits no longer: it is judged by itself, whatever comes after it
 EVEN = (np.sqrt(5.0) - 1.0) / 2.0  # multiples of which are spread evenly
 TRIES = 4
 

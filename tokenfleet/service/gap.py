@@ -55,7 +55,8 @@ from dataplane.history.fleet_log import (
 )
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.files import write_files
-from tokenfleet.planning.schedule import LONGEST_WAIT_S, Stretch, paid
+from tokenfleet.planning.replicates import LONGEST_WAIT_S
+from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.planning.sizing import smallest
 
 SCHEMA = "tokenfleet.gap/1"

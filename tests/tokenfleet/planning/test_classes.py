@@ -361,6 +361,26 @@ def test_work_with_a_deadline_waits_for_room_where_served_on_arrival_it_would_co
     assert fewest(Slo(3000.0, 0.2)) <= 0.65 * fewest(Slo(2.0, 0.2))
 
 
+@pytest.mark.parametrize("growth", [1.0, 2.0])
+def test_in_busier_traffic_work_with_a_deadline_may_wait_for_as_much_of_the_trace(growth: float) -> None:
+    """Twice the traffic is the trace in half of its time: half of the deadline, and the same chat target."""
+    load = mixed()
+    classes = (SloClass("chat", Slo(0.5, 0.03), 0.95), SloClass("batch", Slo(1500.0, 0.2), 0.9))
+    lengths = LengthTable.from_history(load.prompt_tokens, load.output_tokens)
+    made = Replicates(load, classes[0].slo, "spread", 0, lengths, classes=classes)
+    fleet = of_one_kind(worker_type(worker(), 2.0), 4)
+    targets_s = [made.replay(fleet, growth=growth).ttft_target_s]
+    drawn = made.replay(fleet, 1)  # its drift makes the trace longer or shorter, too
+    waits = drawn.workload.slo_class == 1
+    assert np.unique(drawn.ttft_target_s[~waits]).tolist() == [0.5]
+    assert drawn.ttft_target_s[waits] == pytest.approx(
+        1500.0 * drawn.workload.duration_s / load.duration_s, rel=1e-9
+    )
+    for target_s in targets_s:
+        assert target_s[load.slo_class == 1] == pytest.approx(1500.0 / growth, rel=1e-9)
+        assert (target_s[load.slo_class == 0] == 0.5).all()
+
+
 def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class_holds_under_it() -> None:
     """Twenty minutes of rush, then calm; what arrives in the rush is due when it is calm."""
     rng = np.random.default_rng(5)
