@@ -38,7 +38,7 @@ from controlplane.workload import Workload
 from dataplane.simulated.run import attained_by_class, joint, share_of
 from dataplane.simulated.simulate import Outcome, simulate
 from tokenfleet.planning.fleet import Fleet
-from tokenfleet.planning.traffic.draws import Units, next_like, units_of
+from tokenfleet.planning.traffic.draws import Units, next_like, time_scale, units_of
 from tokenfleet.planning.traffic.drift import Drift, drift_of
 from tokenfleet.planning.traffic.sample import CURVE, ROUGHLY, Sampler
 
@@ -290,7 +290,7 @@ class Replicates:
         doubted: frozenset[Doubted],
     ) -> Outcome:
         sampled = workload is None and self.sampler is not None
-        recorded_s = (self.workload if workload is None else workload).duration_s
+        faster = self._faster(replicate, growth if workload is None else 1.0, doubted)
         if workload is None:
             workload = self.workload if growth == 1.0 or sampled else self.units.busier(growth)
         requests = self.requests(replicate, workload, doubted)
@@ -300,7 +300,7 @@ class Replicates:
         outcome = simulate(
             requests,
             fleet.specs((lambda profile: self.profile(replicate, profile)) if unsure else None),
-            self._slos(recorded_s, requests.duration_s),
+            self._slos(faster),
             self.policy,
             settings=self.settings,
             predictor=self.predictor,
@@ -311,15 +311,24 @@ class Replicates:
         self.told()
         return replace(outcome, session_target_s=self.session_s, asked=self.asked)
 
-    def _slos(self, recorded_s: float, lasts_s: float) -> tuple[Slo, ...]:
-        """The targets of each class in requests that last so long instead of as recorded.
+    def _faster(self, replicate: int, growth: float, doubted: frozenset[Doubted]) -> float:
+        """So many seconds of the trace pass in one of the replicate's: more traffic is a faster trace."""
+        rate = growth
+        if replicate != AS_IT_IS and "drift" in doubted:
+            rate *= self.drift.levels(self._drifts(replicate))[0]
+        return time_scale(self.workload, rate)
 
-        More traffic is a trace whose time passes faster. What may wait for hours waits for as many of the
-        trace's own, or a busier day would be a shorter one, most of it within reach.
+    def _drifts(self, replicate: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, replicate, 3])
+
+    def _slos(self, faster: float) -> tuple[Slo, ...]:
+        """The targets of each class where time passes so many times faster.
+
+        What may wait for hours waits for as many of the trace's own, or a busier day would be a shorter one,
+        most of it within reach.
         """
-        share = lasts_s / recorded_s if recorded_s > 0 else 1.0
         return tuple(
-            replace(slo, ttft_s=slo.ttft_s * share) if slo.ttft_s > LONGEST_WAIT_S else slo
+            replace(slo, ttft_s=slo.ttft_s / (faster if slo.ttft_s > LONGEST_WAIT_S else 1.0))
             for slo in self.slos
         )
 
@@ -335,7 +344,7 @@ class Replicates:
             units = self.units if workload is self.workload else units_of(workload)
             drawn = next_like(units, np.random.default_rng([self.seed, replicate, 1]))
         if replicate != AS_IT_IS and "drift" in doubted:
-            drawn = self.drift.drawn(drawn, np.random.default_rng([self.seed, replicate, 3]))
+            drawn = self.drift.drawn(drawn, self._drifts(replicate))
         return drawn
 
     def hardest_first(self, numbers: Sequence[int]) -> list[int]:

@@ -370,15 +370,30 @@ def test_in_busier_traffic_work_with_a_deadline_may_wait_for_as_much_of_the_trac
     made = Replicates(load, classes[0].slo, "spread", 0, lengths, classes=classes)
     fleet = of_one_kind(worker_type(worker(), 2.0), 4)
     targets_s = [made.replay(fleet, growth=growth).ttft_target_s]
-    drawn = made.replay(fleet, 1)  # its drift makes the trace longer or shorter, too
+    drawn = made.replay(fleet, 1, doubted=frozenset({"drift"}))  # makes the trace longer or shorter, too
     waits = drawn.workload.slo_class == 1
     assert np.unique(drawn.ttft_target_s[~waits]).tolist() == [0.5]
     assert drawn.ttft_target_s[waits] == pytest.approx(
         1500.0 * drawn.workload.duration_s / load.duration_s, rel=1e-9
     )
+    assert drawn.workload.duration_s != pytest.approx(load.duration_s, rel=1e-3)
     for target_s in targets_s:
         assert target_s[load.slo_class == 1] == pytest.approx(1500.0 / growth, rel=1e-9)
         assert (target_s[load.slo_class == 0] == 0.5).all()
+
+
+def test_draws_of_few_requests_whose_times_differ_leave_the_deadline_as_it_is() -> None:
+    load = Workload(
+        np.array([0.0, 10.0, 60.0]), np.full(3, 100), np.full(3, 10), slo_class=np.array([0, 1, 1]),
+        slo_classes=("chat", "batch"),
+    )  # fmt: skip
+    classes = (SloClass("chat", Slo(0.5, 0.03), 0.95), SloClass("batch", Slo(1500.0, 0.2), 0.9))
+    lengths = LengthTable.from_history(load.prompt_tokens, load.output_tokens)
+    made = Replicates(load, classes[0].slo, "spread", 0, lengths, classes=classes)
+    fleet = of_one_kind(worker_type(worker(), 2.0), 1)
+    for replicate in range(1, 9):
+        outcome = made.replay(fleet, replicate, doubted=frozenset({"arrivals"}))
+        assert (outcome.ttft_target_s[outcome.workload.slo_class == 1] == 1500.0).all()
 
 
 def test_a_schedule_holds_work_that_can_wait_back_for_the_valley_and_every_class_holds_under_it() -> None:

@@ -79,13 +79,20 @@ class Drift:
         """The standard deviation of the rate's logarithm."""
         return float(np.sqrt((self.spread[0] ** 2).sum()))
 
+    def levels(self, rng: np.random.Generator) -> tuple[float, float, float]:
+        """A draw of rate, prompts and outputs, each over what it was."""
+        if self.told == "steady":
+            return 1.0, 1.0, 1.0
+        normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
+        rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance)).tolist()
+        return rate, prompts, outputs
+
     def drawn(self, workload: Workload, rng: np.random.Generator) -> Workload:
         """The same requests at levels they might have gone to; none longer than the longest there was."""
         if self.told == "steady":
             return workload
-        normal, chance = rng.standard_normal(3), rng.chisquare(self.freedom) / self.freedom
-        rate, prompts, outputs = np.exp(self.spread @ normal / np.sqrt(chance))
-        drawn = busier(workload, float(rate)).longer(float(prompts), float(outputs))
+        rate, prompts, outputs = self.levels(rng)
+        drawn = busier(workload, rate).longer(prompts, outputs)
         return replace(
             drawn,
             prompt_tokens=np.minimum(drawn.prompt_tokens, workload.prompt_tokens.max()),
