@@ -238,5 +238,6 @@ def _with_spares(schedule: Schedule, spares: Spares) -> Schedule:
         schedule,
         stretches=stretches,
         attainment=schedule.attainment * spares.survives,
+        low=None if schedule.low is None else schedule.low * spares.survives,
         saved_share=1.0 - hours / (seconds * spares.bought.workers) if seconds > 0 else 0.0,
     )

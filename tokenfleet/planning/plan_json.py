@@ -17,6 +17,7 @@ from tokenfleet.planning.explain import Binding, Plateau
 from tokenfleet.planning.fleet import Fleet, apportioned
 from tokenfleet.planning.plan_file import SCHEMA
 from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
+from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
 
 CURVE_POINTS = 60
@@ -236,6 +237,7 @@ def _sampled(plan: Plan) -> dict[str, Any] | None:
         "low": _share(sampled.low),
         "full_replay": _share(sampled.whole),
         "added_workers": sampled.added,
+        "explained_by_requests": ROUGHLY,
     }
 
 
@@ -291,6 +293,7 @@ def _schedule_detail(plan: Plan) -> dict[str, Any] | None:
         return None
     return {
         "attainment": _share(plan.schedule.attainment),
+        **({} if plan.schedule.low is None else {"low": _share(plan.schedule.low)}),
         "saved_share": _share(plan.schedule.saved_share),
         "each_window": "starts after a 30 s lead-in; start-up and draining between windows are not included",
         "paid": _paid(plan),

@@ -35,6 +35,7 @@ from tokenfleet.planning.comparisons import (
     tier_worth,
 )
 from tokenfleet.planning.estimate import (
+    HOPELESS,
     Estimate,
     look,
     most_showable,
@@ -351,8 +352,10 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
 
     def around() -> dict[int, float]:
         counts = [n for n in counts_around(winner) if n not in winner.on_trace]
-        outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n)), counts)
-        return winner.on_trace | {n: o.attainment for n, o in zip(counts, outcomes, strict=True)}
+        hopeless = None if replicates.sampler is None else HOPELESS  # a long trace's take longest
+        outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n), most_missed=hopeless), counts)
+        found = {n: o.attainment for n, o in zip(counts, outcomes, strict=True) if o.complete}
+        return winner.on_trace | found
 
     def one_more() -> dict[int, Estimate]:
         more = winner.confirmed + 1 if winner.confirmed else 1

@@ -49,9 +49,13 @@ def latency(values_s: NDArray[np.floating], weight: NDArray[np.float64] | None =
     values_s = values_s[has_one]
     if weight is None and len(values_s) <= POINTS:
         return Latency(np.sort(values_s).astype(np.float64))
+    places = (np.arange(POINTS) + 0.5) / POINTS
+    if weight is None:  # of many millions the order itself would take more memory than they do
+        values_s.sort()
+        return Latency(values_s[np.ceil(places * len(values_s)).astype(np.int64) - 1].astype(np.float64))
     order = np.argsort(values_s)
-    upto = np.cumsum(np.ones(len(order)) if weight is None else weight[has_one][order])
-    at = np.searchsorted(upto, (np.arange(POINTS) + 0.5) / POINTS * (upto[-1] if len(upto) else 0.0))
+    upto = np.cumsum(weight[has_one][order])
+    at = np.searchsorted(upto, places * (upto[-1] if len(upto) else 0.0))
     return Latency(values_s[order[at]].astype(np.float64) if len(order) else np.zeros(0))
 
 

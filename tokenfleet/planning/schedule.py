@@ -39,6 +39,7 @@ from tokenfleet.planning.replicates import AS_IT_IS, LONGEST_WAIT_S, Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.sizing import Sizing, smallest
 from tokenfleet.planning.threads import Threads
+from tokenfleet.planning.traffic.sample import Sample
 
 WINDOW_S = 600.0
 DAY_S, WEEK_S, CELL_S = 86_400.0, 604_800.0, 10_800.0
@@ -96,18 +97,30 @@ class Schedule:
     stretches: tuple[Stretch, ...]
     attainment: float
     saved_share: float  # of the worker-hours of the constant fleet
+    low: float | None = None  # where samples say so: of the whole trace at least, at the plan's confidence
     week: tuple[int, ...] = ()  # workers by cell from Monday on, where the trace shows a week
 
 
 class _Window:
     """A window, or those of the same hours of each week: misses by worker count, simulated when asked for."""
 
-    def __init__(self, replicates: Replicates, sizing: Sizing, spans: Sequence[tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        replicates: Replicates,
+        sizing: Sizing,
+        spans: Sequence[tuple[float, float]],
+        confidence: float = 0.95,
+    ) -> None:
         self.spans, self.seconds = spans, sum(end_s - start_s for start_s, end_s in spans)
-        self._replicates, self._sizing = replicates, sizing
-        self._workloads = [_judged(replicates, *span) for span in spans]
+        self._replicates, self._sizing, self._confidence = replicates, sizing, confidence
+        self._samples = [_sampled(replicates, *span) for span in spans]
+        self._workloads = [
+            _judged(replicates, *span) if sample is None else sample.workload
+            for span, sample in zip(spans, self._samples, strict=True)
+        ]
         self.requests = round(sum(workload.requests for workload in self._workloads))
         self._misses: dict[int, int] = {}
+        self._reach: dict[int, float] = {}
 
     def misses(self, workers: int, allowed: float = math.inf) -> int:
         """Those judged that missed, or more than `allowed`: then the replay need not go on.
@@ -117,8 +130,8 @@ class _Window:
         if self.requests == 0:
             return 0
         if workers not in self._misses:
-            missed, fleet = 0.0, self._sizing.fleet(workers)
-            for workload in self._workloads:
+            missed, variance, fleet = 0.0, 0.0, self._sizing.fleet(workers)
+            for workload, sample in zip(self._workloads, self._samples, strict=True):
                 if workload.requests:
                     is_whole = bool(self._replicates.classes) or math.isinf(allowed)
                     most = None if is_whole else allowed / workload.requests
@@ -127,8 +140,14 @@ class _Window:
                         return int(allowed) + 1
                     attained = self._replicates.attained(outcome.met, workload)
                     missed += (1.0 - attained) * workload.requests
-            self._misses[workers] = math.ceil(missed - 1e-6)
+                    if sample is not None:
+                        variance += (sample.reach(outcome.met, self._confidence) * workload.requests) ** 2
+            self._misses[workers], self._reach[workers] = math.ceil(missed - 1e-6), math.sqrt(variance)
         return self._misses[workers]
+
+    def reach(self, workers: int) -> float:
+        """How many more may miss than `misses` said of so many workers, by the chance of its samples."""
+        return self._reach.get(workers, 0.0)
 
     def fewest(self, target: float, low: int, guess: int, most: int) -> int:
         """The fewest workers that meet the target here; `most` where none of fewer do."""
@@ -140,12 +159,18 @@ class _Window:
 
 
 def _judged(replicates: Replicates, start_s: float, end_s: float) -> Workload:
-    """What is replayed of a window, with a weight for what is judged by: of a long trace a sample."""
+    """What is replayed of a window, with a weight for what is judged by."""
     lead_s = min(LEAD_IN_S, start_s)
     part = replicates.workload.window(start_s - lead_s, end_s)
-    if replicates.sampler is not None and len(part) and part.arrival_s[-1] >= lead_s:
-        return replicates.sampler.sample(AS_IT_IS, start_s, end_s).workload
     return replace(part, weight=(part.arrival_s >= lead_s).astype(np.float64))
+
+
+def _sampled(replicates: Replicates, start_s: float, end_s: float) -> Sample | None:
+    """A sample of a long trace's window; None where the window is replayed whole, or holds nothing."""
+    first, end = np.searchsorted(replicates.workload.arrival_s, (start_s, end_s))
+    if replicates.sampler is None or first == end:
+        return None
+    return replicates.sampler.sample(AS_IT_IS, start_s, end_s)
 
 
 def make_schedule(
@@ -253,7 +278,9 @@ def _by_windows(
     cells = _cells(edges, clock)
     spans = list(pairwise(edges.tolist()))
     windows = pool.map(
-        lambda cell: _Window(replicates, sizing, [spans[i] for i in np.flatnonzero(cells == cell)]),
+        lambda cell: _Window(
+            replicates, sizing, [spans[i] for i in np.flatnonzero(cells == cell)], question.confidence
+        ),
         np.unique(cells).tolist(),
     )
     low = sizing.fewest
@@ -272,6 +299,9 @@ def _by_windows(
     attained = 1.0 - sum(misses) / max(len(replicates.workload), 1)
     of_cell = dict(zip(np.unique(cells).tolist(), workers, strict=True))
     schedule = _scheduled(spans, [of_cell[cell] for cell in cells.tolist()], full, attained)
+    if replicates.sampler is not None:
+        reach = math.hypot(*(window.reach(n) for window, n in zip(windows, workers, strict=True)))
+        schedule = replace(schedule, low=max(attained - reach / len(replicates.workload), 0.0))
     if len(of_cell) < clock.cells:
         return schedule
     return replace(schedule, week=tuple(of_cell[cell] for cell in range(clock.cells)))

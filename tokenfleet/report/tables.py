@@ -19,6 +19,7 @@ from tokenfleet.planning.plan_json import week_rows
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import Candidate, Plan, Sampled
 from tokenfleet.planning.reuse import LOST, Reuse
+from tokenfleet.planning.traffic.sample import ROUGHLY
 
 _BINDS = {
     "ttft": "the TTFT target",
@@ -301,10 +302,11 @@ def sampled_text(sampled: Sampled) -> str:
         f" the {sampled.binding:,} that bind among them, say {share_text(sampled.attainment)}, at least"
         f" {share_text(sampled.low)} of the whole; "
     )
+    reasons = f"; reasons are judged by samples of {count_text(ROUGHLY)}"
     if sampled.whole is None:
-        return f"{words}this policy is not replayed whole"
+        return f"{words}this policy is not replayed whole{reasons}"
     more = f", with {workers_text(sampled.added)} more" if sampled.added else ""
-    return f"{words}replayed whole{more}: {share_text(sampled.whole)}"
+    return f"{words}replayed whole{more}: {share_text(sampled.whole)}{reasons}"
 
 
 def _binding_text(bind: Binding) -> str:
@@ -326,7 +328,8 @@ def _time_facts(plan: Plan, best: Candidate) -> Iterator[tuple[str, str]]:
         yield (
             "schedule",
             f"saves {share_text(plan.schedule.saved_share)} of the worker-hours,"
-            f" attainment {share_text(plan.schedule.attainment)}",
+            f" attainment {share_text(plan.schedule.attainment)}"
+            + ("" if plan.schedule.low is None else f", at least {share_text(plan.schedule.low)} by samples"),
         )
     if plan.spares is not None:
         yield (

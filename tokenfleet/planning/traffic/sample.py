@@ -6,9 +6,10 @@ workers: prompts and outputs, each over the trace's mean. Misses come with load,
 **What binds**: the busiest windows, as many as hold `BINDING` times the requests that may miss, are replayed
 whole. A fleet that is about right misses most of what it misses there.
 
-**The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before.
-From each as many windows are drawn, at equal distances in the order of their mean prompts: so both rate and
-mix of lengths are there as they are in the trace. A request of a drawn window tells of as many as its stratum
+**The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before;
+into fewer where `FEWEST` windows of each would be more requests than a sample shall have. From each as many
+windows are drawn, at equal distances in the order of their mean prompts: so both rate and mix of lengths are
+there as they are in the trace. A request of a drawn window tells of as many as its stratum
 has for each that was drawn (`Workload.weight`).
 
 A window is replayed behind a lead-in and before some arrivals more, none of which count, as many seconds as a
@@ -215,10 +216,12 @@ class Sampler:
         upto = np.cumsum(count[order])
         most = min(BINDING * self.may_miss * upto[-1], MOST_BINDING * self.requests)
         binding = int(np.searchsorted(upto, most)) + 1
-        groups = [order[:binding], *np.split(order[binding:], _edges(len(order) - binding))]
+        left, rest = max(self.requests - upto[binding - 1], 0.0), order[binding:]
+        each = FEWEST * float(count[rest].mean()) if len(rest) else 1.0
+        edges = _edges(len(rest), min(max(int(left / each), 1), STRATA))
+        groups = [order[:binding], *np.split(rest, edges)]
         stratum = np.full(of, -1, np.int64)
         stratum[groups[0]] = 0
-        left = max(self.requests - upto[binding - 1], 0.0)
         for h, group in enumerate(groups[1:], 1):
             if len(group) == 0:
                 continue
@@ -240,6 +243,6 @@ class Sampler:
         return begin_s[apart], end_s[np.append(np.flatnonzero(apart)[1:] - 1, len(end_s) - 1)]
 
 
-def _edges(windows: int) -> Ints:
-    """Where the strata of so many windows begin but the first: each is twice as large as the last."""
-    return np.round(windows * (2.0 ** np.arange(1, STRATA) - 1.0) / (2.0**STRATA - 1.0)).astype(np.int64)
+def _edges(windows: int, strata: int) -> Ints:
+    """Where so many strata of the windows begin but the first: each is twice as large as the last."""
+    return np.round(windows * (2.0 ** np.arange(1, strata) - 1.0) / (2.0**strata - 1.0)).astype(np.int64)

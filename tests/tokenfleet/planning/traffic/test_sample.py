@@ -8,7 +8,7 @@ from planning_builders import SLO, planned, poisson, worker_type
 
 from controlplane.placement.lengths import LengthTable
 from controlplane.workload import Workload
-from tokenfleet.planning import planner
+from tokenfleet.planning import planner, schedule
 from tokenfleet.planning.estimate import Trial, look, verdict_on
 from tokenfleet.planning.fleet import of_one_kind
 from tokenfleet.planning.plan_json import plan_json
@@ -110,6 +110,18 @@ def test_a_sample_of_everything_leaves_no_doubt() -> None:
     assert one.reach(met_of(one.workload), 0.95) == 0.0
 
 
+def test_a_small_sample_has_fewer_strata_not_more_requests() -> None:
+    workload = days()
+    truth, said = met_of(workload).mean(), []
+    for seed in range(60):
+        one = sampler(workload, requests=2_000, seed=seed).as_it_is
+        assert (one.window >= 0).sum() < 3_000
+        assert one.workload.requests == pytest.approx(len(workload))
+        said.append(float(np.average(met_of(one.workload), weights=one.workload.weight)))
+    assert len(one.held) < len(sampler(workload).as_it_is.held)
+    assert np.mean(said) == pytest.approx(truth, abs=3 * np.std(said) / np.sqrt(len(said)))
+
+
 def test_a_part_of_the_time_is_sampled_alone() -> None:
     workload = days()
     part = workload.window(3_000.0, 6_000.0)
@@ -151,6 +163,7 @@ def test_a_trial_by_samples_stops_once_lost_and_comes_to_the_verdict_of_one_that
 @pytest.mark.usefixtures("short_is_long")
 def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = days()
+    monkeypatch.setattr(schedule, "OF_WINDOW", 500)
     plan = planned(workload, explained=True)
     assert plan.best is not None
     assert plan.sampled is not None
@@ -161,7 +174,12 @@ def test_a_long_trace_is_planned_by_samples_and_replayed_whole(monkeypatch: pyte
     assert plan.sampled.requests < len(workload) / 2
     assert plan.schedule is not None
     assert plan.schedule.saved_share > 0.1
-    found = plan_json(plan)["sampling"]
+    assert plan.schedule.low is not None
+    assert 0.9 < plan.schedule.low < plan.schedule.attainment
+    document = plan_json(plan)
+    assert document["schedule_detail"]["low"] == round(plan.schedule.low, 6)
+    assert f"at least {share_text(plan.schedule.low)} by samples" in dict(facts(plan))["schedule"]
+    found = document["sampling"]
     assert found["full_replay"] == round(whole.attainment, 6)
     assert f"replayed whole: {share_text(whole.attainment)}" in dict(facts(plan))["sampling"]
     monkeypatch.setattr(planner, "LONG", 10**9)
