@@ -4,7 +4,8 @@ A trace of more than `LONG` requests is cut into windows. Its load in each is wh
 workers: prompts and outputs, each over the trace's mean. Misses come with load, so windows are taken by it.
 
 **What binds**: the busiest windows, as many as hold `BINDING` times the requests that may miss, are replayed
-whole. A fleet that is about right misses most of what it misses there.
+whole, or where they are more than `MOST_BINDING` of a sample so much of them. A fleet that is about right
+misses most of what it misses there.
 
 **The rest** is cut into `STRATA` by load, the busiest the smallest, each twice as large as the one before;
 into fewer where `FEWEST` windows of each would be more requests than a sample shall have. From each as many
@@ -44,9 +45,10 @@ LONG = 1_000_000  # requests; all of fewer are replayed each time
 SAMPLED = 500_000  # requests of a sample, lead-ins aside;
 ROUGHLY = 100_000  # and of one that explains
 WINDOWS = 2000
+FEWEST_WINDOWS = 50  # of a sample, where they are not too short for that
 SHORTEST_S = 60.0
 BINDING = 3.0
-MOST_BINDING = 0.6  # of a sample
+MOST_BINDING = 0.65  # of a sample
 STRATA = 6
 CALMER = 4.0
 FEWEST = 4  # windows of a stratum
@@ -174,8 +176,10 @@ class Sampler:
             rng = np.random.default_rng([self.seed, replicate, 1])
             pieces = drawn_anew(arrival_s, drawn_anew(arrival_s, pieces, rng), rng)
         first_s, last_s = pieces.span_s(arrival_s)
+        each_s = self.requests / FEWEST_WINDOWS * (last_s - first_s) / float((pieces.high - pieces.low).sum())
         first_s, last_s = start_s or first_s, end_s or np.nextafter(last_s, np.inf)
-        width_s = max((last_s - first_s) / WINDOWS, min(SHORTEST_S, (last_s - first_s) / 4))
+        width_s = min((last_s - first_s) / WINDOWS, each_s)
+        width_s = max(width_s, min(SHORTEST_S, (last_s - first_s) / 4))
         edges_s = np.append(np.arange(first_s, last_s, width_s), last_s)
         stratum, held, windows = self._chosen(
             pieces, edges_s, np.random.default_rng([self.seed, replicate, 4])
@@ -214,23 +218,26 @@ class Sampler:
         order = np.argsort(-load, kind="stable")
         order = order[count[order] > 0]
         upto = np.cumsum(count[order])
-        most = min(BINDING * self.may_miss * upto[-1], MOST_BINDING * self.requests)
+        most, binds = BINDING * self.may_miss * upto[-1], MOST_BINDING * self.requests
         binding = int(np.searchsorted(upto, most)) + 1
-        left, rest = max(self.requests - upto[binding - 1], 0.0), order[binding:]
+        left, rest = max(self.requests - min(upto[binding - 1], binds), 0.0), order[binding:]
         each = FEWEST * float(count[rest].mean()) if len(rest) else 1.0
         edges = _edges(len(rest), min(max(int(left / each), 1), STRATA))
         groups = [order[:binding], *np.split(rest, edges)]
         stratum = np.full(of, -1, np.int64)
-        stratum[groups[0]] = 0
-        for h, group in enumerate(groups[1:], 1):
+        for h, group in enumerate(groups):
             if len(group) == 0:
                 continue
-            each = left / (len(groups) - h) / count[group].mean()
-            drawn = min(max(int(each), FEWEST), len(group))
+            if h == 0 and most <= binds:
+                stratum[group] = 0
+                continue
+            share = left / (len(groups) - h) if h else binds
+            drawn = min(max(int(share / count[group].mean()), FEWEST), len(group))
             ordered = group[np.argsort(prompts[group] / count[group], kind="stable")]
             places = ((rng.random() + np.arange(drawn)) * len(group) / drawn).astype(np.int64)
             stratum[ordered[places]] = h
-            left = max(left - count[ordered[places]].sum(), 0.0)
+            if h:
+                left = max(left - count[ordered[places]].sum(), 0.0)
         held = np.array([count[group].sum() for group in groups])
         return stratum, held, np.array([len(group) for group in groups])
 

@@ -115,7 +115,7 @@ def test_a_small_sample_has_fewer_strata_not_more_requests() -> None:
     truth, said = met_of(workload).mean(), []
     for seed in range(60):
         one = sampler(workload, requests=2_000, seed=seed).as_it_is
-        assert (one.window >= 0).sum() < 3_000
+        assert (one.window >= 0).sum() < 3_500  # of windows of 220 to 440
         assert one.workload.requests == pytest.approx(len(workload))
         said.append(float(np.average(met_of(one.workload), weights=one.workload.weight)))
     assert len(one.held) < len(sampler(workload).as_it_is.held)
