@@ -41,6 +41,7 @@ from dataplane.simulated.sending import first_times, new_sending
 
 OFFER_EVERY_S = 0.01
 ENDLESS = 1 << 60
+ROWS = 1 << 16  # whose coefficients are looked up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +89,25 @@ class RunState:
         """The outcome of the requests so far."""
         led, eng = self.ledger, self.engines
         finish_s = eng.requests["finish_s"]
-        ended, to_client_s = finish_s[np.isfinite(finish_s)], clients_s(led)
+        ended, parts = finish_s[np.isfinite(finish_s)], range(0, max(len(finish_s), 1), ROWS)
+        to_client_s = np.concatenate([clients_s(led, slice(at, at + ROWS)) for at in parts])
+        # Copies: a view would keep the run's whole records for as long as its outcome is remembered.
         return Outcome(
             workload=self.workload,
             arrival_s=np.where(np.isinf(led.requests["arrival_s"]), np.nan, led.requests["arrival_s"]),
-            ttft_target_s=led.requests["ttft_s"],
+            ttft_target_s=led.requests["ttft_s"].copy(),
             tpot_target_s=eng.requests["tpot_s"] * self.pace,
-            worker=led.requests["worker"],
+            worker=led.requests["worker"].copy(),
             first_token_s=led.requests["first_s"] + to_client_s,
             finish_s=finish_s + to_client_s,
-            preemptions=eng.requests["preemptions"],
-            migrations=eng.requests["migrations"],
+            preemptions=eng.requests["preemptions"].copy(),
+            migrations=eng.requests["migrations"].copy(),
             busy_s=eng.workers["busy_s"],
             end_s=float(ended.max()) if len(ended) else 0.0,
             complete=not np.isnan(finish_s).any(),
             misses=float(eng.total["misses"][0]),
-            cached_tokens=led.caches.requests["cached"] if led.caches.tokens else None,
-            loaded_tokens=eng.host.requests["tokens"] if eng.host.chunks.tokens else None,
+            cached_tokens=led.caches.requests["cached"].copy() if led.caches.tokens else None,
+            loaded_tokens=eng.host.requests["tokens"].copy() if eng.host.chunks.tokens else None,
             pace=self.pace,
         )
 

@@ -99,6 +99,14 @@ def test_where_drafts_are_accepted_by_chance_a_request_keeps_its_share_of_it_fro
         assert outcome.tpot_target_s == pytest.approx(asked_s)
 
 
+def test_an_outcome_keeps_its_columns_and_not_the_records_of_its_run() -> None:
+    outcome = simulate(load(12.0), fleet(CHUNKED), (SLO, Slo(20.0, 0.2)))
+    for name in (*COLUMNS, "busy_s"):
+        column = getattr(outcome, name)
+        held = column if column.base is None else column.base
+        assert held.nbytes <= len(outcome.workload) * column.itemsize, name
+
+
 def test_a_stream_that_goes_back_in_time_is_refused() -> None:
     workload = load(5.0)
     parts = [workload.take(slice(300, 600)), workload.take(slice(0, 300))]
