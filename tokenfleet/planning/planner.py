@@ -353,9 +353,8 @@ def _explained(plan: Plan, replicates: Replicates, winner: Sizing, pool: Threads
     def around() -> dict[int, float]:
         counts = [n for n in counts_around(winner) if n not in winner.on_trace]
         hopeless = None if replicates.sampler is None else HOPELESS  # a long trace's take longest
-        outcomes = pool.map(lambda n: replicates.replay(winner.fleet(n), most_missed=hopeless), counts)
-        found = {n: o.attainment for n, o in zip(counts, outcomes, strict=True) if o.complete}
-        return winner.on_trace | found
+        seen = pool.map(lambda n: replicates.replay(winner.fleet(n), most_missed=hopeless), counts)
+        return winner.on_trace | {n: o.attainment for n, o in zip(counts, seen, strict=True) if o.complete}
 
     def one_more() -> dict[int, Estimate]:
         more = winner.confirmed + 1 if winner.confirmed else 1
