@@ -54,6 +54,7 @@ from controlplane.perfmodel.coefficients import (
     window_blocks,
 )
 from controlplane.placement.ledger import (
+    ANY_PHASE,
     DECODE_ONLY,
     DECODING,
     NONE,
@@ -68,6 +69,7 @@ from controlplane.placement.ledger import (
     known_cached,
     shared_tokens,
 )
+from controlplane.placement.order import LEVELS, OPEN, level_of
 from controlplane.types import Slo
 
 Knobs = NDArray[np.float64]
@@ -80,6 +82,7 @@ AS_REPORTED = 9
 KNOBS = 10
 
 ALL_TIME = 1e9  # seconds
+ROUNDING_S = 1e-9
 YIELDS = 10.0
 ROOM = 0.2
 NO_TPOT_S = 1e6  # a target that is always met
@@ -168,6 +171,35 @@ def harm(
         if at_most > limit and overflows(led, w, r, cached, at_most, limit):
             return np.inf
     return harmed
+
+
+@compiled
+def closed_to(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float) -> tuple[int, float]:
+    """The lowest level of prompts that (d) forbids worker `w`, and up to which length, until its step ends.
+
+    OPEN where it does not forbid those that are at the level of `r`'s. While the step lasts, time changes
+    nothing in (d), and of prompts of as many steps the longer do more harm. For a worker that caches nothing.
+    """
+    worker = led.workers[w]
+    k = led.coefficients[worker.variant]
+    found, longest, least = OPEN, np.inf, 1.0
+    if knobs[USE_D] == 0 or worker.role != ANY_PHASE:
+        return found, longest
+    start_s = max(worker.boundary_s, now_s)
+    tokens = led.requests[r].prompt + led.requests[r].key
+    if k[MODE] == CHUNKED:
+        budget = max(k[MAX_BATCHED] - worker.decoding, 1.0)
+        longest = prefill_steps(k, worker.queued_tokens + tokens, worker.decoding) * budget
+        longest -= worker.queued_tokens
+        least = longest - budget + 1.0
+    for level in range(level_of(tokens), -1, -1):
+        shortest = float(LEVELS[level])
+        work = worker.queued_tokens + shortest
+        lasts_s = prefill_lasts_s(k, work, shortest, 0, worker.decoding, worker.context) - ROUNDING_S
+        if shortest < least or not interference(led, k, w, start_s, lasts_s, work, 0.0) > 0.0:
+            break
+        found = level
+    return found, longest
 
 
 @compiled

@@ -33,7 +33,7 @@ from controlplane.perfmodel.coefficients import (
 )
 from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
 from controlplane.placement.lengths import LengthTable, expected_output
-from controlplane.placement.order import ASKED, Orders, new_orders
+from controlplane.placement.order import ASKED, Orders, has_more, new_orders
 from controlplane.types import Role
 
 Ints = NDArray[np.int64]
@@ -307,6 +307,7 @@ def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     led.workers[w].queued_context += led.requests[r].prompt + led.requests[r].key
     led.workers[w].queued_shared += led.requests[r].shared
     led.orders.changes[0] += 1
+    has_more(led.orders, w)
 
 
 @compiled

@@ -63,6 +63,7 @@ from controlplane.placement.constraints import (
     USE_D,
     USE_E,
     Knobs,
+    closed_to,
     could_fit,
     fits,
     harm,
@@ -80,7 +81,20 @@ from controlplane.placement.ledger import (
     view,
     view_workers,
 )
-from controlplane.placement.order import FEW, first, number_of, set_up, write
+from controlplane.placement.order import (
+    FEW,
+    OPEN,
+    ROWS,
+    begin_order,
+    close,
+    enter,
+    level_of,
+    next_in_order,
+    open_those,
+    places,
+    renumber,
+    set_up,
+)
 from controlplane.placement.queue import QueueSettings
 
 FORGOTTEN = 4  # changes a worker, since an order was last asked for, after which it is kept no longer
@@ -229,27 +243,40 @@ def first_to_take(
 ) -> int:
     """`assign` in the order of load, up to the first that takes the request: no others are looked at."""
     t, orders = order_for(led, policy, knobs, r, now_s, phase_role), led.orders
-    best, refused = NONE, 0
+    tokens = led.requests[r].prompt + led.requests[r].key
+    level, best, refused = level_of(tokens), NONE, 0
+    open_those(orders, t, tokens, now_s)
     while best == NONE:
-        w = first(orders.trees, t)
-        known = number_of(orders.trees, t, w)
-        if known == np.inf:
+        w, known = next_in_order(orders, t, level)
+        if w == NONE:
             break
         view(led, w, now_s)
         rank = load(led, policy, knobs, w, r, 0, now_s)
         if rank != known:
-            write(orders.trees, t, w, rank if rank < np.inf else np.inf)
-            if not rank < np.inf or first(orders.trees, t) != w:
-                continue
-        if policy not in CONSTRAINED or fits(led, knobs, w, r, 0, now_s, late):
+            renumber(orders, t, w, rank if rank < np.inf else np.inf)
+        elif policy not in CONSTRAINED or fits(led, knobs, w, r, 0, now_s, late):
             best = w
-        else:
+        elif not refuses_longer(led, knobs, t, w, r, rank, now_s):
             orders.aside[refused], orders.aside_load[refused] = w, rank
             refused += 1
-            write(orders.trees, t, w, np.inf)
+            renumber(orders, t, w, np.inf)
     for i in range(refused):
-        write(orders.trees, t, orders.aside[i], orders.aside_load[i])
+        renumber(orders, t, orders.aside[i], orders.aside_load[i])
     return best
+
+
+@compiled
+def refuses_longer(led: Ledger, knobs: Knobs, t: int, w: int, r: int, rank: float, now_s: float) -> bool:
+    """Close a worker that refuses a request to prompts from its level on, if that is why."""
+    if not led.orders.are_kept[0]:
+        return False
+    level, longest = closed_to(led, knobs, w, r, now_s)
+    if level == OPEN:
+        return False
+    # In a run its steps end without a word; else it is told when the step ends.
+    until_s = led.workers[w].boundary_s if led.runs[w].steps > 0 else np.inf
+    close(led.orders, t, w, rank, level, longest, until_s)
+    return True
 
 
 @compiled
@@ -271,11 +298,12 @@ def order_for(led: Ledger, policy: int, knobs: Knobs, r: int, now_s: float, phas
             orders.made[0] += 1
     orders.of[t].is_made, orders.of[t].policy, orders.of[t].request = 1, policy, r
     orders.of[t].is_decode_pool, orders.of[t].unasked = is_decode_pool, 0
-    places = orders.trees.shape[1] // 2
+    begin_order(orders, t)
+    row, before = t * ROWS + OPEN, places(orders.trees)
     for w in range(len(led.workers)):
         view(led, w, now_s)
-        orders.trees[t, places + w] = own_load(led, knobs, t, w, now_s)
-    set_up(orders.trees, t)
+        orders.trees[row, before + w] = own_load(led, knobs, t, w, now_s)
+    set_up(orders.trees, row)
     return t
 
 
@@ -305,7 +333,7 @@ def tell_change(led: Ledger, knobs: Knobs, w: int, now_s: float) -> None:
             if led.orders.of[t].unasked > FORGOTTEN * len(led.workers):
                 led.orders.of[t].is_made = 0  # what keeps it costs more by now than to make it anew
             else:
-                write(led.orders.trees, t, w, own_load(led, knobs, t, w, now_s))
+                enter(led.orders, t, w, own_load(led, knobs, t, w, now_s))
 
 
 @compiled

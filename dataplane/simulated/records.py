@@ -161,7 +161,7 @@ class Engines(NamedTuple):
     total: Records  # [1] of TOTAL
     handover: Ints  # [requests] prefilled elsewhere than they will decode, waiting to be placed
     ended: Ints  # [requests] in the order in which they ended
-    ends: Floats  # [1, 2 * places] the workers by `next_s` (placement.order)
+    ends: Floats  # [1, 2 * places + PAD] the workers by `next_s` (placement.order)
     host: HostTier
 
 
