@@ -60,7 +60,7 @@ BAR_RPS = 20_000
 FLEETS = (30, 120, 300, 1000)
 SCALE = (60, 250, 1000, 4000)
 OF_ROOT = 0.5  # the exponent that a placement's cost must stay below
-WARM_S, STATES, SPAN_S = 40.0, 40, 0.05
+WARM_S, STATES, SPAN_S, SPARE_S = 40.0, 40, 0.05, 6.0
 POLICIES = (Policy.SPREAD, Policy.SLACK_FIT, Policy.BEST_FIT, Policy.JSQ)
 FIRST_CALL = """
 import resource
@@ -134,6 +134,7 @@ def placement_us(run: RunState, apart_s: float) -> tuple[float, float]:
         now_s = float(run.cluster.clock["now_s"][0]) + 0.2
         advance(run.ledger, run.engines, run.cluster, run.rules, now_s)
         first = int(np.searchsorted(run.workload.arrival_s, now_s, "right"))
+        assert first + count <= len(run.workload), "no request is left to place"
         chosen = []
         for look_at_all in (False, True):
             led = copied(run.ledger)
@@ -153,7 +154,7 @@ def scale_row(workers: int, lengths: Lengths, seed: int, quick: bool) -> dict[st
     rate_rps = RPS_PER_WORKER * workers
     requests = max((5 if quick else 40) * workers, 2000 if quick else 20_000)
     whole = fleet_row(workers, Policy.SPREAD, requests, lengths, seed)
-    load = lengths.poisson(rate_rps, round(rate_rps * (WARM_S + 0.2 * STATES + 1.0)), seed)
+    load = lengths.poisson(rate_rps, round(rate_rps * (WARM_S + 0.2 * STATES + SPARE_S)), seed)
     profile, table = CASES[0].profile, lengths.table()
     run = prepare(load, [WorkerSpec(profile)] * workers, CASES[0].slo, Policy.SPREAD, predictor=table)
     advance(run.ledger, run.engines, run.cluster, run.rules, WARM_S)
