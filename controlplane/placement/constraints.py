@@ -192,13 +192,19 @@ def closed_to(led: Ledger, knobs: Knobs, w: int, r: int, now_s: float) -> tuple[
         longest = prefill_steps(k, worker.queued_tokens + tokens, worker.decoding) * budget
         longest -= worker.queued_tokens
         least = longest - budget + 1.0
-    for level in range(level_of(tokens), -1, -1):
+    low, high = 0, level_of(tokens)
+    level = high
+    while low <= high:
         shortest = float(LEVELS[level])
         work = worker.queued_tokens + shortest
         lasts_s = prefill_lasts_s(k, work, shortest, 0, worker.decoding, worker.context) - ROUNDING_S
-        if shortest < least or not interference(led, k, w, start_s, lasts_s, work, 0.0) > 0.0:
+        if shortest >= least and interference(led, k, w, start_s, lasts_s, work, 0.0) > 0.0:
+            found, high = level, level - 1
+        elif found == OPEN:
             break
-        found = level
+        else:
+            low = level + 1
+        level = (low + high) // 2
     return found, longest
 
 

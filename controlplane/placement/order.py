@@ -32,6 +32,7 @@ Floats = NDArray[np.float64]
 Records = Any
 
 FEW = 8  # workers that are sooner looked at one after the other
+MANY = 200  # workers from which on it pays to close some: of fewer most are asked but once in a step
 ASKED = 8  # requests of which what workers have cached is remembered: those that wait are asked of in turn
 ORDERS = 6  # kept at a time: one for each policy and class that is asked for, in each pool
 LEVELS = (1, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 3072, 6144)  # tokens of prompts

@@ -83,6 +83,7 @@ from controlplane.placement.ledger import (
 )
 from controlplane.placement.order import (
     FEW,
+    MANY,
     OPEN,
     ROWS,
     begin_order,
@@ -244,7 +245,8 @@ def first_to_take(
     """`assign` in the order of load, up to the first that takes the request: no others are looked at."""
     t, orders = order_for(led, policy, knobs, r, now_s, phase_role), led.orders
     tokens = led.requests[r].prompt + led.requests[r].key
-    level, best, refused = level_of(tokens), NONE, 0
+    level = level_of(tokens) if len(led.workers) >= MANY else OPEN - 1  # of few, none are closed
+    best, refused = NONE, 0
     open_those(orders, t, tokens, now_s)
     while best == NONE:
         w, known = next_in_order(orders, t, level)
@@ -268,7 +270,7 @@ def first_to_take(
 @compiled
 def refuses_longer(led: Ledger, knobs: Knobs, t: int, w: int, r: int, rank: float, now_s: float) -> bool:
     """Close a worker that refuses a request to prompts from its level on, if that is why."""
-    if not led.orders.are_kept[0]:
+    if not led.orders.are_kept[0] or len(led.workers) < MANY:
         return False
     level, longest = closed_to(led, knobs, w, r, now_s)
     if level == OPEN:

@@ -20,6 +20,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.placement.order import (
     FEW,
     LEVELS,
+    MANY,
     OPEN,
     ROWS,
     begin_keeping,
@@ -173,7 +174,7 @@ def test_a_worker_refuses_every_prompt_that_it_is_closed_to_until_its_step_ends(
 @pytest.mark.parametrize("seed", range(3))
 def test_while_requests_are_placed_the_choice_stays_that_of_a_look_at_every_worker(mode, seed):
     rng, spread, count = np.random.default_rng(seed), POLICY_CODE[Policy.SPREAD], 400
-    led = decoding_fleet(mode, 192, count, rng)
+    led = decoding_fleet(mode, MANY, count, rng)
     begin_keeping(led.orders)
     closed, placed, looks_again = 0, 0, 0
     for r in range(len(led.requests) - count, len(led.requests)):
@@ -273,7 +274,7 @@ def run_of(
 @given(
     mode=st.sampled_from((CHUNKED, SPLIT, PREFILL_FIRST)),
     policy=st.sampled_from(BY_LOAD),
-    count=st.integers(10, 18),
+    count=st.sampled_from((10, 13, 18, MANY)),
     each_rps=st.sampled_from((0.5, 2.0, 6.0)),
     seed=st.integers(0, 99),
     loose_tpot_s=st.sampled_from((0.2, 0.03)),  # of one target, too: what yields has its own order
@@ -282,7 +283,7 @@ def test_orders_that_are_kept_choose_as_those_made_anew_for_each_request(
     mode, policy, count, each_rps, seed, loose_tpot_s
 ):
     workers, slos = fleet(mode, count), (SLOS[0], Slo(8.0, loose_tpot_s))
-    load = traffic(each_rps * len(workers), 400, seed)
+    load = traffic(each_rps * len(workers), 400 if count < MANY else 3000, seed)
     kept, anew = run_of(load, workers, policy, slos), run_of(load, workers, policy, slos)
     advance(kept.ledger, kept.engines, kept.cluster, kept.rules, inf)
     # Nothing is known of what happened between two pieces, so that the first arrival of each finds no order.
@@ -296,8 +297,8 @@ def test_orders_that_are_kept_choose_as_those_made_anew_for_each_request(
 
 @pytest.mark.parametrize("mode", [PREFILL_FIRST, CHUNKED])
 def test_what_is_written_of_a_worker_is_never_more_than_its_load(mode):
-    load = traffic(60.0, 1500, 3)
-    run = run_of(load, fleet(mode, 20), Policy.SPREAD)
+    load = traffic(600.0, 9000, 3)
+    run = run_of(load, fleet(mode, MANY), Policy.SPREAD)
     led, spread = run.ledger, POLICY_CODE[Policy.SPREAD]
     tight = int(np.flatnonzero(load.slo_class == 0)[0])
     seen, closed = 0, 0
@@ -315,7 +316,7 @@ def test_what_is_written_of_a_worker_is_never_more_than_its_load(mode):
                 seen += now < inf
                 closed += row != OPEN
     assert seen > 100
-    assert closed > 0
+    assert closed > 5
     assert tight in led.orders.of["request"]
 
 
