@@ -67,19 +67,24 @@ def test_a_start_reads_the_latest_requests_and_no_more_than_it_is_allowed(tmp_pa
     assert len(last_lengths(tmp_path / "none", "m", 10)) == 0
 
 
-def ended(tokens, output=(), session=""):
+def ended(tokens, output=(), session="", arrival_s=0.0):
     request = SimpleNamespace(request_id="r", prompt_token_ids=list(tokens), sampling_params=None)
     ticket = Ticket("", "", Slo(1.0, 0.1), 0, session=session)
-    return Tracked(request, ticket, 0.0, 1, output_token_ids=list(output))
+    return Tracked(request, ticket, arrival_s, 1, output_token_ids=list(output))
 
 
 def test_rows_say_in_digests_what_requests_share_where_it_is_asked_for(tmp_path):
     history = History(256.0, tmp_path, "m", prefixes=True)
     prompt = list(range(200))
-    history.add(ended(prompt, range(200, 260), "amy"), "finished")
-    history.add(ended([*prompt, *range(200, 260), *range(900, 1000)], [1], "amy"), "finished")
-    history.add(ended([*range(64), *range(70, 140)], [1], "bob"), "finished")
-    history.add(ended([5, *range(1, 64)], [1]), "finished")
+    for i, one in enumerate(
+        (
+            (prompt, range(200, 260), "amy"),
+            ([*prompt, *range(200, 260), *range(900, 1000)], [1], "amy"),
+            ([*range(64), *range(70, 140)], [1], "bob"),
+            ([5, *range(1, 64)], [1]),
+        )
+    ):
+        history.add(ended(*one, arrival_s=float(i)), "finished")
     history.close()
     rows = read_history(tmp_path / "history", 0, float("inf"))
     one, two, three, four = rows["hash_ids"].to_list()
