@@ -1,7 +1,7 @@
 """`compiled`: a function compiled by Numba on its first call, without Python's global lock.
 
 Threads run simulations side by side. Kernels are kept on disk where the process has named a folder for them
-(numba.config.CACHE_DIR, see dataplane/kernel_cache.py); by itself an import touches no file.
+(numba.config.CACHE_DIR, see dataplane/startup.py); by itself an import touches no file.
 
 `by_reference`: a named tuple of arrays that kernels hand on to each other as one pointer. Numba hands tuples
 on by value: seven words and more for each array, from every function to every other.

@@ -6,7 +6,7 @@ import pytest
 from checkout import BENCH_DATA
 from hypothesis import settings
 
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import use_kernel_cache
 
 use_kernel_cache()
 

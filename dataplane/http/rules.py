@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -19,6 +19,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.keys import KeyRing
@@ -26,11 +27,6 @@ from dataplane.http.tls import is_loopback
 
 if TYPE_CHECKING:
     from dataplane.http.server import Extension
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 BODY_BYTES = 1 << 20
@@ -113,12 +109,12 @@ class HouseRules:
     """ASGI middleware: refuses callers without a right to call, and bodies beyond their bounds."""
 
     def __init__(
-        self, app: App, keys: KeyRing, open_paths: frozenset[str], body_bytes: Mapping[str, int]
+        self, app: ASGIApp, keys: KeyRing, open_paths: frozenset[str], body_bytes: Mapping[str, int]
     ) -> None:
         self._app, self._keys = app, keys
         self._open_paths, self._body_bytes = open_paths, body_bytes
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import use_kernel_cache
 from experiments.lib.public_data import DATA, ROOT
 from experiments.lib.resume import Parts
 

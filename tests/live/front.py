@@ -194,7 +194,7 @@ class Deaths:
         self.requests = list(front.core.requests)
         there = [at.worker for at in front.core.attached()]
         self.left = {w: [t.segment for t in front.core.requests.on_worker(w)] for w in there}
-        tasks = [*pool._tasks, front.core._admission._dispatcher, front.pump]
+        tasks = [*pool.tasks, front.core._admission._dispatcher, front.pump]
         tasks += [at.reader for at in front.core.attached()]
         for task in tasks:
             task.cancel()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import typer
 
 from controlplane.errors import ControlPlaneError, Infeasible
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import use_kernel_cache
 from tokenfleet.cli.flags import take_option, with_config
 from tokenfleet.field_errors import nearest
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from controlplane.errors import ControlPlaneError
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import use_kernel_cache
 from tokenfleet.files import write_files
 from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_json import plan_json

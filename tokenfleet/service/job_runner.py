@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.errors import ControlPlaneError
+from dataplane.startup import child_environment
 from tokenfleet.service.data_folder import RunnerLock
 from tokenfleet.service.jobs import Claimed, Jobs
 from tokenfleet.service.uploads import Uploads
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2  # for jobs and cancellations that came through another process
 MAX_LINE_BYTES = 64 << 20
-ROOT = str(Path(__file__).resolve().parents[2])  # our packages, also in a checkout that is not installed
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class JobRunner:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+            env=child_environment(),
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
 from dataplane.http.rules import UnknownName
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import child_environment, use_kernel_cache
 
 if TYPE_CHECKING:
     from tokenfleet.service.gap import Gap
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 300.0
 GAP_EVERY_S = 600.0  # a look whether a day is over whose gap is not known
 NICENESS = 5
-ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
         _command(data, plan),
         stdin=subprocess.PIPE,  # held open until it is done, see end_with_asker
         stdout=subprocess.PIPE,
-        env=_environment(),
+        env=child_environment(),
     ) as process:
         limit = threading.Timer(TIMEOUT_S, process.kill)
         limit.start()
@@ -73,10 +72,6 @@ def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
 
 def _command(data: Path, *words: str) -> Sequence[str]:
     return [sys.executable, "-m", "tokenfleet.service.score_process", str(data), *words]
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])}
 
 
 class LastGap:
@@ -132,7 +127,7 @@ class LastGap:
 async def _said(data: Path) -> dict[str, Any]:
     """What the process says that makes gaps; it ends with this task."""
     process = await asyncio.create_subprocess_exec(
-        *_command(data), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
+        *_command(data), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
     )
     assert process.stdout is not None
     try:

@@ -15,11 +15,10 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import BadInput, ControlPlaneError
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import packages_path, use_kernel_cache
 from tokenfleet.planning.inputs import Bias
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest, command_line
@@ -132,7 +131,6 @@ def _run(tasks: Sequence[Task], jobs: int, ray: str | None) -> Iterator[tuple[in
 FAMILIES_A_PROCESS = 2
 RAY_LOCAL = "local"
 INSTALL = "ray is not installed; pip install --no-deps -r requirements/live-cpu.txt"
-_ROOT = Path(__file__).resolve().parents[2]
 _STOP_S = 5.0
 _RAY_ATTEMPTS = 3  # it waits 30 s for its own start, too few on a busy machine
 
@@ -258,9 +256,8 @@ def _ray(address: str) -> Any:
         import ray
     except ImportError:
         raise BadInput(f"--ray: {INSTALL}") from None
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     options: dict[str, Any] = {
-        "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
+        "runtime_env": {"env_vars": {"PYTHONPATH": packages_path()}},
         "log_to_driver": False,
         "logging_level": "ERROR",
     }

@@ -34,10 +34,10 @@ from controlplane.scaler.state import Scaling, ScalingSettings, resumed, to_keep
 from controlplane.snapshot import DRAINING, SERVING, STARTING, Migrate, Note, Reassign, Scale, Snapshot
 from dataplane.history.fleet_log import Fleet, FleetLog, Look, Ruled
 from dataplane.http.tls import own_host_context
-from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.control.changes import Changes, Mirror
 from dataplane.live.control.settings import CONTROLLER_SETTINGS, ControllerSettings
 from dataplane.live.control.snapshot_builder import SnapshotBuilder
+from dataplane.startup import use_kernel_cache
 
 HEARTBEAT_S = 0.5
 TIMEOUT_S = 5.0

@@ -252,14 +252,14 @@ async def run_fleet(
             await cleanup.enter_async_context(extension.running())
         operators, own_key = _operators(settings)
         app = control_app(operations, operators, settings.extensions)
-        cluster.spawn(_follow_operators(operators, settings.control_keys_file, events))
+        cluster.tasks.spawn(_follow_operators(operators, settings.control_keys_file, events))
         control = control_server(app, certificate)
         answering = asyncio.create_task(control.serve(sockets=[estate.control]))
         cleanup.push_async_callback(_end_server, control, answering)
 
         core.on_arrival.append(lambda one: keys.charge(one.ticket.key, one.prompt_tokens, time.monotonic()))
         core.on_end.append(partial(_charge, keys))
-        cluster.spawn(gateway.follow(keys, partial(_say, events)))
+        cluster.tasks.spawn(gateway.follow(keys, partial(_say, events)))
         if gateways is None:
             gateway.prepare(kv_blocks)
             door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, Answers(), control_url)
@@ -291,9 +291,9 @@ async def run_fleet(
         )
         cleanup.push_async_callback(controller.close)  # before the control API that it asks
         controller.tell(controller_settings)
-        cluster.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
+        cluster.tasks.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
         announce(f"ready {gateway_url} control {control_url}")
-        cluster.spawn(estate.pulse.show())
+        cluster.tasks.spawn(estate.pulse.show())
         await serving
 
 

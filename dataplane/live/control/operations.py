@@ -20,7 +20,7 @@ from dataplane.http.rules import Conflict, UnknownName
 from dataplane.live.control.changes import Changes, HeldRow, MoveRow, PaceRow, RequestRow, WorkerRow
 from dataplane.live.control.settings import Autoscale
 from dataplane.live.control.step_times import StepTimes
-from dataplane.live.engine_api.processes import Estate
+from dataplane.live.engine_api.processes import Estate, Tasks
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.demand_count import DemandCount
 from dataplane.live.gateway.events import EventLog
@@ -86,7 +86,7 @@ class Operations:
         self._number = 1  # of the last revision that was tried
         self._rolling: asyncio.Task[None] | None = None
         self.needed: int | None = None  # of what the controller asks for
-        self._moves: set[asyncio.Task[Move]] = set()
+        self._moves = Tasks()
 
     @property
     def is_ready(self) -> bool:
@@ -386,7 +386,7 @@ class Operations:
 
     def _roll(self, rollout: Rollout) -> dict[str, Any]:
         self.rollout = rollout
-        self._rolling = self.cluster.spawn(rollout.run())
+        self._rolling = self.cluster.tasks.spawn(rollout.run())
         return rollout.as_json()
 
     def _check_no_rollout(self) -> None:
@@ -412,9 +412,7 @@ class Operations:
             raise BadInput(f"target {chosen}: does not run the weights that the request began on")
         if tracked.id in self.core.migrations.open:
             raise BadInput(f"request {name}: is being moved already")
-        task = asyncio.ensure_future(self.core.move(tracked.id, chosen, reason))
-        self._moves.add(task)
-        task.add_done_callback(self._moves.discard)
+        self._moves.spawn(self.core.move(tracked.id, chosen, reason))
         await asyncio.sleep(0)  # the move enters its record before its first wait
         move = self.core.migrations.open.get(tracked.id) or self.core.migrations.closed[-1]
         return _move_view(move)

@@ -40,6 +40,7 @@ from dataplane.live.engine_api.processes import (
     descendants,
 )
 from dataplane.live.gateway.events import EventLog
+from dataplane.startup import child_environment
 
 log = logging.getLogger("tokenfleet.supervisor")
 RESTART_AFTER_S = 2.0
@@ -48,7 +49,6 @@ LAST_S = 60.0  # and of one that was told to end: its loop stops before its work
 YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
 END_S = 15.0  # for what is below to end by itself
 SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-ROOT = str(Path(__file__).resolve().parents[3])  # our packages, also in a checkout that is not installed
 
 
 class Parent:
@@ -310,7 +310,7 @@ class ControllerProcess:
             "-m",
             "dataplane.live.control.controller",
             stdin=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])},
+            env=child_environment(),
         )
         assert self._process.stdin is not None
         # The settings carry a key, and other users can read a command line but no pipe.

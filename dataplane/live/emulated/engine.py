@@ -20,6 +20,7 @@ from controlplane.types import WorkerId
 from dataplane.live.emulated.batch import Batch, PlannedStep, StepOutput
 from dataplane.live.emulated.segment import Noise
 from dataplane.live.engine_api.link import Adapters, Event, Lost, Outputs, SegmentRefused, WorkerInfo
+from dataplane.live.engine_api.processes import Tasks
 from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -106,7 +107,7 @@ class EmulatedEngine:
         self._adapters: set[int] = set()
         self._lost: Lost | None = None
         self._told_s = 0.0
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling = Tasks()
         fabric.engines[self._info.kv_addresses[0]] = self
         self._loop = asyncio.get_running_loop()
         self._runner = self._loop.create_task(self._run())
@@ -226,9 +227,7 @@ class EmulatedEngine:
 
     def _say(self, outputs: list[EngineCoreOutput]) -> None:
         """Emit the outputs that arise between steps."""
-        telling = self._loop.create_task(self._tell(outputs))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+        self._telling.spawn(self._tell(outputs))
 
     def _fail(self, job: LoadJob) -> list[EngineCoreOutput]:
         output = self.batch.failed(job.segment, time.monotonic())

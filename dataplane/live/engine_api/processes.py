@@ -1,4 +1,4 @@
-"""Processes of a host: who ends with whom, what one leaves to its successor, the memory and cores they hold.
+"""Processes of a host and tasks of a process: who ends with whom, what is left to a successor, memory, cores.
 
 Workers share a host's cores out by abstract Unix sockets, whose names belong to the host and go with the
 process that holds them: a share is free again when its worker has ended, however it ended.
@@ -17,14 +17,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+
+Result = TypeVar("Result")
 
 GRACE_S = 5.0
 # vLLM and Ray tell nobody. vLLM's log goes to stderr, where `worker.cause` looks for the reason of a failed
@@ -37,6 +39,23 @@ QUIET = {
 }
 TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
+
+
+class Tasks(set[asyncio.Task[Any]]):
+    """What something has under way in the background, each task until it ends."""
+
+    def spawn(self, work: Awaitable[Result]) -> asyncio.Task[Result]:
+        """Begin it; asyncio itself would let go of a task that no other place holds."""
+        task: asyncio.Task[Result] = asyncio.ensure_future(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all; returns once they have ended."""
+        for task in tuple(self):
+            task.cancel()
+        await asyncio.gather(*self, return_exceptions=True)
 
 
 def exit_with_parent() -> None:

@@ -12,19 +12,16 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
+from starlette.types import Message, Receive, Send
 
 KEPT_S = 600.0
 MOST_BYTES, LARGEST_BYTES = 64 << 20, 1 << 20  # of all answers kept, and of one
 LONGEST_KEY = 255
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):

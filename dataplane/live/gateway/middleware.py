@@ -18,17 +18,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
-from dataplane.live.gateway.idempotency import (
-    LONGEST_KEY,
-    Claims,
-    Message,
-    OtherBody,
-    Receive,
-    Send,
-    answer_once,
-)
+from dataplane.live.gateway.idempotency import LONGEST_KEY, Claims, OtherBody, answer_once
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -113,10 +107,10 @@ def _too_busy(kind: str, message: str, wait_s: float) -> Refusal:
 class FrontDoor:
     """ASGI middleware; its policy is the `door` of the server's engine client."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state
         policy: DoorPolicy = state.engine_client.door
         if scope["type"] == "lifespan":
@@ -169,7 +163,7 @@ class FrontDoor:
                 watch.cancel()
 
 
-def _opens_page(scope: Message) -> bool:
+def _opens_page(scope: Scope) -> bool:
     """Whether a browser on this machine opens `/`, where vLLM has nothing."""
     client = scope["client"]
     is_local = client is not None and client[0] in ("127.0.0.1", "::1")
@@ -182,7 +176,7 @@ async def _redirect(address: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _claimed_name(scope: Message, headers: dict[str, str], ticket: Ticket) -> str | None:
+def _claimed_name(scope: Scope, headers: dict[str, str], ticket: Ticket) -> str | None:
     """The name that a request's idempotency key stands for, or None. Raises Refusal for one too long."""
     key = headers.get(IDEMPOTENCY_HEADER)
     if key is None or scope["method"] != "POST":
@@ -193,7 +187,7 @@ def _claimed_name(scope: Message, headers: dict[str, str], ticket: Ticket) -> st
 
 
 async def _admit(
-    policy: DoorPolicy, scope: Message, headers: dict[str, str], request_id: str, ahead: _Ahead
+    policy: DoorPolicy, scope: Scope, headers: dict[str, str], request_id: str, ahead: _Ahead
 ) -> Ticket:
     path, method = scope["path"], scope["method"]
     key: ApiKey | None = policy.keys.find(headers.get("authorization", ""))

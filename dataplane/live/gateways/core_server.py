@@ -19,6 +19,7 @@ import msgspec
 
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo
+from dataplane.live.engine_api.processes import Tasks
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -67,7 +68,7 @@ class Connected:
     writer: asyncio.StreamWriter
     requests: dict[RequestId, OpenTicket] = field(default_factory=dict)
     tickets: dict[int, OpenTicket] = field(default_factory=dict)
-    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    asking: Tasks = field(default_factory=Tasks)
     served: int = 0
 
     def say(self, kind: Kind, *frames: Any) -> None:
@@ -98,7 +99,7 @@ class CoreServer:
         self._closing = ""
         self._server: asyncio.Server | None = None
         self._encoder = MsgpackEncoder()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         core.on_closing.append(self._close_doors)
 
     async def start(self, address: Path) -> None:
@@ -125,15 +126,7 @@ class CoreServer:
         """Part with every gateway."""
         if self._server is not None:
             self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self._tasks.cancel()
 
     def _close_doors(self, why: str) -> None:
         self._closing = why
@@ -196,9 +189,7 @@ class CoreServer:
                     self._all_back.set()
             elif kind == Kind.ASK:
                 number, verb, arguments = msgspec.msgpack.decode(frames[0])
-                task = asyncio.ensure_future(self._answer(gateway, number, verb, arguments))
-                gateway.asking.add(task)
-                task.add_done_callback(gateway.asking.discard)
+                gateway.asking.spawn(self._answer(gateway, number, verb, arguments))
 
     async def _part(self, gateway: Connected) -> None:
         """A gateway is gone: end what it had open, and let others answer what it was about to."""
@@ -227,7 +218,7 @@ class CoreServer:
         gateway.served += 1
         CURRENT_TICKET.set(at.ticket)
         # A full link makes this request wait, not the messages after it; it is tracked before its first wait.
-        self._spawn(self._begin(request, new))
+        self._tasks.spawn(self._begin(request, new))
         await asyncio.sleep(0)
 
     async def _begin(self, request: EngineCoreRequest, new: NewRequest) -> None:

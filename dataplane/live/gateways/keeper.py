@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.processes import Estate, Inherited
+from dataplane.live.engine_api.processes import Estate, Inherited, Tasks
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways.core_server import CoreServer
@@ -33,8 +33,8 @@ from dataplane.live.gateways.process import (
     Loads,
     ProcessSettings,
 )
+from dataplane.startup import child_environment
 
-ROOT = str(Path(__file__).resolve().parents[3])  # our packages, also in a checkout that is not installed
 PROGRAM = "dataplane.live.gateways.process"
 LOOK_S = 0.05
 START_LIMIT_S = 300.0
@@ -85,7 +85,7 @@ class Gateways:
         self._before: list[tuple[str, int, int, State, float | None]] = before.get("kept", [])
         self._kept: list[Kept] = []
         self._pause_s = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._renewing: asyncio.Task[None] | None = None
         server.on_gone.append(self._disconnected)
         server.knows = lambda name: any(kept.name == name for kept in self)
@@ -132,15 +132,15 @@ class Gateways:
         for kept in self:
             if kept.state == "leaving":
                 self._retire(kept)  # the core before may have died before it said so
-                self._spawn(self._keep(kept))
+                self._tasks.spawn(self._keep(kept))
                 continue
             if not await self._accepts(kept):
                 raise RuntimeError(f"gateway {kept.name}: did not start; its log is above")
             kept.state = "serving"
-            self._spawn(self._keep(kept))
+            self._tasks.spawn(self._keep(kept))
         self._note()
         if any(kept.finish_s is not None and kept.state == "serving" for kept in self):
-            self._renewing = self._spawn(self._renew())
+            self._renewing = self._tasks.spawn(self._renew())
 
     async def serve(self, core: FleetCore, shutdown_s: float) -> None:
         """Answer until SIGTERM or SIGINT, then let streams finish for a while, end the rest, and return."""
@@ -162,13 +162,11 @@ class Gateways:
             if kept.state == "serving":
                 kept.finish_s = finish_s
         self._note()
-        self._renewing = self._spawn(self._renew())
+        self._renewing = self._tasks.spawn(self._renew())
 
     async def close(self) -> None:
         """End every gateway; what is still open there is cut."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for kept in self:
             _signal(kept, signal.SIGTERM)
         waits = [asyncio.ensure_future(kept.process.wait()) for kept in self]
@@ -212,9 +210,8 @@ class Gateways:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,  # ours is one line
             pass_fds=(settings.listening, settings.loads),
-            env=os.environ
+            env=child_environment()
             | {
-                "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]),
                 "PROMETHEUS_MULTIPROC_DIR": str(self._metrics),
                 "VLLM_LOGGING_LEVEL": LOGGING.get(level, level),
             },
@@ -290,13 +287,13 @@ class Gateways:
         kept.state = "serving"
         self._note()
         self._record("gateway-start", why, kept)
-        self._spawn(self._keep(kept))
+        self._tasks.spawn(self._keep(kept))
 
     def _disconnected(self, name: str) -> None:
         """The core has parted with a gateway; one whose process lives on hangs, or has lost its way."""
         kept = next((kept for kept in self if kept.name == name), None)
         if kept is not None:
-            self._spawn(self._end(kept))
+            self._tasks.spawn(self._end(kept))
 
     async def _end(self, kept: Kept) -> None:
         with suppress(TimeoutError):
@@ -318,12 +315,6 @@ class Gateways:
         if kept is not None:
             facts["gateway"] = kept.name
         self.events.record(time.time(), kind, reason, **facts)
-
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _signal(kept: Kept, sign: signal.Signals) -> None:

@@ -32,7 +32,7 @@ from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.processes import Record
+from dataplane.live.engine_api.processes import Record, Tasks
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -90,10 +90,10 @@ class WorkerPool:
         self._ending: Counter[str] = Counter()  # no members any more, but not ended yet; by kind
         self._next = 0  # worker's number
         self._pause_s = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = Tasks()
         self._closing = self._is_adopting = False
         core.on_lost.append(self._lost)
-        self.spawn(self._watch(health_every_s))
+        self.tasks.spawn(self._watch(health_every_s))
 
     def members(self) -> Iterator[Member]:
         return iter(tuple(self._members.values()))
@@ -252,7 +252,7 @@ class WorkerPool:
         self._record("role", f"{role}: {reason}", worker=worker)
         self.core.become(worker, kind, role)
         if role == "decode":
-            self.spawn(self.way_out(member).shed_unstarted(f"{worker} is a decode worker now"))
+            self.tasks.spawn(self.way_out(member).shed_unstarted(f"{worker} is a decode worker now"))
 
     def cancel_drain(self, worker: WorkerId, reason: str) -> None:
         """Let a draining worker serve again. Raises BadInput if it is not draining."""
@@ -293,7 +293,7 @@ class WorkerPool:
             member.is_leaving, member.until_s = True, time.time() + seconds
             self.become(member, "draining", f"must be empty within {seconds:g} s: {reason}")
             self.core.set_open(member.worker, False)
-            member.task = self.spawn(self._evacuate(member, way_out, deadline_s, reason))
+            member.task = self.tasks.spawn(self._evacuate(member, way_out, deadline_s, reason))
         for member in members:
             if member.state == "starting":
                 self.give_up(member, f"{reason}; it was not ready yet")
@@ -309,9 +309,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Stop every worker and the host; returns when nothing of them is left."""
         self._closing = True
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.cancel()
         await asyncio.gather(*(self.core.detach(worker) for worker in tuple(self._members)))
         await asyncio.gather(*(self.host.stop(worker) for worker in tuple(self._members)))
         self._members.clear()
@@ -378,7 +376,7 @@ class WorkerPool:
 
     def _begin_launch(self, member: Member, report: bool = True) -> asyncio.Task[None]:
         launch = self._launch_or_report(member) if report else self.launch(member, self.revision)
-        member.task = self.spawn(launch)
+        member.task = self.tasks.spawn(launch)
         return member.task
 
     def give_up(self, member: Member, reason: str) -> None:
@@ -445,7 +443,9 @@ class WorkerPool:
         self.cold_start_s = cold_start_s
         member.is_tried = False
         self.become(member, "serving", "its engine is ready and warm")
-        self.spawn(bring_to(self.core, member.worker, lambda worker: self.state_of(worker) == "serving"))
+        self.tasks.spawn(
+            bring_to(self.core, member.worker, lambda worker: self.state_of(worker) == "serving")
+        )
 
     async def _launch_or_report(self, member: Member) -> None:
         try:
@@ -462,7 +462,7 @@ class WorkerPool:
             if member.task is not None:
                 self._count_until(member.task, member.kind)
             return  # its launch sees it, and tells why
-        self._count_until(self.spawn(self.host.stop(worker)), member.kind)
+        self._count_until(self.tasks.spawn(self.host.stop(worker)), member.kind)
         if member.state == "draining":
             if member.task is not None:
                 member.task.cancel()
@@ -482,7 +482,7 @@ class WorkerPool:
             self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
         else:
             self._pause_s = 0.0
-        self.spawn(self._replace_after(self._pause_s, member))
+        self.tasks.spawn(self._replace_after(self._pause_s, member))
 
     async def _replace_after(self, pause_s: float, gone: Member) -> None:
         await asyncio.sleep(pause_s)
@@ -493,7 +493,7 @@ class WorkerPool:
     def _begin_drain(self, member: Member, reason: str) -> None:
         self.become(member, "draining", reason)
         self.core.set_open(member.worker, False)
-        member.task = self.spawn(self._drain(member))
+        member.task = self.tasks.spawn(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
         await self.way_out(member).drain(f"{member.worker} is being drained")
@@ -542,7 +542,7 @@ class WorkerPool:
             for member in self.members():
                 if member.state == "starting" and now_s - member.since_s > self.start_limit_s:
                     self.give_up(member, f"still not ready after {now_s - member.since_s:.0f} s")
-                    self.spawn(self._replace_after(self._pause_s, member))
+                    self.tasks.spawn(self._replace_after(self._pause_s, member))
                     continue
                 if member.state == "starting" or member.worker in unheard:
                     continue
@@ -596,9 +596,3 @@ class WorkerPool:
             now |= {"cold_start_s": self.cold_start_s, "drain_s": self.drain_s}
             revision = self.revision.number, self.revision.model, self.revision.flags
             self._record_file.note(pool=now | {"revision": revision}, **facts)
-
-    def spawn(self, what: Awaitable[None]) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

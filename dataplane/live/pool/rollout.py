@@ -69,7 +69,7 @@ class Rollout:
         self._is_resumed, self._stays = True, self._stays or bool(obstacle)
         self._retiring = [m for m in self.pool.members() if m.is_leaving and m.until_s is None]
         for old in self._retiring:
-            old.task = self.pool.spawn(self._let_go(old))
+            old.task = self.pool.tasks.spawn(self._let_go(old))
 
     @property
     def is_open(self) -> bool:
@@ -179,7 +179,7 @@ class Rollout:
         pool = self.pool
         new = pool.enroll(kind, f"{self.what}: in place of {old}", to.number)
         new.is_tried = True
-        new.task = pool.spawn(pool.launch(new, to, self._gate))
+        new.task = pool.tasks.spawn(pool.launch(new, to, self._gate))
         stop = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait([new.task, stop], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -217,7 +217,7 @@ class Rollout:
         if old.state != "serving" or self.pool.state_of(old.worker) is None:
             return  # it was lost, or drained, meanwhile
         self.pool.retire(old, f"{self.what}: replaced by a worker of revision {to.number}")
-        old.task = self.pool.spawn(self._let_go(old))
+        old.task = self.pool.tasks.spawn(self._let_go(old))
         self._retiring.append(old)
 
     async def _let_go(self, old: Member) -> None:

@@ -20,9 +20,10 @@ from urllib.parse import quote
 
 import aiohttp
 from multidict import CIMultiDict
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
-from dataplane.http.rules import App, Message, Receive, Send, error_reply
+from dataplane.http.rules import error_reply
 
 MAX_BODY_BYTES = 64 << 20
 CONNECT_S = 5.0
@@ -46,11 +47,11 @@ def session() -> aiohttp.ClientSession:
     )
 
 
-def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> App:
+def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> ASGIApp:
     """The clients' endpoint, as an ASGI application. `fleets`: the gateway of each model."""
     first, known = next(iter(fleets.values())), dict[str, dict[str, Any]]()
 
-    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         if method == "GET" and path == "/v1/models":
             await _listed(fleets, known, http, scope, receive, send)
@@ -62,7 +63,7 @@ def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> App:
             refusal = error_reply(404, f"{path}: names none of the models that are served here")
             await refusal(scope, receive, send)
 
-    async def route(scope: Message, receive: Receive, send: Send) -> None:
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole(receive)
         if body is None:
             refusal = error_reply(413, f"the body must be at most {MAX_BODY_BYTES} bytes", connection="close")
@@ -86,11 +87,11 @@ def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> App:
     return _of_http(answer)
 
 
-def control(fleets: Fleets, http: aiohttp.ClientSession, shared: Mapping[str, Any]) -> App:
+def control(fleets: Fleets, http: aiohttp.ClientSession, shared: Mapping[str, Any]) -> ASGIApp:
     """The operators' API, as an ASGI application. `fleets`: the control API of each model; `shared`: what is
     to be told of what they share."""
 
-    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         named = PREFIX.fullmatch(path)
         if named is not None and named[1] in fleets:
@@ -108,7 +109,7 @@ def control(fleets: Fleets, http: aiohttp.ClientSession, shared: Mapping[str, An
             )
             await error_reply(404, said)(scope, receive, send)
 
-    async def own(path: str, scope: Message, receive: Receive, send: Send) -> None:
+    async def own(path: str, scope: Scope, receive: Receive, send: Send) -> None:
         told = await ask_all(http, fleets, path, scope)
         texts = {name: text for name, (status, text) in told.items() if status == 200}
         # While a fleet does not answer (503) the others are told of, but not all are ready.
@@ -176,7 +177,7 @@ def merged(texts: Mapping[str, str]) -> str:
 
 
 async def ask_all(
-    http: aiohttp.ClientSession, fleets: Fleets, path: str, scope: Message
+    http: aiohttp.ClientSession, fleets: Fleets, path: str, scope: Scope
 ) -> dict[str, tuple[int, bytes]]:
     """What each fleet answers to a GET by this caller: status and body; 503 of one that does not answer."""
     headers = {k.decode(): v.decode("latin-1") for k, v in scope["headers"] if k.decode() in CALLERS}
@@ -193,7 +194,7 @@ async def ask_all(
 
 
 async def relay(
-    http: aiohttp.ClientSession, to: str, scope: Message, receive: Receive, send: Send, body: bytes
+    http: aiohttp.ClientSession, to: str, scope: Scope, receive: Receive, send: Send, body: bytes
 ) -> None:
     """Let the server at `to` answer. A client that leaves takes its request with it."""
     answering = asyncio.ensure_future(_answered(http, to, scope, send, body))
@@ -208,7 +209,7 @@ async def relay(
         await asyncio.gather(answering, leaving, return_exceptions=True)
 
 
-async def _answered(http: aiohttp.ClientSession, to: str, scope: Message, send: Send, body: bytes) -> None:
+async def _answered(http: aiohttp.ClientSession, to: str, scope: Scope, send: Send, body: bytes) -> None:
     query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""
     where = URL(to + quote(scope["path"]) + query, encoded=True)
     headers: CIMultiDict[str] = CIMultiDict(
@@ -286,7 +287,7 @@ async def _listed(
     fleets: Fleets,
     known: MutableMapping[str, dict[str, Any]],
     http: aiohttp.ClientSession,
-    scope: Message,
+    scope: Scope,
     receive: Receive,
     send: Send,
 ) -> None:
@@ -307,24 +308,24 @@ def _passed(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(name, value) for name, value in headers if name.lower() not in OF_A_CONNECTION]
 
 
-def _json(view: object) -> App:
+def _json(view: object) -> ASGIApp:
     return _raw(200, json.dumps(view).encode())
 
 
-def _raw(status: int, body: bytes, media: str = "application/json") -> App:
+def _raw(status: int, body: bytes, media: str = "application/json") -> ASGIApp:
     headers = [(b"content-type", media.encode()), (b"content-length", str(len(body)).encode())]
 
-    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     return answer
 
 
-def _of_http(answer: App) -> App:
+def _of_http(answer: ASGIApp) -> ASGIApp:
     """The application where others than HTTP's requests are refused, and lifespans are passed over."""
 
-    async def app(scope: Message, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await answer(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -17,11 +17,11 @@ from controlplane.placement.constraints import kept_tpot_s
 from controlplane.placement.ledger import generated
 from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, WorkerId
-from dataplane.kernel_cache import use_kernel_cache
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.account import ROWS, SLOTS
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
+from dataplane.startup import use_kernel_cache
 
 BIG = 2 * SLOTS + 100
 

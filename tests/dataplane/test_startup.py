@@ -44,7 +44,7 @@ def test_a_process_that_asks_keeps_its_kernels_whenever_they_were_loaded(tmp_pat
     imports = "from controlplane.placement.lengths import expected_output" if loaded_first else ""
     code = f"""
 {imports}
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import use_kernel_cache
 use_kernel_cache()
 import numpy as np
 from controlplane.perfmodel.coefficients import decode_base_s
@@ -63,9 +63,7 @@ def test_only_the_newest_folders_stay(tmp_path):
     for age in range(8):
         (kept / f"kernels-{age}").mkdir(parents=True)
         os.utime(kept / f"kernels-{age}", (1000 - age, 1000 - age))
-    assert (
-        python("from dataplane.kernel_cache import use_kernel_cache as use; use()", tmp_path).returncode == 0
-    )
+    assert python("from dataplane.startup import use_kernel_cache as use; use()", tmp_path).returncode == 0
     old = sorted(path.name for path in kept.iterdir() if len(path.name) < 20)
     assert old == ["kernels-0", "kernels-1", "kernels-2", "kernels-3"]
 
@@ -74,7 +72,7 @@ def test_without_a_home_kernels_are_kept_for_this_process_alone(tmp_path):
     (tmp_path / "file").write_text("no folder")
     code = """
 import os
-from dataplane.kernel_cache import use_kernel_cache
+from dataplane.startup import use_kernel_cache
 use_kernel_cache()
 print(os.environ["NUMBA_CACHE_DIR"])
 """

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, and never a stale one.
+"""The start of a process: our packages on its path, and compiled kernels on disk, never stale ones.
 
 Numba's own cache notices a change of the file a kernel stands in, not of a kernel that it calls from another
 file. So the folder's name carries a digest of every source file that has to do with kernels. The core does no
@@ -15,8 +15,18 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-_SOURCES = Path(__file__).resolve().parent.parent
+_SOURCES = Path(__file__).resolve().parent.parent  # our packages
 _KEPT = 4  # digests to keep; older folders are removed
+
+
+def packages_path() -> str:
+    """PYTHONPATH for a child process to find our packages by, also in a checkout that is not installed."""
+    return os.pathsep.join([str(_SOURCES), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, for a child that runs a program of ours."""
+    return os.environ | {"PYTHONPATH": packages_path()}
 
 
 def use_kernel_cache() -> None:
