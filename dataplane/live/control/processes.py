@@ -37,6 +37,7 @@ from dataplane.live.engine_api.processes import (
     Pulse,
     Record,
     ask_kernel,
+    cancel_all,
     descendants,
 )
 from dataplane.live.gateway.events import EventLog
@@ -280,8 +281,7 @@ class ControllerProcess:
     async def close(self) -> None:
         """End it."""
         if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            await cancel_all((self._keeper,))
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()

@@ -51,11 +51,13 @@ class Tasks(set[asyncio.Task[Any]]):
         task.add_done_callback(self.discard)
         return task
 
-    async def cancel(self) -> None:
-        """Cancel all; returns once they have ended."""
-        for task in tuple(self):
-            task.cancel()
-        await asyncio.gather(*self, return_exceptions=True)
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks; returns once they have ended."""
+    under_way = tuple(tasks)
+    for task in under_way:
+        task.cancel()
+    await asyncio.gather(*under_way, return_exceptions=True)
 
 
 def exit_with_parent() -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo
-from dataplane.live.engine_api.processes import Tasks
+from dataplane.live.engine_api.processes import Tasks, cancel_all
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -126,7 +126,7 @@ class CoreServer:
         """Part with every gateway."""
         if self._server is not None:
             self._server.close()
-        await self._tasks.cancel()
+        await cancel_all(self._tasks)
 
     def _close_doors(self, why: str) -> None:
         self._closing = why

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.processes import Estate, Inherited, Tasks
+from dataplane.live.engine_api.processes import Estate, Inherited, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways.core_server import CoreServer
@@ -166,7 +166,7 @@ class Gateways:
 
     async def close(self) -> None:
         """End every gateway; what is still open there is cut."""
-        await self._tasks.cancel()
+        await cancel_all(self._tasks)
         for kept in self:
             _signal(kept, signal.SIGTERM)
         waits = [asyncio.ensure_future(kept.process.wait()) for kept in self]

@@ -30,6 +30,7 @@ from controlplane.migration.room import BRING_S, DRAIN_LOOK_S, Bring, pulled_alo
 from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import GIVEN_S
+from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.engine_api.segment import obstacle_to_replay
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
@@ -184,9 +185,7 @@ class Exit:
                 await self._wait(min(LOOK_S, left_s))
                 self._reap()
         finally:
-            for task in self._under.moves.values():
-                task.cancel()
-            await asyncio.gather(*self._under.moves.values(), return_exceptions=True)
+            await cancel_all(self._under.moves.values())
             self._reap()
         await self._replay_all(f"{why}; its time has come")
         self._under.replays.clear()

@@ -32,7 +32,7 @@ from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.processes import Record, Tasks
+from dataplane.live.engine_api.processes import Record, Tasks, cancel_all
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -144,9 +144,7 @@ class WorkerPool:
         try:
             await asyncio.gather(*launches)
         except BaseException:
-            for launch in launches:  # no use in waiting for the others' models to load
-                launch.cancel()
-            await asyncio.gather(*launches, return_exceptions=True)
+            await cancel_all(launches)  # no use in waiting for the others' models to load
             raise
 
     async def _adopt(self, before: Mapping[str, Any]) -> None:
@@ -309,7 +307,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Stop every worker and the host; returns when nothing of them is left."""
         self._closing = True
-        await self.tasks.cancel()
+        await cancel_all(self.tasks)
         await asyncio.gather(*(self.core.detach(worker) for worker in tuple(self._members)))
         await asyncio.gather(*(self.host.stop(worker) for worker in tuple(self._members)))
         self._members.clear()

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from dataplane.http.rules import error_reply
+from dataplane.live.engine_api.processes import cancel_all
 
 MAX_BODY_BYTES = 64 << 20
 CONNECT_S = 5.0
@@ -204,9 +205,7 @@ async def relay(
         if answering.done():
             answering.result()
     finally:
-        for task in (answering, leaving):
-            task.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)
+        await cancel_all((answering, leaving))
 
 
 async def _answered(http: aiohttp.ClientSession, to: str, scope: Scope, send: Send, body: bytes) -> None:

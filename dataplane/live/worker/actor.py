@@ -26,7 +26,14 @@ from dataplane.live.engine_api.cache_events import CacheChange, CachedBlocks
 from dataplane.live.engine_api.kv_messages import Control, message_of, told_of_load
 from dataplane.live.engine_api.link import Adapters, Telemetry, WorkerInfo
 from dataplane.live.engine_api.notices import Notice, read_notice
-from dataplane.live.engine_api.processes import Cores, RayDaemon, descendants, shared_memory, unlink
+from dataplane.live.engine_api.processes import (
+    Cores,
+    RayDaemon,
+    cancel_all,
+    descendants,
+    shared_memory,
+    unlink,
+)
 from dataplane.live.engine_api.step_trace import Step, StepTrace, step_stats
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutput,
@@ -159,9 +166,7 @@ class Worker:
         if core < self._core_number:
             return False
         self._lost = self._lost or "it was stopped"
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if hasattr(self, "_peers"):
             await self._peers.dismiss_all("the worker was stopped")
             self._door.close(LINGER_MS)

@@ -26,6 +26,7 @@ from dataplane.live.engine_api.link import (
     Telemetry,
     WorkerInfo,
 )
+from dataplane.live.engine_api.processes import cancel_all
 from dataplane.live.engine_api.vllm_surface import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -122,9 +123,7 @@ class WorkerLink:
             self._lost = Lost("closed")
             with suppress(Again):  # where the worker was never reached, or did not let this gateway in
                 await self._socket.send_multipart([wire.BYE], flags=Flag.DONTWAIT)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=GOODBYE_MS)
