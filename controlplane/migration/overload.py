@@ -35,8 +35,8 @@ from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest, Transport
 from controlplane.types import RequestId, WorkerId
 
-# Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
 MARGIN = 0.05  # the share by which a forecast must exceed its limit before anything moves
+# Tried for one source: where the freest targets cannot take the likeliest requests, others hardly can.
 _LOOKED_AT = 4
 _TRIED = 8
 

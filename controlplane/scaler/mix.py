@@ -32,8 +32,8 @@ from controlplane.worker_type import WorkerType
 
 Counts = Mapping[str, int]  # workers by the name of their type
 
-# So little that it never outweighs a cent, yet of equally dear mixes the one with fewer GPUs wins.
 SURVIVE = 0.99  # the probability with which at any time enough spot workers stand
+# So little that it never outweighs a cent, yet of equally dear mixes the one with fewer GPUs wins.
 _TIE = 1e-6
 _TIME_LIMIT_S = 10.0
 
@@ -43,8 +43,8 @@ class MixSettings:
     """How counts are chosen among types.
 
     `horizon_s`: what a change costs (a launch's cold start, a drain) is weighed as if it came once in so
-    long. `max_gpus` and
-    `budget_usd_per_h`, which needs every type's price: of all workers together; None = no limit.
+    long. `max_gpus` and `budget_usd_per_h`, which needs every type's price: of all workers together; None: no
+    limit.
     """
 
     horizon_s: float = 900.0
