@@ -256,7 +256,9 @@ def first_to_take(
         rank = load(led, policy, knobs, w, r, 0, now_s)
         if rank != known:
             renumber(orders, t, w, rank if rank < np.inf else np.inf)
-        elif policy not in CONSTRAINED or fits(led, knobs, w, r, 0, now_s, late):
+            if not rank < np.inf or next_in_order(orders, t, level)[0] != w:
+                continue
+        if policy not in CONSTRAINED or fits(led, knobs, w, r, 0, now_s, late):
             best = w
         elif not refuses_longer(led, knobs, t, w, r, rank, now_s):
             orders.aside[refused], orders.aside_load[refused] = w, rank
