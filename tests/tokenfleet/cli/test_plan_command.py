@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(
     assert "file/out/plan.json: cannot be written: Not a directory" in capsys.readouterr().err
     (folder / "out" / "report.html").mkdir(parents=True)
     assert plan(folder, "--output-dir", f"{folder}/out") == 2
-    assert "report.html: not a regular file" in capsys.readouterr().err
+    assert "report.html: is a folder; expected the name of a file to write" in capsys.readouterr().err
     assert list((folder / "out").iterdir()) == [folder / "out" / "report.html"]
 
 
