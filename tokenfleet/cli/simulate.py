@@ -239,14 +239,14 @@ def _as_asked(workload: Workload, flags: SessionFlags, request: PlanRequest) -> 
     """The workload with its sessions as the flags have them. Raises BadInput for what it does not have."""
     from tokenfleet.planning.inputs import refuse_without_prefixes, refuse_without_sessions
 
-    refuse_without_sessions(workload, request)
+    agents = "most-agents" if flags.most_agents else "agents"
+    refuse_without_sessions(workload, request, agents)
     refuse_without_prefixes(workload, request)
     sessions = workload.sessions
     if not flags.open_loop or sessions is None:
         return workload
     if request.agents is not None:
-        flag = "--most-agents" if flags.most_agents else "--agents"
-        raise BadInput(f"--open-loop: contradicts {flag}, who wait for answers")
+        raise BadInput(f"--open-loop: contradicts --{agents}, who wait for answers")
     nothing = np.zeros(0, np.int64)
     at_once = replace(sessions, offsets=np.zeros(len(workload) + 1, np.int64), before=nothing)
     return replace(workload, sessions=at_once)

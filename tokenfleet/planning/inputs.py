@@ -114,12 +114,15 @@ def gather(
     return Gathered(workload, usable, inputs)
 
 
-def refuse_without_sessions(workload: Workload, request: PlanRequest) -> None:
-    """Raise BadInput where what is asked of sessions is asked of a workload without any."""
+def refuse_without_sessions(workload: Workload, request: PlanRequest, agents: str = "agents") -> None:
+    """Raise BadInput where what is asked of sessions is asked of a workload without any.
+
+    `agents`: the flag by which agents were asked for.
+    """
     sessions = workload.sessions
     if sessions is not None and (sessions.session >= 0).any():
         return
-    for flag, value in (("agents", request.agents), ("session-time", request.session_s)):
+    for flag, value in ((agents, request.agents), ("session-time", request.session_s)):
         if value is not None:
             raise BadInput(f"--{flag}: the trace has no sessions; a column `session` names them")
 

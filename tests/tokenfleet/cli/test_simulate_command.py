@@ -252,6 +252,7 @@ def test_the_most_agents_are_all_there_are_or_none(talks: Path, capsys: pytest.C
     ("words", "said"),
     [
         (("--agents", "2"), "--agents: the trace has no sessions"),
+        (("--most-agents",), "--most-agents: the trace has no sessions"),
         (("--session-time", "2m"), "--session-time: the trace has no sessions"),
         (("--session-time", "2"), "--session-time"),
     ],
