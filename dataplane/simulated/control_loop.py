@@ -1,7 +1,7 @@
 """The control loop in simulated time: advance to the next heartbeat, then run a round of the port.
 
 Decisions are those of `controlplane.control.tick`, as in the live plane. The exact policy's placement has a
-heartbeat of its own here. With an `Elastic` fleet the number of workers is decided too.
+heartbeat of its own here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.placement.exact import HEARTBEAT_S, place_together, waiting_line
 from controlplane.placement.ledger import DECODING, DRAINING, NONE, OFF, SERVING, Ints, Ledger, view
 from controlplane.placement.policies import BEST_FIT, EXACT, PlacementSettings
-from controlplane.placement.queue import begin_round, held_tokens, leave, offer_late
+from controlplane.placement.queue import begin_round, leave, offer_late
 from controlplane.placement.rebalance import DeviationTracker
 from controlplane.port import Decide, Outcome, run_round
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import Cached, Migrate, Note, Pace, Reassign, Scale, Snapshot, Transport
-from controlplane.types import ClassArrivals, WorkerId
+from controlplane.types import WorkerId
 from dataplane.simulated.cached_step import bring
 from dataplane.simulated.cluster import advance, place_held, view_all
-from dataplane.simulated.elastic import Elastic
 from dataplane.simulated.engine import arrive, count_miss
 from dataplane.simulated.migration import Moves, look_again
-from dataplane.simulated.observe import OutcomeCount, deviations, held_requests, observe
+from dataplane.simulated.observe import deviations, held_requests, observe
 from dataplane.simulated.records import Cluster, Engines, Rules
 from dataplane.simulated.run import RunState
 from dataplane.simulated.sending import next_send
@@ -173,54 +172,50 @@ class Bringing:
 
 
 class SimulatedPlane:
-    """A run's engines behind the port, at the clock's present time; with an `Elastic` they may be scaled."""
+    """A run's engines behind the port, at the clock's present time; the fleet keeps its size."""
 
-    def __init__(self, run: RunState, control: ControlSettings, elastic: Elastic | None = None) -> None:
-        self._run, self._elastic = run, elastic
+    follows_size = False  # whether the number of workers is decided, too
+
+    def __init__(self, run: RunState, control: ControlSettings) -> None:
+        self.run, self.control = run, control
         prices = [control.price(profile) for profile in run.profiles]
         self.moves, self.bringing = Moves(run, prices), Bringing(run, prices)
-        self._transport = control.transport
         settings = settings_of(run, control)
         acts = settings.moves is not None or settings.shed is not None
         self._deviations = DeviationTracker() if control.errors and run.migrates and acts else None
         self._promises = (settings.shed or ShedSettings()) if acts else None  # of drains; None: they wait
-        self._arrived = 0  # by the last look
-        self._ended = OutcomeCount(run.slos)
         self.refusals: Counter[str] = Counter()
 
     @property
     def now_s(self) -> float:
-        return float(self._run.cluster.clock["now_s"][0])
+        return float(self.run.cluster.clock["now_s"][0])
 
     @property
     def next_s(self) -> float:
-        """When a worker becomes ready, or a copy or a move goes on; inf for none."""
-        ready_s = inf if self._elastic is None else self._elastic.next_s
-        return min(ready_s, self.moves.next_s, self.bringing.next_s)
+        """When a copy or a move goes on; inf for none."""
+        return min(self.moves.next_s, self.bringing.next_s)
 
     def act(self, now_s: float) -> None:
         """Do what is due at `now_s`, all that happened before it being done."""
-        if self._elastic is not None and self._elastic.next_s == now_s:
-            self._elastic.act(now_s)
-        elif self.bringing.next_s == now_s:
+        if self.bringing.next_s == now_s:
             self.bringing.act(now_s)
         else:
             self.moves.act(now_s)
             self._drain(now_s)
 
     def observe(self) -> Snapshot:
-        """The fleet now: its loads, Algorithm 2's errors, and the arrivals since the last observation."""
-        run, now_s, elastic = self._run, self.now_s, self._elastic
+        """The fleet now: its loads, and Algorithm 2's errors."""
+        run, now_s = self.run, self.now_s
         view_all(run.ledger, run.engines, now_s)
         moving = frozenset(move.request for move in self.moves.open)
-        snapshot = observe(run.ledger, run.profiles, now_s, moving, self.moves.busy(), self._states())
-        snapshot = replace(snapshot, transport=self._transport)
+        snapshot = observe(run.ledger, run.profiles, now_s, moving, self.moves.busy(), self.states())
+        snapshot = replace(snapshot, transport=self.control.transport)
         if run.cluster.queue.waiting:
             held = held_requests(run.ledger, run.cluster.queue, now_s)
             snapshot = replace(snapshot, held=held)
         if self._deviations is not None:
             snapshot = replace(snapshot, errors=deviations(self._deviations, run.ledger))
-        return snapshot if elastic is None else self._with_demand(snapshot, elastic)
+        return snapshot
 
     def migrate(self, move: Migrate) -> str | None:
         return self.moves.migrate(move, self.now_s)
@@ -229,33 +224,38 @@ class SimulatedPlane:
         return self.moves.reassign(move, self.now_s)
 
     def scale(self, change: Scale) -> str | None:
-        if self._elastic is None:
-            return "the fleet does not change its size"
-        self._elastic.scale(change, self.now_s)
-        return None
+        return "the fleet does not change its size"
 
     def note(self, note: Note) -> str | None:
-        if self._elastic is not None:
-            self._elastic.record.notes.append((self.now_s, note))
         return None
 
     def report(self, outcomes: Sequence[Outcome]) -> None:
         """Count what was refused, by why; draining workers go on, what was begun takes its first steps."""
+        self.count(outcomes)
+        self.bring()
+
+    def count(self, outcomes: Sequence[Outcome]) -> None:
+        """Count what was refused, and let draining workers go on."""
         self.refusals.update(outcome.refused for outcome in outcomes if outcome.refused is not None)
         self._drain(self.now_s)
-        if self._elastic is not None:
-            self._elastic.follow(self.now_s, self.moves.busy() | self.bringing.sources)
-        self.bringing.look(None if self._elastic is None else self._elastic.states(), self.now_s)
+
+    def bring(self) -> None:
+        """Plan the caches that go along with workers that leave or come."""
+        self.bringing.look(self.states(), self.now_s)
+
+    def states(self) -> list[str | None] | None:
+        """Each worker's state, where it is not the ledger's."""
+        return None
 
     def _drain(self, now_s: float) -> None:
         """Let those leave draining workers whose turn it is."""
-        led, moves = self._run.ledger, self.moves
+        led, moves = self.run.ledger, self.moves
         leaving = np.flatnonzero((led.workers["status"] == DRAINING) & (led.workers["decoding"] > 0))
         if self._promises is None or not len(set(leaving.tolist()) - moves.busy()):
             return
-        view_all(led, self._run.engines, now_s)
+        view_all(led, self.run.engines, now_s)
         none: frozenset[int] = frozenset()
-        seen = observe(led, self._run.profiles, now_s, none, none, self._states())
+        seen = observe(led, self.run.profiles, now_s, none, none, self.states())
         views = {view.id: view for view in worker_views(seen.workers)}
         serving = [view for view in views.values() if view.worker.state == SERVES]
         for w in leaving.tolist():
@@ -274,57 +274,18 @@ class SimulatedPlane:
                 self.refusals[refused] += 1
                 del here[r.request]  # it stays until the next look
 
-    def _states(self) -> list[str | None] | None:
-        return None if self._elastic is None else self._elastic.states()
 
-    def _with_demand(self, snapshot: Snapshot, elastic: Elastic) -> Snapshot:
-        """The snapshot with the latest arrivals, their predicted lengths, and the waiting requests."""
-        run = self._run
-        arrived = run.arrived
-        before, self._arrived = self._arrived, len(arrived)
-        new = arrived[before:]
-        classes = run.workload.slo_class[new]
-        by_class = tuple(
-            ClassArrivals(
-                run.slos[c],
-                int((classes == c).sum()),
-                float(run.workload.prompt_tokens[new][classes == c].sum()),
-                float(run.ledger.requests["predicted"][new][classes == c].sum()),
-            )
-            for c in np.unique(classes).tolist()
-        )
-        return replace(
-            snapshot,
-            wanted=elastic.wanted,
-            arrivals=self._arrived - before,
-            by_class=by_class,
-            waiting_tokens=int(held_tokens(run.ledger, run.cluster.queue)),
-            waiting_requests=run.cluster.queue.waiting,
-            cold_start_s=elastic.cold_start_s,
-            drain_s=elastic.drain_s,
-            wanted_kinds=elastic.wanted_kinds,
-            outcomes=self._ended.look(run.ledger, run.engines.requests, run.workload.slo_class, arrived),
-        )
-
-
-def drive(
-    run: RunState,
-    control: ControlSettings | None = None,
-    elastic: Elastic | None = None,
-    decide: Decide | None = None,
-    state: State | None = None,
-) -> Moves:
-    """Run to the end by heartbeats; return what became of the moves.
+def drive(plane: SimulatedPlane, decide: Decide | None = None, state: State | None = None) -> None:
+    """Run to the end by heartbeats.
 
     `decide`: in place of tick, for comparison. `state`: what it remembers at the start.
     """
-    control = control or ControlSettings()
+    run, control = plane.run, plane.control
     state = state or State()
     decide = decide or partial(tick, settings_of(run, control))
-    plane = SimulatedPlane(run, control, elastic)
     led, eng, clock, moves = run.ledger, run.engines, run.cluster.clock, plane.moves
     place_s = HEARTBEAT_S if run.rules.policy == EXACT else inf
-    tick_s = control.beat_s if run.migrates or elastic is not None else inf
+    tick_s = control.beat_s if run.migrates or plane.follows_size else inf
     while not _is_over(run):
         now_s = min(plane.next_s, place_s, tick_s)
         if now_s == plane.next_s < inf:
@@ -341,10 +302,9 @@ def drive(
             place_s = now_s + HEARTBEAT_S
         if now_s == tick_s:
             state = run_round(plane, decide, state)
-            tick_s = _next_beat_s(run, now_s, control.beat_s, elastic is not None)
-        if not more and not moves.open and elastic is None:
+            tick_s = _next_beat_s(run, now_s, control.beat_s, plane.follows_size)
+        if not more and not moves.open and not plane.follows_size:
             break
-    return moves
 
 
 def settings_of(run: RunState, control: ControlSettings) -> Settings:

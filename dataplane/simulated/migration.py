@@ -49,7 +49,6 @@ from controlplane.placement.ledger import (
 from controlplane.placement.memory import free_blocks, peek, pin, unpin
 from controlplane.placement.queue import readmit
 from controlplane.snapshot import Migrate, Reassign
-from controlplane.types import RequestId
 from dataplane.simulated.cached_step import grow, receive
 from dataplane.simulated.engine import arrive, begin_activity, end_activity
 from dataplane.simulated.next_step import blocks_after, blocks_held, cut, drop_running, free_kv
@@ -117,8 +116,7 @@ class Moves:
     def reassign(self, move: Reassign, now_s: float) -> str | None:
         """Take a waiting request to the target's queue, or say why that is no longer possible."""
         led, eng = self._run.ledger, self._run.engines
-        r, source, target = int(move.request), self._at(move.request), int(move.target)
-        why = self._obstacle(source, target)
+        r, source, target, why = self._asked(move)
         if why is None and not requeue(led, eng, source, target, r, now_s):
             why = "it does not wait any more"
         self.requeued += why is None
@@ -127,8 +125,7 @@ class Moves:
     def migrate(self, move: Migrate, now_s: float) -> str | None:
         """Begin to copy a running request, or say why that is not possible."""
         led, eng = self._run.ledger, self._run.engines
-        r, source, target = int(move.request), self._at(move.request), int(move.target)
-        why = self._obstacle(source, target)
+        r, source, target, why = self._asked(move)
         if why is not None:
             return why
         tokens = int(tokens_of(led, eng, source, r, now_s))
@@ -161,8 +158,7 @@ class Moves:
     def compute_anew(self, move: Migrate, now_s: float) -> str | None:
         """Let the target compute a running request's KV from its next boundary on, or say why it cannot."""
         led, eng = self._run.ledger, self._run.engines
-        r, source, target = int(move.request), self._at(move.request), int(move.target)
-        why = self._obstacle(source, target)
+        r, source, target, why = self._asked(move)
         if why is None and int(tokens_of(led, eng, source, r, now_s)) == 0:
             why = "it does not decode"
         if why is None:
@@ -183,16 +179,15 @@ class Moves:
         self._computing[move.source] = r, move.target
         self.outcomes[step(step(move.stage, Happened.SWITCHED), Happened.RESUMED)] += 1
 
-    def _at(self, request: RequestId) -> int:
-        """The worker a request is on; NONE for no worker."""
-        return int(self._run.ledger.requests["worker"][int(request)])
-
-    def _obstacle(self, source: int, target: int) -> str | None:
+    def _asked(self, move: Migrate | Reassign) -> tuple[int, int, int, str | None]:
+        """The request, the worker it is on, the target, and what hinders it."""
+        r, target, why = int(move.request), int(move.target), None
+        source = int(self._run.ledger.requests["worker"][r])
         if source in (NONE, target):
-            return "it is on no worker" if source == NONE else "it is there already"
-        if self._run.ledger.workers["status"][target] != SERVING:
-            return "the target does not serve"
-        return None
+            why = "it is on no worker" if source == NONE else "it is there already"
+        elif self._run.ledger.workers["status"][target] != SERVING:
+            why = "the target does not serve"
+        return r, source, target, why
 
     def act(self, now_s: float) -> None:
         """Do what is due at `now_s`, all that happened before it being done."""

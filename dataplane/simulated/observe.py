@@ -1,4 +1,4 @@
-"""The simulated fleet's snapshot, and the outcomes of its requests."""
+"""The simulated fleet's snapshot."""
 
 from __future__ import annotations
 
@@ -8,53 +8,17 @@ import numpy as np
 
 from controlplane.migration.loads import Listed, load_of, loads
 from controlplane.perfmodel.profile import Profile
-from controlplane.placement.constraints import clients_s
-from controlplane.placement.ledger import (
-    DECODING,
-    DONE,
-    DRAINING,
-    OFF,
-    ROLES,
-    Ints,
-    Ledger,
-    Records,
-)
+from controlplane.placement.ledger import DECODING, DONE, DRAINING, OFF, ROLES, Ledger
 from controlplane.placement.queue import REFUSALS, Queue, on_time
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.snapshot import DRAINING as DRAINS
 from controlplane.snapshot import SERVING as SERVES
 from controlplane.snapshot import STARTING as STARTS
 from controlplane.snapshot import HeldRequest, RunningRequest, Snapshot, WorkerLoad
-from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
+from controlplane.types import RequestId, WorkerId
 from controlplane.worker_type import name_in_role
 
 _STATES = {OFF: STARTS, DRAINING: DRAINS}
-
-
-class OutcomeCount:
-    """What became of a run's requests, by class; `look` counts those that have ended since the last."""
-
-    def __init__(self, slos: Sequence[Slo]) -> None:
-        self._slos, self._sums = slos, np.zeros((len(slos), 4), np.int64)
-        self._arrived, self._open = 0, np.zeros(0, np.int64)
-
-    def look(self, led: Ledger, jobs: Records, slo_class: Ints, arrived: Ints) -> tuple[ClassOutcomes, ...]:
-        """The counters, once the requests `arrived`, in the order of their arrival, are there."""
-        rows = np.concatenate([self._open, arrived[self._arrived :]])
-        ended = ~np.isnan(jobs["finish_s"][rows])
-        self._arrived, self._open, rows = len(arrived), rows[~ended], rows[ended]
-        request, job = led.requests[rows], jobs[rows]
-        finish_s, gaps = job["finish_s"], job["output"] - 1
-        served = np.isfinite(finish_s)  # others were turned away
-        ttft_s = request["first_s"] + clients_s(led, rows) - request["arrival_s"]
-        ttft_met = served & (ttft_s <= request["ttft_s"])
-        tpot_s = np.where(served & (gaps > 0), (finish_s - request["first_s"]) / np.maximum(gaps, 1), 0.0)
-        tpot_met = served & (tpot_s <= job["tpot_s"])
-        for column, counted in enumerate((np.ones_like(served), ttft_met, tpot_met, ttft_met & tpot_met)):
-            self._sums[:, column] += np.bincount(slo_class[rows[counted]], minlength=len(self._slos))
-        return tuple(
-            ClassOutcomes(slo, *sums) for slo, sums in zip(self._slos, self._sums.tolist(), strict=True)
-        )
 
 
 def deviations(tracker: DeviationTracker, led: Ledger) -> dict[WorkerId, Error]:

@@ -15,16 +15,13 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.control import State
 from controlplane.errors import BadInput
 from controlplane.placement.ledger import NONE
 from controlplane.placement.policies import EXACT, Policy, read_policy
-from controlplane.port import Decide
 from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
-from dataplane.simulated.control_loop import ControlSettings, drive
-from dataplane.simulated.elastic import Elastic, ElasticSettings, FleetRecord
+from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.run import (
     ENDLESS,
     OFFER_EVERY_S,
@@ -38,15 +35,12 @@ from dataplane.simulated.run import (
 __all__ = [
     "OFFER_EVERY_S",
     "ControlSettings",
-    "ElasticSettings",
-    "FleetRecord",
     "Outcome",
     "RunState",
     "WorkerSpec",
     "can_stream",
     "prepare",
     "simulate",
-    "simulate_elastic",
     "simulate_stream",
 ]
 
@@ -72,34 +66,8 @@ def simulate(
     if state.rules.policy != EXACT and not state.migrates:
         advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
     else:
-        drive(state, control)
+        drive(SimulatedPlane(state, control or ControlSettings()))
     return state.outcome()
-
-
-def simulate_elastic(
-    workload: Workload,
-    slots: Sequence[WorkerSpec],
-    slo: Slo | Sequence[Slo],
-    elastic: ElasticSettings,
-    control: ControlSettings,
-    policy: Policy | str = Policy.SPREAD,
-    *,
-    decide: Decide | None = None,
-    state: State | None = None,
-    **options: Unpack[RunOptions],
-) -> tuple[Outcome, FleetRecord]:
-    """Run `workload` on a fleet whose size `control.tick` decides; the outcome, and what the fleet was.
-
-    `slots`: the workers there may be at once. `decide`: another brain, for comparison; `state`: what it
-    remembers at the start (a forecast's history). The rest as in `simulate`. The fleet is paid for until the
-    last request has arrived and all have finished.
-    """
-    if any(spec.profile.ranks is not None for spec in slots):
-        raise BadInput("simulate: a fleet of workers of several ranks has one size")
-    run = prepare(workload, slots, slo, policy, **options)
-    fleet = Elastic(run, elastic)
-    drive(run, control, fleet, decide, state)
-    return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))
 
 
 def can_stream(workload: Workload, policy: Policy | str) -> bool:

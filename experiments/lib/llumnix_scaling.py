@@ -32,7 +32,8 @@ from controlplane.port import Decide
 from controlplane.scaler.load import LoadSettings
 from controlplane.snapshot import DRAINING, STARTING, Action, Scale, Snapshot
 from controlplane.workload import Workload
-from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec
+from experiments.lib.elastic import ElasticSettings, simulate_elastic
 from experiments.lib.llumnix import (
     BEAT_S,
     BLOCK,

@@ -39,14 +39,8 @@ from controlplane.snapshot import Action, Scale, Snapshot
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.history.files import read_history
-from dataplane.simulated.simulate import (
-    ControlSettings,
-    ElasticSettings,
-    Outcome,
-    WorkerSpec,
-    simulate,
-    simulate_elastic,
-)
+from dataplane.simulated.simulate import ControlSettings, Outcome, WorkerSpec, simulate
+from experiments.lib.elastic import ElasticSettings, simulate_elastic
 from experiments.lib.llumnix import WORKERS, workload
 from experiments.lib.other_engines import times
 from experiments.lib.results import flags, show

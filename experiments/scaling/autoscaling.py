@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 from controlplane.control import Settings
-from dataplane.simulated.elastic import FleetRecord
 from dataplane.simulated.simulate import ControlSettings, Outcome
 from experiments.lib.autoscaling import (
     BEAT_S,
@@ -54,6 +53,7 @@ from experiments.lib.autoscaling import (
     remembered,
     servegen,
 )
+from experiments.lib.elastic import FleetRecord
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import AZURE_HOUR, SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show

@@ -42,8 +42,9 @@ from controlplane.scaler.traffic import Traffic
 from controlplane.scaler.weights import PARTS, weigh
 from controlplane.types import ClassArrivals, Slo
 from controlplane.worker_type import WorkerType
-from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec
 from experiments.lib.autoscaling import AHEAD, BEAT_S, COLD_S, TARGET, remembered, servegen
+from experiments.lib.elastic import ElasticSettings, simulate_elastic
 from experiments.lib.fewest_workers import Lengths, sharegpt
 from experiments.lib.public_data import SERVEGEN, SHAREGPT
 from experiments.lib.results import bar, flags, show

@@ -28,9 +28,10 @@ from dataplane.live.gateway.request import Ticket, Tracked
 from dataplane.simulated.cluster import advance, change_worker, view_all
 from dataplane.simulated.control_loop import SimulatedPlane
 from dataplane.simulated.migration import Moves
-from dataplane.simulated.observe import OutcomeCount, deviations
+from dataplane.simulated.observe import deviations
 from dataplane.simulated.records import DRAIN
 from dataplane.simulated.simulate import ControlSettings, WorkerSpec, prepare
+from experiments.lib.elastic import OutcomeCount
 
 PROFILE = made_profile(
     StepModel(0.02, 1e-4, 1e-3, 1e-5),

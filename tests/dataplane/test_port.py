@@ -24,10 +24,10 @@ from dataplane.live.control import controller
 from dataplane.live.control.changes import HeldRow, MoveRow, PaceRow
 from dataplane.live.control.controller import LivePlane
 from dataplane.live.control.settings import ControllerSettings
-from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
-from dataplane.simulated.elastic import Elastic, ElasticSettings
+from dataplane.simulated.control_loop import ControlSettings, drive
 from dataplane.simulated.observe import held_requests
 from dataplane.simulated.simulate import WorkerSpec, prepare
+from experiments.lib.elastic import Elastic, ElasticPlane, ElasticSettings
 
 SLO = Slo(1.0, 0.1)
 PROFILE = profile(capacity=1024, seqs=32)
@@ -87,7 +87,7 @@ def key_of(row):
 
 def as_told(plane, elastic):
     """The simulated fleet as the control API would tell of it."""
-    run, led = plane._run, plane._run.ledger
+    run, led = plane.run, plane.run.ledger
     queued = np.bincount(led.requests["worker"][led.requests["phase"] == QUEUED], minlength=len(led.workers))
     workers = [
         structs.replace(
@@ -140,7 +140,7 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
     # These answers do not lengthen the prediction of a request that has outlived it, as both planes do, and
     # shedding goes by such predictions.
     asked = ASKED if policy.startswith("jsq") else BY_TARGETS
-    observe, report = SimulatedPlane.observe, SimulatedPlane.report
+    observe, report = ElasticPlane.observe, ElasticPlane.report
 
     def ask(self, method, path, body=None):
         if method == "GET":
@@ -164,9 +164,10 @@ def test_both_planes_ask_for_the_same_through_overload_moves_and_changes_of_size
         report(self, outcomes)
 
     monkeypatch.setattr(LivePlane, "ask", ask)
-    monkeypatch.setattr(SimulatedPlane, "observe", observed)
-    monkeypatch.setattr(SimulatedPlane, "report", reported)
-    drive(run, ControlSettings(asked, bytes_per_s=BYTES_PER_S), elastic)
+    monkeypatch.setattr(ElasticPlane, "observe", observed)
+    monkeypatch.setattr(ElasticPlane, "report", reported)
+    control = ControlSettings(asked, bytes_per_s=BYTES_PER_S)
+    drive(ElasticPlane(run, control, elastic))
     begun = {type(outcome.action) for outcome in done if outcome.refused is None}
     if policy.startswith("jsq"):  # which never holds one back
         assert begun == {Migrate, Reassign, Scale}

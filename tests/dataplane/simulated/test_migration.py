@@ -23,7 +23,7 @@ from controlplane.snapshot import Cached, Migrate, Reassign
 from controlplane.types import EngineMode, RequestId, Slo, WorkerId
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance, view_all
-from dataplane.simulated.control_loop import Bringing, ControlSettings, drive
+from dataplane.simulated.control_loop import Bringing, ControlSettings, SimulatedPlane, drive
 from dataplane.simulated.migration import Moves
 from dataplane.simulated.next_step import blocks_of
 from dataplane.simulated.observe import observe
@@ -36,6 +36,13 @@ EAGER = ControlSettings(Settings(MoveSettings(out_below=30, in_above=40, rest_s=
 def begun(workload, workers, policy="round-robin+migrate", **more):
     given = dict.fromkeys(("settings", "predictor", "predicted_tokens", "max_misses"))
     return prepare(workload, workers, SLO, policy, **(given | more), seed=0, patience=4.0)
+
+
+def driven(run, control):
+    """The moves of a run to its end."""
+    plane = SimulatedPlane(run, control)
+    drive(plane)
+    return plane.moves
 
 
 def bursty(rng, n=60, high=0.2):
@@ -70,7 +77,7 @@ def test_every_request_is_in_one_place_at_every_heartbeat(mode, monkeypatch):
         if case % 4 == 0:
             workers[2] = replace(workers[2], drain_s=float(rng.uniform(0.5, 3.0)))
         run = begun(workload, workers)
-        moves = drive(run, EAGER)
+        moves = driven(run, EAGER)
         view_all(run.ledger, run.engines, 1e9)
         check(run, moves)
         outcome = run.outcome()
@@ -179,7 +186,7 @@ def test_nothing_is_pinned_or_promised_when_conversations_have_moved_and_workers
         if case % 4 == 0:
             workers[2] = replace(workers[2], drain_s=float(rng.uniform(0.2, 2.0)))
         run = begun(workload, workers)
-        moves = drive(run, EAGER)
+        moves = driven(run, EAGER)
         caches, outcome = run.ledger.caches, run.outcome()
         assert np.isfinite(outcome.finish_s).all()
         assert (run.engines.workers["reserved_blocks"] == 0).all()
@@ -284,7 +291,7 @@ def test_a_draining_worker_is_emptied_by_moves():
     workload = Workload(np.linspace(0, 0.2, 8), np.full(8, 50), np.full(8, 400))
     workers = [WorkerSpec(profile(), drain_s=1.0), WorkerSpec(profile(capacity=8192))]
     run = begun(workload, workers)
-    drive(run, ControlSettings(bytes_per_s=1e10, beat_s=0.1))
+    drive(SimulatedPlane(run, ControlSettings(bytes_per_s=1e10, beat_s=0.1)))
     outcome = run.outcome()
     assert np.isfinite(outcome.finish_s).all()
     assert (outcome.worker == 1).all()
@@ -420,7 +427,7 @@ def talks(seed, count=24, turns=6):
 
 def hits_after(workload, workers, at_s):
     run = begun(workload, workers, "spread+migrate")
-    moves = drive(run, ControlSettings())
+    moves = driven(run, ControlSettings())
     outcome, caches = run.outcome(), run.ledger.caches
     assert np.isfinite(outcome.finish_s).all()
     assert not moves.open

@@ -20,8 +20,8 @@ from controlplane.perfmodel.ranks import Ranks, rank_of
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.control_loop import ControlSettings
-from dataplane.simulated.elastic import ElasticSettings
-from dataplane.simulated.simulate import WorkerSpec, simulate, simulate_elastic
+from dataplane.simulated.simulate import WorkerSpec, simulate
+from experiments.lib.elastic import ElasticSettings, simulate_elastic
 
 CASES = 300
 

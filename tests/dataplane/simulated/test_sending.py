@@ -18,8 +18,8 @@ from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings
-from dataplane.simulated.elastic import ElasticSettings
-from dataplane.simulated.simulate import Outcome, WorkerSpec, prepare, simulate, simulate_elastic
+from dataplane.simulated.simulate import Outcome, WorkerSpec, prepare, simulate
+from experiments.lib.elastic import ElasticSettings, simulate_elastic
 
 SLO = Slo(0.6, 0.03)
 

@@ -18,9 +18,8 @@ from controlplane.snapshot import Scale
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from dataplane.simulated.control_loop import SimulatedPlane
-from dataplane.simulated.elastic import Elastic
-from dataplane.simulated.simulate import ControlSettings, ElasticSettings, WorkerSpec, simulate_elastic
+from dataplane.simulated.simulate import ControlSettings, WorkerSpec
+from experiments.lib.elastic import Elastic, ElasticPlane, ElasticSettings, simulate_elastic
 
 SLO = Slo(2.0, 0.1)
 
@@ -99,13 +98,13 @@ def test_a_worker_that_never_comes_up_is_given_up_and_replaced():
 
 def check_every_round(monkeypatch):
     """Every count is that of its list after every round."""
-    act = SimulatedPlane.report
+    act = ElasticPlane.report
 
     def checked(plane, outcomes):
         act(plane, outcomes)
-        check(plane._run, plane.moves)
+        check(plane.run, plane.moves)
 
-    monkeypatch.setattr(SimulatedPlane, "report", checked)
+    monkeypatch.setattr(ElasticPlane, "report", checked)
 
 
 def test_scaling_in_under_long_streams_fails_none_of_them(monkeypatch):
