@@ -1,6 +1,10 @@
 """Plan files: of some workers of one profile, and of any fleet with other fields of its own."""
 
-from controlplane.types import Slo
+from dataclasses import replace
+
+from controlplane.errors import ProfileMissing
+from controlplane.types import EngineMode, Slo
+from tokenfleet.profiles.form import profile_document
 from tokenfleet.profiles.library import find_profiles
 
 SLO = Slo(0.4, 0.03)
@@ -20,9 +24,11 @@ def plan_of_fleet(parts, model="llama-3.1-70b", **fields):
     figures = {"p50": 0.1, "p90": 0.2, "p99": 0.3, "mean": 0.1}
     fleet = [{"gpus": p.get("tp_degree", 1) * p.get("workers", 1)} | p for p in parts if isinstance(p, dict)]
     dollars = [part.get("usd_per_hour") for part in fleet]
-    limits = {"mode": "chunked", "max_batched_tokens": 8192, "max_seqs": 256}
-    source = {"kind": str(PROFILE.source.kind), "date": str(PROFILE.source.date), "engine_limits": limits}
-    profiles = [{"model": model, "gpu": p["gpu"], "tp_degree": p.get("tp_degree", 1)} | source for p in fleet]
+    source = {"kind": str(PROFILE.source.kind), "date": str(PROFILE.source.date)}
+    profiles = []
+    for part in fleet:
+        of = {"gpu": part["gpu"], "tp_degree": part.get("tp_degree", 1)}
+        profiles.append({"model": model, **of, "profile": document_of(model, **of)} | source)
     return {
         "schema": "tokenfleet.plan/1",
         "feasible": bool(fleet),
@@ -39,6 +45,15 @@ def plan_of_fleet(parts, model="llama-3.1-70b", **fields):
         "tpot_s": figures,
         "inputs": {"rate_rps": 12.0, "profiles": profiles},
     } | fields
+
+
+def document_of(model, gpu, tp_degree, mode=EngineMode.CHUNKED):
+    """The library's profile of such a worker, or PROFILE's times under its name where there is none."""
+    try:
+        profile = find_profiles(model, [gpu], [tp_degree])[0]
+    except ProfileMissing:
+        profile = replace(PROFILE, model=model, gpu=gpu, tp_degree=tp_degree)
+    return profile_document(profile.with_engine(mode, 8192, 256))
 
 
 def portfolio_json(planned, gpus, cold_start_s=0.0, slo=SLO, **fields):

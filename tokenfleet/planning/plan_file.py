@@ -1,6 +1,5 @@
 """The reader of `tokenfleet.plan/1`: a plan's JSON as numbers that have been checked, or one line of refusal.
 
-Every release's plans are read: fields that an older one did not write have their meaning's default here.
 plan_json.py is the writer.
 """
 
@@ -12,13 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from controlplane.errors import BadInput, ProfileMissing
+from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode, Slo, SloClass
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from tokenfleet.field_errors import fault_line
 from tokenfleet.profiles.form import parse_profile
-from tokenfleet.profiles.library import find_profiles
 
 SCHEMA = "tokenfleet.plan/1"
 MAX_FILE_BYTES = 50_000_000
@@ -125,14 +123,6 @@ class Spares(_Part):
     reclaims_per_h: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
-class EngineLimits(_Part):
-    """How an engine forms its steps, and the limits of one."""
-
-    mode: Mode = EngineMode.CHUNKED
-    max_batched_tokens: Count
-    max_seqs: Count
-
-
 class PlannedLink(_Part):
     """What a split fleet's workers hand KV over by; each GPU of a worker sends its own share."""
 
@@ -144,10 +134,7 @@ class PlannedLink(_Part):
 
 
 class PlannedProfile(_Part):
-    """A profile that was planned with: `kind` and `date` say how and when it was measured.
-
-    `profile`: all of it; an older plan leaves it out where it was the library's.
-    """
+    """A profile that was planned with, all of it: `kind` and `date` say how and when it was measured."""
 
     model: str
     gpu: str
@@ -155,30 +142,17 @@ class PlannedProfile(_Part):
     ranks: Ranked = ""
     kind: str
     date: str
-    engine_limits: EngineLimits | None = None
     kv_link: PlannedLink | None = None
     usd_per_gpu_h: Dollars | None = None
-    profile: dict[str, Any] | None = None
+    profile: dict[str, Any]
 
-    def whole(self, where: str = "inputs.profiles") -> Profile | None:
-        """The profile itself; None for one that an older plan names and the library does not have.
-
-        Raises BadInput for one that is no profile, or of another worker than is said.
-        """
-        if self.profile is not None:
-            profile = parse_profile(json.dumps(self.profile), f"{where}: profile")
-            said = f"{self.model} on {self.gpu} TP{self.tp_degree} {self.ranks}".strip()
-            if (found := f"{profile.model} on {profile.type_name}") != said:
-                raise BadInput(f"{where}: profile: expected one of {said}, got {found}")
-            return profile
-        limits = self.engine_limits
-        try:
-            (profile, *_) = find_profiles(self.model, [self.gpu], [self.tp_degree])
-        except ProfileMissing:
-            return None
-        if limits is None:
-            return profile
-        return profile.with_engine(limits.mode, limits.max_batched_tokens, limits.max_seqs)
+    def whole(self, where: str = "inputs.profiles") -> Profile:
+        """The profile itself. Raises BadInput for what is none, or of another worker than is said."""
+        profile = parse_profile(json.dumps(self.profile), f"{where}: profile")
+        said = f"{self.model} on {self.gpu} TP{self.tp_degree} {self.ranks}".strip()
+        if (found := f"{profile.model} on {profile.type_name}") != said:
+            raise BadInput(f"{where}: profile: expected one of {said}, got {found}")
+        return profile
 
 
 def kind_of_worker(part: FleetPart | PlannedProfile) -> str:
@@ -269,8 +243,6 @@ class PlanFile(PlanBrief):
             return f"fleet: prefill and decode workers need each other, got {', '.join(sorted(roles))}"
         for part in self.fleet:
             profile = self.profile_of(part).whole()
-            if profile is None:
-                return f"inputs.profiles: no step times of {part.gpu} TP{part.tp_degree}; plan anew"
             if (mode := profile.engine.mode) == EngineMode.PREFILL_FIRST:
                 return f"engine_mode: no engine here forms its steps {mode}; plan with --engine chunked"
             if profile.speculation is not None:

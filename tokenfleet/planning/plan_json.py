@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from controlplane.types import SloClass
 from controlplane.worker_type import KvLink, WorkerType
-from tokenfleet.planning.comparisons import TierWorth
+from tokenfleet.planning.comparisons import DemandLine, TierWorth
 from tokenfleet.planning.estimate import Estimate
 from tokenfleet.planning.explain import Binding, Plateau
-from tokenfleet.planning.fleet import Fleet, apportioned
+from tokenfleet.planning.fleet import Fleet, Spares, apportioned
 from tokenfleet.planning.plan_file import SCHEMA
-from tokenfleet.planning.result import QUANTILES, Candidate, Latency, Plan
+from tokenfleet.planning.result import QUANTILES, Candidate, Doubt, Latency, OneFewer, Plan, Sampled
 from tokenfleet.planning.traffic.sample import ROUGHLY
 from tokenfleet.profiles.form import profile_document
 
+Part = TypeVar("Part")
 CURVE_POINTS = 60
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
@@ -44,14 +45,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **_predicted(best, question.attainment),
         **_binding(plan.binding),
         **({"plateau": _plateau(plan.plateau)} if plan.plateau else {}),
-        **({"sampling": _sampled(plan)} if plan.sampled else {}),
-        "one_fewer": _one_fewer(plan),
-        "doubt": _doubt(plan),
+        **({"sampling": _sampled(plan.sampled)} if plan.sampled else {}),
+        "one_fewer": _told(_one_fewer, plan.one_fewer),
+        "doubt": _told(_doubt, plan.doubt),
         "nearest_feasible": _nearest(plan),
-        "demand_line": _line(plan),
+        "demand_line": _told(_line, plan.line),
         "schedule": _schedule(plan),
         "schedule_detail": _schedule_detail(plan),
-        "spares": _spares(plan),
+        "spares": _told(_spares, plan.spares),
         "alternatives": [candidate_json(c, question.attainment) for c in plan.alternatives],
         "passed_over": [{**_kind(p.worker_type), "reason": p.reason} for p in plan.passed_over],
         "baselines": _baselines(plan),
@@ -61,6 +62,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "curves": _curves(plan),
         "inputs": _inputs(plan),
     }
+
+
+def _told(write: Callable[[Part], dict[str, Any]], part: Part | None) -> dict[str, Any] | None:
+    return None if part is None else write(part)
 
 
 def _predicted(best: Candidate | None, target: float) -> dict[str, Any]:
@@ -163,10 +168,7 @@ def _class_targets(one: SloClass) -> dict[str, Any]:
     }
 
 
-def _one_fewer(plan: Plan) -> dict[str, Any] | None:
-    fewer = plan.one_fewer
-    if fewer is None:
-        return None
+def _one_fewer(fewer: OneFewer) -> dict[str, Any]:
     expected = fewer.estimate.expected if fewer.estimate else fewer.on_trace
     return {
         "workers": fewer.workers,
@@ -209,25 +211,12 @@ def _plateau(flat: Plateau) -> dict[str, Any]:
     }
 
 
-def _doubt(plan: Plan) -> dict[str, Any] | None:
-    doubt = plan.doubt
-    if doubt is None:
-        return None
-    return {
-        "arrivals": _figures(doubt.arrivals),
-        "drift": _figures(doubt.drift),
-        "coefficients": _figures(doubt.coefficients),
-        "mostly": doubt.mostly,
-        "traffic": doubt.traffic,
-        "of_rate": _figures(doubt.of_rate),
-    }
+def _doubt(doubt: Doubt) -> dict[str, Any]:
+    return {**_rounded(asdict(doubt)), "mostly": doubt.mostly}
 
 
-def _sampled(plan: Plan) -> dict[str, Any] | None:
+def _sampled(sampled: Sampled) -> dict[str, Any]:
     """What a long trace was judged by, its bound on the attainment of the whole, and what that was."""
-    sampled = plan.sampled
-    if sampled is None:
-        return None
     return {
         "requests": sampled.requests,
         "windows": sampled.windows,
@@ -258,10 +247,7 @@ def _nearest(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _line(plan: Plan) -> dict[str, Any] | None:
-    line = plan.line
-    if line is None:
-        return None
+def _line(line: DemandLine) -> dict[str, Any]:
     return {
         "workers_per_rps": _figures(line.workers_per_rps),
         "intercept": _figures(line.intercept),
@@ -329,10 +315,7 @@ def _paid(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _spares(plan: Plan) -> dict[str, Any] | None:
-    spares = plan.spares
-    if spares is None:
-        return None
+def _spares(spares: Spares) -> dict[str, Any]:
     return {
         "workers": spares.workers,
         "serving": fleet_json(spares.serving),
@@ -454,11 +437,6 @@ def _type_json(worker_type: WorkerType) -> dict[str, Any]:
         "mean_relative_error": _figures(profile.residuals.mean_relative),
         "unseen_relative_error": _figures(profile.residuals.unseen_relative),
         "engine": f"{profile.engine.name} {profile.engine.version}".strip(),
-        "engine_limits": {
-            "mode": str(profile.engine.mode),
-            "max_batched_tokens": profile.engine.max_batched_tokens,
-            "max_seqs": profile.engine.max_seqs,
-        },
         "context_limit_tokens": profile.context_limit_tokens,
         **_link(worker_type.kv_link),
         "usd_per_gpu_h": worker_type.usd_per_gpu_h,

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from checkout import ROOT
-from made_plans import plan_of_fleet
+from made_plans import document_of, plan_of_fleet
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import HostKv, KvModel
 from controlplane.perfmodel.speculation import Speculation, speculating
+from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import FleetTypes, accelerator
 from tokenfleet.cli.main import main
@@ -158,10 +159,10 @@ def test_prefill_and_decode_workers_of_a_plan_keep_their_roles(tmp_path, as_is):
     document = plan_of_fleet(MIX[:1])
     parts = [document["fleet"][0] | {"role": role} for role in ("prefill", "decode")]
     document |= {"fleet": parts, "workers": 4, "gpus": 8}
-    limits = {"mode": "split", "max_batched_tokens": 8192, "max_seqs": 256}
     document["inputs"]["profiles"][0] |= {
-        "engine_limits": limits, "kv_link": {"gb_per_s": 50.0, "latency_s": 0.01}
-    }  # fmt: skip
+        "profile": document_of("llama-3.1-70b", "h100-sxm", 2, EngineMode.SPLIT),
+        "kv_link": {"gb_per_s": 50.0, "latency_s": 0.01},
+    }
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
     types = planned_types(read_plan(path), (), as_is)
@@ -188,8 +189,7 @@ TIERED = profile_document(
     [
         ({"policy": "psychic"}, "--plan: policy: no fleet runs 'psychic'"),
         ({"fleet": "role"}, "fleet: prefill and decode workers need each other, got"),
-        ({"profiles": {"gpu": "unheard-of"}}, "no step times of unheard-of TP2; plan anew"),
-        ({"profiles": {"engine_limits": {"mode": "prefill-first", "max_batched_tokens": 1, "max_seqs": 1}}},
+        ({"profiles": {"profile": document_of("llama-3.1-70b", "h100-sxm", 2, EngineMode.PREFILL_FIRST)}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
         ({"profiles": {"profile": SPECULATING}}, "speculate: no fleet here serves drafts; plan without"),
         ({"profiles": {"profile": TIERED}}, "host_kv: no fleet here keeps KV in host memory; plan without"),

@@ -1,4 +1,4 @@
-"""Plan files: what is written is read, older ones too, and what is no plan is refused in one line."""
+"""Plan files: what is written is read, and what is no plan is refused in one line."""
 
 import copy
 import json
@@ -19,8 +19,6 @@ from controlplane.perfmodel.ranks import Ranks
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.plan_file import parse_plan, read_plan
 from tokenfleet.planning.plan_json import plan_json
-
-LATER = ("spares", "demand_line", "schedule_detail")  # not written by the first release, or not whole
 
 
 @lru_cache(maxsize=1)
@@ -53,17 +51,6 @@ def test_what_the_planner_writes_is_read(tmp_path: Path) -> None:
     assert plan.schedule_detail.paid.cold_start_s == 60.0
     assert plan.demand_line is not None
     assert plan.demand_line.workers_per_rps == document["demand_line"]["workers_per_rps"]
-
-
-def test_a_plan_of_the_first_release_is_read() -> None:
-    document = json.loads(written())
-    for name in LATER:
-        document.pop(name)
-    for name in ("clock_start_unix_s", "rate_scale"):
-        document["inputs"].pop(name)
-    document["inputs"]["profiles"][0].pop("engine_limits")
-    plan = parse_plan(document, "old.json")
-    assert (plan.demand_line, plan.spares, plan.inputs.rate_scale) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize(
