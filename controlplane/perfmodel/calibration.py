@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,14 @@ from scipy.optimize import lsq_linear
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import FittedRange, Profile, Residuals
-from controlplane.perfmodel.step import STEP_TERMS, Batch, Hinge, PrefillModel, Term, coefficients
+from controlplane.perfmodel.step import (
+    STEP_TERMS,
+    Batch,
+    PrefillModel,
+    coefficients_with_hinges,
+    regressors,
+    with_coefficients,
+)
 from controlplane.types import EngineMode
 
 TERM = 0.5  # doubt of a term beside the others
@@ -96,12 +103,14 @@ def calibrated_by(intervals: Sequence[Interval], around: Profile) -> tuple[Profi
         raise BadInput(
             f"calibration: {around.label}: is of a {around.engine.mode} engine, vLLM's are chunked"
         )
-    prior = np.array([*coefficients(around.step).values(), *(h.per_unit_s for h in around.step.hinges)])
+    prior = coefficients_with_hinges(around.step)
     if not prior.any():
         raise BadInput(f"calibration: {around.label}: step: every coefficient is 0")
     equations = _equations(busy, around, prior)
     factors, covariance = _solved(equations)
-    step = _with(around, prior, factors)
+    values = prior.copy()
+    values[prior > 0] *= factors[:-1]
+    step = with_coefficients(around.step, values)
     residual = np.abs(equations.parts @ factors[:-1] - 1.0)
     counted = np.average(residual, weights=equations.weight)
     doubt = np.sqrt(np.einsum("ij,jk,ik->i", equations.parts, covariance[:-1, :-1], equations.parts))
@@ -174,11 +183,11 @@ def _equations(busy: Sequence[Interval], around: Profile, prior: Rows) -> _Equat
         steps, mean_s = _prefilling(one, around), one.gaps_s / one.gaps
         share = min(steps * mean_s / one.seconds, 1.0)
         context = one.context_tokens * beside / max(one.running, beside)
-        row = (1.0 - share) * _parts(around, Batch(0.0, beside, context))
+        row = (1.0 - share) * regressors(around.step, Batch(0.0, beside, context))
         if steps > 0:
             tokens = one.prefill_tokens / steps
             squares = (one.prefill_tokens / max(one.first_tokens, 1.0)) * tokens
-            row = row + share * _parts(around, Batch(tokens, beside, context, squares))
+            row = row + share * regressors(around.step, Batch(tokens, beside, context, squares))
         rows.append(row)
         seen.append(mean_s)
         weight.append(one.gaps / (one.gaps + ENOUGH))
@@ -197,18 +206,13 @@ def _first_steps(one: Interval, around: Profile) -> Rows:
     met = _met(one, around)
     beside = _decoding(one)
     context = one.context_tokens * beside / max(one.running, 1.0)
-    return chunks * _parts(around, Batch(met * prompt / chunks, beside, context, met * prompt**2 / chunks))
+    batch = Batch(met * prompt / chunks, beside, context, met * prompt**2 / chunks)
+    return chunks * regressors(around.step, batch)
 
 
 def _met(one: Interval, around: Profile) -> float:
     """Prompts in a step that prefills, as one of them meets it: itself, and others that came meanwhile."""
     return 1.0 + _chunks(one, around) * one.gaps_s / (one.gaps * one.seconds)
-
-
-def _parts(profile: Profile, batch: Batch) -> Rows:
-    """The factor of each coefficient in such a step, shape [terms + hinges]."""
-    parts: list[Term | Hinge] = [*STEP_TERMS, *profile.step.hinges]
-    return np.array([float(part.regressor(batch)) for part in parts])
 
 
 def _solved(equations: _Equations) -> tuple[Rows, Rows]:
@@ -259,17 +263,8 @@ def _prefill_doubt(
     tokens = sum(one.prefill_tokens for one in busy) / max(prompts, 1.0)
     if tokens <= 0:
         return 0.0
-    parts = (_parts(around, Batch(tokens, 0.0, 0.0, tokens**2)) * prior)[prior > 0]
+    parts = (regressors(around.step, Batch(tokens, 0.0, 0.0, tokens**2)) * prior)[prior > 0]
     return float(np.sqrt(parts @ covariance[:-1, :-1] @ parts) / (parts @ factors[:-1]))
-
-
-def _with(around: Profile, prior: Rows, factors: Rows) -> Any:
-    values = prior.copy()
-    values[prior > 0] *= factors[:-1]
-    slopes = [float(x) for x in values[len(STEP_TERMS) :]]
-    hinges = tuple(replace(h, per_unit_s=x) for h, x in zip(around.step.hinges, slopes, strict=True))
-    named: dict[str, Any] = {t.name: float(x) for t, x in zip(STEP_TERMS, values, strict=False)}
-    return replace(around.step, **named, hinges=hinges)
 
 
 def _with_frontend(made: Profile, busy: Sequence[Interval], around: Profile) -> Profile:

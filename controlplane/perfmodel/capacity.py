@@ -41,8 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -211,18 +210,7 @@ def _per_prefill_token_s(profile: Profile, longest: float) -> float:
     return float(np.min(profile.prefill.prefill_s(sizes, np.zeros_like(sizes)) / sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeThroughput:
-    """Eq 6 for one profile: the batch it decodes at, and what that yields per GPU."""
-
-    profile: Profile
-    batch: float
-    step_s: float
-    tokens_per_s_per_gpu: float
-    bound: Literal["kv", "slo", "sequences"]
-
-
-def decode_throughput(profile: Profile, tpot_s: float, mean_context_tokens: float) -> DecodeThroughput:
+def decode_throughput(profile: Profile, tpot_s: float, mean_context_tokens: float) -> float:
     """Eq 6: decode tokens per second and GPU at the largest batch KV, TPOT and max_seqs allow.
 
     `mean_context_tokens` is what a running request holds on average. The batch is not rounded, as in the
@@ -236,10 +224,8 @@ def decode_throughput(profile: Profile, tpot_s: float, mean_context_tokens: floa
     def step_s(batch: float) -> float:
         return float(profile.step.step_s(0, batch, batch * mean_context_tokens))
 
-    bound: Literal["kv", "slo", "sequences"] = "kv"
     batch = rank.kv.capacity_tokens / float(rank.kv.held(mean_context_tokens))
-    if batch > rank.engine.max_seqs:
-        batch, bound = float(rank.engine.max_seqs), "sequences"
+    batch = min(batch, float(rank.engine.max_seqs))
     if step_s(batch) > tpot_s:
         if step_s(1.0) > tpot_s:
             raise Infeasible(
@@ -250,7 +236,6 @@ def decode_throughput(profile: Profile, tpot_s: float, mean_context_tokens: floa
         for _ in range(100):
             middle = (low + high) / 2
             low, high = (middle, high) if step_s(middle) <= tpot_s else (low, middle)
-        batch, bound = low, "slo"
+        batch = low
     seconds = step_s(batch)
-    tokens_per_s = batch / seconds if seconds > 0 else math.inf
-    return DecodeThroughput(profile, batch, seconds, tokens_per_s / profile.tp_degree, bound)
+    return batch / seconds / profile.tp_degree if seconds > 0 else math.inf

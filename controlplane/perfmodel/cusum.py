@@ -21,21 +21,12 @@ one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 BLOCK = 5
 SHIFT = 0.10  # smaller changes are followed, not announced
 PROMISED_STEPS = 10_000
 FALSE_ALARM = 0.01  # probability of a false alarm in PROMISED_STEPS
 VARIANCE_BLOCKS = 200  # memory of the variance
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """A shift of the residuals: its sign, and how many `steps` ago it seems to have begun."""
-
-    sign: int
-    steps: int
 
 
 class Cusum:
@@ -53,17 +44,15 @@ class Cusum:
         self._block: list[float] = []
 
     @property
-    def variance(self) -> float:
-        """Of a block's mean."""
-        return self._variance
-
-    @property
     def is_quiet(self) -> bool:
         """Whether both sums are at zero."""
         return not any(self._sums)
 
-    def take(self, residual: float, clip: float) -> Alarm | None:
-        """Take one step's relative residual in, clipped to ±`clip`; the alarm if it ends in one."""
+    def take(self, residual: float, clip: float) -> int | None:
+        """Take one step's relative residual in, clipped to ±`clip`.
+
+        Where that ends in an alarm, how many steps ago the shift seems to have begun.
+        """
         clip = max(clip, SHIFT)  # a clip below k could never raise an alarm
         self._block.append(min(max(residual, -clip), clip))
         if len(self._block) < BLOCK:
@@ -75,9 +64,9 @@ class Cusum:
             self._sums[side] = max(0.0, self._sums[side] + sign * mean - SHIFT / 2)
             self._ages[side] = self._ages[side] + BLOCK if self._sums[side] > 0 else 0
             if self._sums[side] > h:
-                alarm = Alarm(sign, self._ages[side])
+                since = self._ages[side]
                 self.restart()
-                return alarm
+                return since
         # Not while a sum is well on its way: the change itself would pass for noise, and raise the threshold.
         if max(self._sums) < h / 2:
             self._variance += (mean**2 - self._variance) / VARIANCE_BLOCKS

