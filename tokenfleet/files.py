@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,29 +21,24 @@ def write_files(contents: Mapping[Path, str]) -> None:
 
     Folders are made as needed. Raises BadInput where the disk is full or a path cannot be written.
     """
-    ready: list[tuple[str, Path]] = []
-    path = Path()
-    try:
+    with ExitStack() as held:
         for path, text in contents.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _refuse_no_file(path)
-            handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            ready.append((beside, path))
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with _told_of(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(whole_file(path, overwrite=True))
+            with _told_of(path):
+                file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(beside, 0o644)  # mkstemp makes files only their owner can read
-        while ready:
-            beside, path = ready[0]
-            os.replace(beside, path)
-            ready.pop(0)
+
+
+@contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Raise BadInput, in one line, for what the system refuses."""
+    try:
+        yield
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        # Whatever ended the work (an error, Ctrl-C), nothing half-written stays behind.
-        for beside, _ in ready:
-            Path(beside).unlink(missing_ok=True)
 
 
 def refuse_unwritable(paths: Iterable[Path]) -> None:
@@ -52,13 +47,11 @@ def refuse_unwritable(paths: Iterable[Path]) -> None:
     Folders that are missing are tried in the nearest one that is there; nothing is left behind.
     """
     for path in paths:
-        try:
+        with _told_of(path):
             _refuse_no_file(path)
             folder = next(parent for parent in path.parents if parent.exists())
             with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=folder):
                 pass
-        except OSError as error:
-            raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def refuse_to_replace(path: Path, overwrite: bool) -> None:
@@ -83,20 +76,15 @@ def whole_file(path: Path, overwrite: bool = False) -> Iterator[BinaryIO]:
     Raises BadInput if the target may not be replaced or the system refuses a write.
     """
     refuse_to_replace(path, overwrite)
-    try:
+    with _told_of(path):
         handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # mkstemp makes files only their owner can read
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(FileNotFoundError):
-            part.unlink()
+        part = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                os.fchmod(file.fileno(), 0o644)  # mkstemp makes files only their owner can read
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)

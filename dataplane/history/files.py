@@ -185,7 +185,7 @@ def read_history(folder: Path, start_s: float, end_s: float) -> pl.DataFrame:
         if path.stem in ids:
             continue
         try:
-            parts.append(_packed(path).filter(within).collect())
+            parts.append(pl.scan_parquet(path, glob=False).select(*SCHEMA).filter(within).collect())
         except FileNotFoundError:
             continue  # let go of meanwhile
         except (OSError, pl.exceptions.PolarsError) as error:
@@ -235,13 +235,6 @@ def history_span(folder: Path) -> tuple[int, float | None, float | None]:
         .row(0)
     )
     return int(span[0]), span[1], span[2]
-
-
-def _packed(path: Path) -> pl.LazyFrame:
-    """The rows of a packed segment; columns that an older fleet did not write are empty."""
-    rows = pl.scan_parquet(path, glob=False)
-    lacking = set(SCHEMA) - set(rows.collect_schema().names())
-    return rows.with_columns(pl.lit(None, SCHEMA[name]).alias(name) for name in lacking).select(*SCHEMA)
 
 
 class Digests:

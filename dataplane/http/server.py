@@ -144,10 +144,6 @@ async def until_answering(host: str, port: int, server: asyncio.Task[None], is_t
     raise RuntimeError("the server ended before it answered")
 
 
-def _nothing() -> AbstractAsyncContextManager[Any]:
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True)
 class Extension:
     """Routes, and what they need: `running` is entered while the API answers, `collectors` join /metrics.
@@ -157,7 +153,7 @@ class Extension:
     """
 
     routers: Sequence[APIRouter]
-    running: Callable[[], AbstractAsyncContextManager[Any]] = _nothing
+    running: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
     collectors: Sequence[Collector] = ()
     open_paths: frozenset[str] = frozenset()
     body_bytes: Mapping[str, int] = field(default_factory=dict)

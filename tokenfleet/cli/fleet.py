@@ -7,6 +7,7 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 from typing import Annotated, Any
@@ -175,13 +176,18 @@ def _cached_text(tokens: dict[str, int] | None) -> str:
     return hit if hit == expected else f"{hit} ({expected})"
 
 
+def _bare_table(named: Sequence[str], counted: Sequence[str], title: str | None = None) -> Table:
+    """A table without a box, which would not fit into 80 columns; counts are flush right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for name in (*named, *counted):
+        table.add_column(name, no_wrap=True, justify="right" if name in counted else "left")
+    return table
+
+
 def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
     """The models of a portfolio: what each may have, asks for and has, and how its requests fare."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("model", "GPU"):
-        table.add_column(name, no_wrap=True)
-    for name in ("workers", "share", "right", "asks for", "needs", "running", "waiting"):
-        table.add_column(name, justify="right", no_wrap=True)
+    counted = ("workers", "share", "right", "asks for", "needs", "running", "waiting")
+    table = _bare_table(("model", "GPU"), counted)
     models = {one["name"]: one for one in view["models"]}
     lines: list[Any] = []
     for share in view["shares"]:
@@ -204,16 +210,11 @@ def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
 
 
 def _workers_table(view: dict[str, Any]) -> Table:
-    # Without a box: with kinds it would not fit into 80 columns.
-    workers = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    workers.title = f"{view['model']} ({view['engine']})"
     hosts = {w["host"] for w in view["workers"] if w.get("host")}
     named = [("kind", len(view["wanted_kinds"]) > 1), ("host", len(hosts) > 1)]
     told = [name for name, differs in named if differs]
-    for name in ("worker", *told, "state"):
-        workers.add_column(name, no_wrap=True)
-    for name in ("for", "requests", "tokens", "KV used", "cached", "step", "preempted"):
-        workers.add_column(name, justify="right", no_wrap=True)
+    counted = ("for", "requests", "tokens", "KV used", "cached", "step", "preempted")
+    workers = _bare_table(("worker", *told, "state"), counted, f"{view['model']} ({view['engine']})")
     for w in view["workers"]:
         load = w.get("telemetry") or {}
         kv = f"{load['kv_used_blocks'] / max(1, load['kv_total_blocks']):.0%}" if load else "–"

@@ -66,9 +66,6 @@ class DemandLine:
     prompt_tokens: float
     output_tokens: float
 
-    def workers(self, rate_rps: float) -> int:
-        return max(math.ceil(self.workers_per_rps * rate_rps + self.intercept), 1)
-
 
 def demand_line(
     replicates: Replicates, question: PlanRequest, sizing: Sizing, pool: Threads

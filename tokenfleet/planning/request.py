@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -66,25 +66,15 @@ def known_policy(name: str) -> str:
     return name
 
 
-def known_window(text: str | None) -> str | None:
-    """`text`, if it is a part of a trace. Raises BadInput."""
-    if text is not None:
-        parse_window_s(text)
-    return text
+def read_by(parse: Callable[[str], object]) -> AfterValidator:
+    """What keeps a text that can be read so. Raises BadInput as `parse` does."""
 
+    def readable(text: str | None) -> str | None:
+        if text is not None:
+            parse(text)
+        return text
 
-def known_speculation(text: str | None) -> str | None:
-    """`text`, if it says what is accepted of drafts. Raises BadInput."""
-    if text is not None:
-        parse_speculation(text)
-    return text
-
-
-def known_host_kv(text: str | None) -> str | None:
-    """`text`, if it says how much host memory keeps KV. Raises BadInput."""
-    if text is not None:
-        parse_host_kv(text)
-    return text
+    return AfterValidator(readable)
 
 
 Scale = Annotated[float, Field(gt=0, le=1e6)]
@@ -213,7 +203,7 @@ class PlanRequest:
     speculate: Annotated[
         str | None,
         Field(max_length=400, examples=["0.8/0.6/0.4@1ms"]),
-        AfterValidator(known_speculation),
+        read_by(parse_speculation),
         About(
             "speculative decoding",
             "drafts accepted by position, and what one takes: 0.8/0.6/0.4@1ms (off: none)",
@@ -223,7 +213,7 @@ class PlanRequest:
     host_kv: Annotated[
         str | None,
         Field(max_length=60, examples=["64GiB@25GB/s"]),
-        AfterValidator(known_host_kv),
+        read_by(parse_host_kv),
         About(
             "host memory for KV",
             "a worker's host memory that keeps evicted KV, and what a GPU loads of it: 64GiB@25GB/s",
@@ -291,7 +281,7 @@ class PlanRequest:
     window: Annotated[
         str | None,
         Field(max_length=40, examples=["10m..20m"]),
-        AfterValidator(known_window),
+        read_by(parse_window_s),
         About("part of the trace", "only this part of the trace: 10m..20m"),
     ] = None
     budget_usd_per_h: Annotated[

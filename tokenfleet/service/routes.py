@@ -228,11 +228,11 @@ class JobCollector(Collector):
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
 
-    def describe(self) -> Iterable[Metric]:
-        return (_family(),)
-
     def collect(self) -> Iterable[Metric]:
-        family, counts = _family(), self._jobs.counts()
+        counts = self._jobs.counts()
+        family = GaugeMetricFamily(
+            "tokenfleet_plan_jobs", "Plan jobs that are kept, by state", labels=["state"]
+        )
         for state in STATES:
             family.add_metric([state], counts.get(state, 0))
         yield family
@@ -243,9 +243,6 @@ class GapCollector(Collector):
 
     def __init__(self, last_gap: Callable[[], Gap | None]) -> None:
         self._last_gap = last_gap
-
-    def describe(self) -> Iterable[Metric]:
-        return _gap_families()
 
     def collect(self) -> Iterable[Metric]:
         found = self._last_gap()
@@ -271,7 +268,3 @@ def _gap_families() -> tuple[GaugeMetricFamily, ...]:
         GaugeMetricFamily("tokenfleet_gap_gpu_hours", f"GPU-hours. {part}", labels=["part"]),
         GaugeMetricFamily("tokenfleet_gap_usd", f"Dollars. {part}", labels=["part"]),
     )
-
-
-def _family() -> GaugeMetricFamily:
-    return GaugeMetricFamily("tokenfleet_plan_jobs", "Plan jobs that are kept, by state", labels=["state"])

@@ -187,9 +187,6 @@ class StepTimes(Collector):
         self._turn_s = {worker: turn_s for worker, turn_s in self._turn_s.items() if worker in here}
         return here
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterable[Metric]:
         here = self._here()
         factor = GaugeMetricFamily(

@@ -205,9 +205,6 @@ class EngineFamilies(Collector):
     ) -> None:
         self._workers_by_slot, self._registry = workers_by_slot, registry
 
-    def describe(self) -> Iterable[Metric]:
-        return ()  # families are vLLM's to declare, and differ by its settings
-
     def collect(self) -> Iterable[Metric]:
         workers = self._workers_by_slot()
         for family in self._registry.collect():
