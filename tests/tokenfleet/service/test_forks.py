@@ -3,7 +3,6 @@
 import json
 import time
 
-import polars as pl
 import pytest
 from made_history import row, written
 
@@ -119,11 +118,3 @@ def test_a_fork_carries_the_sessions_and_prefixes_that_a_history_keeps(tmp_path)
     assert load.sessions.session[:4].tolist() == [0, 1, 2, 0]
     assert load.sessions.before.tolist() == list(range(397))
     assert set(load.sessions.think_s[3:].tolist()) == {13.5}
-
-
-def test_rows_of_an_older_fleet_are_read_beside_new_ones(tmp_path):
-    served(tmp_path, 200)
-    for path in (tmp_path / "history").glob("*.parquet"):
-        pl.read_parquet(path).drop("session", "hash_ids", "block_tokens").write_parquet(path)
-    served(tmp_path, 10, first_s=NOW_S - 100)
-    assert len(read_trace(fork(tmp_path, "1h", NOW_S, tmp_path / "forks").path)) == 210
