@@ -23,7 +23,7 @@ shares as told and workers that are still there, keeps to the limits: in transit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pulp
@@ -42,7 +42,7 @@ class Pool:
 
     `floor`: it always has as many. `asked`, `needed`: workers, as above. `share`: what it was last told;
     `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether it can be
-    told anything now.
+    told anything now. `zone`: the one that all its workers are in; None where zones are not told apart.
     """
 
     model: str
@@ -56,6 +56,7 @@ class Pool:
     share: int = 0
     held: int = 0
     is_heard: bool = True
+    zone: str | None = None
 
     @property
     def wants(self) -> int:
@@ -70,26 +71,33 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most of all models together: GPUs by type, GPUs, dollars an hour; None: no limit."""
+    """The most of all models together: GPUs by type, GPUs, dollars an hour (None: no limit), and GPUs by zone
+    and type."""
 
     gpus: Mapping[str, int]
     max_gpus: int | None = None
     usd_per_h: float | None = None
+    zones: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
-    def rows(self, pools: Sequence[Pool]) -> list[tuple[list[float], float]]:
-        """For each limit what a worker of each pool takes of it, and the most."""
-        rows = [([float(p.gpus * (p.gpu == gpu)) for p in pools], float(n)) for gpu, n in self.gpus.items()]
+    def rows(self, pools: Sequence[Pool]) -> list[tuple[str, list[float], float]]:
+        """For each limit its name, what a worker of each pool takes of it, and the most."""
+        rows: list[tuple[str, list[float], float]] = []
+        for gpu, n in self.gpus.items():
+            rows.append((f"gpus.{gpu}", [float(p.gpus * (p.gpu == gpu)) for p in pools], n))
+        for (zone, gpu), n in self.zones.items():
+            takes = [float(p.gpus * ((p.zone, p.gpu) == (zone, gpu))) for p in pools]
+            rows.append((f"zones.{zone}.{gpu}", takes, n))
         if self.max_gpus is not None:
-            rows.append(([float(p.gpus) for p in pools], float(self.max_gpus)))
+            rows.append(("max-gpus", [float(p.gpus) for p in pools], self.max_gpus))
         if self.usd_per_h is not None:
-            rows.append(([p.usd_per_h for p in pools], self.usd_per_h))
+            rows.append(("budget-usd-per-h", [p.usd_per_h for p in pools], self.usd_per_h))
         return rows
 
     def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
         """Whether so many workers of each pool keep to the limits."""
         return all(
             sum(takes * n for takes, n in zip(row, workers, strict=True)) <= most + _HAIR
-            for row, most in self.rows(pools)
+            for _, row, most in self.rows(pools)
         )
 
 
@@ -122,7 +130,8 @@ def rights(pools: Sequence[Pool], limits: Limits) -> dict[str, int]:
     """
     least = {p.model: max(p.floor, 1) for p in pools}
     if not limits.hold(pools, [least[p.model] for p in pools]):
-        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus} {p.gpu}" for p in pools)
+        where = {p.model: f" in {p.zone}" if p.zone else "" for p in pools}
+        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus} {p.gpu}{where[p.model]}" for p in pools)
         raise BadInput(f"limits: leave no room for the least of each model ({floors})")
     asking = [replace(p, asked=p.right, needed=p.right) for p in pools]
     return divide(asking, limits, least, {})
@@ -131,7 +140,7 @@ def rights(pools: Sequence[Pool], limits: Limits) -> dict[str, int]:
 def most_workers(pool: Pool, pools: Sequence[Pool], limits: Limits, up_to: int) -> int:
     """The workers that a model could have while all others have their floors, at most `up_to`."""
     most = up_to
-    for row, limit in limits.rows(pools):
+    for _, row, limit in limits.rows(pools):
         takes = dict(zip((p.model for p in pools), row, strict=True))
         others = sum(p.floor * takes[p.model] for p in pools if p.model != pool.model)
         if takes[pool.model] > 0:
@@ -158,7 +167,7 @@ def divide(
             value(p, k, kept.get(p.model, 0)) * x for k, x in zip(numbers, chosen[p.model], strict=True)
         ]
     problem += pulp.lpSum(worth)
-    for row, most in limits.rows(pools):
+    for _, row, most in limits.rows(pools):
         taken = [
             takes * (least[p.model] + pulp.lpSum(chosen[p.model]))
             for p, takes in zip(pools, row, strict=True)

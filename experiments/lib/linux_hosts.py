@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.lib.served import ENGINE_FLAGS, Server, cleaning_up, fleet
+from experiments.lib.served import Server, cleaning_up, fleet
 
 RAY_PORT = 6379
 START_S = 180.0
@@ -154,7 +154,7 @@ class Host:
 class Hosts:
     """Hosts of one cluster, the first of which is its head. Make them with `linux_hosts`."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, labels: Sequence[str] = ()) -> None:
         key = secrets.token_hex(2)
         self.switch = f"tf{key}s"
         # A number for each set of hosts: two of them on one machine never meet, but people read logs.
@@ -162,6 +162,7 @@ class Hosts:
             Host(f"tf{key}h{n}", f"10.77.0.{n}", self.switch, f"p{n}", folder / str(n))
             for n in range(1, count + 1)
         ]
+        self._labels = dict(zip(self._hosts, labels, strict=False))
         self.environment = {
             # Otherwise a head takes the token of the user's home, if there is one, and other nodes do not.
             "RAY_AUTH_MODE": "token",
@@ -203,6 +204,8 @@ class Hosts:
             role = [f"--address={self.environment['RAY_ADDRESS']}"]
         ray = str(Path(sys.executable).with_name("ray"))
         options = ["--num-cpus=2", f"--object-store-memory={80 << 20}", "--disable-usage-stats"]
+        if host in self._labels:
+            options.append(f"--labels={self._labels[host]}")
         command = [ray, "start", *role, f"--node-ip-address={host.ip}", *options]
         environment = {k: v for k, v in self.environment.items() if k != "RAY_ADDRESS"}
         done = subprocess.run(
@@ -234,20 +237,18 @@ class Hosts:
             _do("ip", "netns", "del", self.switch)
 
     @contextmanager
-    def fleet(self, model: Path, *flags: str, engine_flags: Sequence[str] = ENGINE_FLAGS) -> Iterator[Server]:
-        """A `tokenfleet serve` on the first host over all of them; talk to it from `call`."""
+    def fleet(self, model: Path, *flags: str, **more: Any) -> Iterator[Server]:
+        """A `tokenfleet serve` (`more`: see `fleet`) on the first host over all; talk to it from `call`."""
         prefix = self._hosts[0].command()
-        with fleet(
-            model, *flags, engine_flags=engine_flags, prefix=prefix, environment=self.environment
-        ) as server:
+        with fleet(model, *flags, prefix=prefix, environment=self.environment, **more) as server:
             yield server
 
 
 @contextmanager
-def linux_hosts(count: int, has_ray: bool = True) -> Iterator[Hosts]:
-    """Hosts, with a Ray cluster over them, gone afterwards."""
+def linux_hosts(count: int, has_ray: bool = True, labels: Sequence[str] = ()) -> Iterator[Hosts]:
+    """Hosts, with a Ray cluster over them, gone afterwards. `labels`: of their Ray nodes, as text."""
     folder = Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp"))  # short: a socket's path holds 107 bytes
-    hosts = Hosts(count, folder)
+    hosts = Hosts(count, folder, labels)
     with cleaning_up():
         try:
             hosts.wire_up()

@@ -122,15 +122,18 @@ def fleet(
     program: Sequence[str] = ("-m", "tokenfleet"),
     prefix: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    names: Sequence[str] = (),
 ) -> Iterator[Server]:
     """A `tokenfleet serve`, ready, and stopped afterwards.
 
-    `program` is what runs it, `prefix` the command that does so elsewhere.
+    `program` is what runs it, `prefix` the command that does so elsewhere; `names`: of a portfolio's models,
+    each of which is `model`.
     """
     gateway, control = free_port(), free_port()
     run = [sys.executable, *program]
     ports = ["--port", str(gateway), "--control-port", str(control)]
-    command = [*prefix, *run, "serve", "--model", str(model), *ports, *flags, "--", *engine_flags]
+    models = [word for at in names or [""] for word in ("--model", f"{at}={model}" if at else str(model))]
+    command = [*prefix, *run, "serve", *models, *ports, *flags, "--", *engine_flags]
     said = model.parent / f"served-{gateway}.log"
     process = _spawn(command, said, **{"TOKENFLEET_DATA": str(model.parent / "data")} | dict(environment))
     assert process.stdout is not None

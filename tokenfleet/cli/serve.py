@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.control.settings import Autoscale
-    from dataplane.live.pool.fleet_types import FleetTypes
+    from dataplane.live.pool.fleet_types import FleetTypes, Site
     from tokenfleet.cli.serve_processes import Say
 
     Locks = tuple[tuple[ApiKey, ...], tuple[ApiKey, ...], tuple[Path, Path] | None]
@@ -317,7 +317,7 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
         fleet_locks = keys, (*operators, own) if operators else (), None
         settings = _whole(flags, checked[name], fleet_locks, held, name)
         share = None if member.pool is None else member.pool.share
-        fleets[name] = replace(settings, share=share), of_fleet
+        fleets[name] = replace(settings, share=share, site=_site(name, asked, checked)), of_fleet
         gateways[name], controls[name] = (address(flags.host, p, None) for p in (port, control_port))
     front = FrontSettings(
         asked.flags.host,
@@ -334,6 +334,16 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
         own.secret,
     )
     return supervise_all(fleets, front, doors, tell)
+
+
+def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
+    """Where a model of a portfolio has its workers, and what begins there beside them."""
+    from dataplane.live.pool.fleet_types import Site
+
+    zones = {other: None if m.pool is None else m.pool.zone for other, m in asked.members.items()}
+    there = [other for other, zone in zones.items() if zone == zones[name]]
+    beside = tuple(group for other in there if other != name for group in checked[other].types.groups)
+    return Site(zones[name], beside, name == there[0])
 
 
 def _bound(flags: ServeFlags, held: ExitStack) -> Doors:

@@ -76,8 +76,9 @@ def members_of(flags: ServeFlags) -> Asked:
     _check_of_all(flags)
     low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
     planned = read_planned_portfolio(flags.portfolio)
-    limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h)
-    pools = [_pool(name, plan, limits, (low, high)) for name, plan in planned.plans.items()]
+    limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h, planned.zones)
+    zone_of = planned.zone_of.get
+    pools = [_pool(name, plan, limits, (low, high), zone_of(name)) for name, plan in planned.plans.items()]
     right = rights(pools, limits)
     where = _where(flags, tuple(planned.plans))
     members = {}
@@ -113,7 +114,9 @@ def _check_of_all(flags: ServeFlags) -> None:
         raise BadInput(f"--autoscale: each model of a portfolio keeps a worker, got {flags.autoscale}")
 
 
-def _pool(name: str, plan: PlanFile, limits: Limits, bounds: tuple[int, int | None]) -> Pool:
+def _pool(
+    name: str, plan: PlanFile, limits: Limits, bounds: tuple[int, int | None], zone: str | None
+) -> Pool:
     """A model's workers as they were planned. Raises BadInput for what no portfolio is served with."""
     if len(plan.fleet) > 1:
         raise BadInput(f"--portfolio: {name}: is planned on several kinds of worker; plan it with one")
@@ -123,7 +126,7 @@ def _pool(name: str, plan: PlanFile, limits: Limits, bounds: tuple[int, int | No
     usd_per_h = worker_type.usd_per_h or 0.0
     low, high = bounds
     planned = max(low, min(plan.workers, high or plan.workers))
-    return Pool(name, str(worker_type.gpu), worker_type.gpus, usd_per_h, planned, floor=low)
+    return Pool(name, str(worker_type.gpu), worker_type.gpus, usd_per_h, planned, floor=low, zone=zone)
 
 
 def _where(flags: ServeFlags, names: Sequence[str]) -> dict[str, str]:

@@ -93,7 +93,7 @@ def supervise_all(
         settings, own_doors = fleets[name]
         begun = folder / name
         if begun.exists():  # of what it had by then, others may have all but one worker's GPUs
-            settings = replace(settings, share=1)
+            settings = replace(settings, share=1, site=replace(settings.site, beside=()))
         begun.touch()
         return supervise(settings, own_doors, tell, name, folder / OWN_RAY)
 
@@ -127,7 +127,7 @@ def _run_front(front: FrontSettings, doors: Doors, pulse: Pulse, tell: Say, _: P
 def _run_core(settings: FleetSettings, tell: Say, name: str, estate: Estate) -> int:
     """A core's whole life, in a process of its own. `name`: of its model in a portfolio."""
     from dataplane.live.control.fleet import run_fleet
-    from tokenfleet.cli.main import exit_code
+    from tokenfleet.cli.main import INTERRUPTED, exit_code
 
     def told(line: str) -> None:
         tell(f"{name}: {line}" if name else line)
@@ -143,8 +143,10 @@ def _run_core(settings: FleetSettings, tell: Say, name: str, estate: Estate) -> 
 
         try:
             uvloop.run(run_fleet(settings, estate, announce, told))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None  # told to stop before it could answer
+        except asyncio.CancelledError:  # told to stop before it could answer
+            if name:  # by another of the portfolio, which says why, or as that is
+                return INTERRUPTED
+            raise KeyboardInterrupt from None
         except RuntimeError as error:
             raise BadInput(f"serve: {name and name + ': '}{error}") from error
         except BadInput as error:

@@ -38,6 +38,7 @@ from tokenfleet.profiles.library import canonical_gpus
 SCHEMA = "tokenfleet.portfolio/1"
 MOST_MODELS = 500
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+_ZONE = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"  # Ray's labels end so, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _Limits(BaseModel):
     )
 
     gpus: _Gpus = {}
-    zones: dict[Annotated[str, Field(pattern=_NAME)], _Gpus] = {}
+    zones: dict[Annotated[str, Field(pattern=_ZONE)], _Gpus] = {}
     spot_share: Annotated[float, Field(ge=0, le=1, strict=False, allow_inf_nan=False)] | None = None
     max_gpus: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     budget_usd_per_h: Annotated[float, Field(gt=0, le=1e9, strict=False, allow_inf_nan=False)] | None = None
@@ -98,7 +99,7 @@ class _File(BaseModel):
 
 class _PlannedModel(BaseModel):
     name: Annotated[str, Field(pattern=_NAME)]
-    zone: str | None = None
+    zone: Annotated[str, Field(pattern=_ZONE)] | None = None
     plan: dict[str, Any]
 
 
@@ -117,38 +118,50 @@ class _Planned(BaseModel):
 
 @dataclass(frozen=True)
 class PlannedPortfolio:
-    """The plan of each model, by name, and the limits of all: of GPUs by type, of GPUs (max-gpus), and of
-    dollars an hour (budget-usd-per-h)."""
+    """The plan of each model, by name, its zone where it has one, and the limits of all: of GPUs by type, of
+    GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by zone and type."""
 
     plans: Mapping[str, PlanFile]
     gpus: Mapping[str, int]
     max_gpus: int | None
     budget_usd_per_h: float | None
+    zone_of: Mapping[str, str]
+    zones: Mapping[tuple[str, str], int]
 
 
 def read_planned_portfolio(path: Path) -> PlannedPortfolio:
     """A portfolio's plan, for those who serve it. Raises BadInput naming the file and the field."""
     planned = _planned(path)
     plans: dict[str, PlanFile] = {}
+    zone_of: dict[str, str] = {}
     for i, model in enumerate(planned.models):
         if model.name in plans:
             raise BadInput(f"{path}: models: {model.name} stands there twice")
-        if model.zone is not None:
-            why = "workers start wherever Ray has the GPUs; plan without limits.zones"
-            raise BadInput(f"{path}: models.{i}.zone: no portfolio is served by zones: {why}")
         plans[model.name] = parse_plan(model.plan, f"{path}: models.{i}.plan")
+        if model.zone is not None:
+            zone_of[model.name] = model.zone
         if not plans[model.name].feasible:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
-    most = {limit.name: limit.most for limit in planned.limits}
+    return _within({limit.name: limit.most for limit in planned.limits}, plans, zone_of, path)
+
+
+def _within(
+    most: Mapping[str, float], plans: Mapping[str, PlanFile], zone_of: Mapping[str, str], path: Path
+) -> PlannedPortfolio:
+    """The plans within limits, by name. Raises BadInput for limits that are not known or cannot be held."""
+    by_zone = {name: n for name, n in most.items() if name.startswith("zones.")}
+    if by_zone and (nowhere := plans.keys() - zone_of.keys()):
+        raise BadInput(f"{path}: models: {min(nowhere)}: zone: missing, and limits have {min(by_zone)}")
     gpus = {name.removeprefix("gpus."): int(n) for name, n in most.items() if name.startswith("gpus.")}
     # A share on spot is held by the plan, which says of each model whether it is.
     known = {f"gpus.{gpu}" for gpu in gpus} | {"max-gpus", "budget-usd-per-h", "spot-share"}
-    if unknown := sorted(most.keys() - known):
+    if unknown := sorted(most.keys() - known - by_zone.keys()):
         raise BadInput(f"{path}: limits: {unknown[0]}: no such limit, expected {', '.join(sorted(known))}")
-    max_gpus = most.get("max-gpus")
-    return PlannedPortfolio(
-        plans, gpus, None if max_gpus is None else int(max_gpus), most.get("budget-usd-per-h")
-    )
+    # Of GPUs that no model there is planned on there is no limit to hold.
+    taken = sorted({(zone, part.gpu) for name, zone in zone_of.items() for part in plans[name].fleet})
+    zones = {at: int(by_zone[name]) for at in taken if (name := f"zones.{at[0]}.{at[1]}") in by_zone}
+    max_gpus = int(most["max-gpus"]) if "max-gpus" in most else None
+    return PlannedPortfolio(plans, gpus, max_gpus, most.get("budget-usd-per-h"), zone_of, zones)
 
 
 def _planned(path: Path) -> _Planned:

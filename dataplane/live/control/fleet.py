@@ -56,7 +56,7 @@ from dataplane.live.gateways.keeper import Gateways
 from dataplane.live.gateways.process import ProcessSettings
 from dataplane.live.kv.nixl import Asked
 from dataplane.live.migration.move import MoveBudget
-from dataplane.live.pool.fleet_types import FleetTypes
+from dataplane.live.pool.fleet_types import ANYWHERE, FleetTypes, Site
 from dataplane.live.pool.learning import KeptProfiles, Learning
 from dataplane.live.pool.leaving import NoticeWatch
 from dataplane.live.pool.member import Host, Revision
@@ -84,8 +84,8 @@ class FleetSettings:
     may take of a worker, `move_share`: of a core's time. `headroom`: the share of KV kept free beside a
     high-priority request. None of both is CPU_MOVES where copying takes the
     cores that compute, no bound elsewhere. `nodes_wait_s`: how long GPUs may be missing of a Ray cluster.
-    `share`: the most workers of one model of several, at first. `emulated_start_s`: how long emulated engines
-    take to start.
+    `share`: the most workers of one model of several, at first. `site`: where workers may be.
+    `emulated_start_s`: how long emulated engines take to start.
     """
 
     gateway: GatewaySettings
@@ -118,6 +118,7 @@ class FleetSettings:
     gateways: int = 1
     classes: tuple[SloClass, ...] = ()
     share: int | None = None
+    site: Site = ANYWHERE
     emulated_start_s: float = 0.0
 
     @property
@@ -457,7 +458,7 @@ async def _host(
 
     wait_s = settings.nodes_wait_s
     host: Host = await RayHost.start(
-        settings.types, wait_s, estate.number, estate.own_ray, settings.kv_transport
+        settings.types, settings.site, wait_s, estate.number, estate.own_ray, settings.kv_transport
     )
     return host
 

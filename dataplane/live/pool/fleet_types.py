@@ -7,6 +7,8 @@ and from prefill to decode workers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, Profile
@@ -18,6 +20,41 @@ RAY_NAMES = ("A100", "A10G", "B200", "GB200", "H100", "H200", "L4", "L40S", "RTX
 CPU = "cpu"  # the GPU's name in a profile of an engine that computes on CPUs
 AS_IS = "--as-is serves the plan's workers on what is here, without its step times"
 LEAST_KV = 0.95  # of the KV memory that was planned with
+ZONE = "ray.io/availability-zone"  # the label of Ray's nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a fleet's workers may be, and who begins there with them.
+
+    `zone`: of the Ray nodes that they are on; None for any node. `beside`: the workers of other models of a
+    portfolio that begin in the same zone. `is_first`: whether this fleet speaks for all of them there.
+    """
+
+    zone: str | None = None
+    beside: tuple[WorkerGroup, ...] = ()
+    is_first: bool = True
+
+    @property
+    def name(self) -> str:
+        """How refusals begin; empty where the fleet is alone and anywhere."""
+        zone = f": zone {self.zone}" if self.zone else ""
+        return f"--portfolio{zone}" if zone or self.beside else ""
+
+    def nodes(self, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Those of Ray's nodes that are alive and in the zone."""
+        return [n for n in nodes if n["Alive"] and self.zone in (None, n["Labels"].get(ZONE))]
+
+    def check(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Raise BadInput where none of Ray's nodes is in the zone."""
+        if self.zone is not None and not self.nodes(nodes):
+            there = sorted({str(n["Labels"][ZONE]) for n in nodes if n["Alive"] and ZONE in n["Labels"]})
+            label = f"{ZONE}={self.zone}"
+            has = f"there are {', '.join(there)}" if there else "none has a zone"
+            raise BadInput(f"{self.name}: Ray has no node with the label {label}; {has}")
+
+
+ANYWHERE = Site()
 
 
 class FleetTypes:
@@ -57,6 +94,11 @@ class FleetTypes:
 
     def __getitem__(self, name: str) -> WorkerType:
         return self._groups[name].worker_type
+
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """The types with how many of each to start with."""
+        return tuple(self._groups.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,29 +148,37 @@ class FleetTypes:
         if has == {"decode"}:
             raise BadInput("role: decode workers need a prefill worker, or one of any role, before them")
 
-    def check_gpus(self, nodes: Sequence[Mapping[str, float]]) -> None:
+    def check_gpus(self, nodes: Sequence[Mapping[str, float]], site: Site = ANYWHERE) -> None:
         """Raise BadInput unless Ray nodes of these resources hold the workers that the fleet starts with.
 
-        All GPUs of a worker are on one node.
+        All GPUs of a worker are on one node; so are those of other models' workers at the same `site`.
         """
-        where = "--plan" if self.planned else "--workers"
-        parts = ", ".join(f"{g.workers} workers of {g.worker_type.gpus} GPUs" for g in self._groups.values())
-        free = [int(node.get("GPU", 0)) for node in nodes]
-        if sum(free) < self.gpus:
-            raise BadInput(f"{where}: {parts} need {self.gpus}, Ray has {sum(free)}")
-        for group in sorted(self._groups.values(), key=lambda group: -group.worker_type.gpus):
-            name = self._accelerator(group.worker_type, where)
-            own = [i for i, at in enumerate(nodes) if name is None or f"accelerator_type:{name}" in at]
-            if group.workers and not own:
-                rest = f"; {AS_IS}" if self.planned else ""
-                raise BadInput(f"{where}: {group.worker_type.name}: Ray has no node with {name} GPUs{rest}")
-            if not _placed(group, own, free):
-                has = ", ".join(str(int(node.get("GPU", 0))) for node in nodes)
-                what = f"{group.worker_type.gpus} {name or ''} GPUs".replace("  ", " ")
-                raise BadInput(
-                    f"{where}: {group.workers} workers of {what}, each on one node, do not fit on Ray's"
-                    f" nodes, which have {has}"
-                )
+        groups = (*self._groups.values(), *site.beside)
+        where = site.name or ("--plan" if self.planned else "--workers")
+        parts = ", ".join(f"{g.workers} workers of {g.worker_type.gpus} GPUs" for g in groups)
+        needed, free = sum(group.gpus for group in groups), [int(node.get("GPU", 0)) for node in nodes]
+        if sum(free) < needed:
+            there = "Ray has" if site.zone is None else "Ray's nodes there have"
+            raise BadInput(f"{where}: {parts} need {needed}, {there} {sum(free)}")
+        for group in sorted(groups, key=lambda group: -group.worker_type.gpus):
+            self._take_gpus(group, nodes, free, where)
+
+    def _take_gpus(
+        self, group: WorkerGroup, nodes: Sequence[Mapping[str, float]], free: list[int], where: str
+    ) -> None:
+        """Take the GPUs of a group's workers off what is `free` of the nodes. Raises BadInput."""
+        name = self._accelerator(group.worker_type, where)
+        own = [i for i, at in enumerate(nodes) if name is None or f"accelerator_type:{name}" in at]
+        if group.workers and not own:
+            rest = f"; {AS_IS}" if self.planned else ""
+            raise BadInput(f"{where}: {group.worker_type.name}: Ray has no node with {name} GPUs{rest}")
+        if not _placed(group, own, free):
+            has = ", ".join(str(int(node.get("GPU", 0))) for node in nodes)
+            what = f"{group.worker_type.gpus} {name or ''} GPUs".replace("  ", " ")
+            raise BadInput(
+                f"{where}: {group.workers} workers of {what}, each on one node, do not fit on Ray's"
+                f" nodes, which have {has}"
+            )
 
     def _accelerator(self, worker_type: WorkerType, where: str) -> str | None:
         """What a worker asks Ray for besides a number of GPUs. Raises BadInput where a plan's has no name."""

@@ -28,7 +28,7 @@ from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import free_memory_bytes, replace_text, resident_bytes
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.kv.nixl import Asked
-from dataplane.live.pool.fleet_types import FleetTypes, accelerator
+from dataplane.live.pool.fleet_types import ZONE, FleetTypes, Site, accelerator
 from dataplane.live.pool.member import Adopted, Revision
 from dataplane.live.worker.door import new_key, public_key
 from dataplane.live.worker.launch import Place, RayWorker, adopt_worker, end_worker, launch_worker
@@ -38,6 +38,7 @@ log = logging.getLogger("tokenfleet.ray")
 STARTS_OF_RAY = 3
 ANSWER_S = 2.0
 NODES_LOOK_S = 5.0
+OTHERS_SAY_S = 30.0
 OWN_RAY_S, LOOK_S = 180.0, 0.05
 NAMESPACE = "tokenfleet-"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least is 75 MiB
@@ -46,8 +47,8 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it; Ray's least
 class RayHost:
     """Launches workers as Ray actors and links to them. Make one with `start`."""
 
-    def __init__(self, types: FleetTypes, core: int, transport: Asked) -> None:
-        self._types, self._transport = types, transport
+    def __init__(self, types: FleetTypes, site: Site, core: int, transport: Asked) -> None:
+        self._types, self._site, self._transport = types, site, transport
         self._core = core
         self._is_own = "RAY_ADDRESS" not in os.environ
         self._key = new_key()
@@ -57,19 +58,19 @@ class RayHost:
 
     @classmethod
     async def start(
-        cls, types: FleetTypes, nodes_wait_s: float, core: int, own: Path, transport: Asked
+        cls, types: FleetTypes, site: Site, nodes_wait_s: float, core: int, own: Path, transport: Asked
     ) -> RayHost:
         """Join Ray as the core of this number, for workers of these types that fetch KV by this transport.
 
-        `own`: the file in which the fleet's own Ray says where it is. Raises BadInput when the GPUs that are
-        asked for are not there within `nodes_wait_s`.
+        `own`: the file in which the fleet's own Ray says where it is. Raises BadInput when the zone or the
+        GPUs that are asked for are not there within `nodes_wait_s`.
         """
-        host = cls(types, core, transport)
+        host = cls(types, site, core, transport)
         try:
             address = os.environ.get("RAY_ADDRESS") or await _address_of(own)
             await asyncio.to_thread(_join, address, NAMESPACE + own.parent.name)
-            if not current_platform.is_cpu():
-                await _until_gpus(types, time.monotonic() + nodes_wait_s)
+            # Others of a portfolio are not there to be waited for by a successor, which adopts what is.
+            await _until_nodes(types, site if core == 1 else replace(site, beside=()), nodes_wait_s)
         except BaseException:
             await host.close()
             raise
@@ -90,10 +91,12 @@ class RayHost:
         if current_platform.is_cpu():
             return self._lack_of_memory()
         gpus = self._types[kind].gpus
-        free = ray._private.state.available_resources_per_node().values()
-        if any(node.get("GPU", 0.0) >= gpus for node in free):
+        free = ray._private.state.available_resources_per_node()
+        there = [free.get(node["NodeID"], {}) for node in self._site.nodes(ray.nodes())]
+        if any(node.get("GPU", 0.0) >= gpus for node in there):
             return None
-        return f"no node has {gpus} free GPUs"
+        where = f" of zone {self._site.zone}" if self._site.zone else ""
+        return f"no node{where} has {gpus} free GPUs"
 
     def _lack_of_memory(self) -> str | None:
         """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
@@ -175,10 +178,11 @@ class RayHost:
         host = "127.0.0.1" if self._is_own else ""
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
-            return Place(gpus=worker_type.tp_degree, accelerator=name, host=host)
+            labels = {ZONE: self._site.zone} if self._site.zone else {}
+            return Place(gpus=worker_type.tp_degree, accelerator=name, host=host, labels=labels)
         node, nodes = "", 1
         if not self._is_own:
-            there = await _answering_nodes()
+            there = await _answering_nodes(self._site)
             # Ray sends an actor that asks for nothing to any node.
             used = list(self._nodes.values())
             node, nodes = min(there, key=used.count), len(there)
@@ -188,12 +192,19 @@ class RayHost:
         return Place(shares=-(-max(1, self._types.gpus) // nodes), host=host, node=node)
 
 
-async def _until_gpus(types: FleetTypes, until_s: float) -> None:
-    """Return once Ray's nodes hold the workers. Raises BadInput if they do not by then (monotonic)."""
+async def _until_nodes(types: FleetTypes, site: Site, wait_s: float) -> None:
+    """Return once Ray's nodes hold the workers. Raises BadInput if they do not within `wait_s`.
+
+    Fleets of one portfolio that lack the same leave it to the first, whose end is theirs, to say so.
+    """
+    until_s = time.monotonic() + wait_s + (0.0 if site.is_first else OTHERS_SAY_S)
     while True:
         nodes = await asyncio.to_thread(ray.nodes)
         try:
-            return types.check_gpus([node["Resources"] for node in nodes if node["Alive"]])
+            site.check(nodes)
+            if not current_platform.is_cpu():
+                types.check_gpus([node["Resources"] for node in site.nodes(nodes)], site)
+            return
         except BadInput as lack:
             if time.monotonic() >= until_s:
                 raise
@@ -201,13 +212,13 @@ async def _until_gpus(types: FleetTypes, until_s: float) -> None:
         await asyncio.sleep(NODES_LOOK_S)
 
 
-async def _answering_nodes() -> list[str]:
-    """Ray's ids of the nodes with cores that can be reached from here.
+async def _answering_nodes(site: Site) -> list[str]:
+    """Ray's ids of the site's nodes with cores that can be reached from here.
 
     Ray takes a quarter of a minute and more to see that a node is gone. Raises RuntimeError if there is none.
     """
 
-    async def answers(node: dict[str, Any]) -> bool:
+    async def answers(node: Mapping[str, Any]) -> bool:
         try:
             async with asyncio.timeout(ANSWER_S):
                 address = node["NodeManagerAddress"], node["NodeManagerPort"]
@@ -218,13 +229,16 @@ async def _answering_nodes() -> list[str]:
         return True
 
     leaving: dict[str, int] = await asyncio.to_thread(ray._private.state.state.get_draining_nodes)
-    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    nodes = site.nodes(await asyncio.to_thread(ray.nodes))
     nodes = [node for node in nodes if node["NodeID"] not in leaving] or nodes
     nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
     found = await asyncio.gather(*map(answers, nodes))
     there = [str(node["NodeID"]) for node, is_there in zip(nodes, found, strict=True) if is_there]
     if not there:
-        raise RuntimeError(f"none of the Ray cluster's {len(nodes)} nodes answers within {ANSWER_S:g} s")
+        where = f" in zone {site.zone}" if site.zone else ""
+        raise RuntimeError(
+            f"none of the Ray cluster's {len(nodes)} nodes{where} answers within {ANSWER_S:g} s"
+        )
     return there
 
 

@@ -135,18 +135,16 @@ class Broker:
 
     def _show(self) -> None:
         pools, limits = list(self._pools.values()), self._settings.limits
-        names = [f"gpus.{gpu}" for gpu in limits.gpus]
-        names += ["max-gpus"] * (limits.max_gpus is not None)
-        names += ["budget-usd-per-h"] * (limits.usd_per_h is not None)
         held = [
             {"name": name, "most": most, "held": sum(t * p.held for t, p in zip(row, pools, strict=True))}
-            for name, (row, most) in zip(names, limits.rows(pools), strict=True)
+            for name, row, most in limits.rows(pools)
         ]
         shares = [
             {
                 "name": p.model,
                 "gpu": p.gpu,
                 "gpus_per_worker": p.gpus,
+                "zone": p.zone,
                 "right": p.right,
                 "share": p.share,
                 "asked": p.asked,

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ class Place:
     `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|". Without it, `shares` says
     in how many parts the worker is to cut its node's cores, one for each rank; 0 leaves them to vLLM.
     `host` is the address other machines reach the worker's node by; empty is the one that Ray has for it.
-    `node` is Ray's id of the node it must run on; empty leaves that to Ray. `transport`: how it fetches KV.
+    `node` is Ray's id of the node it must run on; empty leaves that to Ray. `labels`: those of the node that
+    its GPUs are on. `transport`: how it fetches KV.
     """
 
     gpus: int = 0
@@ -56,6 +57,7 @@ class Place:
     node: str = ""
     shares: int = 0
     transport: Asked = "auto"
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -197,13 +199,15 @@ async def _follow_phases(actor: Any, say: Callable[[str], None]) -> None:
 
 async def _reserve(place: Place, lasting: Mapping[str, Any]) -> Any:
     """All GPUs of a worker on one node: tensor parallelism across nodes would wait for the network."""
-    group = placement_group([place.bundle], strategy="STRICT_PACK", **lasting)
+    labels = {"bundle_label_selector": [dict(place.labels)]} if place.labels else {}
+    group = placement_group([place.bundle], strategy="STRICT_PACK", **labels, **lasting)
     try:
         await asyncio.wait_for(group.ready(), PLACE_S)
     except TimeoutError:
         remove_placement_group(group)
         what = f"{place.accelerator} GPUs" if place.accelerator else "GPUs"
-        raise BadInput(f"workers: no node has {place.gpus} free {what}") from None
+        node = " ".join(["no node", *(f"with {key}={value}" for key, value in place.labels.items())])
+        raise BadInput(f"workers: {node} has {place.gpus} free {what}") from None
     return group
 
 

@@ -22,6 +22,7 @@ from controlplane.scaler.shares import (
 
 PATIENCE = Patience(spare_s=5.0, needed_s=80.0)
 GPUS = ("h100", "a100")
+ZONES = ("east", "west")
 
 
 def pool(model="m", gpus=1, right=2, gpu="h100", **now):
@@ -31,9 +32,14 @@ def pool(model="m", gpus=1, right=2, gpu="h100", **now):
 @st.composite
 def portfolios(draw):
     """Up to four models, what they ask for, and limits under which each may have its floor."""
+    zones = ZONES if draw(st.booleans()) else (None,)
     pools = [
         pool(
-            f"m{i}", draw(st.sampled_from((1, 1, 2, 4))), draw(st.integers(1, 4)), draw(st.sampled_from(GPUS))
+            f"m{i}",
+            draw(st.sampled_from((1, 1, 2, 4))),
+            draw(st.integers(1, 4)),
+            draw(st.sampled_from(GPUS)),
+            zone=draw(st.sampled_from(zones)),
         )
         for i in range(draw(st.integers(1, 4)))
     ]
@@ -43,7 +49,9 @@ def portfolios(draw):
     in_all = sum(least.values())
     max_gpus = in_all + draw(more) if draw(st.booleans()) else None
     usd = 2.0 * in_all + draw(more) if draw(st.booleans()) else None
-    limits = Limits(by_type, max_gpus, usd)
+    pairs = sorted({(p.zone, p.gpu) for p in pools if p.zone})
+    floors = {pair: sum(p.gpus for p in pools if (p.zone, p.gpu) == pair) for pair in pairs}
+    limits = Limits(by_type, max_gpus, usd, {pair: n + draw(more) for pair, n in floors.items()})
     own = rights(pools, limits)
     return [replace(p, right=own[p.model], share=own[p.model]) for p in pools], limits
 
@@ -184,3 +192,23 @@ def test_a_model_may_have_what_the_floors_of_others_leave_it():
     assert most_workers(pools[0], pools, Limits({"h100": 16}), 100) == 6
     assert most_workers(pools[0], pools, Limits({"a100": 16}), 100) == 100
     assert most_workers(pools[0], pools, Limits({}, usd_per_h=20.0), 100) == 3
+
+
+def test_a_gpu_of_one_zone_goes_to_no_model_in_another():
+    chat = pool("chat", asked=4, needed=4, share=2, held=2, zone="east")
+    code = pool("code", asked=1, needed=1, share=2, held=2, zone="east")
+    mail = pool("mail", right=1, asked=1, needed=1, share=1, held=1, zone="west")
+    limits = Limits({"h100": 9}, zones={("east", "h100"): 4, ("west", "h100"): 5})
+    # What code no longer needs is chat's once it has drained; the four that are free in the west are not.
+    assert shares_over([chat, code, mail], limits, 500) == (0, {"chat": 2, "code": 1, "mail": 1})
+    let_go = [chat, replace(code, share=1, held=1), mail]
+    assert shares_over(let_go, limits, 500) == (0, {"chat": 3, "code": 1, "mail": 1})
+    given = [replace(chat, share=3, held=3), *let_go[1:]]
+    assert shares_over(given, limits, 500) is None
+    assert most_workers(chat, given, limits, 100) == 3
+    assert shares_over([replace(p, zone=None) for p in given], limits, 500) == (
+        0,
+        {"chat": 4, "code": 1, "mail": 1},
+    )
+    with pytest.raises(BadInput, match=r"of each model \(chat 1 h100 in east, code 1 h100 in east, mail 1"):
+        rights(given, replace(limits, zones={("east", "h100"): 1}))

@@ -15,7 +15,7 @@ from controlplane.perfmodel.profile import HostKv, KvModel
 from controlplane.perfmodel.speculation import Speculation, speculating
 from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
-from dataplane.live.pool.fleet_types import FleetTypes, accelerator
+from dataplane.live.pool.fleet_types import ZONE, FleetTypes, Site, accelerator
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_of
 from tokenfleet.planning.plan_file import read_plan
@@ -132,6 +132,56 @@ def test_a_plans_gpus_are_there_by_type_number_and_node_or_it_is_refused(tmp_pat
     types.check_gpus([{"GPU": 2.0} | H100, {"GPU": 2.0} | H100, {"GPU": 4.0} | A100])
     with pytest.raises(BadInput, match=says):
         types.check_gpus(nodes)
+
+
+def nodes_of(zones):
+    """Ray's nodes: for each its zone, None for no label, and its H100 GPUs."""
+    return [
+        {"Alive": True, "Resources": {"GPU": n} | H100, "Labels": {ZONE: zone} if zone else {}}
+        for zone, n in zones
+    ]
+
+
+def test_the_gpus_of_a_zone_are_on_its_own_nodes_and_enough_for_all_models_there(tmp_path):
+    types = planned_types(plan_of(tmp_path, MIX[:1]), (), as_is=False)  # two workers of two GPUs
+    site = Site("east", types.groups)
+    has_room = nodes_of([("east", 4.0), ("west", 8.0), (None, 8.0), ("east", 4.0)])
+    there = site.nodes(has_room)
+    assert [node["Resources"]["GPU"] for node in there] == [4.0, 4.0]
+    site.check(has_room)
+    types.check_gpus([node["Resources"] for node in there], site)
+    types.check_gpus([{"GPU": 4.0} | H100], Site("east"))
+    for short, says in (
+        (
+            [{"GPU": 7.0} | H100],
+            r"--portfolio: zone east: 2 workers of 2 .* need 8, Ray's nodes there have 7",
+        ),
+        (
+            [{"GPU": 5.0} | H100, {"GPU": 3.0} | H100],
+            r"--portfolio: zone east: 2 workers of 2 H100 GPUs, each",
+        ),
+        ([{"GPU": 8.0} | A100], r"--portfolio: zone east: h100-sxm TP2: Ray has no node with H100 GPUs"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            types.check_gpus(short, site)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ([("west", 8.0), ("south", 8.0)], "there are south, west"),
+        ([(None, 8.0)], "none has a zone"),
+        ([], "none has a zone"),
+    ],
+)
+def test_a_zone_without_a_node_is_refused_by_its_label(nodes, says):
+    line = f"--portfolio: zone east: Ray has no node with the label ray.io/availability-zone=east; {says}"
+    with pytest.raises(BadInput, match=f"^{line}$"):
+        Site("east").check(nodes_of(nodes))
+    gone = [node | {"Alive": False} for node in nodes_of([("east", 8.0)])]
+    with pytest.raises(BadInput, match=f"^{line}$"):
+        Site("east").check(gone + nodes_of(nodes))
+    Site().check(gone)
 
 
 def test_a_plan_for_gpus_is_refused_where_engines_compute_on_cpus(tmp_path):

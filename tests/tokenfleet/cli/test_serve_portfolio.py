@@ -1,13 +1,19 @@
 """`tokenfleet serve --portfolio`: what it runs of a portfolio's plan, and what it refuses in one line."""
 
+import asyncio
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from made_plans import plan_json, plan_of_fleet, portfolio_json
 
+from controlplane.errors import BadInput
+from dataplane.live.pool.fleet_types import Site
 from tokenfleet.cli.main import main
-from tokenfleet.cli.serve import ServeFlags
-from tokenfleet.cli.serve_plan import members_of
+from tokenfleet.cli.serve import ServeFlags, _site
+from tokenfleet.cli.serve_plan import members_of, planned_types
+from tokenfleet.cli.serve_processes import _run_core
 
 
 @pytest.fixture
@@ -48,6 +54,46 @@ def test_each_model_may_be_elsewhere(file):
     }
 
 
+def in_zones(zone_of, most, **fields):
+    """A plan of models of one worker in these zones, each of which has so many GPUs."""
+    document = portfolio_json(dict.fromkeys(zone_of, 1), 9, **fields)
+    for model in document["models"]:
+        model["zone"] = zone_of[model["name"]]
+    document["limits"] += [{"name": f"zones.{zone}.h100-sxm", "most": n} for zone, n in most.items()]
+    return document
+
+
+ZONED = in_zones({"chat": "east", "code": "east", "mail": "eu-west.1"}, {"east": 3, "eu-west.1": 6})
+
+
+def test_a_model_of_a_zone_has_what_others_leave_of_that_zone(file):
+    found = asked(file(ZONED))
+    assert {n: one.pool.zone for n, one in found.members.items()} == {
+        "chat": "east",
+        "code": "east",
+        "mail": "eu-west.1",
+    }
+    bounds = {n: one.flags.autoscale for n, one in found.members.items()}
+    assert bounds == {"chat": "1..2", "code": "1..2", "mail": "1..6"}
+    assert found.limits.zones == {("east", "h100-sxm"): 3, ("eu-west.1", "h100-sxm"): 6}
+
+
+def test_workers_begin_beside_those_of_the_models_of_their_zone_and_one_speaks_for_all(file):
+    found = asked(file(ZONED))
+    checked = {
+        n: SimpleNamespace(types=planned_types(one.plan, (), as_is=False)) for n, one in found.members.items()
+    }
+    sites = {name: _site(name, found, checked) for name in found.members}
+    (worker,) = checked["chat"].types.groups
+    assert sites == {
+        "chat": Site("east", (worker,), is_first=True),
+        "code": Site("east", (worker,), is_first=False),
+        "mail": Site("eu-west.1", (), is_first=True),
+    }
+    without = asked(file(portfolio_json({"chat": 1, "code": 1}, 4)))
+    assert _site("code", without, checked) == Site(None, (worker,), is_first=False)
+
+
 TWO = portfolio_json({"chat": 1, "code": 1}, 4)
 MIXED = plan_of_fleet(
     [
@@ -73,8 +119,13 @@ MIXED = plan_of_fleet(
         (TWO | {"limits": [{"name": "gpus.h100-sxm", "most": 1}]}, "no room for the least of each model"),
         (TWO | {"limits": [{"name": "zones", "most": 1}]}, "limits: zones: no such limit"),
         (
-            TWO | {"models": [model | {"zone": "east"} for model in TWO["models"]]},
-            "models.0.zone: no portfolio is served by zones",
+            TWO | {"limits": ZONED["limits"]},
+            "models: chat: zone: missing, and limits have zones.east.h100-sxm",
+        ),
+        (TWO | {"models": [model | {"zone": "east,"} for model in TWO["models"]]}, "models.0.zone: "),
+        (
+            in_zones({"chat": "east", "code": "east"}, {"east": 1, "west": 8}),
+            "no room for the least of each model (chat 1 h100-sxm in east, code 1 h100-sxm in east)",
         ),
     ],
 )
@@ -107,3 +158,23 @@ def test_flags_of_one_fleet_are_refused_in_one_line(file, capsys, words, says):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
+
+
+def test_of_several_fleets_that_end_before_they_serve_only_the_one_that_was_refused_says_why(
+    monkeypatch, capsys
+):
+    pytest.importorskip("uvloop", reason="the live extra is not installed")
+
+    def ends(error, name):
+        async def run_fleet(*told):
+            raise error
+
+        stands_in = SimpleNamespace(run_fleet=run_fleet)  # the module itself loads vLLM
+        monkeypatch.setitem(sys.modules, "dataplane.live.control.fleet", stands_in)
+        code = _run_core(None, print, name, SimpleNamespace(number=1))
+        return code, capsys.readouterr().err.splitlines()
+
+    lack = "--portfolio: zone east: Ray has no node with the label"
+    assert ends(BadInput(lack), "chat") == (2, [f"error: chat: {lack}"])
+    assert ends(asyncio.CancelledError(), "code") == (130, [])
+    assert ends(asyncio.CancelledError(), "") == (130, ["error: interrupted; nothing was written"])
