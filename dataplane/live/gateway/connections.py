@@ -7,18 +7,19 @@ listens to. Outputs on their way to vLLM's front end keep their order and are bo
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
 from controlplane.types import RequestId, Role, WorkerId
 from dataplane.live.engine_api.link import Adapters, EngineLink, Telemetry
+from dataplane.live.engine_api.vllm_surface import EngineCoreClient, EngineCoreOutputs, LoRARequest
 from dataplane.live.gateway.request import Tracked
 
-if TYPE_CHECKING:
-    from dataplane.live.engine_api.vllm_surface import EngineCoreOutputs, LoRARequest
+MOST_UNREAD = 256  # batches that the front end may lag behind before workers are made to wait
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +196,40 @@ class Unread:
         if len(self._batches) < self._most:
             self._room.set()
         return batch
+
+
+class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
+    """What AsyncLLM reads and calls of the fleet, wherever that is. It lives in the loop that makes it."""
+
+    def __init__(self, slots: int) -> None:
+        # Read by AsyncLLM: the indices it lays its metrics out for, and whether to give up.
+        self.engine_ranks_managed = list(range(slots))
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self.unread = Unread(MOST_UNREAD)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Nothing to do: the cache is the workers', and starts empty."""
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the next batch of outputs, in the order their tokens were tracked."""
+        return await self.unread.next()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called from a thread: let requests finish for `timeout` seconds, then end them in an error."""
+        in_the_loop = threading.get_ident() == self._thread  # vLLM's __del__ may come here, and cannot wait
+        if self._loop.is_running() and not in_the_loop and not self._is_closed:
+            asyncio.run_coroutine_threadsafe(self._close(timeout or 0.0), self._loop).result()
+
+    @property
+    def _is_closed(self) -> bool:
+        raise NotImplementedError
+
+    async def _close(self, timeout_s: float) -> None:
+        raise NotImplementedError
 
 
 class AdapterBook:

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 from controlplane.placement.queue import QueueSettings
 from controlplane.types import RequestId, Role, Slo, SloClass, WorkerId
@@ -38,7 +36,6 @@ from dataplane.live.engine_api.link import (
 from dataplane.live.engine_api.segment import obstacle_to_move, obstacle_to_replay, segment_request
 from dataplane.live.engine_api.step_trace import take_prefilled
 from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreClient,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -46,7 +43,7 @@ from dataplane.live.engine_api.vllm_surface import (
     LoRARequest,
 )
 from dataplane.live.gateway.admission import Admission
-from dataplane.live.gateway.connections import AdapterBook, Attached, Attachments, RequestBook, Unread
+from dataplane.live.gateway.connections import AdapterBook, Attached, Attachments, FrontEndClient, RequestBook
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.handover import Handovers
 from dataplane.live.gateway.metrics import PRIORITY_NAMES, Metrics
@@ -60,7 +57,6 @@ LAST_WORDS_S = 2.0
 BACK_S = (
     20.0  # within which gateways bring back what an earlier core has left on a worker, or its client is gone
 )
-MOST_UNREAD = 256  # batches that the front end may lag behind before workers are made to wait
 MOST_FRUITLESS = 8  # segments in a row without a token, before a request is given up
 COMPUTE = Transfer()  # a segment that brings no KV
 
@@ -78,8 +74,8 @@ class CoreSettings:
     classes: tuple[SloClass, ...] = ()
 
 
-class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
-    """The fleet as one engine. Construct it inside the event loop it will live in.
+class FleetCore(FrontEndClient):
+    """The fleet as one engine.
 
     Hooks, called in the loop: `on_lost(worker, reason)`, `on_arrival(request)`, `on_end(request, outcome)`,
     `on_step(telemetry)`, `on_closing(reason)`. `is_starting`: whether a worker is on its way to a fleet that
@@ -95,6 +91,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         events: EventLog,
         predict: Callable[[int], int],
     ) -> None:
+        super().__init__(settings.slots)
         self.settings, self.placement, self.metrics, self.events = settings, placement, metrics, events
         self.requests, self.adapters = RequestBook(), AdapterBook()
         placement.holders = self.adapters.holders
@@ -107,13 +104,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
         self.on_end: list[Callable[[Tracked, str], None]] = []
         self.on_step: list[Callable[[Telemetry], None]] = []
         self.on_closing: list[Callable[[str], None]] = []
-        # Read by AsyncLLM: the indices it lays its metrics out for, and whether to give up.
-        self.engine_ranks_managed = list(range(settings.slots))
-        self.resources = SimpleNamespace(engine_dead=False)
         self._predict = predict
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._attached = Attachments(settings.slots)
-        self.unread = Unread(MOST_UNREAD)
         self._left: dict[RequestId, WorkerId] = {}
         self._awaited: Counter[WorkerId] = Counter()  # requests that an earlier core has left there
         self.was_mixed = False  # whether that core's workers may have run several models
@@ -131,20 +123,10 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
 
     # What AsyncLLM calls.
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return ("generate",)
-
-    async def reset_mm_cache_async(self) -> None:
-        """Nothing to do: the cache is the workers', and starts empty."""
-
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
         await self.adapters.load([at.link for at in self._attached], lora_request)
         return True
-
-    async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the next batch of outputs, in the order their tokens were tracked."""
-        return await self.unread.next()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Track a new request; it is placed at once where a worker has room, or waits."""
@@ -206,11 +188,9 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed he
                 if link is not None:
                     await link.abort([segment])
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Called from a thread: let requests finish for `timeout` seconds, then end them in an error."""
-        in_the_loop = threading.get_ident() == self._thread  # vLLM's __del__ may come here, and cannot wait
-        if self._loop.is_running() and not in_the_loop and not self._admission.is_over:
-            asyncio.run_coroutine_threadsafe(self._close(timeout or 0.0), self._loop).result()
+    @property
+    def _is_closed(self) -> bool:
+        return self._admission.is_over
 
     # Workers.
 

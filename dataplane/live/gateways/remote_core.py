@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +23,6 @@ from controlplane.errors import BadInput
 from controlplane.types import RequestId, Slo, WorkerId
 from dataplane.http.keys import ApiKey
 from dataplane.live.engine_api.vllm_surface import (
-    EngineCoreClient,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -35,7 +32,7 @@ from dataplane.live.engine_api.vllm_surface import (
     MsgpackEncoder,
     vllm_version,
 )
-from dataplane.live.gateway.connections import Unread
+from dataplane.live.gateway.connections import FrontEndClient
 from dataplane.live.gateway.idempotency import Kept, OtherBody
 from dataplane.live.gateway.middleware import Refusal
 from dataplane.live.gateway.request import CURRENT_TICKET, Rejection, Ticket
@@ -50,7 +47,6 @@ from dataplane.live.gateways.wire import (
     pack,
 )
 
-MOST_UNREAD = 256
 IDLE_S = 10.0  # an idle connection of a gateway that leaves is closed after so long
 LAST_WORDS_S = 2.0
 LOOK_S = 0.02
@@ -77,7 +73,7 @@ class Open:
     first_s: float | None = None
 
 
-class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed here
+class RemoteCore(FrontEndClient):
     """Make one with `connect`, inside the event loop it will live in.
 
     Called in the loop: `on_closing(reason)` when no request is to be let in any more, `on_retire(finish_s)`
@@ -86,6 +82,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
     """
 
     def __init__(self, address: Path, name: str, ends: Ends, welcome: Welcome) -> None:
+        super().__init__(welcome.slots)
         self._address, self._name = address, name
         self._reader, self._writer = ends
         self.welcome = welcome
@@ -95,16 +92,11 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         self.on_leaving: list[Callable[[], None]] = []
         self.on_gone: list[Callable[[], None]] = []
         self.traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        # Read by AsyncLLM: the indices it lays its metrics out for, and whether to give up.
-        self.engine_ranks_managed = list(range(welcome.slots))
-        self.resources = SimpleNamespace(engine_dead=False)
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._requests: dict[RequestId, Open] = {}
         self._tickets: dict[int, Ticket] = {}  # those with open requests; their identity is their number
         self._questions = itertools.count(1)
         self._answers: dict[int, tuple[asyncio.Future[Any], bytes]] = {}  # with their questions
         self._claims: dict[str, bytes] = {}  # that are ours
-        self._unread = Unread(MOST_UNREAD)
         self._encoder = MsgpackEncoder()
         self._finish_s = 0.0
         self._closing = welcome.closing
@@ -118,20 +110,10 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
 
     # What AsyncLLM calls.
 
-    async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return ("generate",)
-
-    async def reset_mm_cache_async(self) -> None:
-        """Nothing to do: the cache is the workers', and starts empty."""
-
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
         """Take a LoRA adapter in. Raises RuntimeError with an engine's reason where it cannot be loaded."""
         await self._ask("adapter", lora_request)
         return True
-
-    async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the next batch of outputs."""
-        return await self._unread.next()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Send a request to the core."""
@@ -165,12 +147,9 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
                 self._say(Kind.ABORT, pack([[name], self._requests[name].ticket.client_left]))
                 self._forget(name)
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Called from a thread: let requests finish for `timeout` seconds, then end them in an error."""
-        in_the_loop = threading.get_ident() == self._thread  # vLLM's __del__ may come here, and cannot wait
-        if self._loop.is_running() and not in_the_loop and not self._has_left:
-            closing = self._close(max(timeout or 0.0, self._finish_s))
-            asyncio.run_coroutine_threadsafe(closing, self._loop).result()
+    @property
+    def _is_closed(self) -> bool:
+        return self._has_left
 
     # What the front door calls.
 
@@ -213,7 +192,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
                 continue
             if kind == Kind.OUTPUTS:
                 self._deliver(outputs.decode(frames))
-                await self._unread.until_room()
+                await self.unread.until_room()
             else:
                 self._take(kind, msgspec.msgpack.decode(frames[0]))
 
@@ -283,7 +262,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
             if output.finish_reason is not None:
                 self._forget(RequestId(output.request_id))
         if batch.outputs or batch.scheduler_stats is not None:
-            self._unread.tell(batch)
+            self.unread.tell(batch)
 
     def _forget(self, name: RequestId) -> None:
         ticket = self._requests.pop(name).ticket
@@ -314,13 +293,13 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         self._requests[name].ticket.failure = why
         self._forget(name)
         output = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR)
-        self._unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
+        self.unread.tell(EngineCoreOutputs(outputs=[output], timestamp=time.monotonic()))
 
     async def _close(self, timeout_s: float) -> None:
         """Accept no connection, serve what is open and what still comes on it, then end the rest."""
         for tell in self.on_leaving:
             tell()
-        began_s = time.monotonic()
+        timeout_s, began_s = max(timeout_s, self._finish_s), time.monotonic()
         while not self._is_gone and time.monotonic() < began_s + timeout_s:
             connections, requests = self.traffic()
             is_patient = not self._closing and time.monotonic() < began_s + IDLE_S
@@ -332,7 +311,7 @@ class RemoteCore(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed h
         if self._requests and not self._is_gone:
             self._say(Kind.GIVE_UP, pack(why))
         until_s = time.monotonic() + LAST_WORDS_S
-        while (self._requests or len(self._unread)) and time.monotonic() < until_s:
+        while (self._requests or len(self.unread)) and time.monotonic() < until_s:
             await asyncio.sleep(LOOK_S)
         await asyncio.sleep(0.1)  # for the front end to write the last events
         self._has_left = True
