@@ -6,7 +6,7 @@ from made_types import profile_of
 
 from controlplane.perfmodel.step import Hinge, PrefillModel, StepModel
 from controlplane.snapshot import Pace
-from controlplane.types import EngineMode
+from controlplane.types import ClassArrivals, EngineMode, Slo
 from dataplane.live.control.changes import Changes, Mirror, PaceRow, RequestRow, StepRow, WorkerRow
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, hinges=(Hinge("sequences", 8.0, 1e-4),))
@@ -30,8 +30,7 @@ def request(name, at="a", output=10, expected=100, prompt=50, number=None):
 
 
 def counted(requests, ttft_s=1.0):
-    sums = {"requests": requests, "prompt_tokens": 50 * requests, "expected_tokens": 100 * requests}
-    return {"ttft_s": ttft_s, "tpot_s": 0.1, **sums}
+    return ClassArrivals(Slo(ttft_s, 0.1), requests, 50 * requests, 100 * requests)
 
 
 def fleet(

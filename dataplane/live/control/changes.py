@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from controlplane.snapshot import Pace
-from controlplane.types import WorkerId
+from controlplane.types import ClassArrivals, ClassOutcomes, WorkerId
 
 if TYPE_CHECKING:  # the controller's process, which reads rows, loads nothing of the gateway's
     from dataplane.live.engine_api.link import Telemetry
@@ -150,13 +150,13 @@ class Changes(msgspec.Struct, frozen=True):
     requests: list[RequestRow]
     workers: list[WorkerRow]
     moving: list[MoveRow]
-    arrivals: list[dict[str, Any]]
+    arrivals: list[ClassArrivals]
     wanted_workers: int
     wanted_kinds: dict[str, int]
     auto: bool
     cold_start_s: float
     drain_s: float
-    outcomes: list[dict[str, Any]]
+    outcomes: list[ClassOutcomes]
     refits: list[RefitRow]
     held: list[HeldRow]
     usual: PaceRow

@@ -158,7 +158,7 @@ class Operations:
             "core": {"pid": os.getpid(), "number": self.core_number},
             # Those in processes of their own.
             "gateways": [] if self._gateways is None else self._gateways.views(),
-            "arrivals": self.arrived.as_json(),
+            "arrivals": [asdict(one) for one in self.arrived.arrivals()],
             "step_times": [] if self.step_times is None else self.step_times.as_json(),
             "cold_start_s": round(self.cluster.cold_start_s, 3),
             "drain_s": round(self.cluster.drain_s, 3),
@@ -215,7 +215,7 @@ class Operations:
             [RequestRow.of(t, self.core.why_fixed(t) is not None, elsewhere(t)) for t in changed],
             [WorkerRow.of(member, attached.get(member.worker)) for member in pool.members()],
             [MoveRow(m.request, m.source, m.target) for m in self.core.migrations.open.values()],
-            self.arrived.as_json(),
+            self.arrived.arrivals(),
             sum(pool.asked_kinds.values()),
             pool.asked_kinds,
             self.auto,

@@ -24,10 +24,10 @@ from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.rebalance import Decoding, DeviationTracker, Error
 from controlplane.scaler.line import profile_seen
 from controlplane.snapshot import Cached, HeldRequest, RunningRequest, Snapshot, Transport, WorkerLoad
-from controlplane.types import ClassOutcomes, RequestId, Slo, WorkerId
+from controlplane.types import ClassArrivals, RequestId, WorkerId
 from controlplane.worker_type import WorkerType
 from dataplane.live.control.changes import Changes, Mirror, RefitRow, RequestRow, WorkerRow
-from dataplane.live.gateway.demand_count import OUTCOMES, since
+from dataplane.live.gateway.demand_count import since
 
 
 class SnapshotBuilder:
@@ -35,7 +35,7 @@ class SnapshotBuilder:
 
     def __init__(self, profiles: Mapping[str, Profile] | None = None) -> None:
         self.profiles = TypeProfiles(profiles or {})
-        self._arrivals: list[dict[str, Any]] | None = None
+        self._arrivals: list[ClassArrivals] | None = None
         self._deviations = DeviationTracker()
 
     def snapshot(self, mirror: Mirror, now_s: float) -> Snapshot:
@@ -61,17 +61,14 @@ class SnapshotBuilder:
             frozenset(RequestId(name) for name in (*moving, *fixed)),
             frozenset(WorkerId(end) for move in seen.moving for end in (move.source, move.target) if end),
             self._errors(mirror.requests, seen),
-            None if arrived is None else sum(c.requests for c in arrived),
+            None if arrived is None else round(sum(c.requests for c in arrived)),
             None if seen.auto else seen.wanted_workers,
             arrived or (),
             len(waiting),
             seen.cold_start_s,
             seen.drain_s,
             seen.wanted_kinds,
-            tuple(
-                ClassOutcomes(Slo(row["ttft_s"], row["tpot_s"]), *(int(row[name]) for name in OUTCOMES))
-                for row in seen.outcomes
-            ),
+            tuple(seen.outcomes),
             _held(mirror),
             _transport(seen),
         )

@@ -6,12 +6,12 @@ reading and reports the rate as unknown instead of zero.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from controlplane.types import ClassArrivals, Slo
+from controlplane.types import ClassArrivals, ClassOutcomes, Slo
 from dataplane.live.gateway.request import Tracked
 
-OUTCOMES = ("ended", "ttft_met", "tpot_met", "met")
+SUMS = ("requests", "prompt_tokens", "output_tokens")
 MOST_CLASSES = 64  # clients name targets as they like; past so many they count for the first
 
 
@@ -38,24 +38,13 @@ class DemandCount:
         for at, counts in enumerate((True, ttft_met, tpot_met, ttft_met and tpot_met)):
             sums[at] += counts
 
-    def outcomes(self) -> list[dict[str, Any]]:
-        """The outcomes; as ClassOutcomes has them."""
-        return [
-            {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **dict(zip(OUTCOMES, sums, strict=True))}
-            for slo, sums in self._ended.items()
-        ]
+    def arrivals(self) -> list[ClassArrivals]:
+        """The arrivals of each class."""
+        return [ClassArrivals(slo, *sums) for slo, sums in self._sums.items()]
 
-    def as_json(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "ttft_s": slo.ttft_s,
-                "tpot_s": slo.tpot_s,
-                "requests": requests,
-                "prompt_tokens": prompt,
-                "expected_tokens": expected,
-            }
-            for slo, (requests, prompt, expected) in self._sums.items()
-        ]
+    def outcomes(self) -> list[ClassOutcomes]:
+        """The outcomes of each class."""
+        return [ClassOutcomes(slo, *sums) for slo, sums in self._ended.items()]
 
 
 def _row(sums: dict[Slo, list[int]], slo: Slo, columns: int) -> list[int]:
@@ -64,18 +53,19 @@ def _row(sums: dict[Slo, list[int]], slo: Slo, columns: int) -> list[int]:
     return sums.setdefault(slo, [0] * columns)
 
 
-def since(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> tuple[ClassArrivals, ...] | None:
+def since(
+    before: Sequence[ClassArrivals] | None, now: Sequence[ClassArrivals]
+) -> tuple[ClassArrivals, ...] | None:
     """Arrivals between two readings; None without a first one, or where the counters were reset."""
     if before is None:
         return None
-    names = ("requests", "prompt_tokens", "expected_tokens")
-    had = {(row["ttft_s"], row["tpot_s"]): [int(row[name]) for name in names] for row in before}
+    had = {one.slo: one for one in before}
     arrived = []
-    for row in now:
-        old = had.pop((row["ttft_s"], row["tpot_s"]), [0, 0, 0])
-        new = [int(row[name]) - was for name, was in zip(names, old, strict=True)]
+    for one in now:
+        was = had.pop(one.slo, ClassArrivals(one.slo, 0, 0, 0))
+        new = [getattr(one, name) - getattr(was, name) for name in SUMS]
         if min(new) < 0:
             return None
         if new[0]:
-            arrived.append(ClassArrivals(Slo(row["ttft_s"], row["tpot_s"]), *new))
+            arrived.append(ClassArrivals(one.slo, *new))
     return None if had else tuple(arrived)
