@@ -25,7 +25,7 @@ from dataplane.live.worker.gateway_peers import GatewayPeers
 from dataplane.live.worker.link import WorkerLink
 
 FAR = WorkerId("far")
-TELEMETRY = Telemetry(FAR, 0, 0, 0, 0, 0, 0, 0.0, 0, 4096, 0, 0.0)
+TELEMETRY = Telemetry(FAR, 0, 0, 0, 0, 0, 0, 0.0, 0, 4096, 0)
 
 
 class FarWorker:

@@ -10,7 +10,6 @@ a loader whose KV has arrived stays in the batch with its blocks pinned and is n
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from controlplane.perfmodel.profile import Profile
@@ -85,9 +84,6 @@ class Batch:
     def is_idle(self) -> bool:
         """Nothing to compute now; loads or holds may still be under way."""
         return not self._running and not self._waiting
-
-    def segments(self) -> Iterator[Segment]:
-        return iter(tuple(self._segments.values()))
 
     def readable_tokens(self, name: str) -> int:
         """Tokens whose KV another engine may take from this segment now."""

@@ -67,11 +67,10 @@ class Telemetry:
     """A worker's load after one of its steps; counters grow from the worker's start.
 
     `context_tokens` is what the decoding sequences held at the step's start, `prefill_tokens` what the step
-    computed of prompts, `prefill_sum_sq` its Σ (end² - start²); `since_step_s` is the telemetry's age when
-    it was made. `executed` are the last steps, the newest last, all since the telemetry before the last one
-    at least (up to a few hundred): messages come at their own times, and long steps are likelier to be the
-    last before one. Readers tell by `steps` which of them are new to them. `kv_fetched`: bytes that its
-    ranks have fetched, by the way that they took.
+    computed of prompts, `prefill_sum_sq` its Σ (end² - start²). `executed` are the last steps, the
+    newest last, all since the telemetry before the last one at least (up to a few hundred): messages come at
+    their own times, and long steps are likelier to be the last before one. Readers tell by `steps` which of
+    them are new to them. `kv_fetched`: bytes that its ranks have fetched, by the way that they took.
     """
 
     worker: WorkerId
@@ -85,7 +84,6 @@ class Telemetry:
     kv_used_blocks: int
     kv_total_blocks: int
     preemptions: int
-    since_step_s: float
     prefill_sum_sq: int = 0
     executed: tuple[Executed, ...] = ()
     kv_fetched: dict[str, int] = field(default_factory=dict)

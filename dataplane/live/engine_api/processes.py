@@ -257,12 +257,6 @@ class Cores:
         taken = [cut[self._claim(name, len(cut))] for _ in range(ranks)]
         self.binding = "|".join(",".join(map(str, share)) for share in taken)
 
-    def release(self) -> None:
-        """Let another worker have them."""
-        for claim in self._claims:
-            claim.close()
-        self._claims.clear()
-
     def _claim(self, name: str, shares: int) -> int:
         """Take the first share that is free in the first turn: a worker launched late finds the gap."""
         for turn in range(TURNS):

@@ -74,7 +74,6 @@ class StepTrace:
         self._count = 0
         self._preemptions = 0
         self._ended_s: float | None = None  # of the last step, if it left work behind
-        self._last_s = 0.0
         self._running = self._waiting = self._used_blocks = 0
         self._fetched: Counter[str] = Counter()
 
@@ -96,7 +95,6 @@ class StepTrace:
         changed = state != (self._running, self._waiting, self._used_blocks)
         self._running, self._waiting, self._used_blocks = state
         self._preemptions += load.get("preemptions", 0)
-        self._last_s = ended_s
         computed = bool(load.get("prefill_tokens", 0) or load.get("sequences", 0))
         if computed:
             step_s = engine_s if self._ended_s is None else ended_s - self._ended_s
@@ -129,7 +127,6 @@ class StepTrace:
             kv_used_blocks=self._used_blocks,
             kv_total_blocks=self._kv_total_blocks,
             preemptions=self._preemptions,
-            since_step_s=now_s - self._last_s if self._count else 0.0,
             prefill_sum_sq=step.prefill_sum_sq,
             executed=executed,
             kv_fetched=dict(self._fetched),

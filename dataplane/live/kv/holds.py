@@ -57,11 +57,6 @@ class Holds:
         self._orders = StepOrders()
 
     @property
-    def held_segments(self) -> int:
-        """Number of ended segments whose blocks are held."""
-        return len(self._holds_until)
-
-    @property
     def loaders(self) -> int:
         """Number of segments that are in the engine only to load; it counts them as waiting requests."""
         return len(self._coming) + len(self._pinned)

@@ -19,7 +19,7 @@ PROFILE = made_profile(STEP, KvModel(400_000), gpu="h100-sxm", residuals=Residua
 
 
 def load(steps: int, step_s: float, worker: str = "w0", sequences: int = 8) -> Telemetry:
-    return Telemetry(WorkerId(worker), steps, 8, 0, sequences, 1000 * sequences, 0, step_s, 1, 10, 0, 0.0)
+    return Telemetry(WorkerId(worker), steps, 8, 0, sequences, 1000 * sequences, 0, step_s, 1, 10, 0)
 
 
 def expected_s(sequences: int) -> float:

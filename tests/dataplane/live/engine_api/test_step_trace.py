@@ -82,6 +82,6 @@ def test_the_refit_learns_from_the_first_new_step_of_a_message() -> None:
     profile = made_profile(step, KvModel(1000), gpu="h100-sxm", residuals=Residuals(0.02, 0.05, 0.1, 100))
     times = StepTimes({"a": profile}, EventLog())
     told = (Executed(0, 1, 100, 0.01, 0, 0.03), Executed(0, 1, 100, 0.02, 0, 0.01))
-    times.add(Telemetry(WorkerId("w0"), 2, 1, 0, 1, 100, 0, 0.02, 1, 10, 0, 0.0, executed=told))
+    times.add(Telemetry(WorkerId("w0"), 2, 1, 0, 1, 100, 0, 0.02, 1, 10, 0, executed=told))
     assert times.kinds["a"].refit.steps == 1
     assert times.as_json()[0]["workers"]["w0"] == pytest.approx(1.0)
