@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -151,11 +152,34 @@ def _bounded(receive: Receive, most: int) -> Receive:
     return bounded
 
 
+async def whole_body(receive: Receive, most: float = math.inf) -> bytes | None:
+    """A request's body; None where it has more than `most` bytes, or the client has left."""
+    pieces, size, is_last = [], 0, False
+    while not is_last:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > most or message["type"] == "http.disconnect":
+            return None
+        is_last = not message.get("more_body", False)
+    return b"".join(pieces)
+
+
+async def send_reply(reply: Response, send: Send) -> None:
+    """Send a whole reply where no scope is at hand."""
+    await send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
 def error_reply(
-    status: int, message: str, kind: str = "invalid_request_error", **headers: str
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    code: str | None = None,
+    **headers: str,
 ) -> JSONResponse:
     """An error in OpenAI's shape; `headers` have _ where HTTP has -."""
-    error = {"message": message, "type": kind, "param": None, "code": None}
+    error = {"message": message, "type": kind, "param": None, "code": code}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return JSONResponse({"error": error}, status_code=status, headers=named)
 

@@ -91,7 +91,7 @@ def _ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
 
 def of_file(text: str, worker: str, now_s: float) -> Notice | None:
     """Of our own file."""
-    said = _json(text or "{}", dict, "reclaim file")
+    said = _object(text or "{}", "reclaim file")
     workers, seconds = said.get("workers"), said.get("deadline_s")
     if not (workers is None or (isinstance(workers, list) and all(isinstance(w, str) for w in workers))):
         raise BadInput(f"reclaim file: workers: expected a list of names, got {workers!r}")
@@ -105,7 +105,7 @@ def of_file(text: str, worker: str, now_s: float) -> Notice | None:
 
 def of_aws(text: str) -> Notice:
     """Of AWS' instance action: {"action": "terminate", "time": "2027-09-18T08:22:00Z"}."""
-    said = _json(text, dict, "AWS instance-action")
+    said = _object(text, "AWS instance-action")
     try:
         at = datetime.fromisoformat(str(said["time"]))
         at_s = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
@@ -121,7 +121,7 @@ def of_google(text: str) -> Notice | None:
 
 def of_azure(text: str, machine: str) -> Notice | None:
     """Of Azure's scheduled events, which are those of a whole group of machines."""
-    events = _json(text, dict, "Azure scheduledevents").get("Events", [])
+    events = _object(text, "Azure scheduledevents").get("Events", [])
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise BadInput(f"Azure scheduledevents: Events: expected a list of events, got {events!r}")
     for event in events:
@@ -136,11 +136,11 @@ def of_azure(text: str, machine: str) -> Notice | None:
     return None
 
 
-def _json(text: str, kind: type, what: str) -> Any:
+def _object(text: str, what: str) -> dict[str, Any]:
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
         said = None
-    if not isinstance(said, kind):
+    if not isinstance(said, dict):
         raise BadInput(f"{what}: expected a JSON object, got {text[:80]!r}")
     return said

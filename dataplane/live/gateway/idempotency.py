@@ -19,6 +19,8 @@ from typing import Protocol
 import msgspec
 from starlette.types import Message, Receive, Send
 
+from dataplane.http.rules import whole_body
+
 KEPT_S = 600.0
 MOST_BYTES, LARGEST_BYTES = 64 << 20, 1 << 20  # of all answers kept, and of one
 LONGEST_KEY = 255
@@ -153,18 +155,6 @@ class Recorder:
         return Kept(200, headers, b"".join(self._body))
 
 
-async def whole_body(receive: Receive) -> tuple[bytes, bool]:
-    """The body of a request, and whether all of it came."""
-    pieces: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b"".join(pieces), False
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(pieces), True
-
-
 async def answer_once(
     claims: Claims,
     name: str,
@@ -177,19 +167,19 @@ async def answer_once(
 
     Raises OtherBody. `has_left`: whether the client has gone away while it waited in line.
     """
-    body, is_whole = await whole_body(receive)
+    body = await whole_body(receive)
+    if body is None:
+        await run(receive, send)
+        return
     is_given = False
 
     async def again() -> Message:
         nonlocal is_given
-        if is_given or not is_whole:
+        if is_given:
             return await receive()
         is_given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    if not is_whole:
-        await run(again, send)
-        return
     kept = await claims.claim(name, hashlib.sha256(body).digest())
     if kept is not None:
         headers = [*kept.headers, (b"idempotency-replayed", b"true")]

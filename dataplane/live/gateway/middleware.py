@@ -18,10 +18,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.types import Slo
 from dataplane.http.keys import PRIORITIES, ApiKey, KeyRing
+from dataplane.http.rules import error_reply, send_reply
 from dataplane.live.gateway.idempotency import LONGEST_KEY, Claims, OtherBody, answer_once
 from dataplane.live.gateway.request import CURRENT_TICKET, Ticket
 
@@ -68,10 +70,6 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.kind, self.code, self.message = status, kind, code, message
         self.retry_after_s = retry_after_s
-
-    def body(self) -> bytes:
-        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
-        return json.dumps({"error": error}).encode()
 
 
 def slo_from_headers(headers: dict[str, str], default: Slo) -> Slo:
@@ -125,7 +123,7 @@ class FrontDoor:
                 await self.app(scope, receive, send)
             return
         if _opens_page(scope):
-            await _redirect(policy.page, send)
+            await RedirectResponse(policy.page)(scope, receive, send)
             return
         ahead = _Ahead(receive)
         asked_id = headers.get("x-request-id", "")
@@ -168,12 +166,6 @@ def _opens_page(scope: Scope) -> bool:
     client = scope["client"]
     is_local = client is not None and client[0] in ("127.0.0.1", "::1")
     return is_local and (scope["method"], scope["path"]) == ("GET", "/")
-
-
-async def _redirect(address: str, send: Send) -> None:
-    headers = [(b"location", address.encode()), (b"content-length", b"0")]
-    await send({"type": "http.response.start", "status": 307, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
 
 
 def _claimed_name(scope: Scope, headers: dict[str, str], ticket: Ticket) -> str | None:
@@ -348,15 +340,10 @@ class _Reply:
 
 
 async def _answer(refusal: Refusal, request_id: str, send: Send) -> None:
-    body = refusal.body()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id.encode()),
-    ]
+    headers = {"x_request_id": request_id}
     if refusal.retry_after_s is not None:
-        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
+        headers["retry_after"] = str(refusal.retry_after_s)
     if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        headers["www_authenticate"] = "Bearer"
+    reply = error_reply(refusal.status, refusal.message, refusal.kind, refusal.code, **headers)
+    await send_reply(reply, send)

@@ -20,10 +20,11 @@ from urllib.parse import quote
 
 import aiohttp
 from multidict import CIMultiDict
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
-from dataplane.http.rules import error_reply
+from dataplane.http.rules import error_reply, send_reply, whole_body
 from dataplane.live.engine_api.processes import cancel_all
 
 MAX_BODY_BYTES = 64 << 20
@@ -65,7 +66,7 @@ def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> ASGIApp:
             await refusal(scope, receive, send)
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        body = await whole(receive)
+        body = await whole_body(receive, MAX_BODY_BYTES)
         if body is None:
             refusal = error_reply(413, f"the body must be at most {MAX_BODY_BYTES} bytes", connection="close")
             await refusal(scope, receive, send)
@@ -96,11 +97,11 @@ def control(fleets: Fleets, http: aiohttp.ClientSession, shared: Mapping[str, An
         path, method = scope["path"], scope["method"]
         named = PREFIX.fullmatch(path)
         if named is not None and named[1] in fleets:
-            body = await whole(receive)
+            body = await whole_body(receive, MAX_BODY_BYTES)
             to, inner = fleets[named[1]], named[2] or "/"
             await relay(http, to, {**scope, "path": inner}, receive, send, body or b"")
         elif (method, path) == ("GET", "/health"):
-            await _json({"status": "ok"})(scope, receive, send)
+            await JSONResponse({"status": "ok"})(scope, receive, send)
         elif method == "GET" and path in OWN:
             await own(path, scope, receive, send)
         else:
@@ -117,15 +118,15 @@ def control(fleets: Fleets, http: aiohttp.ClientSession, shared: Mapping[str, An
         may_lack = 503 if texts and path != "/ready" else 200
         refused = [one for one in told.values() if one[0] not in (200, may_lack)]
         if refused:
-            reply: Any = _raw(*refused[0])
+            reply = _passed_on(*refused[0])
         elif path == "/v1/fleet":
             views = {name: json.loads(text) for name, text in texts.items()}
-            reply = _json(portfolio_view(fleets, views, shared))
+            reply = JSONResponse(portfolio_view(fleets, views, shared))
         elif path == "/metrics":
             text = merged({name: text.decode() for name, text in texts.items()})
-            reply = _raw(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+            reply = Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
         else:
-            reply = _json({"status": "ready"})
+            reply = JSONResponse({"status": "ready"})
         await reply(scope, receive, send)
 
     return _of_http(answer)
@@ -230,8 +231,7 @@ async def _answered(http: aiohttp.ClientSession, to: str, scope: Scope, send: Se
         if is_stream is None:
             why = "this model's fleet does not answer at the moment"
             refusal = error_reply(503, why, "service_unavailable", retry_after="2")
-            await send({"type": "http.response.start", "status": 503, "headers": refusal.raw_headers})
-            await send({"type": "http.response.body", "body": refusal.body})
+            await send_reply(refusal, send)
             return
         if not is_stream:
             raise  # the connection breaks, as it did there
@@ -269,19 +269,6 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def whole(receive: Receive) -> bytes | None:
-    """A request's body; None where it is too large, or the client has left."""
-    pieces, size, is_last = [], 0, False
-    while not is_last:
-        message = await receive()
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > MAX_BODY_BYTES or message["type"] == "http.disconnect":
-            return None
-        is_last = not message.get("more_body", False)
-    return b"".join(pieces)
-
-
 async def _listed(
     fleets: Fleets,
     known: MutableMapping[str, dict[str, Any]],
@@ -295,10 +282,10 @@ async def _listed(
     known.update({name: json.loads(text) for name, (status, text) in told.items() if status == 200})
     refused = [(status, text) for status, text in told.values() if status not in (200, 503)]
     if refused or len(known) < len(fleets):
-        reply: Any = _raw(*(refused or [one for one in told.values() if one[0] != 200])[0])
+        reply = _passed_on(*(refused or [one for one in told.values() if one[0] != 200])[0])
     else:
         models = [one for name in fleets for one in known[name]["data"]]
-        reply = _json({"object": "list", "data": models})
+        reply = JSONResponse({"object": "list", "data": models})
     await reply(scope, receive, send)
 
 
@@ -307,18 +294,8 @@ def _passed(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(name, value) for name, value in headers if name.lower() not in OF_A_CONNECTION]
 
 
-def _json(view: object) -> ASGIApp:
-    return _raw(200, json.dumps(view).encode())
-
-
-def _raw(status: int, body: bytes, media: str = "application/json") -> ASGIApp:
-    headers = [(b"content-type", media.encode()), (b"content-length", str(len(body)).encode())]
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    return answer
+def _passed_on(status: int, body: bytes) -> Response:
+    return Response(body, status, media_type="application/json")
 
 
 def _of_http(answer: ASGIApp) -> ASGIApp:
