@@ -88,3 +88,9 @@ def whole_file(path: Path, overwrite: bool = False) -> Iterator[BinaryIO]:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def keep_newest(paths: Iterable[Path], most: int) -> None:
+    """Remove the oldest of these files beyond `most`."""
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime)[:-most]:
+        path.unlink(missing_ok=True)

@@ -240,3 +240,16 @@ def _as_words(path: str, flag: str, value: Any) -> list[str]:
     if value is None:
         raise BadInput(f"{path}: {flag}: has no value")
     return [f"--{flag}", str(value)]
+
+
+def model_at(name: str) -> str:
+    """A model folder's whole path, or a Hugging Face name as it is. Raises BadInput for no such folder."""
+    folder = Path(name).expanduser()
+    has_config = (folder / "config.json").is_file()
+    if not (has_config or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        return name
+    if not folder.is_dir():
+        raise BadInput(f"--model: {name}: no such folder")
+    if not has_config:
+        raise BadInput(f"--model: {name}: has no config.json, so it is not a model folder")
+    return str(folder.resolve())

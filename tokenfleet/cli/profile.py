@@ -18,7 +18,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from controlplane.errors import BadInput
-from tokenfleet.cli.flags import Format, OutputFormat, takes
+from tokenfleet.cli.flags import Format, OutputFormat, model_at, takes
 from tokenfleet.cli.terminal import console
 from tokenfleet.durations import parse_duration_s, parse_speculation
 
@@ -115,17 +115,12 @@ def profile_command(flags: ProfileFlags) -> None:
     if flags.clock not in ("wall", "cpu"):
         raise BadInput(f"--clock: wall or cpu, got {flags.clock!r}")
     budget_s = parse_duration_s(flags.budget, "--budget")
-    folder = Path(flags.model).expanduser()
-    if (flags.model.startswith((".", "/", "~")) or flags.model.count("/") > 1) and not (
-        folder / "config.json"
-    ).is_file():
-        raise BadInput(f"--model: {flags.model}: no model folder (there is no config.json in it)")
+    name = model_at(flags.model)
     if flags.out.is_dir():
         raise BadInput(f"--out: {flags.out}: is a folder, expected a file")
     if importlib.util.find_spec("vllm") is None:
         raise BadInput("profile: vllm not installed; pip install -r requirements/live-cpu.txt")
     _prepare_process(flags.cores)
-    name = str(folder.resolve()) if folder.is_dir() else flags.model
     summary = asyncio.run(_measure(flags, name, budget_s))
     _say(summary, flags.out, flags.output_format)
 

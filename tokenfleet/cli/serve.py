@@ -22,7 +22,7 @@ from dataplane.http.tls import certificate_of
 from dataplane.live.engine_api.notices import checked_source
 from dataplane.live.kv.nixl import Asked as Transport
 from dataplane.live.kv.nixl import check_installed
-from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, takes
+from tokenfleet.cli.flags import ControlKey, ControlKeys, Insecure, TlsCert, TlsKey, model_at, takes
 from tokenfleet.cli.serve_plan import (
     AS_IS_MEANS,
     ATTAINMENT,
@@ -364,7 +364,7 @@ def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
 def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
     if flags.engine not in ("vllm", "emulated"):
         raise BadInput(f"--engine: expected vllm or emulated, got {flags.engine!r}")
-    model = _model(*flags.model)
+    model = model_at(*flags.model)
     types = types_asked(flags, plan, model)
     most = most_workers(flags, sum(types.workers.values()))
     check_budget(flags, types)
@@ -390,18 +390,6 @@ def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:
         if flags.autoscale is None
         else autoscale_of(flags.autoscale, flags.scale_in_after, plan, flags.as_is, flags.budget_usd_per_h),
     )
-
-
-def _model(name: str) -> str:
-    """A model folder's whole path, or a Hugging Face name as it is. Raises BadInput for no such folder."""
-    if not name.startswith((".", "/", "~")) and name.count("/") <= 1:
-        return name
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise BadInput(f"--model: {name}: no such folder")
-    if not (folder / "config.json").is_file():
-        raise BadInput(f"--model: {name}: has no config.json, so it is not a model folder")
-    return str(folder.resolve())
 
 
 def _kv_transport(flags: ServeFlags) -> Transport:

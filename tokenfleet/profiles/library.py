@@ -26,7 +26,7 @@ from typing import Any
 from controlplane.errors import BadInput, ProfileMissing
 from controlplane.perfmodel.profile import Frontend, Profile
 from tokenfleet.field_errors import read_text
-from tokenfleet.files import write_files
+from tokenfleet.files import keep_newest, write_files
 from tokenfleet.profiles.form import parse_profile, profile_text
 
 MAX_FILE_BYTES = 1_000_000
@@ -241,9 +241,7 @@ class LearnedProfiles:
         except BadInput as error:
             log.warning("%s; the next fleet will be measured again", error)
             return
-        files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for old in files[: max(len(files) - MOST_LEARNED, 0)]:
-            old.unlink(missing_ok=True)
+        keep_newest(self._folder.glob("*.json"), MOST_LEARNED)
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()

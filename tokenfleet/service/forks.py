@@ -17,6 +17,7 @@ import polars as pl
 from controlplane.errors import BadInput
 from dataplane.history.files import read_history
 from tokenfleet.durations import duration_text, parse_duration_s
+from tokenfleet.files import keep_newest
 from tokenfleet.service.data_folder import default_data_folder
 
 FEWEST_REQUESTS = 100
@@ -52,7 +53,7 @@ def asked_traces(
         raise BadInput("--since: contradicts --trace; give one of them")
     folder = data or default_data_folder()
     forked = fork(folder, since, time.time(), folder / "forks")
-    _let_go(folder / "forks")
+    keep_newest((folder / "forks").glob("last-*.parquet"), KEPT_FORKS)
     return [forked.path], forked.warnings
 
 
@@ -107,9 +108,3 @@ def recent(data: Path, since: str, asked_s: float, now_s: float) -> pl.DataFrame
             " each fleet a --data folder of its own"
         )
     return rows
-
-
-def _let_go(folder: Path) -> None:
-    """Keep the newest forks only."""
-    for path in sorted(folder.glob("last-*.parquet"), key=lambda path: path.stat().st_mtime)[:-KEPT_FORKS]:
-        path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from tokenfleet.files import write_files
+from tokenfleet.files import keep_newest, write_files
 from tokenfleet.planning.replicates import workload_digest
 from tokenfleet.whatif.axes import Task
 from tokenfleet.whatif.solve import Result
@@ -100,9 +100,7 @@ class Cache:
         """Drop the oldest files beyond `MOST_FILES`."""
         if self._folder is None or not self._folder.is_dir():
             return
-        files = sorted(self._folder.glob("*/*.json"), key=lambda path: path.stat().st_mtime)
-        for path in files[: max(len(files) - MOST_FILES, 0)]:
-            path.unlink(missing_ok=True)
+        keep_newest(self._folder.glob("*/*.json"), MOST_FILES)
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None
