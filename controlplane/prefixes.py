@@ -121,6 +121,21 @@ class Sessions:
     def __len__(self) -> int:
         return len(self.session)
 
+    def spans(
+        self,
+        begin_s: NDArray[np.float64],
+        end_s: NDArray[np.float64],
+        counted: NDArray[np.bool_] | bool = True,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[sessions] when the first `counted` request begins and the last ends; NaN: one does not."""
+        rows = np.flatnonzero((self.session >= 0) & counted)
+        names, which = np.unique(self.session[rows], return_inverse=True)
+        first_s, last_s = np.full(len(names), np.inf), np.full(len(names), -np.inf)
+        with np.errstate(invalid="ignore"):  # NaN wins
+            np.minimum.at(first_s, which, begin_s[rows])
+            np.maximum.at(last_s, which, end_s[rows])
+        return first_s, last_s
+
     def pick(self, rows: NDArray[np.int64]) -> Sessions:
         """Those of the given requests, in rising order; those left out are waited for no more."""
         row_of = np.full(len(self), -1, np.int64)

@@ -461,13 +461,7 @@ class Outcome:
         """[sessions] when the first request was sent, and the last answer complete."""
         if self.workload.sessions is None:
             return np.zeros(0), np.zeros(0)
-        rows = np.flatnonzero(self.workload.sessions.session >= 0)
-        names, session = np.unique(self.workload.sessions.session[rows], return_inverse=True)
-        first_s, last_s = np.full(len(names), np.inf), np.full(len(names), -np.inf)
-        with np.errstate(invalid="ignore"):  # NaN wins: a session that has not ended has no time
-            np.minimum.at(first_s, session, self.arrival_s[rows])
-            np.maximum.at(last_s, session, self.finish_s[rows])
-        return first_s, last_s
+        return self.workload.sessions.spans(self.arrival_s, self.finish_s)
 
     @property
     def utilisation(self) -> float:

@@ -200,18 +200,14 @@ def session_cost(outcome: Outcome, fleet: Fleet) -> SessionCost | None:
     sessions = outcome.workload.sessions
     if sessions is None or (len(sessions.before) == 0 and outcome.session_target_s is None):
         return None
-    rows = np.flatnonzero((sessions.session >= 0) & np.isfinite(outcome.finish_s))
-    names, which = np.unique(sessions.session[rows], return_inverse=True)
-    if len(names) == 0:
+    begin_s, end_s = sessions.spans(outcome.arrival_s, outcome.finish_s, np.isfinite(outcome.finish_s))
+    if len(begin_s) == 0:
         return None
-    begin_s, end_s = np.full(len(names), np.inf), np.zeros(len(names))
-    np.minimum.at(begin_s, which, outcome.arrival_s[rows])
-    np.maximum.at(end_s, which, outcome.finish_s[rows])
     times = np.concatenate([begin_s, end_s])
-    step = np.repeat([1, -1], len(names))
+    step = np.repeat([1, -1], len(begin_s))
     at_once = int(np.cumsum(step[np.lexsort((step, times))]).max())
     hours = float(end_s.max() - begin_s.min()) / 3600.0
     usd = fleet.usd_per_hour
     mean_s = float((end_s - begin_s).mean())
-    price = None if usd is None else usd * hours / len(names)
-    return SessionCost(len(names), at_once, mean_s, price, outcome.session_attainment)
+    price = None if usd is None else usd * hours / len(begin_s)
+    return SessionCost(len(begin_s), at_once, mean_s, price, outcome.session_attainment)

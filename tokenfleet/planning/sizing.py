@@ -386,11 +386,7 @@ def alone_session_s(profile: Profile, workload: Workload) -> NDArray[np.float64]
     assert sessions is not None
     more = np.nan_to_num(alone_tpot_s(profile, workload)) * (workload.output_tokens - 1)
     end_s = answered_s(workload, alone_ttft_s(profile, workload) + more)
-    rows = np.flatnonzero(sessions.session >= 0)
-    names, which = np.unique(sessions.session[rows], return_inverse=True)
-    first_s, last_s = np.full(len(names), np.inf), np.full(len(names), -np.inf)
-    np.minimum.at(first_s, which, workload.arrival_s[rows])
-    np.maximum.at(last_s, which, end_s[rows])
+    first_s, last_s = sessions.spans(workload.arrival_s, end_s)
     return np.asarray(last_s - first_s)
 
 
