@@ -7,7 +7,8 @@ counts as due `ageing_s` sooner: it overtakes younger normal requests, and a nor
 much longer goes ahead of it. A request that can no longer meet its TTFT is *late*: it
 goes behind all that are on time, so that it waits until it costs none of them anything. A round offers the
 requests in this order; one that finds no place lets others pass, until REFUSALS of them found none. A full
-queue turns away a late request before it refuses one that may still be in time.
+queue turns away a late request before it refuses one that may still be in time. Work that yields to a tighter
+class is there to wait: while it is on time it takes nobody's place in the queue, however much there is of it.
 
 The lists are linked through the ledger's `next`; compiled code of the simulated plane and the live gateway
 work on the same records.
@@ -31,12 +32,15 @@ LATE = 2  # the lists: by priority those on time, and from here on, by priority,
 UNBOUNDED = 1 << 60
 AGEING_S = 10.0
 SELDOM_S, OF_TTFT = 0.25, 1e-3  # the longest between two offers to those that yield; or of their TTFT target
-_WAITING, _REFUSED = 0, 1
+_WAITING, _REFUSED, _YIELDING = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """Bounds of the queue: requests, and seconds that one may wait; past either it is turned away."""
+    """Bounds of the queue: requests, and seconds that one may wait; past either it is turned away.
+
+    `max_requests` bounds what does not yield to a tighter class, and what is late.
+    """
 
     max_requests: int = UNBOUNDED
     max_wait_s: float = inf
@@ -54,7 +58,7 @@ class Queue(NamedTuple):
     head: Ints  # [4] of normal, high, late normal, late high
     tail: Ints
     refused: Ints  # [REFUSALS] those that this round found no place for
-    counts: Ints  # [2] how many wait, and how many of `refused` are of this round
+    counts: Ints  # [3] how many wait, how many of `refused` are of this round, how many on time yield
     limits: Floats  # [1] ageing_s and max_wait_s
     max_requests: int
 
@@ -70,7 +74,7 @@ def new_queue(settings: QueueSettings) -> Queue:
         head=np.full(2 + LATE, NONE, np.int64),
         tail=np.full(2 + LATE, NONE, np.int64),
         refused=np.full(REFUSALS, NONE, np.int64),
-        counts=np.zeros(2, np.int64),
+        counts=np.zeros(3, np.int64),
         limits=np.array([settings.ageing_s, settings.max_wait_s]),
         max_requests=settings.max_requests,
     )
@@ -150,6 +154,13 @@ def begin_waiting(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
     led.requests[r].worker = NONE
     led.requests[r].held_s = now_s
     queue.counts[_WAITING] += 1
+    queue.counts[_YIELDING] += yields(led, r)
+
+
+@compiled
+def yields(led: Ledger, r: int) -> bool:
+    """Whether a request's class leaves room for a tighter one."""
+    return led.requests[r].yields_tpot_s != 0.0
 
 
 @compiled
@@ -171,7 +182,9 @@ def leave(led: Ledger, queue: Queue, r: int) -> bool:
     if led.requests[r].phase != HELD:
         return False
     p = led.requests[r].priority
-    if not unlink(led, queue, p, r) and not unlink(led, queue, LATE + p, r):
+    if unlink(led, queue, p, r):
+        queue.counts[_YIELDING] -= yields(led, r)
+    elif not unlink(led, queue, LATE + p, r):
         return False
     queue.counts[_WAITING] -= 1
     return True
@@ -263,6 +276,7 @@ def is_ahead(led: Ledger, queue: Queue, high: int, normal: int) -> bool:
 def demote(led: Ledger, queue: Queue, r: int) -> None:
     """Put a request on time behind the late ones of its priority."""
     unlink(led, queue, led.requests[r].priority, r)
+    queue.counts[_YIELDING] -= yields(led, r)
     late = LATE + led.requests[r].priority
     insert(led, queue, late, queue.tail[late], r)
 
@@ -309,17 +323,20 @@ def turned_away(led: Ledger, queue: Queue, r: int) -> int:
     """The request that is turned away for newcomer `r`, which may be `r` itself; NONE while there is room.
 
     The last in line of its own priority or below, if that is not the newcomer: late ones first, then, for a
-    high newcomer, the youngest normal one.
+    high newcomer, the youngest normal one; none on time that yields.
     """
-    if queue.counts[_WAITING] < queue.max_requests:
+    if yields(led, r) or queue.counts[_WAITING] - queue.counts[_YIELDING] < queue.max_requests:
         return NONE
     if queue.tail[LATE] != NONE:
         return queue.tail[LATE]
     if led.requests[r].priority > 0:
         if queue.tail[LATE + 1] != NONE:
             return queue.tail[LATE + 1]
-        if queue.tail[0] != NONE:
-            return queue.tail[0]
+        youngest, i = NONE, queue.head[0]
+        while i != NONE:
+            youngest, i = youngest if yields(led, i) else i, led.requests[i].next
+        if youngest != NONE:
+            return youngest
     return r
 
 
@@ -331,7 +348,7 @@ def overdue(led: Ledger, queue: Queue, now_s: float) -> int:
     for at in range(len(queue.head)):
         r = queue.head[at]
         while r != NONE:
-            own_s = led.requests[r].ttft_s if led.requests[r].yields_tpot_s != 0.0 else 0.0
+            own_s = led.requests[r].ttft_s if yields(led, r) else 0.0
             if now_s - led.requests[r].held_s >= max(queue.limits[1], own_s):
                 return r
             r = led.requests[r].next

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from front import SLO, A, B, C, Front, alone, profile, until
+from front import SLO, A, B, C, Front, alone, profile, unprofiled, until
 
 from controlplane.migration.move import Stage
 from controlplane.placement.lengths import LengthTable
@@ -31,12 +31,13 @@ def is_empty(placement):
     return not placement._rows and all((placement.ledger.workers[name] == 0).all() for name in counts)
 
 
-def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD, **sizes):
+def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD, slos=(), **sizes):
     """Run a story on a fresh fleet; after it, no request and no KV block may be left anywhere."""
     from controlplane.placement.queue import QueueSettings
 
     async def run():
-        placement = by_ledger(profile(**sizes), policy) if ledger else None
+        placement = by_ledger(profile(**sizes), policy) if ledger else unprofiled()
+        placement.slos = slos
         front = Front(workers, profile(**sizes), waiting or QueueSettings(), placement)
         try:
             await asyncio.wait_for(story(front), 60)
@@ -44,7 +45,7 @@ def play(story, workers=(A, B), waiting=None, ledger=False, policy=Policy.SPREAD
             for engine in front.engines.values():
                 while not engine.is_lost and engine.batch.free_blocks < engine.batch.total_blocks:
                     await asyncio.sleep(0.01)
-            assert placement is None or is_empty(placement)
+            assert not ledger or is_empty(placement)
         finally:
             await front.close()
 
@@ -253,6 +254,29 @@ def test_a_full_fleet_lets_wait_and_a_full_queue_turns_away(live_extra):
         assert front.finish["refused"] == "ERROR"
 
     play(story, max_seqs=2, waiting=QueueSettings(max_requests=1))
+
+
+def test_work_that_may_wait_is_not_turned_away_from_a_full_queue(live_extra):
+    from controlplane.placement.queue import QueueSettings
+    from controlplane.types import Slo
+    from dataplane.live.gateway.request import Ticket
+
+    tight, loose = Slo(60.0, 1.0), Ticket("key", "test", Slo(3600.0, 1.0), 0)
+
+    async def story(front):
+        running, waiting = [f"r{i}" for i in range(4)], [f"loose{i}" for i in range(6)]
+        for name in running:
+            await front.send(name)
+        held = [await front.send(name, ticket=loose) for name in waiting]
+        assert [tracked.rejection for tracked in held] == [None] * 6
+        chat = await front.send("chat", ticket=Ticket("key", "test", tight, 0))
+        refused = await front.send("refused", ticket=Ticket("key", "test", tight, 0))
+        assert (chat.rejection, front.core.waiting) == (None, 7)
+        assert refused.rejection is not None
+        await front.ended(*running, "chat", "refused", *waiting)
+        assert {front.finish[name] for name in (*running, "chat", *waiting)} == {"LENGTH"}
+
+    play(story, max_seqs=2, waiting=QueueSettings(max_requests=1), slos=(tight, loose.slo))
 
 
 def test_a_high_request_goes_ahead_of_normal_ones_that_wait(live_extra):

@@ -188,7 +188,13 @@ class ServeFlags:
             " else spread+migrate)"
         ),
     ] = None
-    queue: Annotated[int, typer.Option(min=0, help="requests that may wait for a worker")] = 256
+    queue: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="requests that may wait for a worker, not counting work that yields to a tighter class",
+        ),
+    ] = 256
     queue_wait: Annotated[str, typer.Option(help="how long one may wait before 429")] = "30s"
     nodes_wait: Annotated[
         str, typer.Option(help="how long nodes of a Ray cluster may take to bring the GPUs")

@@ -29,6 +29,7 @@ from controlplane.placement.queue import (
     readmit,
     refuse,
     turned_away,
+    yields,
 )
 from controlplane.types import EngineMode
 
@@ -57,14 +58,10 @@ class Line:
         self.led.requests["phase"] = QUEUED
         self.queue = new_queue(QueueSettings(**settings))
 
-    def describe(self, r, priority, arrival_s, ttft_s=1e6, first_s=nan):
+    def describe(self, r, priority, arrival_s, ttft_s=1e6, first_s=nan, yields_tpot_s=0.0):
         row = self.led.requests[r]
-        row["priority"], row["arrival_s"], row["ttft_s"], row["first_s"] = (
-            priority,
-            arrival_s,
-            ttft_s,
-            first_s,
-        )
+        row["priority"], row["arrival_s"], row["ttft_s"] = priority, arrival_s, ttft_s
+        row["first_s"], row["yields_tpot_s"] = first_s, yields_tpot_s
 
     def come(self, r, priority=NORMAL, at_s=0.0, **facts):
         """A newcomer; the one turned away for it, or NONE."""
@@ -210,6 +207,19 @@ def test_a_full_queue_turns_away_the_late_before_anybody_on_time():
     assert line.come(6, HIGH, 2.0) == 3
 
 
+def test_work_that_yields_takes_no_place_in_the_queue_until_it_is_late():
+    line = Line(max_requests=1)
+    for r in range(5):
+        assert line.come(r, at_s=0.0, ttft_s=5.0, yields_tpot_s=0.03) == NONE
+    assert line.come(5, at_s=1.0) == NONE
+    assert line.come(6, at_s=1.0) == 6, "one that does not yield is there already"
+    assert line.come(7, HIGH, at_s=1.0) == 5
+    assert line.come(8, HIGH, at_s=1.0) == 8, "nothing of what waits would make room"
+    lost = [line.round(now_s=6.0)[1] for _ in range(2)]
+    assert sorted(lost[0] + lost[1]) == list(range(5))
+    assert line.come(9, at_s=6.0) in range(5)
+
+
 def test_who_waits_too_long_is_found_and_counts_anew_once_it_comes_back():
     line = Line(max_wait_s=3.0)
     line.come(0, at_s=0.0, ttft_s=0.5)
@@ -258,6 +268,7 @@ moves = st.lists(
         st.integers(0, 1),
         st.sampled_from([0.5, 3.0, 1e6]),
         st.integers(0, 30),
+        st.booleans(),
     ),
     max_size=40,
 )
@@ -273,20 +284,23 @@ def test_whatever_happens_the_line_is_that_of_a_plain_list(story, most):
     def rank(r):
         return round(float(rows["arrival_s"][r] + rows["ttft_s"][r]) - ageing_s * int(rows["priority"][r]), 9)
 
-    for what, priority, ttft_s, pick in story:
+    for what, priority, ttft_s, pick, is_loose in story:
         now_s += 0.3
         if what == "come":
             r = next(fresh)
-            out = line.come(r, priority, now_s, ttft_s=ttft_s)
-            assert (out == NONE) == (len(waits) < most)
-            if out != NONE and out != r:
+            counted = [i for i, (late, _) in waits.items() if late or not yields(line.led, i)]
+            out = line.come(r, priority, now_s, ttft_s=ttft_s, yields_tpot_s=0.03 * is_loose)
+            assert (out == NONE) == (is_loose or len(counted) < most)
+            if out not in (NONE, r):
+                assert out in counted
                 late, _ = waits.pop(out)
                 assert late or int(rows["priority"][out]) < priority
             if out != r:
                 waits[r] = (False, now_s)
         elif what == "back":
             r = next(fresh)
-            line.describe(r, priority, now_s - 0.1 * pick, ttft_s, first_s=now_s if pick % 2 else nan)
+            first_s = now_s if pick % 2 else nan
+            line.describe(r, priority, now_s - 0.1 * pick, ttft_s, first_s, 0.03 * is_loose)
             readmit(line.led, line.queue, r, now_s)
             waits[r] = (False, now_s - 0.1 * pick)
         elif what == "gone" and waits:
