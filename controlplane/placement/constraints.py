@@ -20,6 +20,8 @@ takes no worker's last: it leaves a share `ROOM` of the step time that the tight
 memory and of the seats, and does not queue behind another prefill. So a tight request that comes next finds
 a worker, and loose work fills what is left; held, it goes where there is room for it in time. A worker too
 slow for the tighter class, even for one request alone, has nothing to leave to it: loose work fills it.
+Work that may wait for longer than `LONG_WAIT_S` leaves `FIRST_ROOM` at first and ever less until it is due, so
+that at a peak what has waited longest is let in, and the rest finds the valley.
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.
@@ -85,6 +87,8 @@ ALL_TIME = 1e9  # seconds
 ROUNDING_S = 1e-9
 YIELDS = 10.0
 ROOM = 0.2
+FIRST_ROOM = 0.35
+LONG_WAIT_S = 120.0
 NO_TPOT_S = 1e6  # a target that is always met
 
 
@@ -154,7 +158,7 @@ def harm(
             if harmed > most:
                 return np.inf
     sequences = worker.decoding + worker.queued + 1
-    share, left_tpot_s = left_to(led, w, r)
+    share, left_tpot_s = left_to(led, w, r, now_s)
     if sequences > share * k[MAX_SEQS]:
         return np.inf
     held, growth, tpot_s = outlook(led, w, r)
@@ -221,7 +225,7 @@ def yields_at(led: Ledger, w: int, r: int) -> float:
 
 
 @compiled
-def left_to(led: Ledger, w: int, r: int) -> tuple[float, float]:
+def left_to(led: Ledger, w: int, r: int, now_s: float) -> tuple[float, float]:
     """The share of a worker that a request may fill, and the step it may bring it to.
 
     All of it, unless it yields to a tighter class that the worker is fast enough for: then no more than
@@ -232,7 +236,17 @@ def left_to(led: Ledger, w: int, r: int) -> tuple[float, float]:
         return 1.0, np.inf
     if worker.queued_tokens > 0:
         return 0.0, 0.0
-    return 1.0 - ROOM, (1.0 - ROOM) * tight_s
+    request = led.requests[r]
+    room = room_left(request.arrival_s + request.ttft_s - now_s, request.ttft_s)
+    return 1.0 - room, (1.0 - room) * tight_s
+
+
+@compiled
+def room_left(left_s: float, ttft_s: float) -> float:
+    """The share of a worker that work leaves which yields, due in `left_s` of the `ttft_s` it had."""
+    if ttft_s <= LONG_WAIT_S:
+        return ROOM
+    return ROOM + (FIRST_ROOM - ROOM) * min(max(left_s / ttft_s, 0.0), 1.0)
 
 
 @compiled

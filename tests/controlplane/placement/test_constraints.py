@@ -14,6 +14,8 @@ from controlplane.perfmodel.profile import EngineLimits, Frontend, KvModel
 from controlplane.perfmodel.step import Hinge, StepModel
 from controlplane.placement.constraints import (
     ALL_TIME,
+    FIRST_ROOM,
+    LONG_WAIT_S,
     ROOM,
     USE_B,
     USE_C,
@@ -24,6 +26,7 @@ from controlplane.placement.constraints import (
     harm,
     kv_peak,
     prefill_lasts_s,
+    room_left,
     spare_s,
     yields_at,
     yields_to,
@@ -204,9 +207,10 @@ def test_a_worker_fits_when_it_does_no_harm(at, asked, late):
     assert fits(led, knobs, 0, r, 0, NOW_S, late) == (harm(led, knobs, 0, r, 0, NOW_S, late, inf) <= 0.0)
 
 
-@given(workers(), requests(decoding=False), st.floats(0.005, 0.2))
-def test_work_that_yields_leaves_a_fifth_of_a_worker_to_the_tighter_class(at, asked, tight_s):
-    led, r = ledger_of([at], asked, NOW_S, GENEROUS_S)
+@given(workers(), requests(decoding=False), st.floats(0.005, 0.2), st.floats(0, 1))
+def test_work_that_yields_leaves_its_share_of_a_worker_to_the_tighter_class(at, asked, tight_s, waited):
+    led, r = ledger_of([at], asked, NOW_S - waited * GENEROUS_S, GENEROUS_S)
+    room = room_left((1 - waited) * GENEROUS_S, GENEROUS_S) - 1e-9
     knobs = PlacementSettings().knobs()
     plain = harm(led, knobs, 0, r, 0, NOW_S, True, inf)
     led.requests["yields_tpot_s"][r] = led.requests["yields_most_tpot_s"][r] = tight_s
@@ -218,9 +222,20 @@ def test_work_that_yields_leaves_a_fifth_of_a_worker_to_the_tighter_class(at, as
         assert found == plain  # an idle worker is nobody's last, and one too slow for it none at all
     elif found < inf:
         held = row["context"] + row["queued_context"] + asked.prompt + asked.tokens
-        assert sequences <= (1 - ROOM) * at.profile.engine.max_seqs
-        assert step_s(at, sequences, float(held)) <= (1 - ROOM) * tight_s + 1e-12
+        assert sequences <= (1 - room) * at.profile.engine.max_seqs
+        assert step_s(at, sequences, float(held)) <= (1 - room) * tight_s + 1e-12
         assert row["queued_tokens"] <= 0
+
+
+@given(st.floats(0, 1e6), st.floats(-1e5, 1e6))
+def test_the_longer_work_may_still_wait_the_more_room_it_leaves_and_a_fifth_at_last(ttft_s, left_s):
+    room = room_left(left_s, ttft_s)
+    assert ROOM <= room <= FIRST_ROOM
+    assert room <= room_left(left_s + 0.1 * ttft_s, ttft_s)
+    if ttft_s <= LONG_WAIT_S or left_s <= 0:
+        assert room == ROOM
+    elif left_s >= ttft_s:
+        assert room == FIRST_ROOM
 
 
 def test_a_class_yields_to_those_whose_ttft_is_a_tenth_of_its_own():
