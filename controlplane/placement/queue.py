@@ -8,7 +8,7 @@ much longer goes ahead of it. A request that can no longer meet its TTFT is *lat
 goes behind all that are on time, so that it waits until it costs none of them anything. A round offers the
 requests in this order; one that finds no place lets others pass, until REFUSALS of them found none. A full
 queue turns away a late request before it refuses one that may still be in time. Work that yields to a tighter
-class is there to wait: while it is on time it takes nobody's place in the queue, however much there is of it.
+class is there to wait: on time it takes no place in a full queue, however much there is of it.
 
 The lists are linked through the ledger's `next`; compiled code of the simulated plane and the live gateway
 work on the same records.

@@ -377,7 +377,6 @@ def test_work_that_may_wait_for_long_leaves_a_rush_to_chat() -> None:
     slos, fleet = [Slo(0.5, 0.03), Slo(1500.0, 0.2)], [WorkerSpec(worker())] * 3
     alone = simulate(load.take(load.slo_class == 0), fleet, slos).class_attainments[0]
     chat, batch = simulate(load, fleet, slos).class_attainments
-    print(alone, chat, batch)
     assert chat >= alone - 0.01
     assert batch == 1.0
 
