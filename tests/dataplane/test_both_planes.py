@@ -87,7 +87,7 @@ SEAT = replace(
     engine=EngineLimits(mode=EngineMode.PREFILL_FIRST, max_batched_tokens=8192, max_seqs=1),
 )
 EASY, STRICT = Slo(8.0, 1.0), Slo(0.3, 1.0)
-QUEUE = QueueSettings(max_requests=9, max_wait_s=5.0)
+QUEUE = QueueSettings(max_requests=4, max_wait_s=5.0)
 LOST_S, BACK_S = 2.33, 4.35  # worker 0
 
 # Arrival, prompt, output, SLO, priority. Two fill the fleet; six that not even an idle worker could serve in
@@ -99,7 +99,7 @@ STORY = [
     (0.317, 300, 12, EASY, 0),
     (0.351, 200, 20, EASY, 1),
     (0.407, 100, 9, EASY, 0),
-    (0.503, 100, 9, EASY, 0),  # the queue is full: a late one makes room
+    (0.503, 100, 9, EASY, 0),  # the queue is full, but not for those who yield to the strict
     (0.511, 100, 9, EASY, 0),
     (5.003, 100, 10, EASY, 0),
     (5.009, 100, 6, EASY, 1),
@@ -144,6 +144,7 @@ class Gateway:
     def __init__(self):
         self.now_s, self.placed, self.away, self.seats = 0.0, [], {}, {}
         self.placement = Placement({"": SEAT}, 2, LengthTable.constant(20), np.random.default_rng(0))
+        self.placement.slos = (EASY, STRICT)
         self.admission = Admission(
             QUEUE, self.placement, self.begin, self.turn_away, clock=lambda: self.now_s
         )
@@ -228,7 +229,7 @@ def test_both_planes_place_and_turn_away_the_same_requests_in_the_same_order():
     assert [row[0] for row in live_placed] == pytest.approx([row[0] for row in placed], abs=0.1)
     assert live_away == pytest.approx(away, abs=0.1)
     # The urgent one first and again when it has lost its worker, then those on time, the hopeless behind all:
-    # of these two make room for newcomers, and two wait as long as any may.
+    # of these two come to a full queue, and two wait as long as any may.
     assert [r for _, r, _ in placed] == [0, 1, 9, 8, 9, 10, 11, 12, 2, 3, 14, 13, 15]
     assert away.keys() == {4, 5, 6, 7}
 

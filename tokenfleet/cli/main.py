@@ -90,7 +90,7 @@ def exit_code(run: Callable[[], int]) -> int:
         # Typer's own refusals (an unknown flag, say) carry a message; anything else is a fault of ours.
         message = getattr(error, "format_message", None)
         if message is not None:
-            return _fail(BAD_INPUT, f"{message()}{_value_refused(error)}")
+            return _fail(BAD_INPUT, f"{message()}{_value_refused(error)}{_misplaced(error)}")
         traceback.print_exc()
         return _fail(
             INTERNAL, f"internal error ({type(error).__name__}); please report it with the lines above"
@@ -151,6 +151,15 @@ def _help() -> str:
 def _end_of_flags(arguments: Sequence[str]) -> int:
     """The place of `--`, after which all words are engine flags."""
     return arguments.index("--") if "--" in arguments else len(arguments)
+
+
+def _misplaced(error: Exception) -> str:
+    """Where an option goes that is the group's, and was given to a command of it."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    group = getattr(context, "parent", None)
+    if group is None or not any(option in parameter.opts for parameter in group.command.params):
+        return ""
+    return f"; it goes before the command: {group.command_path} {option} … {context.info_name}"
 
 
 def _value_refused(error: Exception) -> str:

@@ -51,6 +51,15 @@ def test_a_fault_of_ours_is_not_taken_for_an_answer(
     assert "internal error (IndexError)" in capsys.readouterr().err
 
 
+def test_an_option_of_the_group_given_to_its_command_is_told_where_it_goes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["fleet", "status", "--control", "http://127.0.0.1:1"]) == 2
+    assert "before the command: tokenfleet fleet --control … status" in capsys.readouterr().err
+    assert cli.main(["fleet", "status", "--contrl", "http://127.0.0.1:1"]) == 2
+    assert "before the command" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words", [["verb", "--time", "3"], ["verb", "--times", "x"], ["verb", "extra"], ["vreb"]]
 )

@@ -361,26 +361,6 @@ def test_work_with_a_deadline_waits_for_room_where_served_on_arrival_it_would_co
     assert fewest(Slo(3000.0, 0.2)) <= 0.65 * fewest(Slo(2.0, 0.2))
 
 
-def test_work_that_may_wait_for_long_leaves_a_rush_to_chat() -> None:
-    """Chat comes three times as fast in twenty minutes of an hour, and batch work as fast all along."""
-    rng = np.random.default_rng(7)
-    chat_s = np.concatenate([rng.uniform(0, 3600, 14400), rng.uniform(1200, 2400, 9600)])
-    arrival_s = np.concatenate([chat_s, rng.uniform(0, 3600, 12000)])
-    order, n = np.argsort(arrival_s, kind="stable"), len(arrival_s)
-    load = Workload(
-        arrival_s[order],
-        rng.integers(200, 600, n),
-        rng.integers(20, 100, n),
-        slo_class=np.repeat([0, 1], [len(chat_s), 12000])[order],
-        slo_classes=("chat", "batch"),
-    )
-    slos, fleet = [Slo(0.5, 0.03), Slo(1500.0, 0.2)], [WorkerSpec(worker())] * 3
-    alone = simulate(load.take(load.slo_class == 0), fleet, slos).class_attainments[0]
-    chat, batch = simulate(load, fleet, slos).class_attainments
-    assert chat >= alone - 0.01
-    assert batch == 1.0
-
-
 @pytest.mark.parametrize("growth", [1.0, 2.0])
 def test_in_busier_traffic_work_with_a_deadline_may_wait_for_as_much_of_the_trace(growth: float) -> None:
     """Twice the traffic is the trace in half of its time: half of the deadline, and the same chat target."""
