@@ -20,8 +20,8 @@ takes no worker's last: it leaves a share `ROOM` of the step time that the tight
 memory and of the seats, and does not queue behind another prefill. So a tight request that comes next finds
 a worker, and loose work fills what is left; held, it goes where there is room for it in time. A worker too
 slow for the tighter class, even for one request alone, has nothing to leave to it: loose work fills it.
-Work that may wait for longer than `LONG_WAIT_S` leaves `FIRST_ROOM` at first and ever less until it is due, so
-that at a peak what has waited longest is let in, and the rest finds the valley.
+Work that may wait for longer than `LONG_WAIT_S` leaves `FIRST_ROOM` at first and ever less until it is due,
+so that at a peak what has waited longest is let in, and the rest finds the valley.
 
 Where an engine mixes phases (chunked), prefill does not stop decoding: the cost in (d) is what the chunks
 add to the steps, less what those steps themselves save.
