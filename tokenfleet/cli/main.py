@@ -156,8 +156,8 @@ def _end_of_flags(arguments: Sequence[str]) -> int:
 def _misplaced(error: Exception) -> str:
     """Where an option goes that is the group's, and was given to a command of it."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    group = getattr(context, "parent", None)
-    if group is None or not any(option in parameter.opts for parameter in group.command.params):
+    group = None if context is None else context.parent
+    if context is None or group is None or not any(option in parameter.opts for parameter in group.command.params):
         return ""
     return f"; it goes before the command: {group.command_path} {option} … {context.info_name}"
 
