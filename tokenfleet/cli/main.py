@@ -156,8 +156,10 @@ def _end_of_flags(arguments: Sequence[str]) -> int:
 def _misplaced(error: Exception) -> str:
     """Where an option goes that is the group's, and was given to a command of it."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    group = None if context is None else context.parent
-    if context is None or group is None or not any(option in parameter.opts for parameter in group.command.params):
+    if context is None or context.parent is None:
+        return ""
+    group = context.parent
+    if not any(option in parameter.opts for parameter in group.command.params):
         return ""
     return f"; it goes before the command: {group.command_path} {option} … {context.info_name}"
 
