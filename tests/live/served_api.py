@@ -28,6 +28,22 @@ SMALL: dict[str, Any] = {
     "attainment": 0.9,
     "confidence": 0.6,
 }
+# Two models that share GPUs, one of them with prices of its own.
+PORTFOLIO: dict[str, Any] = {
+    "portfolio": """
+schema: tokenfleet.portfolio/1
+limits: {gpus: {h100: 8}}
+defaults: {model: llama-3.1-8b, gpu: [h100], tp: [1], attainment: 0.9, confidence: 0.6}
+models:
+- {name: chat, trace: chat.csv, slo: {ttft: 1s, tpot: 50ms}}
+- {name: code, trace: [more/code.csv], slo: "ttft=2s,tpot=80ms", rate-scale: 2, prices: own.yaml}
+""",
+    "traces": {"chat.csv": SMALL["trace"], "more/code.csv": SMALL["trace"]},
+    "files": {
+        "own.yaml": "schema: tokenfleet.prices/1\nprices:\n"
+        "- {gpu: h100-sxm, on_demand: 1.25, date: 2026-01-01, source: ours}\n"
+    },
+}
 # Every kind of worker over an hour of requests: nobody waits for this one.
 LARGE: dict[str, Any] = {"trace": {"sample": True}, "slo": SMALL["slo"], "model": "llama-3.1-70b"}
 
@@ -43,21 +59,21 @@ class ServedApi:
     def ask(self, method: str, path: str, **how: Any) -> httpx.Response:
         return httpx.request(method, self.url + path, timeout=30, **how)
 
-    def job(self, name: str) -> dict[str, Any]:
-        reply = self.ask("GET", f"/v1/plans/{name}")
+    def job(self, name: str, of: str = "plans") -> dict[str, Any]:
+        reply = self.ask("GET", f"/v1/{of}/{name}")
         assert reply.status_code == 200, reply.text
         found: dict[str, Any] = reply.json()
         return found
 
-    def order(self, order: dict[str, Any], **headers: str) -> str:
-        reply = self.ask("POST", "/v1/plans", json=order, headers=headers)
+    def order(self, order: dict[str, Any], of: str = "plans", **headers: str) -> str:
+        reply = self.ask("POST", f"/v1/{of}", json=order, headers=headers)
         assert reply.status_code == 202, reply.text
         return str(reply.json()["id"])
 
-    def until(self, name: str, *states: str, seconds: float = 120.0) -> dict[str, Any]:
+    def until(self, name: str, *states: str, seconds: float = 120.0, of: str = "plans") -> dict[str, Any]:
         """Wait until a job is in one of these states, and return it; it runs elsewhere, so this looks."""
         deadline = time.monotonic() + seconds
-        while (job := self.job(name))["state"] not in states:
+        while (job := self.job(name, of))["state"] not in states:
             assert time.monotonic() < deadline, job
             time.sleep(0.05)
         return job

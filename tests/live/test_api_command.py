@@ -5,11 +5,13 @@ import os
 import signal
 import sqlite3
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
-from served_api import LARGE, SMALL, planners_of, serve_api
+from served_api import LARGE, PORTFOLIO, SMALL, planners_of, serve_api
 from served_fleet import free_port
 
 from tokenfleet.cli.main import main
@@ -50,9 +52,101 @@ def test_a_plan_over_http_is_the_plan_of_the_command_line(api, tmp_path, capsys)
     assert (job["brief"]["workers"], job["attempts"]) == (job["plan"]["workers"], 1)
 
 
-def followed(api, name, until=lambda view: False):
+def test_a_portfolio_over_http_is_that_of_the_command_line(api, tmp_path, capsys, monkeypatch):
+    name = api.order(PORTFOLIO, "portfolios")
+    job = api.until(name, "done", "failed", of="portfolios")
+    assert (job["error"], job["state"]) == (None, "done")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more").mkdir()
+    for trace, source in PORTFOLIO["traces"].items():
+        (tmp_path / trace).write_text(source["inline_csv"])
+    (tmp_path / "own.yaml").write_text(PORTFOLIO["files"]["own.yaml"])
+    (tmp_path / "models.yaml").write_text(PORTFOLIO["portfolio"])
+    assert main(["portfolio", "models.yaml", "--no-cache", "--format", "json"]) == 0
+    assert job["portfolio"] == json.loads(capsys.readouterr().out)
+    assert [one["plan"]["usd_per_hour"] / one["plan"]["gpus"] for one in job["portfolio"]["models"]][
+        1
+    ] == 1.25
+    # A portfolio is no plan: neither is listed, shown, cancelled or served as the other.
+    assert name not in [one["id"] for one in api.ask("GET", "/v1/plans").json()["plans"]]
+    for path in ("", "/events", "/scorecard"):
+        assert api.ask("GET", f"/v1/plans/{name}{path}").status_code in (404, 409)
+    assert api.ask("DELETE", f"/v1/plans/{name}").status_code == 404
+    assert api.ask("POST", "/v1/plans", json=SMALL | {"bias_from": name}).status_code == 404
+    plan = api.order(SMALL | {"seed": 7})
+    assert api.ask("GET", f"/v1/portfolios/{plan}").status_code == 404
+    told = [view["state"] for view in followed(api, name, of="portfolios")]
+    assert told == ["done"]
+
+
+def test_what_is_wrong_with_a_portfolio_is_one_line_that_names_the_field(api):
+    def refused(status, says, **order):
+        reply = api.ask("POST", "/v1/portfolios", json=PORTFOLIO | order)
+        assert (reply.status_code, says in message(reply)) == (status, True), reply.text
+
+    text, traces = PORTFOLIO["portfolio"], PORTFOLIO["traces"]
+    for old, new, says in (
+        ("portfolio/1", "portfolio/9", "portfolio: schema: "),
+        ("name: code", "name: chat", "portfolio: models: chat stands there twice"),
+        ("ttft: 1s", "ttft: soon", "portfolio: models: chat: slo: "),
+        ("rate-scale", "rate-scales", "portfolio: models: code: rate-scales: no such flag"),
+        ("model: llama-3.1-8b", "model: gpt-9", "portfolio: models: chat: model 'gpt-9': no profile"),
+        ("chat.csv", "day.csv", "portfolio: models: chat: trace: day.csv: is among neither traces nor files"),
+        ("own.yaml", "/etc/passwd", "portfolio: models: code: prices: /etc/passwd: is among neither"),
+        ("limits: {", "limits: {zones: {east-: {h100: 1}}, ", "portfolio: limits.zones.east-"),
+        ("slo: {ttft: 1s,", "seed: &one 1, window: *one, slo: {ttft: 1s,", "portfolio: has aliases"),
+        ("models:", "models: {", "portfolio: is not YAML"),
+    ):
+        refused(400, says, portfolio=text.replace(old, new))
+    refused(
+        400,
+        "extra.csv: was sent, and the portfolio does not name it",
+        traces=traces | {"extra.csv": SMALL["trace"]},
+    )
+    refused(
+        400,
+        "traces: chat.csv: inline trace: row 1",
+        traces=traces | {"chat.csv": {"inline_csv": "arrival_s,prompt_tokens,output_tokens\n0,x,1\n"}},
+    )
+    refused(
+        404, "traces: chat.csv: trace none: is not here", traces=traces | {"chat.csv": {"upload": "none"}}
+    )
+    for name in ("/etc/passwd", "../day.csv", "a/../b", "."):
+        refused(400, "expected a path below the portfolio's folder", files={name: "x"})
+    refused(422, "body.traces", traces={})
+    refused(422, "body.portfolio", portfolio="")
+
+
+def test_a_portfolio_that_is_cancelled_leaves_no_process(api):
+    models = "".join(f"- {{name: m{n}, trace: day.csv, seed: {n}}}\n" for n in range(8))
+    text = (
+        "schema: tokenfleet.portfolio/1\nlimits: {max-gpus: 999}\n"
+        f"defaults: {{model: llama-3.1-70b, slo: 'ttft=1s,tpot=50ms'}}\nmodels:\n{models}"
+    )
+    name = api.order({"portfolio": text, "traces": {"day.csv": {"sample": True}}}, "portfolios")
+    api.until(name, "running", of="portfolios")
+    deadline = time.monotonic() + 60
+    while len(group := group_of(planners_of(api.process.pid))) < 3:  # it, and those that plan for it
+        assert time.monotonic() < deadline, group
+        time.sleep(0.05)
+    assert api.ask("DELETE", f"/v1/portfolios/{name}").status_code == 202
+    api.until(name, "cancelled", of="portfolios")
+    gone(group)
+
+
+def group_of(leaders):
+    """The processes in the groups that these lead."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[2]) in leaders:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def followed(api, name, until=lambda view: False, of="plans"):
     """The job as its events tell it, to the end of the stream or the first view that `until` is true of."""
-    with httpx.stream("GET", f"{api.url}/v1/plans/{name}/events", timeout=120) as reply:
+    with httpx.stream("GET", f"{api.url}/v1/{of}/{name}/events", timeout=120) as reply:
         for line in reply.iter_lines():
             if line.startswith("event: "):
                 event = line.removeprefix("event: ")

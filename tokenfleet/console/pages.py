@@ -18,7 +18,7 @@ from dataplane.http.server import Extension
 
 STATIC = Path(__file__).with_name("static")
 FOLDER = "/console/"
-PAGES = {"/plan": "plan.html", "/live": "live.html"}
+PAGES = {"/plan": "plan.html", "/portfolio": "portfolio.html", "/live": "live.html"}
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

@@ -21,11 +21,13 @@ serve it: each model's own plan, and the limits.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from controlplane.errors import BadInput, ControlPlaneError
@@ -37,6 +39,7 @@ from tokenfleet.profiles.library import canonical_gpus
 
 SCHEMA = "tokenfleet.portfolio/1"
 MOST_MODELS = 500
+Find = Callable[[str], Path]  # a file by the name that the portfolio has for it
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _ZONE = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"  # Ray's labels end so, too
 
@@ -183,9 +186,23 @@ def _planned(path: Path) -> _Planned:
 
 def read_portfolio(path: Path) -> Portfolio:
     """The portfolio in a file. Raises BadInput naming the file, the model and the field."""
-    file = parse_yaml(
-        read_text(path), str(path), _File, f"not a portfolio: expected `schema: {SCHEMA}` and its fields"
-    )
+    return portfolio_of(read_text(path), str(path), path.parent.joinpath)
+
+
+def sent_portfolio(text: str, find: Find) -> Portfolio:
+    """The portfolio in a text from outside, in which an alias may stand for any number of others."""
+    with suppress(yaml.YAMLError):
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise BadInput("portfolio: has aliases (*name), which are not taken here")
+    return portfolio_of(text, "portfolio", find)
+
+
+def portfolio_of(text: str, path: str, find: Find) -> Portfolio:
+    """The portfolio in the text of a file; `find` gives the files that it names, or raises BadInput.
+
+    Raises BadInput naming `path`, the model and the field.
+    """
+    file = parse_yaml(text, path, _File, f"not a portfolio: expected `schema: {SCHEMA}` and its fields")
     names = [model.name for model in file.models]
     if len(set(names)) < len(names):
         again = next(name for i, name in enumerate(names) if name in names[:i])
@@ -195,7 +212,9 @@ def read_portfolio(path: Path) -> Portfolio:
         if unknown := [zone for zone in model.zones or () if zone not in limits.zones]:
             raise BadInput(f"{path}: models: {model.name}: zones: {unknown[0]}: not among limits.zones")
     return Portfolio(
-        tuple(_model(path, model, file.defaults) for model in file.models),
+        tuple(
+            _model(f"{path}: models: {model.name}", model, path, file.defaults, find) for model in file.models
+        ),
         _by_type(limits.gpus, f"{path}: limits.gpus"),
         limits.max_gpus,
         limits.budget_usd_per_h,
@@ -215,12 +234,11 @@ def _by_type(named: Mapping[str, int], where: str) -> dict[str, int]:
     return gpus
 
 
-def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
-    where = f"{path}: models: {model.name}"
+def _model(where: str, model: _Model, path: str, defaults: dict[str, Any], find: Find) -> Model:
     fields = model.model_extra or {}
     spot = {"spot": True} if _is_either(fields.get("spot", defaults.get("spot"))) else {}
-    values = _read(f"{path}: defaults", defaults | (spot if "spot" in defaults else {}), path.parent)
-    values |= _read(where, fields | (spot if "spot" in fields else {}), path.parent)
+    values = _read(f"{path}: defaults", defaults | (spot if "spot" in defaults else {}), find)
+    values |= _read(where, fields | (spot if "spot" in fields else {}), find)
     if missing := next((o for o in options() if o.is_required and o.field not in values), None):
         raise BadInput(f"{where}: {missing.flag}: missing; {missing.about.help}")
     try:
@@ -230,7 +248,11 @@ def _model(path: Path, model: _Model, defaults: dict[str, Any]) -> Model:
     on_demand = (replace(request, spot=False, reclaims_per_h=None),) if spot else ()
     traces = [model.trace] if isinstance(model.trace, str) else model.trace
     zones = None if model.zones is None else tuple(model.zones)
-    return Model(model.name, tuple(path.parent / trace for trace in traces), (*on_demand, request), zones)
+    try:
+        paths = tuple(map(find, traces))
+    except BadInput as refusal:
+        raise BadInput(f"{where}: trace: {refusal}") from None
+    return Model(model.name, paths, (*on_demand, request), zones)
 
 
 def _is_either(spot: Any) -> bool:
@@ -238,7 +260,7 @@ def _is_either(spot: Any) -> bool:
     return isinstance(spot, list) and sorted(map(str, spot)) == ["False", "True"]
 
 
-def _read(where: str, fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _read(where: str, fields: Mapping[str, Any], find: Find) -> dict[str, Any]:
     """Fields of a model, or the defaults, as those of a request. Raises BadInput."""
     flags = {option.flag: option for option in options() if option.field != "classes"}
     values: dict[str, Any] = {}
@@ -247,20 +269,20 @@ def _read(where: str, fields: Mapping[str, Any], folder: Path) -> dict[str, Any]
         if flag not in flags:
             raise BadInput(f"{where}: {key}: no such flag of `tokenfleet plan`{nearest(flag, flags)}")
         try:
-            values |= _values(flags[flag], value, folder)
+            values |= _values(flags[flag], value, find)
         except BadInput as refusal:
             fault = str(refusal).removeprefix(f"--{flag}: ")
             raise BadInput(f"{where}: {key}: {fault}") from None
     return values
 
 
-def _values(option: Option, value: Any, folder: Path) -> dict[str, Any]:
+def _values(option: Option, value: Any, find: Find) -> dict[str, Any]:
     """A setting as fields of a request; YAML's mappings and lists stand for the text of a flag."""
     listed = value if isinstance(value, list) else [value]
     if option.field == "slo":
         return read_targets([_text(one) for one in listed])
     if option.kind == "file":
-        paths = [folder / str(one) for one in listed]
+        paths = [find(str(one)) for one in listed]
         return {option.field: option.checked(tuple(paths) if option.is_list else paths[0])}
     return {option.field: option.read(_text(value))}
 

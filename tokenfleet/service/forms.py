@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -13,6 +13,7 @@ from controlplane.types import EngineMode, Slo
 from tokenfleet.field_errors import fault_line
 from tokenfleet.planning.plan_file import FleetPart, PlanBrief, PlanFile
 from tokenfleet.planning.request import Kind, Option, PlanRequest, command_line, options, read_targets
+from tokenfleet.portfolio.request import Portfolio, sent_portfolio
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
@@ -76,13 +77,16 @@ _FIELDS: dict[str, Any] = {option.field: _option_field(option) for option in opt
 _Options = create_model("_Options", __base__=_Form, **_FIELDS)
 
 
+Source = UploadedTrace | InlineTrace | SampleTrace | HistoryTrace
+
+
 class PlanOrder(_Options):  # type: ignore[misc, valid-type]
     """What `tokenfleet plan` is asked, and how long it may take."""
 
     slo: Annotated[
         Targets | None, Field(description="of requests without a class; needed without `classes`")
     ] = None
-    trace: UploadedTrace | InlineTrace | SampleTrace | HistoryTrace
+    trace: Source
     timeout_s: Annotated[
         float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")
     ] = None
@@ -112,6 +116,36 @@ class PlanOrder(_Options):  # type: ignore[misc, valid-type]
             for option in options()
             if option.kind == "file" and (texts := _listed(getattr(self, option.field)))
         }
+
+
+class PortfolioOrder(_Form):
+    """A portfolio file, and the files that it names, each by the name that stands there."""
+
+    portfolio: Annotated[str, Field(min_length=1, max_length=1_000_000, description="YAML or JSON")]
+    traces: Annotated[dict[str, Source], Field(min_length=1, max_length=1000)]
+    files: Annotated[dict[str, FileText], Field(max_length=1000, description="profiles and prices")] = {}
+
+    def read(self) -> Portfolio:
+        """The portfolio, with the names of its files for their paths.
+
+        Raises BadInput, also for a file that was not sent, and for one that the portfolio does not name.
+        """
+        sent, named = {*self.traces, *self.files}, set()
+        for name in sent:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
+                raise BadInput(f"{name}: expected a path below the portfolio's folder, such as chat.csv")
+
+        def find(name: str) -> Path:
+            if name not in sent:
+                raise BadInput(f"{name}: is among neither traces nor files of the order")
+            named.add(name)
+            return Path(name)
+
+        portfolio = sent_portfolio(self.portfolio, find)
+        if unnamed := sorted(sent - named):
+            raise BadInput(f"{unnamed[0]}: was sent, and the portfolio does not name it")
+        return portfolio
 
 
 def _listed(value: list[str] | str | None) -> list[str]:
@@ -160,26 +194,37 @@ class TraceSummary(BaseModel):
     warnings: list[str] = []
 
 
-class JobBrief(BaseModel):
-    """A plan job. `says` is its present stage; `brief` stands once it is done."""
+class PortfolioBrief(BaseModel):
+    """The job of a portfolio. `says` is its present stage."""
 
     id: str
     state: State
     progress: Annotated[float, Field(ge=0, le=1)]
     says: str
-    simulations: int
     question: Annotated[dict[str, Any], Field(description="the order, defaults filled in")]
+    error: str | None
+    created_s: Annotated[float, Field(description="Unix time")]
+    started_s: float | None
+    finished_s: float | None
+    attempts: Annotated[int, Field(description="how often it was begun; more than once after a crash")]
+
+
+class PortfolioJob(PortfolioBrief):
+    """The job of a portfolio with its answer, as `tokenfleet portfolio --format json` prints it."""
+
+    portfolio: dict[str, Any] | None
+
+
+class JobBrief(PortfolioBrief):
+    """A plan job. `says` is its present stage; `brief` stands once it is done."""
+
+    simulations: int
     trace: TraceSummary
     command: Annotated[
         str | None,
         Field(description="the same on a terminal; null for an order of another version"),
     ]
     brief: PlanBrief | None
-    error: str | None
-    created_s: Annotated[float, Field(description="Unix time")]
-    started_s: float | None
-    finished_s: float | None
-    attempts: Annotated[int, Field(description="how often it was begun; more than once after a crash")]
 
 
 class Compared(BaseModel):

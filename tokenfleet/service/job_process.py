@@ -7,6 +7,7 @@ process ends at once, so that a killed service leaves no planner behind.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import chdir
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -26,10 +28,13 @@ from tokenfleet.planning.inputs import gather
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.planning.planner import make_plan
 from tokenfleet.planning.threads import Watch, threads
-from tokenfleet.service.forms import in_field_names, read_order
+from tokenfleet.portfolio.plan import plan_portfolio, tasks_of
+from tokenfleet.portfolio.view import portfolio_json
+from tokenfleet.service.forms import PortfolioOrder, in_field_names, read_order
 from tokenfleet.service.score_process import end_with_asker
 from tokenfleet.service.scorecard import kept_bias
 from tokenfleet.traces import read_trace
+from tokenfleet.whatif.cache import Cache
 
 TELL_EVERY_S = 0.2
 NICENESS = 10  # a fleet served beside it comes first
@@ -84,9 +89,33 @@ def answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
         )
 
 
+def portfolio_answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
+    """The `tokenfleet.portfolio-plan/1` to an order (forms.PortfolioOrder) whose traces lie at `traces`.
+
+    Raises BadInput and its like, one line each.
+    """
+    order = PortfolioOrder.model_validate(job["question"])
+    done = itertools.count(1)
+    # As in the folder of its file: plans and refusals tell the names that stand there.
+    with tempfile.TemporaryDirectory() as scratch, chdir(scratch):
+        for name, trace in job["traces"].items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).symlink_to(trace)
+        write_files({Path(name): text for name, text in order.files.items()})
+        portfolio = order.read()
+        asked = tasks_of(portfolio, date.today())
+    count = len(asked.tasks)
+
+    def told() -> None:
+        number = next(done)
+        watch.stage(f"{number} of {count} plans of a model on a type of GPU", number / count)
+
+    cache = Cache(Path(job["data"], "whatif"))
+    return portfolio_json(plan_portfolio(portfolio, asked, job["threads"], cache, told))
+
+
 def main() -> int:
     """Answer the question on stdin; 0 whether the answer is a plan or an error."""
-    os.setpgrp()  # Ctrl-C is for the service, which then ends this one
     os.nice(NICENESS)
     # What a library prints must not look like one of our lines.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -97,7 +126,8 @@ def main() -> int:
     end_with_asker()
     use_kernel_cache()
     try:
-        say(out, plan=answer(json.loads(line), Teller(out)))
+        job = json.loads(line)
+        say(out, plan=(portfolio_answer if "traces" in job else answer)(job, Teller(out)))
     except (ControlPlaneError, OSError) as error:
         say(out, error=in_field_names(" ".join(str(error).split())))
     except Exception as error:

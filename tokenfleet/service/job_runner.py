@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from typing import Any
 from controlplane.errors import ControlPlaneError
 from dataplane.startup import child_environment
 from tokenfleet.service.data_folder import RunnerLock
-from tokenfleet.service.jobs import Claimed, Jobs
+from tokenfleet.service.jobs import PORTFOLIO, Claimed, Jobs
 from tokenfleet.service.uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class JobRunner:
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
             env=child_environment(),
+            start_new_session=True,  # Ctrl-C is for the service, which then ends this one
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -134,6 +136,10 @@ class JobRunner:
                 "threads": self._threads,
                 "data": str(self._folder),
             }
+            if PORTFOLIO in job.question:
+                uploads = {name: one["upload"] for name, one in job.question["traces"].items()}
+                paths = {name: self._uploads.path(one).absolute() for name, one in uploads.items()}
+                question["traces"] = {name: str(path) for name, path in paths.items()}
             with suppress(ConnectionError):  # it has ended before it was asked; its exit code says how
                 process.stdin.write(json.dumps(question).encode() + b"\n")
                 await process.stdin.drain()
@@ -149,7 +155,7 @@ class JobRunner:
             return None, _how_it_ended(await process.wait())
         finally:
             with suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # a portfolio's has others that plan for it
             await asyncio.shield(process.wait())
 
     def _trace_name(self, upload: str) -> str:

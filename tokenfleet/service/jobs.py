@@ -24,6 +24,7 @@ from tokenfleet.service.forms import command_of
 
 MOST_ATTEMPTS = 3  # a job that takes the service down with it is not begun for ever
 BRIEF = tuple(PlanBrief.model_fields)
+PORTFOLIO = "portfolio"  # in the question of a job of several models, and whence its answer is
 
 _JOB = """
     SELECT jobs.*, uploads.summary AS trace, plans.brief AS brief FROM jobs
@@ -79,10 +80,11 @@ class Jobs:
         return _view(rows[0]) if rows else None
 
     def newest(self, limit: int, state: str | None = None) -> list[dict[str, Any]]:
-        """The last jobs, newest first."""
-        where, values = ("WHERE state = ?", [state]) if state else ("", [])
-        rows = self._database.rows(f"{_JOB} {where} ORDER BY number DESC LIMIT ?", *values, limit)
-        return [_view(row) for row in rows]
+        """The last jobs of plans, newest first."""
+        where, values = ("AND state = ?", [state]) if state else ("", [])
+        of_plans = f"json_extract(question, '$.{PORTFOLIO}') IS NULL"
+        query = f"{_JOB} WHERE {of_plans} {where} ORDER BY number DESC LIMIT ?"
+        return [_view(row) for row in self._database.rows(query, *values, limit)]
 
     def counts(self) -> dict[str, int]:
         """The number of jobs in each state."""
@@ -129,7 +131,7 @@ class Jobs:
                 (state, text, error, now_s, state, job.id, job.attempt),
             ).rowcount
             if changed and plan is not None:
-                keep_plan(cursor, job.id, "job", plan, now_s)
+                keep_plan(cursor, job.id, PORTFOLIO if PORTFOLIO in job.question else "job", plan, now_s)
             _end_run(cursor, job.id, job.attempt, state if changed else "superseded", now_s)
             return bool(changed)
 
@@ -247,9 +249,10 @@ class Plans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def text(self, name: str) -> str | None:
-        """A plan's JSON as it was made; None if none is kept under that name."""
-        rows = self._database.rows("SELECT plan FROM plans WHERE id = ?", name)
+    def text(self, name: str, of_portfolio: bool = False) -> str | None:
+        """A plan's JSON as it was made, or that of a portfolio; None if none is kept under that name."""
+        query = "SELECT plan FROM plans WHERE id = ? AND (source = ?) = ?"
+        rows = self._database.rows(query, name, PORTFOLIO, of_portfolio)
         return str(rows[0]["plan"]) if rows else None
 
     def find(self, name: str) -> PlanFile | None:

@@ -26,9 +26,18 @@ from tokenfleet.profiles.library import find_profiles, library
 from tokenfleet.profiles.prices import Kind, read_prices
 from tokenfleet.service.data_folder import Database, made_folder
 from tokenfleet.service.forks import fork
-from tokenfleet.service.forms import OVER, HistoryTrace, InlineTrace, PlanOrder, UploadedTrace, in_field_names
+from tokenfleet.service.forms import (
+    OVER,
+    HistoryTrace,
+    InlineTrace,
+    PlanOrder,
+    PortfolioOrder,
+    Source,
+    UploadedTrace,
+    in_field_names,
+)
 from tokenfleet.service.job_runner import JobRunner
-from tokenfleet.service.jobs import Jobs, Plans
+from tokenfleet.service.jobs import PORTFOLIO, Jobs, Plans
 from tokenfleet.service.score_process import scorecard_beside
 from tokenfleet.service.uploads import SAMPLE, Uploads, sample_path, summary_of
 from tokenfleet.traces import read_trace
@@ -73,32 +82,58 @@ class PlanService:
     def order(self, order: PlanOrder, idempotency_key: str | None = None) -> dict[str, Any]:
         """Queue a job. Raises BadInput for what no plan can be made of, TooBusy when too many wait."""
         _check(order)
+        trace = order.trace
         if order.bias_from not in (None, "last") and self.plans.text(order.bias_from or "") is None:
             raise UnknownName(f"bias_from: plan {order.bias_from}: no such plan is kept")
-        trace = self._trace(order)
+        upload = self._trace(trace)["id"]
         question = order.model_dump(mode="json", exclude={"timeout_s"})
-        if isinstance(order.trace, InlineTrace):  # kept once, not in every list of jobs
-            question["trace"] = {"upload": trace["id"]}
-        timeout_s = min(order.timeout_s or self.limits.job_timeout_s, self.limits.job_timeout_s)
-        job = self.jobs.add(question, trace["id"], timeout_s, self.limits.queued_jobs, idempotency_key)
+        if isinstance(trace, InlineTrace):  # kept once, not in every list of jobs
+            question["trace"] = {"upload": upload}
+        return self._queued(question, upload, order.timeout_s, idempotency_key)
+
+    def order_portfolio(self, order: PortfolioOrder, idempotency_key: str | None = None) -> dict[str, Any]:
+        """Queue the job of a portfolio. Raises BadInput for what is none, TooBusy when too many wait."""
+        for model in order.read().models:
+            try:
+                for request in model.asked:
+                    if not request.profiles:
+                        chosen_profiles(request)
+            except ControlPlaneError as refusal:
+                raise type(refusal)(f"portfolio: models: {model.name}: {refusal}") from None
+        uploads = {}
+        for name, source in order.traces.items():
+            try:
+                uploads[name] = self._trace(source)["id"]
+            except (BadInput, UnknownName) as refusal:
+                raise type(refusal)(f"traces: {name}: {refusal}") from None
+        question = order.model_dump(mode="json")
+        question["traces"] = {name: {"upload": upload} for name, upload in uploads.items()}
+        return self._queued(question, next(iter(uploads.values())), None, idempotency_key)
+
+    def _queued(
+        self, question: dict[str, Any], upload: str, asked_s: float | None, idempotency_key: str | None
+    ) -> dict[str, Any]:
+        timeout_s = min(asked_s or self.limits.job_timeout_s, self.limits.job_timeout_s)
+        job = self.jobs.add(question, upload, timeout_s, self.limits.queued_jobs, idempotency_key)
         if job is None:
             raise TooBusy(f"{self.limits.queued_jobs} plans wait already", RETRY_AFTER_S)
         return job
 
-    def job(self, name: str) -> dict[str, Any]:
-        """A job without its plan. Raises UnknownName."""
+    def job(self, name: str, kind: str = "plan") -> dict[str, Any]:
+        """A job of a plan, or of a portfolio, without its answer. Raises UnknownName."""
         job = self.jobs.find(name)
-        if job is None:
-            raise UnknownName(f"plan {name}: there is no such job")
+        if job is None or (PORTFOLIO in job["question"]) != (kind == PORTFOLIO):
+            raise UnknownName(f"{kind} {name}: there is no such job")
         return job
 
-    def cancel(self, name: str) -> dict[str, Any]:
+    def cancel(self, name: str, kind: str = "plan") -> dict[str, Any]:
         """Cancel a job. Raises UnknownName, or Conflict for one that is over otherwise."""
+        self.job(name, kind)
         job = self.jobs.cancel(name)
         if job is None:
-            raise UnknownName(f"plan {name}: there is no such job")
+            raise UnknownName(f"{kind} {name}: there is no such job")
         if job["state"] in OVER and job["state"] != "cancelled":
-            raise Conflict(f"plan {name}: is {job['state']} already; what is over is kept")
+            raise Conflict(f"{kind} {name}: is {job['state']} already; what is over is kept")
         return job
 
     def scorecard(self, plan: str) -> dict[str, Any]:
@@ -155,9 +190,8 @@ class PlanService:
                 raise BadInput(f"trace: {str(error).removeprefix('--')}") from None
             return self.uploads.keep(forked.path, forked.name, forked.warnings)
 
-    def _trace(self, order: PlanOrder) -> dict[str, Any]:
-        """The summary of the order's trace, which lies in the folder from now on."""
-        source = order.trace
+    def _trace(self, source: Source) -> dict[str, Any]:
+        """The summary of an order's trace, which lies in the folder from now on."""
         if isinstance(source, UploadedTrace):
             return self.uploads.find(source.upload)
         if isinstance(source, InlineTrace):

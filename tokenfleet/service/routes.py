@@ -1,8 +1,9 @@
 """The HTTP routes of the plan service, and its metrics.
 
-`POST /v1/traces` takes a trace, `POST /v1/plans` makes a job of a trace and targets, and the other routes
-follow, show, list and cancel jobs. Handlers are plain functions, so that FastAPI runs them in threads beside
-the event loop. Jobs are counted in the database when Prometheus asks.
+`POST /v1/traces` takes a trace, `POST /v1/plans` makes a job of a trace and targets, `POST /v1/portfolios`
+one of a portfolio, and the other routes follow, show, list and cancel jobs. Handlers are plain functions,
+so that FastAPI runs them in threads beside the event loop. Jobs are counted in the database when Prometheus
+asks.
 """
 
 from __future__ import annotations
@@ -32,18 +33,24 @@ from tokenfleet.service.forms import (
     JobBrief,
     JobList,
     PlanOrder,
+    PortfolioBrief,
+    PortfolioJob,
+    PortfolioOrder,
     Scorecard,
     State,
     TraceSummary,
 )
 from tokenfleet.service.gap import Gap, last_kept_gap
-from tokenfleet.service.jobs import Jobs
+from tokenfleet.service.jobs import PORTFOLIO, Jobs
 from tokenfleet.service.plan_service import RETRY_AFTER_S, PlanService
 
 INLINE_BODY_BYTES = 8 << 20
 LOOK_EVERY_S = 0.2
 MOST_FOLLOWERS = 200
 
+Key = Annotated[
+    str | None, Header(min_length=1, max_length=128, description="the same key again gives the same job")
+]
 JobId = Annotated[str, InPath(min_length=1, max_length=64, description="the `id` of a job")]
 _BUSY: dict[int | str, dict[str, Any]] = {
     429: {
@@ -53,16 +60,17 @@ _BUSY: dict[int | str, dict[str, Any]] = {
     }
 }
 _ID = {"job": "$response.body#/id"}
-_ORDERED: dict[int | str, dict[str, Any]] = {
-    202: {
-        "description": "Queued",
-        "headers": {"Location": {"description": "where the job is", "schema": {"type": "string"}}},
-        "links": {
-            "job": {"operationId": "get_plan", "parameters": _ID},
-            "cancel": {"operationId": "cancel_plan", "parameters": _ID},
-        },
+
+
+def _ordered(kind: str) -> dict[int | str, dict[str, Any]]:
+    links = {
+        "job": {"operationId": f"get_{kind}", "parameters": _ID},
+        "cancel": {"operationId": f"cancel_{kind}", "parameters": _ID},
     }
-}
+    location = {"description": "where the job is", "schema": {"type": "string"}}
+    return {202: {"description": "Queued", "headers": {"Location": location}, "links": links}, **_BUSY}
+
+
 _EXAMPLES: dict[str, Example] = {
     "sample": {
         "summary": "The sample trace on one kind of worker",
@@ -87,7 +95,11 @@ def plan_extension(service: PlanService, last_gap: Callable[[], Gap | None] | No
         routers=[plan_router(service)],
         running=service.running,
         collectors=[JobCollector(service.jobs), GapCollector(known)],
-        body_bytes={"/v1/traces": service.limits.upload_bytes, "/v1/plans": INLINE_BODY_BYTES},
+        body_bytes={
+            "/v1/traces": service.limits.upload_bytes,
+            "/v1/plans": INLINE_BODY_BYTES,
+            "/v1/portfolios": INLINE_BODY_BYTES,
+        },
     )
 
 
@@ -96,7 +108,11 @@ def plan_router(service: PlanService) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["plans"], responses=ERRORS)
     _add_catalogue_and_traces(router, service)
     _add_plans(router, service)
-    _add_following(router, service)
+    _add_portfolios(router, service)
+    followers = asyncio.Semaphore(MOST_FOLLOWERS)
+    _add_following(router, service, "plan", JobBrief, followers)
+    _add_following(router, service, PORTFOLIO, PortfolioBrief, followers)
+    _add_scorecards(router, service)
     return router
 
 
@@ -137,14 +153,11 @@ def _add_catalogue_and_traces(router: APIRouter, service: PlanService) -> None:
 
 
 def _add_plans(router: APIRouter, service: PlanService) -> None:
-    @router.post("/plans", operation_id="order_plan", status_code=202, responses=_BUSY | _ORDERED)
+    @router.post("/plans", operation_id="order_plan", status_code=202, responses=_ordered("plan"))
     def order(
         response: Response,
         order: Annotated[PlanOrder, Body(openapi_examples=_EXAMPLES)],
-        idempotency_key: Annotated[
-            str | None,
-            Header(min_length=1, max_length=128, description="the same key again gives the same job"),
-        ] = None,
+        idempotency_key: Key = None,
     ) -> JobBrief:
         """Queue a plan job. It outlives the service: after a crash it is begun again."""
         job = service.order(order, idempotency_key)
@@ -166,29 +179,61 @@ def _add_plans(router: APIRouter, service: PlanService) -> None:
         # The plan goes out as it was made; a model in between could change a digit.
         return JSONResponse(state | {"plan": None if text is None else json.loads(text)})
 
-    @router.delete("/plans/{job}", operation_id="cancel_plan", status_code=202, responses=_CONFLICT)
-    def cancel(job: JobId) -> JobBrief:
+
+def _add_portfolios(router: APIRouter, service: PlanService) -> None:
+    @router.post(
+        "/portfolios", operation_id="order_portfolio", status_code=202, responses=_ordered(PORTFOLIO)
+    )
+    def order_portfolio(
+        response: Response, order: PortfolioOrder, idempotency_key: Key = None
+    ) -> PortfolioBrief:
+        """Queue the plan of several models within limits that they share."""
+        job = service.order_portfolio(order, idempotency_key)
+        response.headers["location"] = f"/v1/portfolios/{job['id']}"
+        return PortfolioBrief.model_validate(job)
+
+    @router.get("/portfolios/{job}", operation_id="get_portfolio", response_model=PortfolioJob)
+    def portfolio(job: JobId) -> Response:
+        """A job of a portfolio, and its answer once it is done."""
+        state = PortfolioBrief.model_validate(service.job(job, PORTFOLIO)).model_dump(mode="json")
+        text = service.plans.text(job, of_portfolio=True)
+        return JSONResponse(state | {"portfolio": None if text is None else json.loads(text)})
+
+
+def _add_following(
+    router: APIRouter,
+    service: PlanService,
+    kind: str,
+    brief: type[PortfolioBrief],
+    followers: asyncio.Semaphore,
+) -> None:
+    @router.delete(
+        f"/{kind}s/{{job}}",
+        operation_id=f"cancel_{kind}",
+        status_code=202,
+        response_model=brief,
+        responses=_CONFLICT,
+    )
+    def cancel(job: JobId) -> Any:
         """Cancel a job: at once while it waits, within a moment while it runs."""
-        return JobBrief.model_validate(service.cancel(job))
-
-
-def _add_following(router: APIRouter, service: PlanService) -> None:
-    followers = asyncio.Semaphore(MOST_FOLLOWERS)
+        return service.cancel(job, kind)
 
     @router.get(
-        "/plans/{job}/events",
-        operation_id="follow_plan",
+        f"/{kind}s/{{job}}/events",
+        operation_id=f"follow_{kind}",
         response_class=EventSourceResponse,
         responses=_BUSY,
     )
     async def follow(job: JobId) -> EventSourceResponse:
-        """Server-sent events: the job (as in `GET /v1/plans`) whenever it has changed. The event's name is
-        the job's state; after `done`, `failed` or `cancelled` the stream ends."""
-        await asyncio.to_thread(service.job, job)
+        """Server-sent events: the job (as in `GET`, without its answer) whenever it has changed. The event's
+        name is the job's state; after `done`, `failed` or `cancelled` the stream ends."""
+        await asyncio.to_thread(service.job, job, kind)
         if followers.locked():
             raise TooBusy(f"{MOST_FOLLOWERS} jobs are being followed already", RETRY_AFTER_S)
-        return EventSourceResponse(_changes(service, job, followers))
+        return EventSourceResponse(_changes(service, job, followers, kind))
 
+
+def _add_scorecards(router: APIRouter, service: PlanService) -> None:
     @router.get(
         "/plans/{job}/scorecard",
         operation_id="get_scorecard",
@@ -201,13 +246,13 @@ def _add_following(router: APIRouter, service: PlanService) -> None:
 
 
 async def _changes(
-    service: PlanService, job: str, followers: asyncio.Semaphore
+    service: PlanService, job: str, followers: asyncio.Semaphore, kind: str
 ) -> AsyncIterator[dict[str, str]]:
     async with followers:
         last, number = "", 0
         while True:
             try:
-                view = await asyncio.to_thread(service.job, job)
+                view = await asyncio.to_thread(service.job, job, kind)
             except BadInput:
                 return
             text = json.dumps(view)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 
 
 def end_with_asker() -> None:
-    """From now on this process ends, with code 3, once the other end of its stdin is closed.
+    """From now on this process, with all of the group that it leads, ends once its stdin is closed.
 
     However that one ends: the kernel closes its pipes.
     """
 
     def wait() -> None:
         sys.stdin.buffer.read()
+        if os.getpgrp() == os.getpid():  # with those that work for it
+            os.killpg(0, signal.SIGKILL)
         os._exit(3)
 
     threading.Thread(target=wait, name="end-with-asker", daemon=True).start()

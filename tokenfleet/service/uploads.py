@@ -83,8 +83,9 @@ class Uploads:
     def _let_go(self, newest: str) -> None:
         """Remove the files longest unused beyond the bound; jobs over keep their summary and their plan."""
         rows = self._database.rows(
-            "SELECT id, bytes FROM uploads WHERE id NOT IN"
-            " (SELECT upload FROM jobs WHERE state IN ('queued', 'running')) ORDER BY used_s DESC"
+            "SELECT id, bytes FROM uploads WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE"
+            " state IN ('queued', 'running') AND (upload = uploads.id OR instr(question, uploads.id)))"
+            " ORDER BY used_s DESC"
         )
         total = 0
         for row in rows:

@@ -15,7 +15,7 @@ from console.browser import HOSTILE, QUICK, submitted
 
 
 def test_pages_may_run_nothing_but_their_own_files(api):
-    for path in ("/", "/plan", "/live", "/console/console.css", "/console/plan_page.js"):
+    for path in ("/", "/plan", "/portfolio", "/live", "/console/console.css", "/console/plan_page.js"):
         with urllib.request.urlopen(api + path, timeout=20) as reply:
             policy, body = reply.headers["content-security-policy"], reply.read().decode()
         assert "default-src 'none'" in policy

@@ -5,6 +5,7 @@ import { confirmed } from "./confirm_dialog.js";
 import { byId, make, say } from "./dom.js";
 import { count, counted, duration, share } from "./format.js";
 import { EventStream } from "./event_stream.js";
+import { connection } from "./job_page.js";
 import { Decisions } from "./live_decisions.js";
 import { forgetMoved, showMoved, showMoving } from "./live_moving.js";
 import { offerScorecard } from "./live_scorecard.js";
@@ -243,11 +244,6 @@ async function give(order) {
     say(byId("complaint"), `${error.message}.`);
   }
   refresh();
-}
-
-function connection(text) {
-  byId("connection").hidden = text === "";
-  say(byId("connection"), text);
 }
 
 byId("scale").addEventListener("submit", (event) => {

@@ -1,4 +1,4 @@
-/* One plan: the trace sent if it must be, the job ordered, followed to its end, or cancelled. */
+/* One job `of` plans or portfolios: the trace sent if it must be, ordered, followed to its end, or cancelled. */
 
 import { Refused, ask } from "./api.js";
 import { EventStream } from "./event_stream.js";
@@ -19,22 +19,22 @@ export function sendTrace(file) {
 /** Order a plan; the new job. */
 export const order = (question) => ask("POST", "/v1/plans", { json: toOrder(question) });
 
-/** The job with its plan. */
-export const job = (id) => ask("GET", `/v1/plans/${encodeURIComponent(id)}`);
+/** The job with its answer. */
+export const job = (id, of = "plans") => ask("GET", `/v1/${of}/${encodeURIComponent(id)}`);
 
 /** Ask for an end; the job may have ended meanwhile. */
-export async function cancel(id) {
+export async function cancel(id, of = "plans") {
   try {
-    await ask("DELETE", `/v1/plans/${encodeURIComponent(id)}`);
+    await ask("DELETE", `/v1/${of}/${encodeURIComponent(id)}`);
   } catch (error) {
     if (!(error instanceof Refused && error.status === 409)) throw error;
   }
 }
 
-/** Follow a job until it is over, and return it with its plan. `onChange(job)` on every change, `onState` as in
+/** Follow a job until it is over, and return it with its answer. `onChange(job)` on every change, `onState` as in
  *  EventStream. */
-export async function followed(id, { onChange, onState, signal }) {
-  const stream = new EventStream(`/v1/plans/${encodeURIComponent(id)}/events`, {
+export async function followed(id, { onChange, onState, signal }, of = "plans") {
+  const stream = new EventStream(`/v1/${of}/${encodeURIComponent(id)}/events`, {
     signal,
     onState,
     onEvent: ({ data }) => {
@@ -44,7 +44,7 @@ export async function followed(id, { onChange, onState, signal }) {
     },
   });
   await stream.run();
-  return job(id);
+  return job(id, of);
 }
 
 /** The last plans, newest first. */

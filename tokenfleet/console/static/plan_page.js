@@ -1,8 +1,9 @@
 /* The plan page: form, address, job and answer brought together. */
 
-import { Refused, Unreachable, ask, offers } from "./api.js";
+import { ask, offers } from "./api.js";
 import { byId, make, say } from "./dom.js";
 import { clock, dollars, duration, fleetLabel, percent, stamp } from "./format.js";
+import { connection, download, guarded, isRefusal, onStream, settled, waiting } from "./job_page.js";
 import { answer, sentence } from "./plan_answer.js";
 import { PlanForm } from "./plan_form.js";
 import { cancel, followed, job as jobOf, order, recent, sendTrace } from "./plan_job.js";
@@ -33,7 +34,10 @@ async function start() {
   byId("cancel").addEventListener("click", () => following?.id && guarded(() => cancel(following.id)));
   byId("copy-command").addEventListener("click", () => copy("Command", byId("command").textContent));
   byId("copy-link").addEventListener("click", () => copy("Link", location.href));
-  byId("download").addEventListener("click", download);
+  byId("download").addEventListener("click", async () => {
+    const { plan: found, id } = shown.plan ? shown : await jobOf(shown.id);
+    download(`plan-${id}.json`, found);
+  });
   window.addEventListener("popstate", open);
   byId("submit").disabled = false;
   await open();
@@ -47,7 +51,7 @@ async function catalogue() {
       connection("");
       return known;
     } catch (error) {
-      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      if (!isRefusal(error)) throw error;
       const waitS = AGAIN_S[Math.min(tries, AGAIN_S.length - 1)];
       connection(`${error.message}; trying again in ${waitS} s`);
       await new Promise((resolve) => setTimeout(resolve, waitS * 1e3));
@@ -112,31 +116,6 @@ async function watch(id) {
   }
 }
 
-function onStream(state, waitS) {
-  connection(
-    state === "open"
-      ? ""
-      : `The control API does not answer; the plan goes on there. Trying again in ${waitS} s`,
-  );
-}
-
-function waiting(text, progress = null, isCancellable = false) {
-  const bar = byId("progress");
-  bar.hidden = false;
-  if (progress) bar.value = progress;
-  else bar.removeAttribute("value");
-  byId("cancel").hidden = !isCancellable;
-  byId("answer").classList.toggle("old", shown !== null);
-  say(byId("status"), text);
-}
-
-function settled(text) {
-  byId("progress").hidden = true;
-  byId("cancel").hidden = true;
-  byId("answer").classList.remove("old");
-  say(byId("status"), text);
-}
-
 function show(job) {
   const { plan: found } = job;
   shown = job;
@@ -170,7 +149,7 @@ async function showRecent() {
   try {
     jobs = await recent(RECENT);
   } catch (error) {
-    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+    if (!isRefusal(error)) throw error;
   }
   byId("recent").hidden = jobs.length === 0;
   const list = byId("recent-list");
@@ -211,24 +190,6 @@ function recentLine(job) {
   );
 }
 
-/** Do it; what goes wrong is said beside the button, in the API's own words. */
-async function guarded(action) {
-  try {
-    await action();
-  } catch (error) {
-    if (error.name === "AbortError") return;
-    settled("");
-    const soon = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
-    say(byId("complaint"), `${error.message}.${soon}`);
-    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
-  }
-}
-
-function connection(text) {
-  byId("connection").hidden = text === "";
-  say(byId("connection"), text);
-}
-
 async function copy(what, text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -237,15 +198,6 @@ async function copy(what, text) {
     // Not allowed, or no secure context.
     say(byId("copied"), `This browser does not let the page copy. ${what}: ${text}`);
   }
-}
-
-async function download() {
-  const { plan: found, id } = shown.plan ? shown : await jobOf(shown.id);
-  const url = URL.createObjectURL(
-    new Blob([`${JSON.stringify(found, null, 1)}\n`], { type: "application/json" }),
-  );
-  make("a", { href: url, download: `plan-${id}.json` }).click();
-  URL.revokeObjectURL(url);
 }
 
 void start();

@@ -1,0 +1,57 @@
+/* What the pages of jobs share: what stands beside the form while a job runs, and when something goes wrong. */
+
+import { Refused, Unreachable } from "./api.js";
+import { byId, make, say } from "./dom.js";
+
+/** Whether an error is the API's refusal, or its silence. */
+export const isRefusal = (error) => error instanceof Refused || error instanceof Unreachable;
+
+/** Say that nobody answers, or with no text that somebody does. */
+export function connection(text) {
+  byId("connection").hidden = text === "";
+  say(byId("connection"), text);
+}
+
+/** Say whether the stream of a job's events goes on, as EventStream tells it. */
+export const onStream = (state, waitS) =>
+  connection(state === "open" ? "" : `The control API does not answer; the plan goes on there. Trying again in ${waitS} s`);
+
+/** Say how far the job is; an answer from before is faded. */
+export function waiting(text, progress = null, isCancellable = false) {
+  const bar = byId("progress");
+  bar.hidden = false;
+  if (progress) bar.value = progress;
+  else bar.removeAttribute("value");
+  byId("cancel").hidden = !isCancellable;
+  byId("answer").classList.toggle("old", document.getElementById("answer-title") !== null);
+  say(byId("status"), text);
+}
+
+/** The job is over. */
+export function settled(text) {
+  byId("progress").hidden = true;
+  byId("cancel").hidden = true;
+  byId("answer").classList.remove("old");
+  say(byId("status"), text);
+}
+
+/** Do it; what goes wrong is said beside the button, in the API's own words. */
+export async function guarded(action) {
+  try {
+    await action();
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    settled("");
+    const soon = error.retryAfterS ? ` Try again in ${error.retryAfterS} s.` : "";
+    say(byId("complaint"), `${error.message}.${soon}`);
+    if (!isRefusal(error)) throw error;
+  }
+}
+
+/** Let the browser keep JSON as a file. */
+export function download(name, content) {
+  const text = `${JSON.stringify(content, null, 1)}\n`;
+  const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  make("a", { href: url, download: name }).click();
+  URL.revokeObjectURL(url);
+}

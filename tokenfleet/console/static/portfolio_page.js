@@ -1,0 +1,158 @@
+/* The portfolio page: its file, the job made of it, and the answer as tables and a chart. */
+
+import { ask } from "./api.js";
+import { chart } from "./chart.js";
+import { byId, make, say, table } from "./dom.js";
+import { counted, dollars, fleetLabel, number, percent, share } from "./format.js";
+import { download, guarded, onStream, settled, waiting } from "./job_page.js";
+import { cancel, followed, sendTrace } from "./plan_job.js";
+
+const OF = "portfolios";
+const SAMPLE = "sample_trace.csv";
+
+let following = ""; // the id of the job being waited for
+let shown = null; // the answer
+
+async function start() {
+  byId("question").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    byId("submit").disabled = true;
+    await guarded(plan);
+    byId("submit").disabled = false;
+  });
+  const read = async (file) => (byId("text").value = await file.text());
+  byId("file").addEventListener("change", () => [...byId("file").files].forEach(read));
+  byId("cancel").addEventListener("click", () => guarded(() => cancel(following, OF)));
+  byId("download").addEventListener("click", () => download("portfolio.json", shown));
+  window.addEventListener("popstate", () => location.reload());
+  const id = new URLSearchParams(location.search).get("job");
+  if (id !== null) await guarded(() => watch(id.slice(0, 64)));
+  byId("submit").disabled = false;
+}
+
+async function plan() {
+  const text = byId("text").value;
+  const order = { portfolio: text, traces: {}, files: {} };
+  for (const file of byId("files").files) {
+    const name = namedIn(text, file.name) ?? file.name;
+    waiting(`Sending ${name}`);
+    if (/\.ya?ml$/i.test(name)) order.files[name] = await file.text();
+    else order.traces[name] = { upload: (await sendTrace(file)).id };
+  }
+  const sample = namedIn(text, SAMPLE);
+  if (sample) order.traces[sample] ??= { sample: true };
+  const { id } = await ask("POST", `/v1/${OF}`, { json: order });
+  history.pushState(null, "", `?job=${id}`);
+  await watch(id);
+}
+
+/** A file's name as the portfolio has it, with the folders before it: a browser tells the last part alone. */
+function namedIn(text, name) {
+  const words = text.split(/[\s,[\]{}"']+/);
+  return words.find((word) => word === name || word.endsWith(`/${name}`));
+}
+
+/** Wait for a job, and show what it says. */
+async function watch(id) {
+  following = id;
+  say(byId("complaint"), "");
+  const onChange = (job) => {
+    byId("text").value = job.question.portfolio;
+    const left = job.progress ? `, ${percent(job.progress)}` : "";
+    waiting(`${job.state === "queued" ? "Queued" : "Planning"}: ${job.says}${left}`, job.progress, true);
+  };
+  const job = await followed(id, { onChange, onState: onStream }, OF);
+  if (job.portfolio === null) {
+    settled(job.state === "cancelled" ? "Cancelled." : "");
+    say(byId("complaint"), job.error ?? "");
+    return;
+  }
+  shown = job.portfolio;
+  byId("answer").replaceChildren(...answer(shown));
+  settled(`Planned: ${sentence(shown)}.`);
+  byId("take").hidden = false;
+  document.title = `${sentence(shown)} · Tokenfleet`;
+  byId("answer-title").focus();
+}
+
+/** The GPUs of a plan's stretches of time, by type; those that are never taken are left out. */
+function types({ gpus }) {
+  return Object.keys(gpus[0]).filter((name) => !name.endsWith("_s") && gpus.some((stretch) => stretch[name] > 0));
+}
+
+function sentence(plan) {
+  const most = types(plan).map((name) => `${Math.max(...plan.gpus.map((one) => one[name]))} ${name}`);
+  return `${dollars(plan.usd_per_hour)} for ${counted(plan.models.length, "model")}, with ${most.join(", ")} at most`;
+}
+
+function answer(plan) {
+  const { constant_usd_per_hour: fixed, unlimited_usd_per_hour: free, limits: shared } = plan;
+  const constant = fixed === null ? "Fleets that never change break the limits" : `If no fleet ever changed: ${dollars(fixed)}`;
+  return [
+    make("h2", { id: "answer-title", tabindex: "-1" }, sentence(plan)),
+    make("p", { class: "soft" }, shared.length > 0 ? `Without limits: ${dollars(free)}. ${constant}.` : `${constant}.`),
+    plan.warnings.length > 0 ? make("ul", { class: "notice" }, plan.warnings.map((text) => make("li", {}, text))) : null,
+    models(plan),
+    shared.length > 0 ? limits(plan) : null,
+    make("div", { class: "charts" }, overTime(plan)),
+  ].filter(Boolean);
+}
+
+function models(plan) {
+  const numbers = ["whole", "on schedule", "at least"].map((name) => ({ name, number: true }));
+  return table(
+    "What each model gets: its fleet, what that costs whole and on its schedule, and its attainment",
+    [{ name: "model" }, { name: "fleet" }, ...numbers, { name: "on other GPUs" }],
+    plan.models.map((one) => [
+      one.name,
+      fleetLabel(one.plan.fleet) + (one.spot ? " on spot" : "") + (one.zone ? `, ${one.zone}` : ""),
+      dollars(one.constant_usd_per_hour),
+      dollars(one.usd_per_hour),
+      share(one.plan.attainment.low),
+      one.others
+        .map(({ gpu, spot, usd_per_hour: usd }) => `${gpu}${spot ? " on spot" : ""} ${usd === null ? "none" : dollars(usd)}`)
+        .join(", "),
+    ]),
+  );
+}
+
+function limits(plan) {
+  return table(
+    "The limits: the most that is taken of each at once, and what more of it would save",
+    [{ name: "limit" }, { name: "most", number: true }, { name: "taken at once", number: true }, { name: "more of it" }],
+    plan.limits.map((one) => [
+      one.name,
+      number(one.most, 6),
+      number(one.peak, 4),
+      one.more === null
+        ? "no rise makes the answer cheaper"
+        : `${number(one.more, 4)} more would save ${dollars(one.saves_usd_per_hour)}`,
+    ]),
+  );
+}
+
+function overTime(plan) {
+  const end = plan.gpus.at(-1).end_s;
+  const [per, unit] = end < 4 * 3600 ? [60, "minutes"] : [3600, "hours"];
+  const named = types(plan);
+  return chart({
+    title: "GPUs over time",
+    says: "GPUs of each type that all models take together, on their schedules.",
+    x: { name: unit, kind: "linear", domain: [plan.gpus[0].start_s / per, end / per], format: (v) => number(v, 4) },
+    y: { name: "GPUs", kind: "whole", zero: true, format: (v) => number(v, 4) },
+    series: named.map((name, i) => ({
+      name,
+      kind: "steps",
+      tone: `${"abc"[i % 3]} ${["", "dashed", "dotted"][Math.floor(i / 3) % 3]}`.trim(),
+      points: [...plan.gpus.map((one) => [one.start_s / per, one[name]]), [end / per, plan.gpus.at(-1)[name]]],
+    })),
+    data: {
+      columns: [{ name: `from, ${unit}` }, { name: "to", number: true }, ...named.map((name) => ({ name, number: true }))],
+      rows: plan.gpus.map((one) =>
+        [one.start_s / per, one.end_s / per, ...named.map((name) => one[name])].map((value) => number(value, 5)),
+      ),
+    },
+  });
+}
+
+void guarded(start);
