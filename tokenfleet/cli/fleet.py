@@ -192,7 +192,7 @@ def _portfolio_tables(view: dict[str, Any]) -> list[Any]:
     lines: list[Any] = []
     for share in view["shares"]:
         counts = [share[name] for name in ("held", "share", "right", "asked", "needed")]
-        gpu = f"{share['gpus_per_worker']} {share['gpu']}" + (f", {share['zone']}" if share["zone"] else "")
+        gpu = ", ".join(filter(None, (f"{share['gpus_per_worker']} {share['gpu']}", share.get("zone"))))
         if (one := models.get(share["name"])) is None:
             table.add_row(share["name"], gpu, *map(str, counts), "–", "–")
             lines.append(f"{share['name']}: its fleet does not answer")

@@ -125,12 +125,14 @@ def test_status_says_what_the_last_day_cost_over_the_cheapest_or_why_that_is_not
     assert told in capsys.readouterr().out
     share = {"gpus_per_worker": 1, "gpu": "h100", "held": 1, "share": 1, "right": 1, "asked": 1, "needed": 1}
     shown = {name: FLEET[name] for name in ("requests", "lately", "attainment_target", "gap")}
-    shares = [share | {"name": name} for name in ("chat", "lost")]
+    shares = [share | {"name": "chat"}, share | {"name": "lost", "zone": "east"}]
     models = [shown | {"name": "chat"}]
     for name, value in {"models": models, "shares": shares, "limits": [], "changes": []}.items():
         monkeypatch.setitem(FLEET, name, value)
     assert main(["fleet", "--control", control, "status"]) == 0
-    assert f"chat: {told}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"chat: {told}" in said
+    assert "1 h100, east" in said
 
 
 def test_status_says_by_which_way_kv_moves_and_how_fast(
