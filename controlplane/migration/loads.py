@@ -30,7 +30,10 @@ RowOf = Callable[[WorkerId], int]  # a worker's row in the ledger
 
 @compiled
 def loads(led: Ledger) -> Table:
-    """One row a worker: the fields of a Load. Those in prefill run, and hold all they will."""
+    """One row a worker: the fields of a Load. Those in prefill run, and hold all they will.
+
+    Those whose KV is loaded from host memory wait.
+    """
     out = np.zeros((len(led.workers), 10))
     for w in range(len(led.workers)):
         out[w, TPOT] = np.inf
@@ -44,7 +47,7 @@ def loads(led: Ledger) -> Table:
         first = queue_first(led, w)
         if first != NONE:
             out[w, HEAD] = led.requests[first].prompt + led.requests[first].key
-        for p in range(2):
+        for p in range(len(led.queue_head)):
             r = led.queue_head[p, w]
             while r != NONE:
                 out[w, WAITING] += 1
@@ -67,8 +70,8 @@ def kept_at(led: Ledger, w: int, r: int) -> tuple[int, int]:
         return 0, 0
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
     most, tokens = most_hits(led.caches, led.requests[r].prompt + generated(led, r), block)
-    cached = cached_blocks(led.caches, w, r, most, 0, False)
-    in_use = cached_blocks(led.caches, w, r, cached, cached, True)
+    cached = cached_blocks(led.caches, w, r, 0, most, 0, False)
+    in_use = cached_blocks(led.caches, w, r, 0, cached, cached, True)
     return min(cached * led.caches.tokens, tokens), min(in_use * led.caches.tokens, tokens)
 
 
@@ -105,14 +108,14 @@ def running_at(led: Ledger, w: int) -> Table:
 def queue_at(led: Ledger, w: int) -> Table:
     """One row a request that waits at a worker, the next one first: number, tokens, generated, remaining."""
     count = 0
-    for p in range(2):
+    for p in range(len(led.queue_head)):
         r = led.queue_head[p, w]
         while r != NONE:
             count += 1
             r = led.requests[r].next
     out = np.empty((count, 4))
     n = 0
-    for p in (1, 0):
+    for p in range(len(led.queue_head) - 1, -1, -1):
         r = led.queue_head[p, w]
         while r != NONE:
             out[n, 0] = r

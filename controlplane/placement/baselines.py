@@ -2,7 +2,7 @@
 
 None knows a constraint or holds a request back. Those that know caches see them as the ledger does, exactly
 where nothing is predicted, which flatters them: the routers themselves guess what workers have cached from
-what they sent there, or from the workers' events.
+what they sent there, or from the workers' events. What lies in host memory below the caches they do not see.
 
     least-prefill    the least prefill left to do, in seconds; at a tie, the fewest requests
     longest-prefix   the most tokens of the request cached; at a tie, the fewest requests

@@ -82,6 +82,15 @@ HOLDING = np.dtype(
     align=True,
 )
 
+LINK = np.dtype(
+    [
+        ("copy_s", np.float64),  # what loading a copy takes
+        ("free_s", np.float64),  # when the loads that have begun are done
+        ("waiting", np.int64),  # copies that those who wait at the worker should load
+    ],
+    align=True,
+)
+
 
 @by_reference
 class Caches(NamedTuple):
@@ -97,6 +106,15 @@ class Caches(NamedTuple):
     held: NDArray[np.int32]  # copies held by requests
 
 
+@by_reference
+class HostMemory(NamedTuple):
+    """What lies below caches, in the workers' host memory; `chunks.tokens` 0: nothing does."""
+
+    chunks: Caches
+    links: Records  # [workers] of LINK
+    loads: Ints  # [requests] copies that one should load which waits at a worker
+
+
 def no_caches() -> Caches:
     """For engines that cache nothing."""
     return Caches(
@@ -109,6 +127,11 @@ def no_caches() -> Caches:
         np.zeros(0, HOLDING),
         np.zeros(0, np.int32),
     )
+
+
+def no_host_memory() -> HostMemory:
+    """For engines that keep nothing below their caches."""
+    return HostMemory(no_caches(), np.zeros(0, LINK), np.zeros(0, np.int64))
 
 
 def new_caches(prefixes: Prefixes, kv_blocks: Ints, block_tokens: Ints, tokens: Ints) -> Caches:
@@ -221,14 +244,15 @@ def find_next(caches: Caches, w: int, before: int, key: int) -> int:
 
 
 @compiled
-def cached_blocks(caches: Caches, w: int, r: int, most: int, guess: int, in_use: bool) -> int:
-    """How many of a request's first `most` blocks are cached at a worker now; touches nothing.
+def cached_blocks(caches: Caches, w: int, r: int, there: int, most: int, guess: int, in_use: bool) -> int:
+    """How many of a request's first `most` blocks are cached at a worker now, if more than `there`.
 
-    `in_use`: cached and in use. A cached block's predecessors are cached too, so the count is searched for by
-    doubling and halving: 2·log2(n) looks into the table for n blocks, two where it is 0 or `guess`.
+    Touches nothing. `in_use`: cached and in use. A cached block's predecessors are cached too, so the count
+    is searched for by doubling and halving: 2·log2(n) looks into the table for n blocks, two where it is
+    `there` or `guess`.
     """
-    there, missing = 0, most + 1  # of the counts from `missing` on, none is all cached
-    if 0 < guess <= most:
+    missing = most + 1  # of the counts from `missing` on, none is all cached
+    if there < guess <= most:
         if is_cached(caches, w, r, guess - 1, in_use):
             there = guess
         else:

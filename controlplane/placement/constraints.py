@@ -5,7 +5,8 @@ For worker w with b decoding requests and a candidate r of L prefill tokens:
 (b) a decode step with everything assigned to w, its outputs grown by θ of what is expected, within TPOT;
     a target that no type of worker keeps even for its request alone is none (kept_tpot_s), and one that w
     does not, of a request that had to go there, is lost and binds no other
-(c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT
+(c) step in progress + prefill of all queued at w and of r, within what is left of r's TTFT; and where r loads
+    KV from host memory: the loads before it and its own, the step in progress then, the prefill of the rest
 (d) that prefill costs no decoding request k more than it has saved against its TPOT line by then:
         slack_k = tpot_k·(tokens after the first) - (time since the first)
     A request behind its line is not lost: it may catch up before it ends. With a deficit of d, saving s a
@@ -69,6 +70,8 @@ from controlplane.placement.ledger import (
     expect_end,
     generated,
     known_cached,
+    known_loads,
+    loads_s,
     shared_tokens,
 )
 from controlplane.placement.order import LEVELS, OPEN, level_of
@@ -112,7 +115,7 @@ def yields_to(slo: Slo, slos: Sequence[Slo]) -> tuple[float, float]:
 def fits(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float, late: bool) -> bool:
     """Whether worker `w` may take request `r` now; `late` drops (c) for one past its TTFT already.
 
-    `cached`: the request's tokens that the worker has or will have cached (`ledger.cached_tokens`).
+    `cached`: the request's tokens that the worker would not compute (`ledger.known_cached`).
     """
     return harm(led, knobs, w, r, cached, now_s, late, 0.0) <= 0.0
 
@@ -125,7 +128,7 @@ def could_fit(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: flo
     grown = tokens + knobs[THETA] * max(led.requests[r].predicted - led.requests[r].key, 1)
     if decode_base_s(k, 1.0) + k[PER_CONTEXT] * grown > led.requests[r].tpot_s:
         return False
-    lasts_s = prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0)
+    lasts_s = prefill_lasts_s(k, tokens - cached, tokens, cached, 0, 0) + own_loads_s(led, w, r)
     lasts_s += frontend_s(k, led.requests[r].prompt)
     return late or now_s + lasts_s <= led.requests[r].arrival_s + led.requests[r].ttft_s
 
@@ -147,7 +150,7 @@ def harm(
         start_s = max(worker.boundary_s, now_s)
         lasts_s = prefill_lasts_s(k, work, tokens, cached, worker.decoding, worker.context)
         if knobs[USE_C] > 0 and not late:
-            wait_s = start_s + lasts_s - led.requests[r].arrival_s
+            wait_s = prefilled_s(led, w, r, cached, start_s, lasts_s) - led.requests[r].arrival_s
             wait_s += frontend_s(k, led.requests[r].prompt)
             if wait_s > led.requests[r].ttft_s:
                 return np.inf
@@ -175,6 +178,27 @@ def harm(
         if at_most > limit and overflows(led, w, r, cached, at_most, limit):
             return np.inf
     return harmed
+
+
+@compiled
+def prefilled_s(led: Ledger, w: int, r: int, cached: int, start_s: float, lasts_s: float) -> float:
+    """When worker `w` would have prefilled `r`, if all it is to compute until then lasts so long."""
+    load_s = loads_s(led, w, r, start_s)
+    if load_s == 0.0:
+        return start_s + lasts_s
+    worker, tokens = led.workers[w], led.requests[r].prompt + led.requests[r].key
+    k = led.coefficients[worker.variant]
+    load_s += prefill_lasts_s(k, tokens - cached, tokens, cached, worker.decoding, worker.context)
+    if worker.decoding > 0:  # it waits for the end of a step
+        load_s += decode_base_s(k, worker.decoding) + k[PER_CONTEXT] * worker.context
+    return start_s + max(lasts_s, load_s)
+
+
+@compiled
+def own_loads_s(led: Ledger, w: int, r: int) -> float:
+    """Seconds that loading a request takes at worker `w` by itself."""
+    copies = known_loads(led, w, r)
+    return float(copies * led.host.links[w].copy_s) if copies > 0 else 0.0
 
 
 @compiled
@@ -301,7 +325,7 @@ def outlook(led: Ledger, w: int, r: int) -> tuple[int, int, float]:
         growth += remaining(led, w, other)
         if led.requests[other].tpot_s >= alone_s:
             tpot_s = min(tpot_s, led.requests[other].tpot_s)
-    for p in range(2):
+    for p in range(len(led.queue_head)):
         other = led.queue_head[p, w]
         while other != NONE:
             growth += max(led.requests[other].predicted - led.requests[other].key, 1)
@@ -399,7 +423,7 @@ def hopeless(led: Ledger, r: int, now_s: float, busy: bool) -> bool:
         return True
     if now_s + least_prefill_s(led, r, 0, busy) <= due_s:
         return False
-    return led.caches.tokens == 0 or now_s + least_prefill_s(led, r, most_cached(led, r), busy) > due_s
+    return led.caches.tokens == 0 or now_s + least_cached_s(led, r, busy) > due_s
 
 
 @compiled
@@ -423,19 +447,27 @@ def least_prefill_s(led: Ledger, r: int, cached: int, busy: bool) -> float:
 
 
 @compiled
-def most_cached(led: Ledger, r: int) -> int:
-    """The most tokens of a request that any serving worker has cached."""
-    most = 0
+def least_cached_s(led: Ledger, r: int, busy: bool) -> float:
+    """The same of one that has as much cached as any serving worker; what that would load, it loads."""
+    least_s, most = np.inf, 0
     for w in range(len(led.workers)):
         if led.workers[w].status == SERVING and led.workers[w].role != DECODE_ONLY:
-            most = max(most, known_cached(led, w, r, most))
-    return most
+            cached = known_cached(led, w, r, most)
+            if cached <= most:
+                continue
+            load_s = own_loads_s(led, w, r)
+            if load_s > 0.0:
+                least_s = min(least_s, least_prefill_s(led, r, cached, busy) + load_s)
+            else:
+                most = cached
+    return min(least_s, least_prefill_s(led, r, most, busy))
 
 
 @compiled
 def time_left_s(led: Ledger, r: int, now_s: float) -> float:
     """Seconds in which an idle worker of the fastest type must begin a request's prefill to meet its TTFT."""
-    least_s = least_prefill_s(led, r, 0 if led.caches.tokens == 0 else most_cached(led, r), False)
+    cold = led.caches.tokens == 0
+    least_s = least_prefill_s(led, r, 0, False) if cold else least_cached_s(led, r, False)
     return led.requests[r].arrival_s + led.requests[r].ttft_s - now_s - least_s
 
 
@@ -457,7 +489,7 @@ def kv_peak(led: Ledger, w: int, r: int) -> float:
         lasts[count] = max(led.requests[r].predicted - led.requests[r].key, 1)
         holds[count] = led.requests[r].prompt + led.requests[r].key
         count += 1
-    for p in range(2):
+    for p in range(len(led.queue_head)):
         other = led.queue_head[p, w]
         while other != NONE:
             lasts[count] = max(led.requests[other].predicted - led.requests[other].key, 1)

@@ -184,7 +184,7 @@ def worker_state(led: Ledger, w: int, now_s: float) -> WorkerState:
             saved_s = float(request["tpot_s"]) * after_first - (start_s - float(request["first_s"]))
         slack_s = min(slack_s, saved_s)
     queued_s = 0.0
-    for p in (1, 0):
+    for p in range(len(led.queue_head) - 1, -1, -1):
         r = int(led.queue_head[p, w])
         while r != NONE:
             request = led.requests[r]

@@ -9,7 +9,8 @@ nothing has to be touched per token.
     context of a worker = Σ prompt + generated over its decoding requests, kept as a running sum
 
 A request is in one phase: HELD (no worker yet), QUEUED (at a worker, prefill not begun), PREFILLING,
-DECODING, DONE.
+DECODING, DONE. One that loads KV from host memory is PREFILLING: it has computed what it loads, and runs once
+that is there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from controlplane.perfmodel.coefficients import (
     run_s,
     steps_within,
 )
-from controlplane.placement.caches import Caches, cached_blocks, common_blocks, most_hits, no_caches
+from controlplane.placement.caches import (
+    Caches,
+    HostMemory,
+    cached_blocks,
+    common_blocks,
+    most_hits,
+    no_caches,
+    no_host_memory,
+)
 from controlplane.placement.lengths import LengthTable, expected_output
 from controlplane.placement.order import ASKED, Orders, has_more, new_orders
 from controlplane.types import Role
@@ -47,6 +56,7 @@ OFF, SERVING, DRAINING = 0, 1, 2
 ANY_PHASE, PREFILL_ONLY, DECODE_ONLY = 0, 1, 2  # roles; the latter two are of split mode
 ROLES: tuple[Role, ...] = ("any", "prefill", "decode")  # by their codes
 NONE = -1
+ON_LINK = 2  # the row of the queues, where there is host memory, of requests that load from it
 
 
 WORKER = np.dtype(
@@ -120,7 +130,7 @@ class Ledger(NamedTuple):
     workers: Records  # [workers] of WORKER
     runs: Records  # [workers] of RUN: of simulated workers, the decode steps that are known beforehand
     requests: Records  # [requests] of REQUEST
-    queue_head: Ints  # [2, workers], by priority: 1 high, 0 normal
+    queue_head: Ints  # [2, workers], by priority: 1 high, 0 normal; [3, workers] with ON_LINK
     queue_tail: Ints
     running: Ints  # [workers, slots] admitted requests, newest last
     coefficients: Floats  # [variants, WIDTH]
@@ -128,6 +138,7 @@ class Ledger(NamedTuple):
     length_grid: Ints
     length_expected: Floats
     caches: Caches
+    host: HostMemory
     orders: Orders
 
 
@@ -138,11 +149,13 @@ def new_ledger(
     slots: int,
     lengths: LengthTable,
     caches: Caches | None = None,
+    host: HostMemory | None = None,
 ) -> Ledger:
     """An empty ledger for workers of the given variants, all OFF, with `requests` empty rows.
 
-    `caches`: the workers' prefix caches; None: they cache nothing.
+    `caches`: the workers' prefix caches; None: they cache nothing. `host`: what they keep below these.
     """
+    queues = 2 if host is None else 3
     workers = np.zeros(len(variant), WORKER)
     workers["variant"] = variant
     workers["boundary_s"] = -1.0
@@ -154,21 +167,23 @@ def new_ledger(
         workers=workers,
         runs=np.zeros(len(variant), RUN),
         requests=rows,
-        queue_head=np.full((2, len(variant)), NONE, np.int64),
-        queue_tail=np.full((2, len(variant)), NONE, np.int64),
+        queue_head=np.full((queues, len(variant)), NONE, np.int64),
+        queue_tail=np.full((queues, len(variant)), NONE, np.int64),
         running=np.zeros((len(variant), slots), np.int64),
         coefficients=np.ascontiguousarray(coefficients, np.float64),
         length_edges=np.ascontiguousarray(lengths.bin_edges, np.int64),
         length_grid=np.ascontiguousarray(lengths.grid, np.int64),
         length_expected=np.ascontiguousarray(lengths.expected_total, np.float64),
         caches=no_caches() if caches is None else caches,
+        host=no_host_memory() if host is None else host,
         orders=new_orders(len(variant)),
     )
 
 
 def copied(led: Ledger) -> Ledger:
     """A ledger that goes its own way; the caches stay those of the first."""
-    own = {name: getattr(led, name).copy() for name in led._fields if name not in ("caches", "orders")}
+    shared = ("caches", "host", "orders")
+    own = {name: getattr(led, name).copy() for name in led._fields if name not in shared}
     return led._replace(orders=new_orders(len(led.workers)), **own)
 
 
@@ -212,7 +227,7 @@ def generated(led: Ledger, r: int) -> int:
 
 @compiled
 def cached_tokens(led: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
-    """Tokens of a request that worker `w` would not compute if the request were put there now.
+    """Tokens of a request that worker `w` would have in its cache if the request were put there now.
 
     What is cached as the worker's last planned step left it, and what those will store that are there already
     and not prefilled: so a burst of one prefix finds the worker that the first of it went to. `in_use`: only
@@ -223,12 +238,12 @@ def cached_tokens(led: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
     unit = led.caches.tokens
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
     most, tokens = most_hits(led.caches, led.requests[r].prompt + led.requests[r].key, block)
-    blocks = cached_blocks(led.caches, w, r, most, (guess + unit - 1) // unit, in_use)
+    blocks = cached_blocks(led.caches, w, r, 0, most, (guess + unit - 1) // unit, in_use)
     i = led.workers[w].running_n - 1
     while i >= 0 and led.requests[led.running[w, i]].phase == PREFILLING:
         blocks = soon_cached(led, r, led.running[w, i], blocks, most)
         i -= 1
-    for p in range(2):
+    for p in range(len(led.queue_head)):
         other = led.queue_head[p, w]
         while other != NONE:
             blocks = soon_cached(led, r, other, blocks, most)
@@ -237,9 +252,33 @@ def cached_tokens(led: Ledger, w: int, r: int, guess: int, in_use: bool) -> int:
 
 
 @compiled
-def known_cached(led: Ledger, w: int, r: int, guess: int) -> int:
-    """`cached_tokens` at worker `w`, in use or not, looked up once for a request until something changes.
+def host_copies(led: Ledger, w: int, r: int, cached: int, guess: int) -> int:
+    """Copies in its host memory that worker `w` would load for a request of which so much is cached.
 
+    At least a whole one. `guess`: the likely answer, which costs least.
+    """
+    chunks = led.host.chunks
+    if chunks.tokens == 0 or chunks.workers[w].keeps == 0:
+        return 0
+    start, most = cached // chunks.tokens, (led.requests[r].prompt + led.requests[r].key) // chunks.tokens
+    copies = cached_blocks(chunks, w, r, start, most, start + guess, False) - start
+    return copies if (start + copies) * chunks.tokens - cached >= chunks.tokens else 0
+
+
+@compiled
+def with_loads(led: Ledger, r: int, cached: int, copies: int) -> int:
+    """Tokens of a request that are not computed where it has so many cached and loads so many copies."""
+    if copies == 0:
+        return cached
+    unit = led.host.chunks.tokens
+    return min((cached // unit + copies) * unit, led.requests[r].prompt + led.requests[r].key - 1)
+
+
+@compiled
+def known_cached(led: Ledger, w: int, r: int, guess: int) -> int:
+    """Tokens that worker `w` would not compute of a request, looked up once until something changes.
+
+    Those of `cached_tokens`, in use or not, and those that it would load from host memory behind them.
     Placing one asks that of every worker up to four times, and again at each offer while it waits: then the
     last answer is the guess. Where changes are not told it is looked up each time.
     """
@@ -247,17 +286,45 @@ def known_cached(led: Ledger, w: int, r: int, guess: int) -> int:
         return 0
     known = led.orders
     if not known.are_kept[0]:
-        return cached_tokens(led, w, r, guess, False)
+        cached = cached_tokens(led, w, r, guess, False)
+        return with_loads(led, r, cached, host_copies(led, w, r, cached, 0))
     row = r % ASKED
     if known.asked_of[row] != r:
         known.asked_of[row] = r
         known.cached_at[row, :] = 0
     if known.cached_at[row, w] != known.changes[0]:
+        copies = 0
         if known.cached_at[row, w] > 0:
             guess = known.cached[row, w]
+            copies = known.loads[row, w]
         known.cached[row, w] = cached_tokens(led, w, r, guess, False)
+        known.loads[row, w] = host_copies(led, w, r, known.cached[row, w], copies)
         known.cached_at[row, w] = known.changes[0]
-    return int(known.cached[row, w])
+    return int(with_loads(led, r, known.cached[row, w], known.loads[row, w]))
+
+
+@compiled
+def known_loads(led: Ledger, w: int, r: int) -> int:
+    """Copies that worker `w` would load for a request from host memory, looked up once as `known_cached`."""
+    if led.host.chunks.tokens == 0:
+        return 0
+    if not led.orders.are_kept[0]:
+        return host_copies(led, w, r, cached_tokens(led, w, r, 0, False), 0)
+    known_cached(led, w, r, 0)
+    return int(led.orders.loads[r % ASKED, w])
+
+
+@compiled
+def loads_s(led: Ledger, w: int, r: int, from_s: float) -> float:
+    """Seconds after `from_s` until worker `w` has loaded a request; 0: it would load nothing.
+
+    Loads follow each other: those that have begun, of those that wait there, its own.
+    """
+    copies = known_loads(led, w, r)
+    if copies == 0:
+        return 0.0
+    link = led.host.links[w]
+    return float(max(link.free_s - from_s, 0.0) + (link.waiting + copies) * link.copy_s)
 
 
 @compiled
@@ -283,23 +350,29 @@ def empty_blocks(led: Ledger, w: int) -> int:
 
 
 @compiled
+def empty_everywhere(led: Ledger, w: int) -> int:
+    """The same of its memory and its host memory."""
+    blocks = empty_blocks(led, w)
+    if led.host.chunks.tokens > 0:
+        block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
+        blocks += int(led.host.chunks.workers[w].empty) * (led.host.chunks.tokens // block)
+    return blocks
+
+
+@compiled
 def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     """Put a request into a worker's queue of its priority; `at_head` is for one that was preempted."""
     p = led.requests[r].priority
     led.requests[r].cached = known_cached(led, w, r, 0)
     led.requests[r].shared = cached_tokens(led, w, r, led.requests[r].cached, True)
-    tail = led.queue_tail[p, w]
-    if tail == NONE:
-        led.queue_head[p, w] = r
-        led.queue_tail[p, w] = r
-        led.requests[r].next = NONE
-    elif at_head:
+    if led.host.chunks.tokens > 0:
+        led.host.loads[r] = known_loads(led, w, r)
+        led.host.links[w].waiting += led.host.loads[r]
+    if at_head and led.queue_head[p, w] != NONE:
         led.requests[r].next = led.queue_head[p, w]
         led.queue_head[p, w] = r
     else:
-        led.requests[tail].next = r
-        led.queue_tail[p, w] = r
-        led.requests[r].next = NONE
+        line_up(led, w, p, r)
     led.requests[r].worker = w
     led.requests[r].phase = QUEUED
     led.workers[w].queued += 1
@@ -308,6 +381,35 @@ def enqueue(led: Ledger, w: int, r: int, at_head: bool) -> None:
     led.workers[w].queued_shared += led.requests[r].shared
     led.orders.changes[0] += 1
     has_more(led.orders, w)
+
+
+@compiled
+def line_up(led: Ledger, w: int, p: int, r: int) -> None:
+    """Put a request at the end of one of a worker's queues."""
+    tail = led.queue_tail[p, w]
+    if tail == NONE:
+        led.queue_head[p, w] = r
+    else:
+        led.requests[tail].next = r
+    led.queue_tail[p, w] = r
+    led.requests[r].next = NONE
+
+
+@compiled
+def step_out(led: Ledger, w: int, p: int, r: int) -> None:
+    """Take a request out of one of a worker's queues, wherever it stands."""
+    before = NONE
+    at = led.queue_head[p, w]
+    while at != r:
+        before = at
+        at = led.requests[at].next
+    if before == NONE:
+        led.queue_head[p, w] = led.requests[r].next
+    else:
+        led.requests[before].next = led.requests[r].next
+    if led.queue_tail[p, w] == r:
+        led.queue_tail[p, w] = before
+    led.requests[r].next = NONE
 
 
 @compiled
@@ -326,19 +428,10 @@ def queue_first(led: Ledger, w: int) -> int:
 @compiled
 def dequeue(led: Ledger, w: int, r: int) -> None:
     """Take a request out of its worker's queue, wherever it stands; its prefill is still to be done."""
-    p = led.requests[r].priority
-    before = NONE
-    at = led.queue_head[p, w]
-    while at != r:
-        before = at
-        at = led.requests[at].next
-    if before == NONE:
-        led.queue_head[p, w] = led.requests[r].next
-    else:
-        led.requests[before].next = led.requests[r].next
-    if led.queue_tail[p, w] == r:
-        led.queue_tail[p, w] = before
-    led.requests[r].next = NONE
+    step_out(led, w, led.requests[r].priority, r)
+    if led.host.chunks.tokens > 0:
+        led.host.links[w].waiting -= led.host.loads[r]
+        led.host.loads[r] = 0
     led.workers[w].queued_shared -= led.requests[r].shared
     led.requests[r].shared = 0
 

@@ -67,6 +67,7 @@ class Orders(NamedTuple):
     changes: Ints  # [1] so far, of anything
     asked_of: Ints  # [ASKED] requests of which it was asked lately what workers have cached;
     cached: Ints  # [ASKED, workers] what that was,
+    loads: Ints  # the copies below it that it would load,
     cached_at: Ints  # and the number of changes until then, 0 where it was not asked
 
 
@@ -82,8 +83,7 @@ def new_orders(workers: int) -> Orders:
         np.zeros(workers),
         np.zeros(1, np.int64),
         np.full(ASKED, -1, np.int64),
-        np.zeros((ASKED, workers), np.int64),
-        np.zeros((ASKED, workers), np.int64),
+        *(np.zeros((ASKED, workers), np.int64) for _ in range(3)),
     )
 
 

@@ -15,7 +15,8 @@ Where workers cache prefixes, `spread` takes the one with the least added work, 
 
     what the worker still has to compute of others + what it would have to compute of the request
 
-A worker that has the request's prefix cached has less of the second. Once its queue outweighs that, the
+A worker that has the request's prefix cached has less of the second. What it has of it in host memory below
+its cache it would load: that takes the loads before it and its own. Once its queue outweighs that, the
 request goes elsewhere and the prefix is cached there too: so a hot prefix is replicated, and a first block
 that all share draws no request anywhere. At a tie it is the worker whose memory holds least. What requests
 do to each other beyond this, the constraints say. Where they refuse that worker for now, the request is held
@@ -76,8 +77,9 @@ from controlplane.placement.ledger import (
     DECODE_ONLY,
     NONE,
     Ledger,
-    empty_blocks,
+    empty_everywhere,
     known_cached,
+    loads_s,
     view,
     view_workers,
 )
@@ -220,7 +222,7 @@ def assign(
         if constrained and phase_role != DECODE_ONLY:
             cached = known_cached(led, w, r, cached)  # often as at the worker before
         score = load(led, policy, knobs, w, r, cached, now_s)
-        empty = empty_blocks(led, w) if by_work else 0
+        empty = empty_everywhere(led, w) if by_work else 0
         better = (score < best_score) | ((score == best_score) & (empty > emptiest))
         if not better:
             continue
@@ -366,7 +368,10 @@ def pick(led: Ledger, policy: int, r: int, now_s: float, phase_role: int, draw: 
 
 @compiled
 def added_work_s(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: float) -> float:
-    """Seconds of prefill that a worker has to do, once it has a request of which so much is cached."""
+    """Seconds of prefill that a worker has to do, once it has a request of which so much is cached.
+
+    And what loading it takes, where a part of that is in host memory.
+    """
     worker = led.workers[w]
     k = led.coefficients[worker.variant]
     tokens = led.requests[r].prompt + led.requests[r].key
@@ -374,7 +379,7 @@ def added_work_s(led: Ledger, knobs: Knobs, w: int, r: int, cached: int, now_s: 
     lasts_s = prefill_lasts_s(k, work, tokens, cached, worker.decoding, worker.context)
     if worker.queued > 0:  # the step in progress prefills too
         lasts_s += max(worker.boundary_s - now_s, 0.0)
-    return lasts_s
+    return lasts_s + loads_s(led, w, r, now_s)
 
 
 @compiled

@@ -30,6 +30,7 @@ from controlplane.placement.ledger import (
     DECODE_ONLY,
     DECODING,
     NONE,
+    ON_LINK,
     PREFILLING,
     Ledger,
     begin_decoding,
@@ -106,7 +107,7 @@ def begin_tiered(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
         begin_cached(led, eng, w, now_s)
         return
     begin_plan(eng.host, w)
-    end_loads(eng.host, w, now_s)
+    end_loads(led, eng.host, w, now_s)
     before = led.workers[w].running_n
     prefill, squares = go_on(led, eng, w)
     preempted = led.workers[w].running_n < before
@@ -127,7 +128,7 @@ def begin_tiered(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
     if prefill > 0:
         enter_mixed(led, eng, w, now_s, prefill, squares)
         return
-    next_s = next_load_s(eng.host, w, now_s)
+    next_s = next_load_s(led, eng.host, w, now_s)
     if led.workers[w].running_n == 0:
         rest(led, eng, w, now_s)
         if next_s < np.inf:
@@ -135,7 +136,7 @@ def begin_tiered(led: Ledger, eng: Engines, w: int, now_s: float) -> None:
             eng.workers[w].next_s = next_s
         return
     steps, queued = 1, queue_first(led, w) != NONE
-    if not preempted and eng.host.links[w].failed == 0 and not (queued and eng.workers[w].loading > 0):
+    if not preempted and eng.host.workers[w].failed == 0 and not (queued and eng.workers[w].loading > 0):
         steps = steps_with_free_blocks(led, eng, w, steps_to_first_end(led, eng, w))
         steps = steps_unseen(led, w, steps)
     enter_run(led, eng, w, now_s, steps)
@@ -152,23 +153,23 @@ def begin_loaded(led: Ledger, eng: Engines, w: int, budget: int) -> tuple[int, f
     k = led.coefficients[led.workers[w].variant]
     block = int(k[BLOCK_TOKENS])
     prefill, squares = 0, 0.0
-    before, r = NONE, eng.host.links[w].first
+    r = led.queue_head[ON_LINK, w]
     while budget > 0 and r != NONE:
         seats = led.workers[w].running_n + eng.workers[w].reserved_seats
         if seats > 0 and seats >= k[MAX_SEQS]:
             return prefill, squares, 0
-        load, after = eng.host.requests[r], eng.host.requests[r].next
+        load, after = eng.host.requests[r], led.requests[r].next
         if load.state == LOADS:
-            before, r = r, after
+            r = after
             continue
         if load.state == LOADED:
             load.state = CACHED
             store(led.caches, w, r, block, load.to_block * led.caches.tokens)
         length = led.requests[r].prompt + led.requests[r].key
-        is_alone = seats == 0 and eng.host.links[w].loaded == 0
+        is_alone = seats == 0 and eng.host.workers[w].loaded == 0
         if not is_alone and blocks_lacking(led, r, block) > room(led, eng, w):
             return prefill, squares, 0
-        leave_loading(eng.host, w, before, r)
+        leave_loading(led, eng.host, w, r)
         eng.workers[w].loading -= 1
         led.running[w, led.workers[w].running_n] = r
         led.workers[w].running_n += 1
@@ -252,10 +253,10 @@ def blocks_to_come(led: Ledger, eng: Engines, w: int) -> int:
         r = led.running[w, i]
         if led.requests[r].phase != DECODING:
             blocks += blocks_lacking(led, r, block)
-    r = eng.host.links[w].first
+    r = led.queue_head[ON_LINK, w]
     while r != NONE:
         blocks += blocks_lacking(led, r, block)
-        r = eng.host.requests[r].next
+        r = led.requests[r].next
     return blocks
 
 

@@ -22,6 +22,7 @@ from controlplane.placement.ledger import (
     HELD,
     NONE,
     OFF,
+    ON_LINK,
     PREFILL_ONLY,
     SERVING,
     Ledger,
@@ -309,8 +310,8 @@ def change_worker(led: Ledger, eng: Engines, clu: Cluster, w: int, what: int) ->
             else:
                 put_back_prefilling(led, eng, clu, w, r)
         while eng.workers[w].loading > 0:
-            r = eng.host.links[w].first
-            leave_loading(eng.host, w, NONE, r)
+            r = led.queue_head[ON_LINK, w]
+            leave_loading(led, eng.host, w, r)
             eng.workers[w].loading -= 1
             free_kv(led, eng, w, r)
             put_back_prefilling(led, eng, clu, w, r)
@@ -344,7 +345,7 @@ def forget_kv(led: Ledger, eng: Engines, w: int) -> None:
     """A worker's process has ended, and what it had cached with it."""
     if led.caches.tokens > 0:
         forget(led.caches, w, int(led.coefficients[led.workers[w].variant][KV_BLOCKS]))
-        reset_tier(eng.host, w)
+        reset_tier(led, eng.host, w)
 
 
 @compiled

@@ -16,7 +16,8 @@ planned as before (`cached_step.py`) in all else. The whole of a prompt may be l
 computed again.
 
 A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last
-use, also while it is loaded (`users`). Requests and their ids are those of the engines' own caches.
+use, also while it is loaded (`users`). Requests and their ids are those of the engines' own caches. What
+placement looks at is the ledger's (`caches.HostMemory`): the copies, the links, and the requests that load.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from controlplane.compiled import by_reference, compiled
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS
 from controlplane.perfmodel.profile import Profile
 from controlplane.placement.caches import (
+    LINK,
     NOTHING,
     Caches,
+    HostMemory,
     block_id,
     drop,
     enter,
@@ -43,21 +46,17 @@ from controlplane.placement.caches import (
     new_copy,
     no_caches,
 )
-from controlplane.placement.ledger import NONE, Ledger, Records
+from controlplane.placement.ledger import NONE, ON_LINK, Ledger, Records, line_up, step_out
 from controlplane.placement.memory import fall_asleep, take, touch, wake
 from controlplane.prefixes import Prefixes
 
-LINK = np.dtype(
+TIER = np.dtype(
     [
-        ("copy_s", np.float64),  # what loading a copy takes
-        ("free_s", np.float64),  # when the loads so far are done
         ("plan", np.int64),  # the step that is planned,
         ("new", np.int64),  # the copies that it has stored so far,
         ("offer", np.int64),  # and the offers of copies so far
         ("loaded", np.int64),  # copies that are being loaded
         ("failed", np.int64),  # 1: a store found no room
-        ("first", np.int64),  # of the requests that load: the oldest,
-        ("last", np.int64),  # and the newest
         ("ended", np.int64),  # of those that ended since the last step: the first,
         ("last_ended", np.int64),  # and the last
     ],
@@ -68,7 +67,7 @@ MARK = np.dtype(
 )  # of a copy: who stored, who offered it last
 LOAD = np.dtype(
     [
-        ("next", np.int64),  # the one that loads, or has ended, after it
+        ("next", np.int64),  # the one that has ended after it
         ("ready_s", np.float64),  # when its blocks are there
         ("state", np.int64),
         ("from_block", np.int64),  # what it loads,
@@ -86,7 +85,7 @@ class HostTier(NamedTuple):
     """Records by worker and by request; `chunks.tokens` 0: there is no such tier."""
 
     chunks: Caches
-    links: Records  # [workers] of LINK
+    workers: Records  # [workers] of TIER
     marks: Records  # [workers, copies] of MARK
     requests: Records  # [requests] of LOAD
     used: NDArray[np.uint8]  # 1 for each block of a request that it stored, offered or loaded
@@ -95,13 +94,13 @@ class HostTier(NamedTuple):
 def no_tier() -> HostTier:
     """For engines without one."""
     nothing = np.zeros(0, np.uint8)
-    return HostTier(no_caches(), np.zeros(0, LINK), np.zeros((0, 0), MARK), np.zeros(0, LOAD), nothing)
+    return HostTier(no_caches(), np.zeros(0, TIER), np.zeros((0, 0), MARK), np.zeros(0, LOAD), nothing)
 
 
 def new_tier(
     caches: Caches, prefixes: Prefixes, profiles: Sequence[Profile], variant: NDArray[np.int64]
-) -> HostTier:
-    """Empty tiers for workers of these profiles."""
+) -> tuple[HostTier, HostMemory]:
+    """Empty tiers for workers of these profiles, and what placement looks at of them."""
     tokens, of_all = prefixes.block_tokens, len(caches.held)
     room, copy_s = np.zeros(len(profiles), np.int64), np.zeros(len(profiles))
     for i, profile in enumerate(profiles):
@@ -114,22 +113,24 @@ def new_tier(
     chunks = chunks._replace(requests=caches.requests, held=caches.held)
     links = np.zeros(len(variant), LINK)
     links["copy_s"] = copy_s[variant]
-    for name in ("first", "last", "ended", "last_ended"):
-        links[name] = NONE
-    loads = np.zeros(len(caches.requests), LOAD)
-    loads["next"] = NONE
-    return HostTier(chunks, links, np.zeros(chunks.copies.shape, MARK), loads, np.zeros(of_all, np.uint8))
+    workers = np.zeros(len(variant), TIER)
+    workers["ended"] = workers["last_ended"] = NONE
+    requests = np.zeros(len(caches.requests), LOAD)
+    requests["next"] = NONE
+    marks, used = np.zeros(chunks.copies.shape, MARK), np.zeros(of_all, np.uint8)
+    memory = HostMemory(chunks, links, np.zeros(len(requests), np.int64))
+    return HostTier(chunks, workers, marks, requests, used), memory
 
 
 @compiled
-def reset_tier(tier: HostTier, w: int) -> None:
+def reset_tier(led: Ledger, tier: HostTier, w: int) -> None:
     """A worker's process has ended, and its host memory with it; nothing may load there."""
     if tier.chunks.tokens > 0:
-        link = tier.links[w]
+        worker = tier.workers[w]
         forget(tier.chunks, w, int(tier.chunks.workers[w].empty) + int(tier.chunks.workers[w].asleep))
-        link.free_s = 0.0
-        link.new = link.loaded = link.failed = 0
-        link.first = link.last = link.ended = link.last_ended = NONE
+        led.host.links[w].free_s = 0.0
+        worker.new = worker.loaded = worker.failed = 0
+        worker.ended = worker.last_ended = NONE
 
 
 @compiled
@@ -163,22 +164,22 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> None:
 
     Where they find no room they are offered again in the next step.
     """
-    chunks, link = tier.chunks, tier.links[w]
+    chunks, worker = tier.chunks, tier.workers[w]
     start, end = tier.requests[r].stored, after // chunks.tokens
     if end <= start:
         return
-    link.offer += 1
+    worker.offer += 1
     at, new, copy = chunks.requests[r].at, 0, NOTHING
     for block in range(start, end):
         copy = find_next(chunks, w, copy, block_id(chunks, r, block))
         if copy == NOTHING:
             new += 1
         else:
-            tier.marks[w, copy].offer = link.offer
-        if copy == NOTHING or tier.marks[w, copy].plan != link.plan:
+            tier.marks[w, copy].offer = worker.offer
+        if copy == NOTHING or tier.marks[w, copy].plan != worker.plan:
             tier.used[at + block] = 1
     if not make_room(tier, w, new):
-        link.failed |= int(end - start <= chunks.workers[w].empty + chunks.workers[w].asleep)
+        worker.failed |= int(end - start <= chunks.workers[w].empty + chunks.workers[w].asleep)
         return
     for block in range(start, end):
         key = block_id(chunks, r, block)
@@ -187,19 +188,19 @@ def offer(tier: HostTier, w: int, r: int, after: int) -> None:
             enter(chunks, w, copy)
             fall_asleep(chunks, w, copy)
             chunks.workers[w].empty -= 1
-            tier.marks[w, copy].plan = link.plan
-            link.new += 1
+            tier.marks[w, copy].plan = worker.plan
+            worker.new += 1
     tier.requests[r].stored = end
 
 
 @compiled
 def make_room(tier: HostTier, w: int, new: int) -> bool:
     """Evict until so many copies have room; False, and nothing is evicted, where that cannot be."""
-    chunks, link = tier.chunks, tier.links[w]
+    chunks, worker = tier.chunks, tier.workers[w]
     need = new - chunks.workers[w].empty
     if need <= 0:
         return True
-    if need > chunks.workers[w].asleep - link.loaded - link.new:
+    if need > chunks.workers[w].asleep - worker.loaded - worker.new:
         return False
     copy, found = chunks.workers[w].first, 0
     while copy != NOTHING and found < need:
@@ -223,42 +224,42 @@ def make_room(tier: HostTier, w: int, new: int) -> bool:
 @compiled
 def may_go(tier: HostTier, w: int, copy: int) -> bool:
     """Whether a copy can be evicted: it is not being loaded, nor of this step or of this offer."""
-    mark, link = tier.marks[w, copy], tier.links[w]
+    mark, worker = tier.marks[w, copy], tier.workers[w]
     return bool(
-        tier.chunks.copies[w, copy].users == 0 and mark.plan != link.plan and mark.offer != link.offer
+        tier.chunks.copies[w, copy].users == 0 and mark.plan != worker.plan and mark.offer != worker.offer
     )
 
 
 @compiled
 def begin_plan(tier: HostTier, w: int) -> None:
     """A step is planned: what the one before stored is there."""
-    tier.links[w].plan += 1
-    tier.links[w].new = 0
-    tier.links[w].failed = 0
+    tier.workers[w].plan += 1
+    tier.workers[w].new = 0
+    tier.workers[w].failed = 0
 
 
 @compiled
 def note_end(tier: HostTier, w: int, r: int) -> None:
     """A request has all its tokens; its blocks are used when the next step has been planned."""
-    link = tier.links[w]
+    worker = tier.workers[w]
     tier.requests[r].next = NONE
-    if link.ended == NONE:
-        link.ended = r
+    if worker.ended == NONE:
+        worker.ended = r
     else:
-        tier.requests[link.last_ended].next = r
-    link.last_ended = r
+        tier.requests[worker.last_ended].next = r
+    worker.last_ended = r
 
 
 @compiled
 def use_ended(led: Ledger, tier: HostTier, w: int) -> None:
     """What requests that have ended still had to offer is offered, and then all their blocks are used."""
-    chunks, link = tier.chunks, tier.links[w]
-    r = link.ended
+    chunks, worker = tier.chunks, tier.workers[w]
+    r = worker.ended
     while r != NONE:
         offer(tier, w, r, led.requests[r].prompt)
         r = tier.requests[r].next
-    while link.ended != NONE:
-        r = link.ended
+    while worker.ended != NONE:
+        r = worker.ended
         at = chunks.requests[r].at
         for block in range((led.requests[r].prompt + led.requests[r].key) // chunks.tokens - 1, -1, -1):
             if tier.used[at + block] > 0:
@@ -266,7 +267,7 @@ def use_ended(led: Ledger, tier: HostTier, w: int) -> None:
                 if copy != NOTHING:
                     wake(chunks, w, copy)
                     fall_asleep(chunks, w, copy)
-        link.ended = tier.requests[r].next
+        worker.ended = tier.requests[r].next
         tier.requests[r].next = NONE
 
 
@@ -275,7 +276,7 @@ def begin_load(
     led: Ledger, tier: HostTier, w: int, r: int, hits: int, cached: int, blocks: int, now_s: float
 ) -> None:
     """A waiting request leaves the queue and takes memory: behind what it hits it loads so many blocks."""
-    chunks, link, load = tier.chunks, tier.links[w], tier.requests[r]
+    chunks, link, load = tier.chunks, led.host.links[w], tier.requests[r]
     block = int(led.coefficients[led.workers[w].variant][BLOCK_TOKENS])
     load.from_block = cached // chunks.tokens
     load.to_block = load.from_block + blocks
@@ -286,25 +287,20 @@ def begin_load(
     led.caches.requests[r].own += more
     for i in range(load.from_block, load.to_block):
         copy = find(chunks, w, block_id(chunks, r, i))
-        link.loaded += int(chunks.copies[w, copy].users == 0)
+        tier.workers[w].loaded += int(chunks.copies[w, copy].users == 0)
         chunks.copies[w, copy].users += 1
         tier.used[chunks.requests[r].at + i] = 1
     load.stored = load.to_block
     load.state = LOADS
     link.free_s = max(now_s, link.free_s) + blocks * link.copy_s
     load.ready_s = link.free_s
-    load.next = NONE
-    if link.first == NONE:
-        link.first = r
-    else:
-        tier.requests[link.last].next = r
-    link.last = r
+    line_up(led, w, ON_LINK, r)
 
 
 @compiled
-def end_loads(tier: HostTier, w: int, now_s: float) -> None:
+def end_loads(led: Ledger, tier: HostTier, w: int, now_s: float) -> None:
     """The copies whose loads are done may be evicted again."""
-    r = tier.links[w].first
+    r = led.queue_head[ON_LINK, w]
     while r != NONE:
         load = tier.requests[r]
         if load.state == LOADS and load.ready_s <= now_s:
@@ -312,30 +308,23 @@ def end_loads(tier: HostTier, w: int, now_s: float) -> None:
             for i in range(load.from_block, load.to_block):
                 copy = find(tier.chunks, w, block_id(tier.chunks, r, i))
                 tier.chunks.copies[w, copy].users -= 1
-                tier.links[w].loaded -= int(tier.chunks.copies[w, copy].users == 0)
-        r = load.next
+                tier.workers[w].loaded -= int(tier.chunks.copies[w, copy].users == 0)
+        r = led.requests[r].next
 
 
 @compiled
-def leave_loading(tier: HostTier, w: int, before: int, r: int) -> None:
-    """Take a request off the list of those that load; `before` is the one in front of it, or NONE."""
-    after = tier.requests[r].next
-    if before == NONE:
-        tier.links[w].first = after
-    else:
-        tier.requests[before].next = after
-    if tier.links[w].last == r:
-        tier.links[w].last = before
-    tier.requests[r].next = NONE
+def leave_loading(led: Ledger, tier: HostTier, w: int, r: int) -> None:
+    """A request loads no more."""
+    step_out(led, w, ON_LINK, r)
     tier.requests[r].state = AWAY
 
 
 @compiled
-def next_load_s(tier: HostTier, w: int, now_s: float) -> float:
+def next_load_s(led: Ledger, tier: HostTier, w: int, now_s: float) -> float:
     """When the next load that is under way is done; inf where none is."""
-    soonest_s, r = np.inf, tier.links[w].first
+    soonest_s, r = np.inf, led.queue_head[ON_LINK, w]
     while r != NONE:
         if tier.requests[r].ready_s > now_s:
             soonest_s = min(soonest_s, tier.requests[r].ready_s)
-        r = tier.requests[r].next
+        r = led.requests[r].next
     return soonest_s

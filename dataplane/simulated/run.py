@@ -14,7 +14,7 @@ from controlplane.perfmodel.coefficients import coefficient_row
 from controlplane.perfmodel.profile import Profile
 from controlplane.perfmodel.ranks import rank_of
 from controlplane.perfmodel.speculation import paces
-from controlplane.placement.caches import Caches, new_caches
+from controlplane.placement.caches import Caches, HostMemory, new_caches
 from controlplane.placement.constraints import clients_s, kept_tpot_s, yields_to
 from controlplane.placement.ledger import (
     OFF,
@@ -156,13 +156,16 @@ def prepare(
     settings = options.get("settings") or PlacementSettings()
     lengths = options.get("predictor") or _own_lengths(workload)
     most_misses = options.get("max_misses")
+    caches = _caches(workload, profiles, variant) if options.get("prefix_caching", True) else None
+    tier, host = _tier(workload, caches, profiles, variant, migrates)
     ledger = new_ledger(
         np.stack([coefficient_row(p) for p in profiles]),
         variant,
         requests,
         max(p.engine.max_seqs for p in profiles),
         lengths,
-        _caches(workload, profiles, variant) if options.get("prefix_caching", True) else None,
+        caches,
+        host,
     )
     ledger.workers["role"] = [ROLES.index(spec.role) for spec in workers]
     ledger.workers["status"] = [SERVING if spec.ready_s <= 0 else OFF for spec in workers]
@@ -181,7 +184,6 @@ def prepare(
     )
     tpot_s = np.array([c.tpot_s for c in classes])[workload.slo_class]
     pace = _paces(profiles, workload, options.get("seed", 0))
-    tier = _tier(workload, ledger.caches, profiles, variant, migrates)
     engines = new_engines(len(workers), workload.output_tokens, tpot_s / pace, workload.weight, tier)
     engines.workers["first_rank"], engines.workers["ranks"] = first_rank, ranks
     sending = new_sending(workload.arrival_s, workload.sessions, options.get("agents"))
@@ -291,14 +293,17 @@ def _caches(workload: Workload, profiles: Sequence[Profile], variant: NDArray[np
 
 def _tier(
     workload: Workload,
-    caches: Caches,
+    caches: Caches | None,
     profiles: Sequence[Profile],
     variant: NDArray[np.int64],
     migrates: bool,
-) -> HostTier | None:
-    """The tiers of the workers' caches in host memory; None where none has one, or nothing is cached."""
-    if workload.prefixes is None or not caches.tokens or all(p.host_kv is None for p in profiles):
-        return None
+) -> tuple[HostTier | None, HostMemory | None]:
+    """The tiers of the workers' caches in host memory, and what placement looks at of them.
+
+    None where none has one, or nothing is cached.
+    """
+    if workload.prefixes is None or caches is None or all(p.host_kv is None for p in profiles):
+        return None, None
     if migrates:
         raise BadInput("--host-kv: not simulated beside moves; plan with a policy without +migrate")
     return new_tier(caches, workload.prefixes, profiles, variant)

@@ -15,6 +15,7 @@ from controlplane.placement.ledger import (
     HELD,
     NONE,
     OFF,
+    ON_LINK,
     PREFILLING,
     QUEUED,
     generated,
@@ -44,6 +45,8 @@ def check(state: RunState, now_s: float) -> None:
                 assert led.requests["priority"][r] == p
                 assert led.requests["phase"][r] == QUEUED
                 assert led.requests["worker"][r] == w
+        for r in _on_link(state, w):
+            put(r, f"loading at {w}")
         _check_worker(state, w)
     queue = state.cluster.queue
     held = [r for at in range(4) for r in _linked(state, queue.head[at], queue.tail[at])]
@@ -74,23 +77,29 @@ def _check_worker(state: RunState, w: int) -> None:
     prefilling = [r for r in running if requests["phase"][r] == PREFILLING]
     assert sorted(decoding + prefilling) == sorted(running)
     waiting = [r for p in range(2) for r in _linked(state, led.queue_head[p, w], led.queue_tail[p, w])]
+    on_link = _on_link(state, w)
+    assert eng.workers["loading"][w] == len(on_link)
+    assert all(requests["phase"][r] == PREFILLING and requests["worker"][r] == w for r in on_link)
+    if led.host.chunks.tokens:
+        assert led.host.links["waiting"][w] == sum(int(led.host.loads[r]) for r in waiting)
 
     def tokens(r: int) -> int:
         return int(requests["prompt"][r]) + int(generated(led, r))
 
     assert worker["decoding"] == len(decoding)
     assert worker["context"] == sum(map(tokens, decoding))
-    assert worker["queued"] == len(prefilling) + len(waiting)
-    assert worker["queued_context"] == sum(map(tokens, prefilling + waiting))
+    assert worker["queued"] == len(prefilling) + len(waiting) + len(on_link)
+    assert worker["queued_context"] == sum(map(tokens, prefilling + waiting + on_link))
     to_prefill = sum(tokens(r) - int(requests["cached"][r]) for r in waiting)
     assert worker["queued_shared"] == sum(int(requests["shared"][r]) for r in waiting)
     assert all(0 <= requests["shared"][r] <= requests["cached"][r] < tokens(r) for r in waiting)
-    for r in prefilling:
+    for r in prefilling + on_link:
         to_prefill += tokens(r) - int(eng.requests["computed"][r]) - int(eng.requests["chunk"][r])
     assert worker["queued_tokens"] == to_prefill
     if worker["status"] == OFF:
         assert not running
         assert not waiting
+        assert not on_link
 
     # Blocks used and free add up to the whole unless a lone request outgrew it.
     block, capacity = int(k[BLOCK_TOKENS]), int(k[KV_BLOCKS])
@@ -115,6 +124,12 @@ def _check_worker(state: RunState, w: int) -> None:
 
 def _running(state: RunState, w: int) -> list[int]:
     return [int(r) for r in state.ledger.running[w, : state.ledger.workers["running_n"][w]]]
+
+
+def _on_link(state: RunState, w: int) -> list[int]:
+    """Requests that load from host memory at a worker."""
+    heads, tails = state.ledger.queue_head, state.ledger.queue_tail
+    return _linked(state, heads[ON_LINK, w], tails[ON_LINK, w]) if len(heads) > ON_LINK else []
 
 
 def _linked(state: RunState, head: int, tail: int) -> list[int]:

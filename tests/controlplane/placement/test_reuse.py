@@ -12,10 +12,30 @@ from made_profiles import made_profile
 from random_cases import NEVER_MET
 
 from controlplane.perfmodel.coefficients import MAX_BATCHED, coefficient_row
-from controlplane.perfmodel.profile import EngineLimits, KvModel
+from controlplane.perfmodel.profile import EngineLimits, HostKv, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
-from controlplane.placement.constraints import could_fit, fits, harm, most_cached
-from controlplane.placement.ledger import HELD, NONE, PREFILLING, QUEUED, cached_tokens, enqueue
+from controlplane.placement.constraints import (
+    could_fit,
+    fits,
+    harm,
+    hopeless,
+    kv_peak,
+    least_cached_s,
+    least_prefill_s,
+    outlook,
+    prefill_lasts_s,
+    prefilled_s,
+)
+from controlplane.placement.ledger import (
+    HELD,
+    NONE,
+    PREFILLING,
+    QUEUED,
+    cached_tokens,
+    enqueue,
+    known_cached,
+    known_loads,
+)
 from controlplane.placement.policies import ANY_PHASE, POLICY_CODE, PlacementSettings, Policy, assign
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
@@ -28,12 +48,24 @@ STEP = StepModel(0.005, 2e-5, 1e-4, 1e-7, 1e-9)
 PREFILL = PrefillModel(0.004, 3e-5, 1e-9)
 RELAXED = Slo(2.0, 0.2)
 KNOBS = PlacementSettings().knobs()
+COPY_S = 5e-5  # of loading a block
 BY_CACHE = [Policy.SPREAD, Policy.BEST_FIT, Policy.LONGEST_PREFIX, Policy.LLM_D, Policy.SGLANG]
 
 
-def profile_of(tokens: int = 40_000, mode: EngineMode = EngineMode.CHUNKED, batched: int = 512):
+def host_of(blocks: int, copy_s: float = COPY_S) -> HostKv:
+    """Host memory of so many blocks, of 10 bytes a token."""
+    return HostKv(blocks * BLOCK * 10, BLOCK * 10 / copy_s)
+
+
+def profile_of(
+    tokens: int = 40_000,
+    mode: EngineMode = EngineMode.CHUNKED,
+    batched: int = 512,
+    host: HostKv | None = None,
+):
     limits = EngineLimits(mode=mode, max_batched_tokens=batched, max_seqs=32)
-    return made_profile(STEP, KvModel(capacity_tokens=tokens, block_tokens=BLOCK), limits, PREFILL)
+    kv = KvModel(capacity_tokens=tokens, block_tokens=BLOCK, bytes_per_token=10)
+    return replace(made_profile(STEP, kv, limits, PREFILL), host_kv=host)
 
 
 def of_prefixes(arrival_s, shared: list[tuple[int, int]], own_tokens: int = 40, outputs: int = 8) -> Workload:
@@ -54,16 +86,30 @@ def random_load(rng: np.random.Generator, requests: int, texts: int, rps: float)
     return replace(load, output_tokens=rng.integers(1, 40, requests))
 
 
-def expected_by_hand(state, w: int, r: int, in_use: bool) -> int:
-    """What worker `w` has or will have of a request, from the copies there and the lists of those at it."""
-    led, caches = state.ledger, state.ledger.caches
+def ids_at(caches, w: int, in_use: bool) -> set[int]:
+    """The blocks of which a worker has copies."""
     unused, free = set(), int(caches.workers["unused"][w])
     while free != -1:
         unused.add(free)
         free = int(caches.copies["later"][w, free])
     copies = caches.copies[w, : caches.workers["fresh"][w]]
-    ids = state.workload.prefixes.of(r).tolist()
-    there = {int(c["id"]) for n, c in enumerate(copies) if n not in unused and (c["users"] > 0 or not in_use)}
+    return {int(c["id"]) for n, c in enumerate(copies) if n not in unused and (c["users"] > 0 or not in_use)}
+
+
+def loads_by_hand(state, w: int, r: int) -> int:
+    """Copies in host memory that follow what worker `w` has or will have of a request in its cache."""
+    chunks = state.ledger.host.chunks
+    ids, there = state.workload.prefixes.of(r).tolist(), ids_at(chunks, w, False) if chunks.tokens else set()
+    begins = end = expected_by_hand(state, w, r, False) // BLOCK
+    while end < len(ids) and ids[end] in there:
+        end += 1
+    return end - begins
+
+
+def expected_by_hand(state, w: int, r: int, in_use: bool) -> int:
+    """What worker `w` has or will have of a request, from the copies there and the lists of those at it."""
+    led = state.ledger
+    ids, there = state.workload.prefixes.of(r).tolist(), ids_at(led.caches, w, in_use)
     for other in range(len(state.workload)):
         row = led.requests[other]
         if row["worker"] == w and row["phase"] in (QUEUED, PREFILLING):
@@ -96,7 +142,36 @@ def test_what_is_expected_of_a_worker_is_what_it_has_and_what_those_at_it_will_s
                     for guess in (0, 16, 160, int(load.prompt_tokens[r])):
                         assert cached_tokens(state.ledger, w, r, guess, in_use) == expected
                 most = max(most, expected_by_hand(state, w, r, False))
-            assert most_cached(state.ledger, r) == most
+            assert least_cached_s(state.ledger, r, True) == least_prefill_s(state.ledger, r, most, True)
+
+
+def test_what_a_worker_would_load_is_what_its_host_memory_has_behind_what_it_caches():
+    seen = Counter()
+
+    @settings(max_examples=60)
+    @given(st.integers(0, 2**40), st.sampled_from([90, 400]))
+    def compare(seed, room):
+        rng = np.random.default_rng(seed)
+        load = random_load(rng, 90, 4, 60.0)
+        profile = profile_of(tokens=1600, host=host_of(room, float(rng.choice([1e-5, 1e-3]))))
+        state = prepare(load, [WorkerSpec(profile)] * 3, RELAXED, "spread")
+        led = state.ledger
+        for until_s in (0.2, 0.5, 0.9, 1.6):
+            advance(led, state.engines, state.cluster, state.rules, until_s)
+            view_all(led, state.engines, until_s)
+            for r in np.flatnonzero((led.requests["phase"] == HELD) & (led.requests["worker"] == NONE))[:12]:
+                for w in range(3):
+                    copies = loads_by_hand(state, w, r)
+                    tokens = expected_by_hand(state, w, r, False) // BLOCK * BLOCK + copies * BLOCK
+                    assert known_loads(led, w, r) == copies
+                    assert known_cached(led, w, r, 0) == tokens
+                    seen["loads"] += copies > 0
+                    seen["both"] += 0 < copies < tokens // BLOCK
+                    seen["on the way"] += int(state.engines.workers["loading"][w]) > 0
+
+    compare()
+    assert min(seen.values()) > 30, seen
+    assert len(seen) == 3
 
 
 @settings(max_examples=40)
@@ -117,18 +192,21 @@ def test_a_request_finds_cached_what_was_expected_as_it_was_placed(seed, policy,
     assert {r: int(found[r]) for r in expected} == expected
 
 
+@pytest.mark.parametrize("host", [None, host_of(400, 2e-3)])
 @pytest.mark.parametrize("policy", [*BY_CACHE, Policy.LEAST_PREFILL, Policy.JSQ])
-def test_every_sum_holds_at_every_instant_where_prefixes_are_shared(policy):
+def test_every_sum_holds_at_every_instant_where_prefixes_are_shared(policy, host):
     rng = np.random.default_rng(5)
     load = random_load(rng, 200, 4, 120.0)
     load = replace(load, priority=(rng.random(200) < 0.2).astype(np.int64))
-    workers = [WorkerSpec(profile_of(tokens=3200), fails_s=((0.7, 1.0),) if w == 1 else ()) for w in range(3)]
+    profile = profile_of(tokens=3200 if host is None else 1600, host=host)
+    workers = [WorkerSpec(profile, fails_s=((0.7, 1.0),) if w == 1 else ()) for w in range(3)]
     state = prepare(load, workers, RELAXED, policy)
     for until_s in np.arange(0.05, 4.0, 0.05):
         advance(state.ledger, state.engines, state.cluster, state.rules, float(until_s))
         check(state, float(until_s))
     advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
     assert state.outcome().complete
+    assert host is None or state.outcome().host_hit_rate > 0.01
 
 
 def work_by_hand(state, w: int, r: int, now_s: float) -> float:
@@ -136,13 +214,15 @@ def work_by_hand(state, w: int, r: int, now_s: float) -> float:
     led = state.ledger
     worker, k = led.workers[w], led.coefficients[led.workers["variant"][w]]
     profile = state.profiles[0]
-    tokens, cached = int(led.requests["prompt"][r]), expected_by_hand(state, w, r, False)
-    queued = 0
+    tokens, cached, copies = int(led.requests["prompt"][r]), *counted_by_hand(state, w, r)
+    queued, ahead = 0, 0
     for other in range(len(state.workload)):
         row = led.requests[other]
         if row["worker"] != w or row["phase"] not in (QUEUED, PREFILLING):
             continue
         queued += int(row["prompt"] + row["key"] - row["cached"])
+        if row["phase"] == QUEUED and copies:
+            ahead += int(led.host.loads[other])
         if row["phase"] == PREFILLING:
             job = state.engines.requests[other]
             queued -= int(job["computed"] + job["chunk"] - row["cached"])
@@ -152,15 +232,24 @@ def work_by_hand(state, w: int, r: int, now_s: float) -> float:
     step_s += profile.step.per_prefill_step_s + profile.step.per_context_token_s * worker["context"]
     work_s = steps * step_s + profile.step.per_prefill_token_s * work
     work_s += profile.step.per_prefill_sum_sq_s * (tokens**2 - cached**2)
+    if copies:
+        work_s += (ahead + copies) * COPY_S + max(led.host.links["free_s"][w] - now_s, 0.0)
     return float(work_s + (max(worker["boundary_s"] - now_s, 0.0) if worker["queued"] else 0.0))
 
 
-@settings(max_examples=60)
-@given(st.integers(0, 2**40))
-def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed):
+def counted_by_hand(state, w: int, r: int) -> tuple[int, int]:
+    """Tokens of a request that worker `w` would not compute, and copies that it would load."""
+    cached, copies = expected_by_hand(state, w, r, False), loads_by_hand(state, w, r)
+    return cached + copies * BLOCK, copies
+
+
+@settings(max_examples=90)
+@given(st.integers(0, 2**40), st.sampled_from([None, host_of(200), host_of(2000)]))
+def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed, host):
     rng = np.random.default_rng(seed)
     load = random_load(rng, 90, 3, 60.0)
-    state = prepare(load, [WorkerSpec(profile_of(tokens=6000))] * 4, Slo(0.5, 0.05), "spread")
+    profile = profile_of(tokens=6000 if host is None else 2500, host=host)
+    state = prepare(load, [WorkerSpec(profile)] * 4, Slo(0.5, 0.05), "spread")
     led = state.ledger
     now_s = float(rng.uniform(0.2, 1.2))
     advance(led, state.engines, state.cluster, state.rules, now_s)
@@ -168,7 +257,7 @@ def test_spread_takes_the_worker_with_least_added_work_among_those_that_may(seed
     for r in range(int(np.searchsorted(load.arrival_s, now_s, "right")), len(load)):
         led.requests["arrival_s"][r] = now_s
         chosen = int(assign(led, POLICY_CODE[Policy.SPREAD], KNOBS, r, now_s, False, ANY_PHASE, np.zeros(2)))
-        cached = [expected_by_hand(state, w, r, False) for w in range(4)]
+        cached = [counted_by_hand(state, w, r)[0] for w in range(4)]
         may = [w for w in range(4) if fits(led, KNOBS, w, r, cached[w], now_s, False)]
         work_s = [work_by_hand(state, w, r, now_s) for w in range(4)]
         if not may:
@@ -216,6 +305,86 @@ def test_no_request_waits_for_a_worker_that_could_not_serve_it_even_idle():
     state.ledger.workers["queued_tokens"][0] = 0  # as if it were there for little else
     assert cached_tokens(state.ledger, 0, 1, 0, False) == 1600
     assert spread_takes(state, 1, 0.0) == 1
+
+
+def with_text_in_host_memory(host: HostKv | None, workers: int = 2):
+    """Worker 0's cache is full of another text than request 3's, which has gone to its host memory."""
+    load = of_prefixes([0.0, 1.0, 5.0, 20.0, 30.0], [(0, 100), (1, 1), (2, 147), (0, 100), (3, 20)])
+    profile = profile_of(tokens=150 * BLOCK, host=host)
+    state = prepare(load, [WorkerSpec(profile)] * workers, RELAXED, "round-robin")
+    advance(state.ledger, state.engines, state.cluster, state.rules, 10.0)
+    view_all(state.ledger, state.engines, 10.0)
+    return state
+
+
+def test_a_worker_that_has_the_prefix_in_host_memory_is_chosen_although_anothers_cache_is_empty():
+    for host, chosen in ((host_of(500), 0), (host_of(500, copy_s=0.05), 1), (None, 1)):
+        state = with_text_in_host_memory(host)
+        empty = state.ledger.caches.workers["empty"]
+        assert empty[0] < 10 < empty[1]
+        assert expected_by_hand(state, 0, 3, False) == 0
+        assert known_cached(state.ledger, 0, 3, 0) == (0 if host is None else 1600)
+        assert spread_takes(state, 3, 10.0) == chosen
+
+
+def test_a_ttft_that_only_loading_meets_is_met_and_told_beforehand():
+    state = with_text_in_host_memory(host_of(500))
+    led, k = state.ledger, state.ledger.coefficients[0]
+    loaded_s = 100 * COPY_S + prefill_lasts_s(k, 40, 1640, 1600, 0, 0)
+    computed_s = prefill_lasts_s(k, 1640, 1640, 0, 0, 0)
+    assert computed_s > 3 * loaded_s
+    led.requests["arrival_s"][3], led.requests["ttft_s"][3] = 10.0, (computed_s + loaded_s) / 2
+    assert prefilled_s(led, 0, 3, 1600, 10.0, prefill_lasts_s(k, 40, 1640, 1600, 0, 0)) == 10.0 + loaded_s
+    assert fits(led, KNOBS, 0, 3, 1600, 10.0, False)
+    assert not fits(led, KNOBS, 1, 3, 0, 10.0, False)
+    assert not hopeless(led, 3, 10.0, False)
+    led.host.links["free_s"][0] = 10.0 + computed_s  # others load until then
+    assert not fits(led, KNOBS, 0, 3, 1600, 10.0, False)
+    led.host.links["free_s"][0] = 0.0
+    assert spread_takes(state, 3, 10.0) == 0
+    slow = with_text_in_host_memory(host_of(500, copy_s=0.01))
+    slow.ledger.requests["arrival_s"][3], slow.ledger.requests["ttft_s"][3] = (
+        10.0,
+        (computed_s + loaded_s) / 2,
+    )
+    assert not fits(slow.ledger, KNOBS, 0, 3, 1600, 10.0, False)
+    assert hopeless(slow.ledger, 3, 10.0, False)
+    state = with_text_in_host_memory(host_of(500), workers=1)
+    advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
+    assert state.outcome().loaded_tokens[3] == 1600
+    assert state.outcome().ttft_s[3] == pytest.approx(loaded_s)
+
+
+def test_a_request_that_loads_counts_with_its_prompt_its_answer_and_its_target():
+    state = with_text_in_host_memory(host_of(500, copy_s=0.01), workers=1)
+    led = state.ledger
+    advance(led, state.engines, state.cluster, state.rules, 20.5)
+    view_all(led, state.engines, 20.5)
+    assert led.workers["queued"][0] == 1
+    assert led.workers["queued_tokens"][0] == 40
+    assert led.host.links["free_s"][0] > 20.6
+    led.requests["predicted"][3], led.requests["predicted"][4] = 77, 5
+    led.requests["tpot_s"][3] = 0.09
+    assert outlook(led, 0, 4) == (1640 + 360, 77 + 5, 0.09)
+    assert kv_peak(led, 0, NONE) == 1640 + 77
+
+
+def test_several_that_come_for_a_text_in_host_memory_load_it_once():
+    load = of_prefixes([0.0, 1.0, 5.0, 20.0, 20.0, 20.0], [(0, 100), (1, 1), (2, 147), *[(0, 100)] * 3])
+    state = prepare(load, [WorkerSpec(profile_of(tokens=150 * BLOCK, host=host_of(500)))], RELAXED, "spread")
+    advance(state.ledger, state.engines, state.cluster, state.rules, 20.0)
+    assert [int(state.ledger.host.loads[r]) for r in (3, 4, 5)] in ([100, 0, 0], [0, 0, 0])
+    advance(state.ledger, state.engines, state.cluster, state.rules, np.inf)
+    assert sorted(state.outcome().loaded_tokens[3:].tolist()) == [0, 0, 1600]
+
+
+def test_sessions_that_caches_have_no_room_for_return_to_the_host_memory_that_has_them():
+    load = of_prefixes(np.arange(120) * 1.0, [(n % 24, 100) for n in range(120)], own_tokens=20)
+    profile = profile_of(tokens=350 * BLOCK, host=host_of(2000))
+    outcome = simulate(load, [WorkerSpec(profile)] * 4, RELAXED, "spread")
+    assert (outcome.cached_tokens[24:] == 1600).all()
+    assert (outcome.loaded_tokens[24:] > 0).mean() > 0.5
+    assert set(shares(outcome).values()) == {30}
 
 
 def shares(outcome) -> Counter:
@@ -286,8 +455,6 @@ def test_memory_that_others_use_costs_a_request_nothing_and_memory_that_sleeps_c
 
 
 def test_attention_over_what_is_cached_is_paid_for():
-    from controlplane.placement.constraints import prefill_lasts_s
-
     k = coefficient_row(profile_of())
     whole = prefill_lasts_s(k, 100, 1000, 900, 0, 0)
     assert whole == pytest.approx(0.005 + 2e-5 * 100 + 1e-9 * (1000**2 - 900**2))

@@ -126,7 +126,7 @@ def test_memory_is_whole_again_at_the_end_and_an_advance_by_pieces_leads_to_the_
     assert (caches.copies["users"] == 0).all()
     assert (tier.chunks.copies["users"] == 0).all()
     assert (tier.chunks.workers["empty"] + tier.chunks.workers["asleep"] == 500).all()
-    assert (tier.links["loaded"] == 0).all()
+    assert (tier.workers["loaded"] == 0).all()
     assert (runs[0].engines.workers["loading"] == 0).all()
     assert (runs[0].ledger.workers["queued_tokens"] == 0).all()
 
