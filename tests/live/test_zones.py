@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -121,6 +124,23 @@ def hosts(live_extra):
         pytest.skip(f"no hosts can be made here: {reason}")
     with linux_hosts(2, labels=[f"{ZONE}=west", f"{ZONE}=east"]) as hosts:
         yield hosts
+
+
+def test_a_zone_that_the_cluster_lacks_is_one_line_and_exit_code_2(hosts, model_folder, scratch):
+    file = planned(scratch / "north.json", {"chat": "north", "code": "north"})
+    words = ["--portfolio", str(file), "--model", f"chat={model_folder}", "--model", f"code={model_folder}"]
+    serve = [sys.executable, "-m", "tokenfleet", "serve", "--port", "8798", "--control-port", "8799", *words]
+    done = subprocess.run(
+        hosts[0].command(*serve, "--", *ENGINE_FLAGS),
+        env=os.environ | hosts.environment | {"TOKENFLEET_DATA": str(scratch / "data")},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    has = f"Ray has no node with the label {ZONE}=north; there are east, west"
+    assert line == f"error: chat: --portfolio: zone north: {has}"
 
 
 def test_a_model_starts_grows_and_is_restarted_in_its_zone_alone(hosts, model_folder, scratch):
