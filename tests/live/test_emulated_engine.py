@@ -109,9 +109,9 @@ def test_a_loader_rests_until_its_request_follows_and_is_never_computed():
         await asyncio.gather(bystander.until(5), stream.until(5))
         before, _ = b.steps()
         moving = asyncio.ensure_future(fleet.move(stream, B))
-        while not any(b.batch._holds.is_pinned(s.id) for s in b.batch.segments()):
+        while not any(b.batch._holds.is_pinned(s.id) for s in b.batch._segments.values()):
             await asyncio.sleep(0)
-        (loader,) = (s for s in b.batch.segments() if b.batch._holds.is_pinned(s.id))
+        (loader,) = (s for s in b.batch._segments.values() if b.batch._holds.is_pinned(s.id))
         assert (loader.blocks, b.batch.running, b.batch.waiting) == (800 // 16, 1, 0)
         move = await moving
         await stream.until(len(stream.tokens) + 5)

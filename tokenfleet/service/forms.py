@@ -134,7 +134,7 @@ class PortfolioOrder(_Form):
         for name in sent:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or str(path) != name or name == ".":
-                raise BadInput(f"{name}: expected a path below the portfolio's folder, such as chat.csv")
+                raise BadInput(f"{name!r}: expected a path below the portfolio's folder, such as chat.csv")
 
         def find(name: str) -> Path:
             if name not in sent:
