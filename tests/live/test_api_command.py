@@ -67,6 +67,10 @@ def test_a_portfolio_over_http_is_that_of_the_command_line(api, tmp_path, capsys
     assert [one["plan"]["usd_per_hour"] / one["plan"]["gpus"] for one in job["portfolio"]["models"]][
         1
     ] == 1.25
+    listed = api.ask("GET", "/v1/portfolios", params={"state": "done", "limit": 1}).json()["portfolios"]
+    brief = {"models": ["chat", "code"], "usd_per_hour": job["portfolio"]["usd_per_hour"]}
+    assert listed == [{key: told for key, told in job.items() if key != "portfolio"}]
+    assert listed[0]["brief"] == brief
     # A portfolio is no plan: neither is listed, shown, cancelled or served as the other.
     assert name not in [one["id"] for one in api.ask("GET", "/v1/plans").json()["plans"]]
     for path in ("", "/events", "/scorecard"):
@@ -75,6 +79,7 @@ def test_a_portfolio_over_http_is_that_of_the_command_line(api, tmp_path, capsys
     assert api.ask("POST", "/v1/plans", json=SMALL | {"bias_from": name}).status_code == 404
     plan = api.order(SMALL | {"seed": 7})
     assert api.ask("GET", f"/v1/portfolios/{plan}").status_code == 404
+    assert plan not in [one["id"] for one in api.ask("GET", "/v1/portfolios").json()["portfolios"]]
     told = [view["state"] for view in followed(api, name, of="portfolios")]
     assert told == ["done"]
 
@@ -117,13 +122,18 @@ def test_what_is_wrong_with_a_portfolio_is_one_line_that_names_the_field(api):
     refused(422, "body.portfolio", portfolio="")
 
 
-def test_a_portfolio_that_is_cancelled_leaves_no_process(api):
+def eight_models():
+    """A portfolio that takes a minute and more."""
     models = "".join(f"- {{name: m{n}, trace: day.csv, seed: {n}}}\n" for n in range(8))
     text = (
         "schema: tokenfleet.portfolio/1\nlimits: {max-gpus: 999}\n"
         f"defaults: {{model: llama-3.1-70b, slo: 'ttft=1s,tpot=50ms'}}\nmodels:\n{models}"
     )
-    name = api.order({"portfolio": text, "traces": {"day.csv": {"sample": True}}}, "portfolios")
+    return {"portfolio": text, "traces": {"day.csv": {"sample": True}}}
+
+
+def test_a_portfolio_that_is_cancelled_leaves_no_process(api):
+    name = api.order(eight_models(), "portfolios")
     api.until(name, "running", of="portfolios")
     deadline = time.monotonic() + 60
     while len(group := group_of(planners_of(api.process.pid))) < 3:  # it, and those that plan for it
@@ -231,14 +241,17 @@ def test_what_is_over_is_kept(api):
 
 
 def test_a_job_that_takes_too_long_is_ended(api):
-    job = api.until(api.order(LARGE | {"timeout_s": 1}), "failed")
-    assert "longer than 1 s" in job["error"]
-    gone(planners_of(api.process.pid))
+    for order, of in ((LARGE, "plans"), (eight_models(), "portfolios")):
+        job = api.until(api.order(order | {"timeout_s": 1}, of), "failed", of=of)
+        assert "longer than 1 s" in job["error"]
+        gone(planners_of(api.process.pid))
 
 
 def test_an_order_sent_twice_with_a_key_is_one_job(api):
     key = {"idempotency-key": "once"}
     assert api.order(SMALL | {"seed": 3}, **key) == api.order(SMALL | {"seed": 3}, **key)
+    other = api.ask("POST", "/v1/portfolios", json=PORTFOLIO, headers=key)
+    assert (other.status_code, "of another kind" in message(other)) == (409, True)
 
 
 def test_a_question_the_planner_refuses_fails_with_its_line(api):

@@ -80,6 +80,11 @@ _Options = create_model("_Options", __base__=_Form, **_FIELDS)
 Source = UploadedTrace | InlineTrace | SampleTrace | HistoryTrace
 
 
+Timeout = Annotated[
+    float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")
+]
+
+
 class PlanOrder(_Options):  # type: ignore[misc, valid-type]
     """What `tokenfleet plan` is asked, and how long it may take."""
 
@@ -87,9 +92,7 @@ class PlanOrder(_Options):  # type: ignore[misc, valid-type]
         Targets | None, Field(description="of requests without a class; needed without `classes`")
     ] = None
     trace: Source
-    timeout_s: Annotated[
-        float | None, Field(gt=0, le=86_400, description="less than the service allows a job, if wished")
-    ] = None
+    timeout_s: Timeout = None
 
     def request(self, folder: Path = Path()) -> PlanRequest:
         """The options as the planner takes them; texts of files are files of `folder`, by `files`."""
@@ -124,6 +127,7 @@ class PortfolioOrder(_Form):
     portfolio: Annotated[str, Field(min_length=1, max_length=1_000_000, description="YAML or JSON")]
     traces: Annotated[dict[str, Source], Field(min_length=1, max_length=1000)]
     files: Annotated[dict[str, FileText], Field(max_length=1000, description="profiles and prices")] = {}
+    timeout_s: Timeout = None
 
     def read(self) -> Portfolio:
         """The portfolio, with the names of its files for their paths.
@@ -194,8 +198,8 @@ class TraceSummary(BaseModel):
     warnings: list[str] = []
 
 
-class PortfolioBrief(BaseModel):
-    """The job of a portfolio. `says` is its present stage."""
+class _AnyJob(BaseModel):
+    """What jobs of plans and of portfolios have in common. `says` is the present stage."""
 
     id: str
     state: State
@@ -209,14 +213,33 @@ class PortfolioBrief(BaseModel):
     attempts: Annotated[int, Field(description="how often it was begun; more than once after a crash")]
 
 
-class PortfolioJob(PortfolioBrief):
+class PortfolioBrief(BaseModel):
+    """The plan of a portfolio in a line: the names of its models, and what all of them cost."""
+
+    models: list[str] = []
+    usd_per_hour: float
+
+
+class PortfolioJobBrief(_AnyJob):
+    """The job of a portfolio; `brief` stands once it is done."""
+
+    brief: PortfolioBrief | None
+
+
+class PortfolioJob(PortfolioJobBrief):
     """The job of a portfolio with its answer, as `tokenfleet portfolio --format json` prints it."""
 
     portfolio: dict[str, Any] | None
 
 
-class JobBrief(PortfolioBrief):
-    """A plan job. `says` is its present stage; `brief` stands once it is done."""
+class PortfolioJobList(BaseModel):
+    """Jobs of portfolios, newest first."""
+
+    portfolios: list[PortfolioJobBrief]
+
+
+class JobBrief(_AnyJob):
+    """A plan job; `brief` stands once it is done."""
 
     simulations: int
     trace: TraceSummary

@@ -79,12 +79,12 @@ class Jobs:
         rows = self._database.rows(f"{_JOB} WHERE jobs.id = ?", job)
         return _view(rows[0]) if rows else None
 
-    def newest(self, limit: int, state: str | None = None) -> list[dict[str, Any]]:
-        """The last jobs of plans, newest first."""
+    def newest(self, limit: int, state: str | None = None, kind: str = "plan") -> list[dict[str, Any]]:
+        """The last jobs of plans, or of portfolios, newest first."""
         where, values = ("AND state = ?", [state]) if state else ("", [])
-        of_plans = f"json_extract(question, '$.{PORTFOLIO}') IS NULL"
-        query = f"{_JOB} WHERE {of_plans} {where} ORDER BY number DESC LIMIT ?"
-        return [_view(row) for row in self._database.rows(query, *values, limit)]
+        of_kind = f"(json_extract(question, '$.{PORTFOLIO}') IS NOT NULL) = ?"
+        query = f"{_JOB} WHERE {of_kind} {where} ORDER BY number DESC LIMIT ?"
+        return [_view(row) for row in self._database.rows(query, kind == PORTFOLIO, *values, limit)]
 
     def counts(self) -> dict[str, int]:
         """The number of jobs in each state."""
@@ -202,7 +202,10 @@ class Jobs:
 def keep_plan(cursor: sqlite3.Cursor, name: str, source: str, plan: str, made_s: float) -> None:
     """Keep a plan under its name, with its one-line summary for lists."""
     whole = json.loads(plan)
-    brief = json.dumps({field: whole.get(field) for field in BRIEF})
+    brief = _brief(whole)
+    if source == PORTFOLIO:
+        names = [model["name"] for model in whole["models"]]
+        brief = json.dumps({"models": names, "usd_per_hour": whole["usd_per_hour"]})
     cursor.execute(
         "INSERT OR IGNORE INTO plans (id, source, made_s, brief, plan) VALUES (?, ?, ?, ?, ?)",
         (name, source, made_s, brief, plan),
@@ -217,21 +220,21 @@ def _end_run(cursor: sqlite3.Cursor, job: str, attempt: int, outcome: str, now_s
 
 
 _SHOWN: Sequence[str] = (
-    "id", "state", "progress", "says", "simulations", "error", "created_s", "started_s", "finished_s",
-    "attempts",
+    "id", "state", "progress", "says", "error", "created_s", "started_s", "finished_s", "attempts",
 )  # fmt: skip
 
 
 def _view(row: sqlite3.Row) -> dict[str, Any]:
-    """A job as JSON says it (forms.JobBrief)."""
+    """A job as JSON says it (forms.JobBrief, or forms.PortfolioJobBrief)."""
     question, trace = json.loads(row["question"]), json.loads(row["trace"])
-    return {
-        **{name: row[name] for name in _SHOWN},
+    view = {name: row[name] for name in _SHOWN} | {
         "question": question,
-        "trace": trace,
-        "command": command_of(question, trace["name"]),
         "brief": json.loads(row["brief"]) if row["brief"] else None,
     }
+    if PORTFOLIO in question:
+        return view
+    of_plan = {"simulations": row["simulations"], "command": command_of(question, trace["name"])}
+    return view | of_plan | {"trace": trace}
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,9 +106,9 @@ class PlanService:
                 uploads[name] = self._trace(source)["id"]
             except (BadInput, UnknownName) as refusal:
                 raise type(refusal)(f"traces: {name}: {refusal}") from None
-        question = order.model_dump(mode="json")
+        question = order.model_dump(mode="json", exclude={"timeout_s"})
         question["traces"] = {name: {"upload": upload} for name, upload in uploads.items()}
-        return self._queued(question, next(iter(uploads.values())), None, idempotency_key)
+        return self._queued(question, next(iter(uploads.values())), order.timeout_s, idempotency_key)
 
     def _queued(
         self, question: dict[str, Any], upload: str, asked_s: float | None, idempotency_key: str | None
@@ -117,6 +117,8 @@ class PlanService:
         job = self.jobs.add(question, upload, timeout_s, self.limits.queued_jobs, idempotency_key)
         if job is None:
             raise TooBusy(f"{self.limits.queued_jobs} plans wait already", RETRY_AFTER_S)
+        if (PORTFOLIO in job["question"]) != (PORTFOLIO in question):
+            raise Conflict("idempotency-key: is that of a job of another kind")
         return job
 
     def job(self, name: str, kind: str = "plan") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fastapi.openapi.models import Example
 from fastapi.responses import JSONResponse
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel
 from sse_starlette.sse import EventSourceResponse
 
 from controlplane.errors import BadInput
@@ -33,8 +34,9 @@ from tokenfleet.service.forms import (
     JobBrief,
     JobList,
     PlanOrder,
-    PortfolioBrief,
     PortfolioJob,
+    PortfolioJobBrief,
+    PortfolioJobList,
     PortfolioOrder,
     Scorecard,
     State,
@@ -68,7 +70,8 @@ def _ordered(kind: str) -> dict[int | str, dict[str, Any]]:
         "cancel": {"operationId": f"cancel_{kind}", "parameters": _ID},
     }
     location = {"description": "where the job is", "schema": {"type": "string"}}
-    return {202: {"description": "Queued", "headers": {"Location": location}, "links": links}, **_BUSY}
+    queued = {"description": "Queued", "headers": {"Location": location}, "links": links}
+    return {202: queued, **_BUSY, **_CONFLICT}
 
 
 _EXAMPLES: dict[str, Example] = {
@@ -107,11 +110,10 @@ def plan_router(service: PlanService) -> APIRouter:
     """The routes over a service; who mounts them also enters `service.running()`."""
     router = APIRouter(prefix="/v1", tags=["plans"], responses=ERRORS)
     _add_catalogue_and_traces(router, service)
-    _add_plans(router, service)
-    _add_portfolios(router, service)
+    _add_orders(router, service)
     followers = asyncio.Semaphore(MOST_FOLLOWERS)
-    _add_following(router, service, "plan", JobBrief, followers)
-    _add_following(router, service, PORTFOLIO, PortfolioBrief, followers)
+    _add_jobs(router, service, "plan", (JobBrief, JobList, Job), followers)
+    _add_jobs(router, service, PORTFOLIO, (PortfolioJobBrief, PortfolioJobList, PortfolioJob), followers)
     _add_scorecards(router, service)
     return router
 
@@ -152,7 +154,7 @@ def _add_catalogue_and_traces(router: APIRouter, service: PlanService) -> None:
         return TraceSummary.model_validate(summary)
 
 
-def _add_plans(router: APIRouter, service: PlanService) -> None:
+def _add_orders(router: APIRouter, service: PlanService) -> None:
     @router.post("/plans", operation_id="order_plan", status_code=202, responses=_ordered("plan"))
     def order(
         response: Response,
@@ -164,49 +166,43 @@ def _add_plans(router: APIRouter, service: PlanService) -> None:
         response.headers["location"] = f"/v1/plans/{job['id']}"
         return JobBrief.model_validate(job)
 
-    @router.get("/plans", operation_id="list_plans")
-    def plans(
-        limit: Annotated[int, Query(ge=1, le=500)] = 50, state: Annotated[State | None, Query()] = None
-    ) -> JobList:
-        """The last jobs, newest first, without their plans."""
-        return JobList.model_validate({"plans": service.jobs.newest(limit, state)})
-
-    @router.get("/plans/{job}", operation_id="get_plan", response_model=Job)
-    def plan(job: JobId) -> Response:
-        """A job, and its plan once it is done."""
-        state = service.job(job)
-        text = service.plans.text(job)
-        # The plan goes out as it was made; a model in between could change a digit.
-        return JSONResponse(state | {"plan": None if text is None else json.loads(text)})
-
-
-def _add_portfolios(router: APIRouter, service: PlanService) -> None:
     @router.post(
         "/portfolios", operation_id="order_portfolio", status_code=202, responses=_ordered(PORTFOLIO)
     )
     def order_portfolio(
         response: Response, order: PortfolioOrder, idempotency_key: Key = None
-    ) -> PortfolioBrief:
+    ) -> PortfolioJobBrief:
         """Queue the plan of several models within limits that they share."""
         job = service.order_portfolio(order, idempotency_key)
         response.headers["location"] = f"/v1/portfolios/{job['id']}"
-        return PortfolioBrief.model_validate(job)
-
-    @router.get("/portfolios/{job}", operation_id="get_portfolio", response_model=PortfolioJob)
-    def portfolio(job: JobId) -> Response:
-        """A job of a portfolio, and its answer once it is done."""
-        state = PortfolioBrief.model_validate(service.job(job, PORTFOLIO)).model_dump(mode="json")
-        text = service.plans.text(job, of_portfolio=True)
-        return JSONResponse(state | {"portfolio": None if text is None else json.loads(text)})
+        return PortfolioJobBrief.model_validate(job)
 
 
-def _add_following(
+def _add_jobs(
     router: APIRouter,
     service: PlanService,
     kind: str,
-    brief: type[PortfolioBrief],
+    forms: tuple[type[BaseModel], type[BaseModel], type[BaseModel]],
     followers: asyncio.Semaphore,
 ) -> None:
+    """What both kinds of job have; `forms` are those of a job without its answer, of a list, and whole."""
+    brief, listing, whole = forms
+
+    @router.get(f"/{kind}s", operation_id=f"list_{kind}s", response_model=listing)
+    def jobs(
+        limit: Annotated[int, Query(ge=1, le=500)] = 50, state: Annotated[State | None, Query()] = None
+    ) -> Any:
+        """The last jobs, newest first, without their answers."""
+        return {f"{kind}s": service.jobs.newest(limit, state, kind)}
+
+    @router.get(f"/{kind}s/{{job}}", operation_id=f"get_{kind}", response_model=whole)
+    def get(job: JobId) -> Response:
+        """A job, and its answer once it is done."""
+        state = service.job(job, kind)
+        text = service.plans.text(job, of_portfolio=kind == PORTFOLIO)
+        # The answer goes out as it was made; a model in between could change a digit.
+        return JSONResponse(state | {kind: None if text is None else json.loads(text)})
+
     @router.delete(
         f"/{kind}s/{{job}}",
         operation_id=f"cancel_{kind}",

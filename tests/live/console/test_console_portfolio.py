@@ -21,7 +21,7 @@ models:
 
 
 def trace_file(name):
-    lines = (ROOT / "examples" / "sample_trace.csv").read_text().splitlines()[:400]
+    lines = (ROOT / "examples" / "sample_trace.csv").read_text().splitlines()[:300]
     return {"name": name, "mimeType": "text/csv", "buffer": ("\n".join(lines) + "\n").encode()}
 
 
@@ -72,6 +72,16 @@ def test_a_portfolio_is_asked_for_and_its_answer_read(answered, visit):
     with tab.page.expect_download() as download:
         tab.page.click("#download")
     assert json.loads(download.value.path().read_text()) == plan
+
+
+def test_the_last_portfolios_are_listed_and_lead_to_their_answers(answered, api, visit):
+    url, job = answered
+    tab = visit(f"{api}/portfolio")
+    line = tab.page.locator("#recent-list li", has=tab.page.locator(f"a[href='?job={job['id']}']"))
+    assert line.inner_text().startswith(f"chat, code ${job['portfolio']['usd_per_hour']:.2f}/h ")
+    line.locator("a").click()
+    tab.page.locator("#answer-title").wait_for()
+    assert tab.page.url == url
 
 
 def test_a_file_takes_the_place_of_the_text_and_hostile_names_are_only_names(api, visit):

@@ -2,6 +2,10 @@
 
 import { Refused, Unreachable } from "./api.js";
 import { byId, make, say } from "./dom.js";
+import { clock, stamp } from "./format.js";
+import { recent } from "./plan_job.js";
+
+const RECENT = 8;
 
 /** Whether an error is the API's refusal, or its silence. */
 export const isRefusal = (error) => error instanceof Refused || error instanceof Unreachable;
@@ -46,6 +50,31 @@ export async function guarded(action) {
     say(byId("complaint"), `${error.message}.${soon}`);
     if (!isRefusal(error)) throw error;
   }
+}
+
+/** List the last jobs `of` plans or portfolios. `line(job)` gives each its address (`query`), its `name`, what it
+ *  `answered` if it is done, and what is done instead of going there (`onclick`), if anything is. */
+export async function listRecent(of, line) {
+  let jobs = [];
+  try {
+    jobs = await recent(RECENT, of);
+  } catch (error) {
+    if (!isRefusal(error)) throw error;
+  }
+  byId("recent").hidden = jobs.length === 0;
+  const list = byId("recent-list");
+  const lines = jobs.map((job) => {
+    const { query, name, answered, onclick = null } = line(job);
+    return make(
+      "li",
+      {},
+      make("a", { href: `?${query}`, onclick }, name),
+      ` ${job.brief === null ? job.state : answered} `,
+      make("time", { class: "soft", datetime: stamp(job.created_s) }, clock(job.created_s)),
+    );
+  });
+  // Lines that say the same stay: replacing them would take the keyboard's focus from them.
+  if (list.innerHTML !== lines.map((one) => one.outerHTML).join("")) list.replaceChildren(...lines);
 }
 
 /** Let the browser keep JSON as a file. */

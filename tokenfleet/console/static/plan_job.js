@@ -47,7 +47,7 @@ export async function followed(id, { onChange, onState, signal }, of = "plans") 
   return job(id, of);
 }
 
-/** The last plans, newest first. */
-export async function recent(limit) {
-  return (await ask("GET", `/v1/plans?limit=${limit}`)).plans;
+/** The last jobs, newest first. */
+export async function recent(limit, of) {
+  return (await ask("GET", `/v1/${of}?limit=${limit}`))[of];
 }

@@ -1,15 +1,14 @@
 /* The plan page: form, address, job and answer brought together. */
 
 import { ask, offers } from "./api.js";
-import { byId, make, say } from "./dom.js";
-import { clock, dollars, duration, fleetLabel, percent, stamp } from "./format.js";
-import { connection, download, guarded, isRefusal, onStream, settled, waiting } from "./job_page.js";
+import { byId, say } from "./dom.js";
+import { dollars, duration, fleetLabel, percent } from "./format.js";
+import { connection, download, guarded, isRefusal, listRecent, onStream, settled, waiting } from "./job_page.js";
 import { answer, sentence } from "./plan_answer.js";
 import { PlanForm } from "./plan_form.js";
-import { cancel, followed, job as jobOf, order, recent, sendTrace } from "./plan_job.js";
+import { cancel, followed, job as jobOf, order, sendTrace } from "./plan_job.js";
 import { Questions } from "./plan_question.js";
 
-const RECENT = 8;
 const AGAIN_S = [1, 2, 4];
 
 let form = null;
@@ -144,50 +143,23 @@ function show(job) {
   void showRecent();
 }
 
-async function showRecent() {
-  let jobs = [];
-  try {
-    jobs = await recent(RECENT);
-  } catch (error) {
-    if (!isRefusal(error)) throw error;
-  }
-  byId("recent").hidden = jobs.length === 0;
-  const list = byId("recent-list");
-  const lines = jobs.map(recentLine);
-  // Lines that say the same stay: replacing them would take the keyboard's focus from them.
-  if (list.innerHTML !== lines.map((line) => line.outerHTML).join("")) list.replaceChildren(...lines);
-}
+const showRecent = () => listRecent("plans", recentLine);
 
 function recentLine(job) {
   const query = questions.toQuery(questions.fromJob(job));
   query.append("job", job.id);
   const { brief } = job;
-  const result =
-    brief === null
-      ? job.state
-      : brief.feasible
-        ? `${fleetLabel(brief.fleet)}, ${dollars(brief.usd_per_hour)}`
-        : "no fleet meets it";
+  const answered = brief?.feasible ? `${fleetLabel(brief.fleet)}, ${dollars(brief.usd_per_hour)}` : "no fleet meets it";
   const { model, slo, classes = [] } = job.question;
   const targets = slo ? `TTFT ${duration(slo.ttft_s)}, TPOT ${duration(slo.tpot_s)}` : classes.join(" ");
-  const open = (event) => {
+  const onclick = (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     history.pushState(null, "", `?${query}`);
     following?.abort.abort();
     void guarded(() => watch(job.id));
   };
-  return make(
-    "li",
-    {},
-    make(
-      "a",
-      { href: `?${query}`, onclick: open },
-      `${model ?? "own profile"}, ${targets}`,
-    ),
-    ` ${result} `,
-    make("time", { class: "soft", datetime: stamp(job.created_s) }, clock(job.created_s)),
-  );
+  return { query, name: `${model ?? "own profile"}, ${targets}`, answered, onclick };
 }
 
 async function copy(what, text) {

@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { chart } from "./chart.js";
 import { byId, make, say, table } from "./dom.js";
 import { counted, dollars, fleetLabel, number, percent, share } from "./format.js";
-import { download, guarded, onStream, settled, waiting } from "./job_page.js";
+import { download, guarded, listRecent, onStream, settled, waiting } from "./job_page.js";
 import { cancel, followed, sendTrace } from "./plan_job.js";
 
 const OF = "portfolios";
@@ -26,9 +26,18 @@ async function start() {
   byId("download").addEventListener("click", () => download("portfolio.json", shown));
   window.addEventListener("popstate", () => location.reload());
   const id = new URLSearchParams(location.search).get("job");
-  if (id !== null) await guarded(() => watch(id.slice(0, 64)));
+  if (id === null) await showRecent();
+  else await guarded(() => watch(id.slice(0, 64)));
   byId("submit").disabled = false;
 }
+
+/** List the last portfolios: by their models, or until these are planned by their traces. */
+const showRecent = () =>
+  listRecent(OF, ({ id, brief, question }) => ({
+    query: `job=${id}`,
+    name: (brief?.models ?? Object.keys(question.traces)).join(", "),
+    answered: dollars(brief?.usd_per_hour),
+  }));
 
 async function plan() {
   const text = byId("text").value;
@@ -61,7 +70,9 @@ async function watch(id) {
     const left = job.progress ? `, ${percent(job.progress)}` : "";
     waiting(`${job.state === "queued" ? "Queued" : "Planning"}: ${job.says}${left}`, job.progress, true);
   };
+  await showRecent();
   const job = await followed(id, { onChange, onState: onStream }, OF);
+  await showRecent();
   if (job.portfolio === null) {
     settled(job.state === "cancelled" ? "Cancelled." : "");
     say(byId("complaint"), job.error ?? "");
