@@ -15,7 +15,7 @@ from test_autoscale import check_whole, four_seats
 from controlplane.types import Slo
 
 GPUS = 4
-MODELS = ("chat", "code", "mail")
+MODELS, ADAPTER = ("chat", "code", "mail"), "support"  # of chat
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ def portfolio(model_folder, scratch):
     path = scratch / "portfolio.json"
     planned = portfolio_json(dict.fromkeys(MODELS, 1), GPUS, 1.0, Slo(2.0, 0.05))
     planned["models"][0]["plan"]["spares"] = {"workers": 0, "reclaims_per_h": 0.01}  # chat is on spot
+    planned["models"][0]["adapters"] = [{"name": ADAPTER}]
     path.write_text(json.dumps(planned))
     fleet = serve(
         model_folder, "--portfolio", str(path), "--engine", "emulated", "--profile", four_seats(scratch, 1),
@@ -73,8 +74,9 @@ def test_one_endpoint_lists_all_models_and_routes_by_their_names(portfolio):
     async def story():
         async with aiohttp.ClientSession(portfolio.gateway) as http:
             async with http.get("/v1/models") as reply:
-                assert [one["id"] for one in (await reply.json())["data"]] == list(MODELS)
-            for name in MODELS:
+                listed = {one["id"]: one["parent"] for one in (await reply.json())["data"]}
+            assert listed == {"chat": None, ADAPTER: "chat", "code": None, "mail": None}
+            for name in (*MODELS, ADAPTER):
                 body = {"model": name, "prompt": "hello", "max_tokens": 3}
                 async with http.post("/v1/completions", json=body) as reply:
                     assert (reply.status, (await reply.json())["model"]) == (200, name)

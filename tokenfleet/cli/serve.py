@@ -315,7 +315,8 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
 
     keys, operators, certificate = locks
     own = ApiKey("the portfolio", secrets.token_hex(32))
-    doors, fleets, gateways, controls = _bound(asked.flags, held), {}, {}, {}
+    doors, fleets, controls = _bound(asked.flags, held), {}, {}
+    gateways: dict[str, str] = {}
     for name, member in asked.members.items():
         of_fleet = _bound(replace(member.flags, port=0, control_port=0), held)
         port, control_port = (door.getsockname()[1] for door in of_fleet)
@@ -324,7 +325,8 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
         settings = _whole(flags, checked[name], fleet_locks, held, name)
         share = None if member.pool is None else member.pool.share
         fleets[name] = replace(settings, share=share, site=_site(name, asked, checked)), of_fleet
-        gateways[name], controls[name] = (address(flags.host, p, None) for p in (port, control_port))
+        gateway, controls[name] = (address(flags.host, p, None) for p in (port, control_port))
+        gateways |= dict.fromkeys((name, *member.adapters), gateway)
     front = FrontSettings(
         asked.flags.host,
         asked.flags.port,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -46,15 +47,18 @@ OF_ONE_FLEET = (
 )  # fmt: skip
 OF_ONE_MODEL = ("--served-model-name", "--lora-modules", "--enable-lora")
 FEW_WORKERS, UNBOUNDED = 8, 10_000
+ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
 
 
 @dataclass(frozen=True)
 class Member:
-    """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share."""
+    """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share and its model's
+    adapters."""
 
     flags: ServeFlags
     plan: PlanFile | None
     pool: Pool | None = None
+    adapters: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,10 @@ def members_of(flags: ServeFlags) -> Asked:
     zone_of = planned.zone_of.get
     pools = [_pool(name, plan, limits, (low, high), zone_of(name)) for name, plan in planned.plans.items()]
     right = rights(pools, limits)
-    where = _where(flags, tuple(planned.plans))
+    where = _where(flags, (*planned.plans, *chain(*planned.adapters.values())))
     members = {}
     for pool, plan in zip(pools, planned.plans.values(), strict=True):
-        name = pool.model
+        name, adapters = pool.model, planned.adapters.get(pool.model, ())
         most = most_workers_of(pool, pools, limits, UNBOUNDED)
         most = max(FEW_WORKERS, 2 * pool.right) if most == UNBOUNDED else most
         most = min(most, high or most)
@@ -94,11 +98,25 @@ def members_of(flags: ServeFlags) -> Asked:
             host="127.0.0.1",
             control_host="127.0.0.1",
             autoscale=f"{low}..{most}",
-            engine_flags=[*(flags.engine_flags or ()), "--served-model-name", name],
+            engine_flags=[
+                *_adapter_flags({one: where[one] for one in adapters}),
+                *(flags.engine_flags or ()),
+                *("--served-model-name", name),
+            ],
         )
         share = replace(pool, right=right[name], share=right[name])
-        members[name] = Member(own, plan.with_workers(right[name]), share)
+        members[name] = Member(own, plan.with_workers(right[name]), share, adapters)
     return Asked(flags, members, limits)
+
+
+def _adapter_flags(where: Mapping[str, str]) -> list[str]:
+    """vLLM's flags for adapters in these folders; `--` may give others of --max-loras and --max-lora-rank."""
+    if not where:
+        return []
+    # One more than are there: without an empty slot CPU engines may compute the model itself with an adapter.
+    at_once = str(min(len(where), ADAPTERS_AT_ONCE) + 1)
+    modules = (f"{name}={folder}" for name, folder in where.items())
+    return ["--enable-lora", "--max-loras", at_once, "--lora-modules", *modules]
 
 
 def _check_of_all(flags: ServeFlags) -> None:

@@ -3,13 +3,15 @@
 Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
 schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
 All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
-else all traces begin together. Beside its trace a model has its whole fleet.
+else all traces begin together. Beside its trace a model has its whole fleet. The requests of a model's LoRA
+adapters are among its own: what they add is told by a plan of its fleet without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import date
 
 import numpy as np
@@ -32,11 +34,12 @@ from tokenfleet.portfolio.choose import (
     least_excess,
     raised,
 )
-from tokenfleet.portfolio.request import Model, Portfolio
-from tokenfleet.traces import read_traces
+from tokenfleet.portfolio.request import Adapter, Model, Portfolio
+from tokenfleet.traces import Trace, merged, read_traces
 from tokenfleet.whatif.axes import Task
 from tokenfleet.whatif.cache import Cache
 from tokenfleet.whatif.run import results_of
+from tokenfleet.whatif.solve import Result
 
 DAY_S = 86_400.0
 _Without = dict[tuple[int, str, bool], str]  # why a model has no fleet of a type of GPU, on spot or not
@@ -47,7 +50,9 @@ class Row:
     """What one model gets: its plan, and what the whole fleet costs if it never changes (dollars an hour).
 
     `usd_per_h`: on the schedule. `others`: the same of the types of GPU that were not taken, or why there is
-    no fleet of them. `zone` is None where the limits name none.
+    no fleet of them. `zone` is None where the limits name none. `adapters`: each one's share of the model's
+    requests; `adapters_usd_per_h`: what the whole fleet costs more for all of them (None: not known, or there
+    are none).
     """
 
     name: str
@@ -58,6 +63,8 @@ class Row:
     usd_per_h: float
     constant_usd_per_h: float
     others: Mapping[tuple[str, bool], float | str]
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    adapters_usd_per_h: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +115,16 @@ class _Made:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The plans to make: each with its model's number and its GPU. Their numbers are their places."""
+    """The plans to make: each with its model's number and its GPU. Their numbers are their places.
+
+    `bare`: the same of models that have adapters, without them, by model, GPU, and whether on spot.
+    `adapters`: each one's share of its model's requests, by model.
+    """
 
     tasks: tuple[tuple[int, str, Task], ...]
     warnings: tuple[str, ...]
+    bare: Mapping[tuple[int, str, bool], Task]
+    adapters: Mapping[int, Mapping[str, float]]
 
 
 def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
@@ -121,18 +134,30 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
     """
     tasks: list[tuple[int, str, Task]] = []
     warnings: dict[str, None] = {}
+    bare: dict[tuple[int, str, bool], Task] = {}
+    adapters: dict[int, dict[str, float]] = {}
     for number, model in enumerate(portfolio.models):
-        for request, gathered in _gathered(model, today):
+        own = _read(model)
+        of_adapters = {one.name: _read(one) for one in model.adapters}
+        trace = merged([own, *of_adapters.values()])
+        adapters[number] = {name: len(one) / len(trace) for name, one in of_adapters.items()}
+        for request in model.asked:
+            with _named(model):
+                gathered = gather(trace, request, None, today)
+                alone = gather(own, request, None, today) if of_adapters else None
             warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
                 tasks.append((number, gpu, task))
+                if alone is not None:
+                    key = number, gpu, request.spot
+                    bare[key] = Task(len(bare), alone.workload, types, request, alone.inputs, False)
     limits = [("gpus", portfolio.gpus), *((f"zones.{zone}", gpus) for zone, gpus in portfolio.zones.items())]
     for name, gpus in limits:
         for gpu, most in gpus.items():
             if most and all(gpu != one for _, one, _ in tasks):
                 raise BadInput(f"limits.{name}: {gpu}: no model may have it")
-    return Tasks(tuple(tasks), tuple(warnings))
+    return Tasks(tuple(tasks), tuple(warnings), bare, adapters)
 
 
 def _on_offer(
@@ -159,10 +184,16 @@ def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]
     return [zone for zone in may if portfolio.zones[zone].get(gpu)]
 
 
-def _gathered(model: Model, today: date | None) -> list[tuple[PlanRequest, Gathered]]:
+def _read(one: Model | Adapter) -> Trace:
+    with _named(one):
+        return read_traces(one.traces)
+
+
+@contextmanager
+def _named(model: Model | Adapter) -> Iterator[None]:
+    """Name the model in what is refused."""
     try:
-        trace = read_traces(model.traces)
-        return [(request, gather(trace, request, None, today)) for request in model.asked]
+        yield
     except ControlPlaneError as refusal:
         raise BadInput(f"{model.name}: {refusal}") from None
 
@@ -192,7 +223,24 @@ def plan_portfolio(
         reasons = "; ".join(found) or "no zone has a GPU for it"
         name = portfolio.models[number].name
         raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
-    return _chosen(portfolio, made, without, asked.warnings)
+    chosen = _chosen(portfolio, made, without, asked.warnings)
+    bare = [asked.bare.get((number, row.gpu, row.is_spot)) for number, row in enumerate(chosen.rows)]
+    alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
+    rows = tuple(
+        row if task is None else _with_adapters(row, asked.adapters[number], alone[task.number])
+        for number, (row, task) in enumerate(zip(chosen.rows, bare, strict=True))
+    )
+    return replace(chosen, rows=rows)
+
+
+def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Row:
+    """The row of a model with adapters, where its plan without them is `alone`."""
+    adds = None
+    if alone["plan"] is not None:
+        bare = parse_plan(alone["plan"], f"{row.name} without its adapters")
+        if bare.feasible:
+            adds = row.constant_usd_per_h - (Fleet(bare.groups).usd_per_hour or 0.0)
+    return replace(row, adapters=adapters, adapters_usd_per_h=adds)
 
 
 def bought(gpu: str, is_spot: bool) -> str:

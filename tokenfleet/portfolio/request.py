@@ -8,11 +8,13 @@ models:
 - {name: chat, trace: chat.csv, model: llama-3.1-70b, slo: {ttft: 1.6s, tpot: 75ms}}
 - {name: code, trace: [mon.csv, tue.csv], model: llama-3.1-8b, slo: "ttft=400ms,tpot=30ms", rate-scale: 2,
    spot: [no, yes], reclaims-per-h: 0.05, cold-start: 5m, zones: [east-a]}
+- {name: support, adapter-of: chat, trace: support.csv}
 
 A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes, and `zones`, those
 it may be in (all, where none are given). With `spot: [no, yes]` it may be on demand or on spot. A model is in
 one zone, since its requests move among its workers; zones have the GPUs that are named there and no others.
-Paths are from the file's folder.
+A LoRA adapter has a trace and nothing else: its model's workers serve it, within its model's targets. Paths
+are from the file's folder.
 
 Of the plan that is made of it (`tokenfleet.portfolio-plan/1`, which view.py writes), a reader for those who
 serve it: each model's own plan, and the limits.
@@ -21,9 +23,10 @@ serve it: each model's own plan, and the limits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,14 +48,23 @@ _ZONE = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"  # Ray's labels end s
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of a model, and its requests, which the model's fleet serves."""
+
+    name: str
+    traces: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model to plan for: its requests, what is asked of their fleet (twice where it may be on demand or on
-    spot), and the zones it may be in (None: any)."""
+    spot), the zones it may be in (None: any), and its adapters."""
 
     name: str
     traces: tuple[Path, ...]
     asked: tuple[PlanRequest, ...]
     zones: tuple[str, ...] | None = None
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,7 @@ class _Model(BaseModel):
     name: Annotated[str, Field(pattern=_NAME)]
     trace: str | Annotated[list[str], Field(min_length=1, max_length=100)]
     zones: Annotated[list[str], Field(min_length=1, max_length=100)] | None = None
+    adapter_of: str | None = Field(None, alias="adapter-of")
 
 
 class _File(BaseModel):
@@ -100,9 +113,14 @@ class _File(BaseModel):
     defaults: dict[str, Any] = {}
 
 
+class _PlannedAdapter(BaseModel):
+    name: Annotated[str, Field(pattern=_NAME)]
+
+
 class _PlannedModel(BaseModel):
     name: Annotated[str, Field(pattern=_NAME)]
     zone: Annotated[str, Field(pattern=_ZONE)] | None = None
+    adapters: list[_PlannedAdapter] = []
     plan: dict[str, Any]
 
 
@@ -122,7 +140,8 @@ class _Planned(BaseModel):
 @dataclass(frozen=True)
 class PlannedPortfolio:
     """The plan of each model, by name, its zone where it has one, and the limits of all: of GPUs by type, of
-    GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by zone and type."""
+    GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by zone and type. `adapters`: the
+    names of each model's."""
 
     plans: Mapping[str, PlanFile]
     gpus: Mapping[str, int]
@@ -130,6 +149,7 @@ class PlannedPortfolio:
     budget_usd_per_h: float | None
     zone_of: Mapping[str, str]
     zones: Mapping[tuple[str, str], int]
+    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read_planned_portfolio(path: Path) -> PlannedPortfolio:
@@ -137,15 +157,16 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
     planned = _planned(path)
     plans: dict[str, PlanFile] = {}
     zone_of: dict[str, str] = {}
+    adapters = {model.name: tuple(one.name for one in model.adapters) for model in planned.models}
+    _check_names([*(model.name for model in planned.models), *chain(*adapters.values())], path)
     for i, model in enumerate(planned.models):
-        if model.name in plans:
-            raise BadInput(f"{path}: models: {model.name} stands there twice")
         plans[model.name] = parse_plan(model.plan, f"{path}: models.{i}.plan")
         if model.zone is not None:
             zone_of[model.name] = model.zone
         if not plans[model.name].feasible:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
-    return _within({limit.name: limit.most for limit in planned.limits}, plans, zone_of, path)
+    limits = {limit.name: limit.most for limit in planned.limits}
+    return replace(_within(limits, plans, zone_of, path), adapters=adapters)
 
 
 def _within(
@@ -203,17 +224,19 @@ def portfolio_of(text: str, path: str, find: Find) -> Portfolio:
     Raises BadInput naming `path`, the model and the field.
     """
     file = parse_yaml(text, path, _File, f"not a portfolio: expected `schema: {SCHEMA}` and its fields")
-    names = [model.name for model in file.models]
-    if len(set(names)) < len(names):
-        again = next(name for i, name in enumerate(names) if name in names[:i])
-        raise BadInput(f"{path}: models: {again} stands there twice")
-    limits = file.limits
-    for model in file.models:
+    _check_names([model.name for model in file.models], path)
+    limits, models = file.limits, [model for model in file.models if model.adapter_of is None]
+    adapters = _adapters(path, models, [model for model in file.models if model.adapter_of is not None], find)
+    for model in models:
         if unknown := [zone for zone in model.zones or () if zone not in limits.zones]:
             raise BadInput(f"{path}: models: {model.name}: zones: {unknown[0]}: not among limits.zones")
     return Portfolio(
         tuple(
-            _model(f"{path}: models: {model.name}", model, path, file.defaults, find) for model in file.models
+            replace(
+                _model(f"{path}: models: {model.name}", model, path, file.defaults, find),
+                adapters=adapters[model.name],
+            )
+            for model in models
         ),
         _by_type(limits.gpus, f"{path}: limits.gpus"),
         limits.max_gpus,
@@ -221,6 +244,34 @@ def portfolio_of(text: str, path: str, find: Find) -> Portfolio:
         limits.spot_share,
         {zone: _by_type(gpus, f"{path}: limits.zones.{zone}") for zone, gpus in limits.zones.items()},
     )
+
+
+def _check_names(names: Sequence[str], path: str | Path) -> None:
+    """Raise BadInput where two models or adapters have one name."""
+    if again := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise BadInput(f"{path}: models: {again} stands there twice")
+
+
+def _adapters(
+    path: str, models: Sequence[_Model], adapters: Sequence[_Model], find: Find
+) -> dict[str, tuple[Adapter, ...]]:
+    """The adapters of each model. Raises BadInput for one of no model here, and for settings of its own."""
+    of_model: dict[str, tuple[Adapter, ...]] = {model.name: () for model in models}
+    for one in adapters:
+        where, base = f"{path}: models: {one.name}", one.adapter_of or ""
+        if base not in of_model:
+            raise BadInput(f"{where}: adapter-of: {base}: no such model here{nearest(base, of_model)}")
+        if own := [*(one.model_extra or {}), *(["zones"] if one.zones else [])]:
+            raise BadInput(f"{where}: {own[0]}: an adapter is served as {base} is; leave it out")
+        of_model[base] += (Adapter(one.name, _traces(where, one, find)),)
+    return of_model
+
+
+def _traces(where: str, model: _Model, find: Find) -> tuple[Path, ...]:
+    try:
+        return tuple(map(find, [model.trace] if isinstance(model.trace, str) else model.trace))
+    except BadInput as refusal:
+        raise BadInput(f"{where}: trace: {refusal}") from None
 
 
 def _by_type(named: Mapping[str, int], where: str) -> dict[str, int]:
@@ -246,13 +297,8 @@ def _model(where: str, model: _Model, path: str, defaults: dict[str, Any], find:
     except ControlPlaneError as refusal:
         raise BadInput(f"{where}: {refusal}") from None
     on_demand = (replace(request, spot=False, reclaims_per_h=None),) if spot else ()
-    traces = [model.trace] if isinstance(model.trace, str) else model.trace
     zones = None if model.zones is None else tuple(model.zones)
-    try:
-        paths = tuple(map(find, traces))
-    except BadInput as refusal:
-        raise BadInput(f"{where}: trace: {refusal}") from None
-    return Model(model.name, paths, (*on_demand, request), zones)
+    return Model(model.name, _traces(where, model, find), (*on_demand, request), zones)
 
 
 def _is_either(spot: Any) -> bool:

@@ -33,6 +33,8 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
                 "gpu": row.gpu,
                 "spot": row.is_spot,
                 "zone": row.zone,
+                "adapters": [{"name": name, "share": share} for name, share in row.adapters.items()],
+                "adapters_usd_per_hour": row.adapters_usd_per_h,
                 "usd_per_hour": row.usd_per_h,
                 "constant_usd_per_hour": row.constant_usd_per_h,
                 "others": [
@@ -86,7 +88,7 @@ def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
     ):
         if rows:
             yield table(columns, rows, left=columns)
-    for sentence in _sentences(plan):
+    for sentence in (*_of_adapters(plan), *_sentences(plan)):
         yield Text(f"  {sentence}")
 
 
@@ -113,6 +115,14 @@ def _limit(use: Use) -> tuple[str, ...]:
     return use.name, f"{use.most:g}", f"{use.peak:.4g}", gain
 
 
+def _of_adapters(plan: PortfolioPlan) -> Iterator[str]:
+    for row in plan.rows:
+        if row.adapters:
+            shares = ", ".join(f"{name} {share_text(share)}" for name, share in row.adapters.items())
+            adds = "" if row.adapters_usd_per_h is None else f"; they add {usd_text(row.adapters_usd_per_h)}"
+            yield f"adapters of {row.name}, of its requests: {shares}{adds}"
+
+
 def _sentences(plan: PortfolioPlan) -> Iterator[str]:
     if plan.uses:
         yield f"without limits: {usd_text(plan.unlimited_usd_per_h)}"
@@ -127,7 +137,7 @@ def portfolio_report(plan: PortfolioPlan) -> str:
     return page(
         "Tokenfleet portfolio",
         headline(plan),
-        "; ".join(_sentences(plan)),
+        "; ".join((*_of_adapters(plan), *_sentences(plan))),
         "",
         [_over_time(plan)],
         [

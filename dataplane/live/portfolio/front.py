@@ -50,7 +50,7 @@ def session() -> aiohttp.ClientSession:
 
 
 def endpoint(fleets: Fleets, http: aiohttp.ClientSession) -> ASGIApp:
-    """The clients' endpoint, as an ASGI application. `fleets`: the gateway of each model."""
+    """The clients' endpoint, as an ASGI application. `fleets`: the gateway of each model and adapter."""
     first, known = next(iter(fleets.values())), dict[str, dict[str, Any]]()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,8 +284,8 @@ async def _listed(
     if refused or len(known) < len(fleets):
         reply = _passed_on(*(refused or [one for one in told.values() if one[0] != 200])[0])
     else:
-        models = [one for name in fleets for one in known[name]["data"]]
-        reply = JSONResponse({"object": "list", "data": models})
+        models = {one["id"]: one for name in fleets for one in known[name]["data"]}
+        reply = JSONResponse({"object": "list", "data": list(models.values())})
     await reply(scope, receive, send)
 
 

@@ -54,6 +54,29 @@ def test_each_model_may_be_elsewhere(file):
     }
 
 
+def with_adapters(names, of="chat"):
+    document = portfolio_json({"chat": 1, "code": 1}, 4)
+    (model,) = (one for one in document["models"] if one["name"] == of)
+    model["adapters"] = [{"name": name} for name in names]
+    return document
+
+
+def test_adapters_are_served_by_their_models_engines(file):
+    path = file(with_adapters(["support", "sales"]))
+    models = ["chat=./a", "code=./b", "support=./s", "sales=./t"]
+    found = asked(path, model=models, engine_flags=["--max-loras", "1"]).members
+    assert list(found) == ["chat", "code"]
+    assert found["chat"].flags.engine_flags == [
+        "--enable-lora", "--max-loras", "3", "--lora-modules", "support=./s", "sales=./t",
+        "--max-loras", "1", "--served-model-name", "chat",
+    ]  # fmt: skip
+    assert found["code"].flags.engine_flags == ["--max-loras", "1", "--served-model-name", "code"]
+    with pytest.raises(BadInput, match="where is sales"):
+        asked(path, model=models[:3])
+    with pytest.raises(BadInput, match="code stands there twice"):
+        asked(file(with_adapters(["code"])))
+
+
 def in_zones(zone_of, most, **fields):
     """A plan of models of one worker in these zones, each of which has so many GPUs."""
     document = portfolio_json(dict.fromkeys(zone_of, 1), 9, **fields)

@@ -55,10 +55,10 @@ def asked(folder, capsys, monkeypatch):
     """A function that plans the portfolio with these limits: the exit code, stdout and stderr."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))  # each model is planned once for all tests
 
-    def ask(limits, *words, defaults="prices: prices.yaml"):
-        file = folder / "portfolio.yaml"
-        file.write_text(FILE.format(limits=limits).replace("prices: prices.yaml", defaults))
-        code = main(["portfolio", str(file), *words])
+    def ask(limits, *words, defaults="prices: prices.yaml", file=FILE):
+        path = folder / "portfolio.yaml"
+        path.write_text(file.format(limits=limits).replace("prices: prices.yaml", defaults))
+        code = main(["portfolio", str(path), *words])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -191,6 +191,25 @@ def test_a_models_classes_are_those_of_plan(folder):
         assert [one.name for one in model.asked[0].slo_classes] == ["chat", "batch"]
 
 
+def test_an_adapters_requests_are_its_models_and_what_they_add_is_told(asked, folder):
+    save(busy(early=True), folder / "support.csv")
+    adapter = "models:\n- {{name: support, adapter-of: early, trace: [support.csv]}}\n"
+    adapted = FILE.replace("models:\n", adapter)
+    code, out, _ = asked("{}", "--format", "json", file=adapted)
+    assert code == 0
+    whole = json.loads(out)
+    early, late = whole["models"]
+    assert early["adapters"] == [{"name": "support", "share": 0.5}]
+    assert early["plan"]["inputs"]["requests"] == 2 * late["plan"]["inputs"]["requests"]
+    assert (late["adapters"], late["adapters_usd_per_hour"]) == ([], None)
+    (bare, _) = json.loads(asked("{}", "--format", "json")[1])["models"]
+    added = early["constant_usd_per_hour"] - bare["constant_usd_per_hour"]
+    assert early["adapters_usd_per_hour"] == pytest.approx(added)
+    assert added > 0
+    said = " ".join(asked("{}", file=adapted)[1].split())
+    assert f"adapters of early, of its requests: support 50.00 %; they add ${added:.2f}/h" in said
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -210,6 +229,18 @@ def test_a_models_classes_are_those_of_plan(folder):
         ("limits: {}", "limits: {zones: {east: {h300: 4}}}", "limits.zones.east: h300: no model may have it"),
         ("attainment: 0.95", "spot: [no, maybe]", "defaults: spot"),
         ("attainment: 0.95", "spot: yes", "no price known for slow-gpu"),
+        (
+            "{name: late, trace",
+            "{name: late, adapter-of: chat, trace",
+            "adapter-of: chat: no such model here",
+        ),
+        ("name: late, trace: late.csv", "name: late, adapter-of: late, trace: late.csv", "adapter-of: late"),
+        (
+            "{name: late, trace",
+            "{name: late, adapter-of: early, slo: x, trace",
+            "slo: an adapter is served",
+        ),
+        ("{name: late, trace: late", "{name: late, adapter-of: early, trace: none", "late: "),
         ("models:\n", "models: []\nrest:\n", "models"),
         ("prices: prices.yaml, ", "", "no price known for made-gpu"),
         ("schema", "{", "not YAML"),
