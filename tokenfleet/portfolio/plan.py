@@ -9,7 +9,7 @@ adapters are among its own: what they add is told by a plan of its fleet without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -141,22 +141,16 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
         of_adapters = {one.name: _read(one) for one in model.adapters}
         trace = merged([own, *of_adapters.values()])
         adapters[number] = {name: len(one) / len(trace) for name, one in of_adapters.items()}
-        for request in model.asked:
-            with _named(model):
-                gathered = gather(trace, request, None, today)
-                alone = gather(own, request, None, today) if of_adapters else None
+        for request, gathered in _gathered(model, trace, today):
             warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
                 tasks.append((number, gpu, task))
-                if alone is not None:
-                    key = number, gpu, request.spot
-                    bare[key] = Task(len(bare), alone.workload, types, request, alone.inputs, False)
-    limits = [("gpus", portfolio.gpus), *((f"zones.{zone}", gpus) for zone, gpus in portfolio.zones.items())]
-    for name, gpus in limits:
-        for gpu, most in gpus.items():
-            if most and all(gpu != one for _, one, _ in tasks):
-                raise BadInput(f"limits.{name}: {gpu}: no model may have it")
+        for request, gathered in _gathered(model, own, today) if of_adapters else ():
+            for gpu, types in _on_offer(portfolio, model, request, gathered).items():
+                task = Task(len(bare), gathered.workload, types, request, gathered.inputs, False)
+                bare[number, gpu, request.spot] = task
+    _check_wanted(portfolio, {gpu for _, gpu, _ in tasks})
     return Tasks(tuple(tasks), tuple(warnings), bare, adapters)
 
 
@@ -187,6 +181,19 @@ def _zones(portfolio: Portfolio, model: Model, gpu: str) -> Sequence[str | None]
 def _read(one: Model | Adapter) -> Trace:
     with _named(one):
         return read_traces(one.traces)
+
+
+def _gathered(model: Model, trace: Trace, today: date | None) -> list[tuple[PlanRequest, Gathered]]:
+    with _named(model):
+        return [(request, gather(trace, request, None, today)) for request in model.asked]
+
+
+def _check_wanted(portfolio: Portfolio, gpus: Set[str]) -> None:
+    """Raise BadInput where limits have GPUs that no model may have."""
+    limits = [("gpus", portfolio.gpus), *((f"zones.{zone}", most) for zone, most in portfolio.zones.items())]
+    for name, by_gpu in limits:
+        if unwanted := next((gpu for gpu, most in by_gpu.items() if most and gpu not in gpus), None):
+            raise BadInput(f"limits.{name}: {unwanted}: no model may have it")
 
 
 @contextmanager
