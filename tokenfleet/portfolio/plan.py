@@ -214,6 +214,23 @@ def plan_portfolio(
     with the cheapest relaxation.
     """
     results = results_of([task for _, _, task in asked.tasks], jobs, None, cache, told)
+    chosen = _chosen(portfolio, *_made(portfolio, asked, results), asked.warnings)
+    bare = [asked.bare.get((number, row.gpu, row.is_spot)) for number, row in enumerate(chosen.rows)]
+    alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
+    rows = tuple(
+        row if task is None else _with_adapters(row, asked.adapters[number], alone[task.number])
+        for number, (row, task) in enumerate(zip(chosen.rows, bare, strict=True))
+    )
+    return replace(chosen, rows=rows)
+
+
+def _made(
+    portfolio: Portfolio, asked: Tasks, results: Mapping[int, Result]
+) -> tuple[Sequence[_Made], _Without]:
+    """The fleets that were found, in each zone that they may be in, and why there are no others.
+
+    Raises Infeasible where a model has none.
+    """
     made: list[_Made] = []
     without: _Without = {}
     for number, gpu, task in asked.tasks:
@@ -230,14 +247,7 @@ def plan_portfolio(
         reasons = "; ".join(found) or "no zone has a GPU for it"
         name = portfolio.models[number].name
         raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
-    chosen = _chosen(portfolio, made, without, asked.warnings)
-    bare = [asked.bare.get((number, row.gpu, row.is_spot)) for number, row in enumerate(chosen.rows)]
-    alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
-    rows = tuple(
-        row if task is None else _with_adapters(row, asked.adapters[number], alone[task.number])
-        for number, (row, task) in enumerate(zip(chosen.rows, bare, strict=True))
-    )
-    return replace(chosen, rows=rows)
+    return made, without
 
 
 def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Row:
