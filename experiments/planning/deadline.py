@@ -1,9 +1,9 @@
 """What is it worth that batch work may wait six hours, over whole days?
 
-    python experiments/planning/deadline.py [--quick] [--days N] [--resume FOLDER] [--seed 0]
-        [--format table|json]
+    python experiments/planning/deadline.py [--quick] [--days N] [--rate-rps 6] [--tp 2] [--tp 4]
+        [--resume FOLDER] [--seed 0] [--format table|json]
 
-Days of 24 hours at ServeGen's rates (each ten minutes at its own, in proportion), RATE_RPS in the mean, with
+Days of 24 hours at ServeGen's rates (each ten minutes at its own, in proportion), --rate-rps in the mean, with
 lengths of Azure's hour. Half of the requests, dealt at random, are chat (1.6 s and 75 ms, 99 %), the other
 half batch work (95 %) that comes with it and is due within 6 h, or is served on arrival (30 s, 200 ms).
 Llama-3.1-70B on two and on four A100s. The days, by their place: the first of each of the two series, then
@@ -122,9 +122,12 @@ def judged(asked: Any, series: str, day: int, rate_rps: float, tp: int) -> dict[
 def main() -> int:
     parser = flags(__doc__, AZURE_HOUR, SERVEGEN["m-mid"], SERVEGEN["m-small"], resumes=True)
     parser.add_argument("--days", type=int, default=len(DAYS), choices=range(1, len(DAYS) + 1))
+    parser.add_argument("--rate-rps", type=float, default=RATE_RPS)
+    parser.add_argument("--tp", type=int, action="append", choices=TPS)
     asked = parser.parse_args()
-    rate_rps = QUICK_RPS if asked.quick else RATE_RPS
-    rows = [judged(asked, series, day, rate_rps, tp) for series, day in DAYS[: asked.days] for tp in TPS]
+    rate_rps = QUICK_RPS if asked.quick else asked.rate_rps
+    days, tps = DAYS[: asked.days], asked.tp or TPS
+    rows = [judged(asked, series, day, rate_rps, tp) for series, day in days for tp in tps]
     ratio = float(np.mean([row["due / arrival"] for row in rows]))
     bars = {"dollars with a deadline over those on arrival, mean": bar(round(ratio, 3), MOST)}
     return show("deadline", rows, bars, asked)

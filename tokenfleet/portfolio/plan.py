@@ -214,7 +214,7 @@ def plan_portfolio(
     with the cheapest relaxation.
     """
     results = results_of([task for _, _, task in asked.tasks], jobs, None, cache, told)
-    chosen = _chosen(portfolio, *_made(portfolio, asked, results), asked.warnings)
+    chosen = _chosen(portfolio, *_found(portfolio, asked, results), asked.warnings)
     bare = [asked.bare.get((number, row.gpu, row.is_spot)) for number, row in enumerate(chosen.rows)]
     alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
     rows = tuple(
@@ -224,7 +224,7 @@ def plan_portfolio(
     return replace(chosen, rows=rows)
 
 
-def _made(
+def _found(
     portfolio: Portfolio, asked: Tasks, results: Mapping[int, Result]
 ) -> tuple[Sequence[_Made], _Without]:
     """The fleets that were found, in each zone that they may be in, and why there are no others.
