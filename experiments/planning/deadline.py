@@ -3,9 +3,9 @@
     python experiments/planning/deadline.py [--quick] [--days N] [--rate-rps 6] [--tp 2] [--tp 4]
         [--resume FOLDER] [--seed 0] [--format table|json]
 
-Days of 24 hours at ServeGen's rates (each ten minutes at its own, in proportion), --rate-rps in the mean, with
-lengths of Azure's hour. Half of the requests, dealt at random, are chat (1.6 s and 75 ms, 99 %), the other
-half batch work (95 %) that comes with it and is due within 6 h, or is served on arrival (30 s, 200 ms).
+Days of 24 hours at ServeGen's rates (each ten minutes at its own, in proportion), --rate-rps in the mean,
+with lengths of Azure's hour. Half of the requests, dealt at random, are chat (1.6 s and 75 ms, 99 %), the
+other half batch work (95 %) that comes with it and is due within 6 h, or is served on arrival (30 s, 200 ms).
 Llama-3.1-70B on two and on four A100s. The days, by their place: the first of each of the two series, then
 the first of their second weeks.
 

@@ -226,18 +226,13 @@ def portfolio_of(text: str, path: str, find: Find) -> Portfolio:
     file = parse_yaml(text, path, _File, f"not a portfolio: expected `schema: {SCHEMA}` and its fields")
     _check_names([model.name for model in file.models], path)
     limits, models = file.limits, [model for model in file.models if model.adapter_of is None]
-    adapters = _adapters(path, models, [model for model in file.models if model.adapter_of is not None], find)
     for model in models:
         if unknown := [zone for zone in model.zones or () if zone not in limits.zones]:
             raise BadInput(f"{path}: models: {model.name}: zones: {unknown[0]}: not among limits.zones")
+    found = [_model(f"{path}: models: {model.name}", model, path, file.defaults, find) for model in models]
+    adapters = _adapters(path, models, [model for model in file.models if model.adapter_of is not None], find)
     return Portfolio(
-        tuple(
-            replace(
-                _model(f"{path}: models: {model.name}", model, path, file.defaults, find),
-                adapters=adapters[model.name],
-            )
-            for model in models
-        ),
+        tuple(replace(model, adapters=adapters[model.name]) for model in found),
         _by_type(limits.gpus, f"{path}: limits.gpus"),
         limits.max_gpus,
         limits.budget_usd_per_h,

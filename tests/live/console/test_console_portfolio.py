@@ -17,6 +17,7 @@ defaults: {model: llama-3.1-8b, gpu: [h100], tp: [1], confidence: 0.6, slo: {ttf
 models:
 - {name: chat, trace: sample_trace.csv, window: 0s..120s}
 - {name: code, trace: days/monday.csv}
+- {name: support, adapter-of: code, trace: days/monday.csv}
 """
 
 
@@ -64,6 +65,8 @@ def test_a_portfolio_is_asked_for_and_its_answer_read(answered, visit):
         assert model["name"] in said
         assert f"{part['workers']} × h100-sxm TP1" in said
         assert f"${model['usd_per_hour']:.2f}/h" in said
+    adds = f"they add ${plan['models'][1]['adapters_usd_per_hour']:.2f}/h."
+    assert f"Adapters of code, of its requests: support 50.00 %; {adds}" in tab.text("#answer")
     assert "gpus.h100-sxm" in tab.page.locator("#answer table").nth(1).inner_text()
     assert tab.page.locator("figure.chart svg[role=img] path.line").count() == 1
     stretches = tab.page.locator("figure.chart tbody tr")

@@ -104,6 +104,7 @@ function answer(plan) {
     make("p", { class: "soft" }, shared.length > 0 ? `Without limits: ${dollars(free)}. ${constant}.` : `${constant}.`),
     plan.warnings.length > 0 ? make("ul", { class: "notice" }, plan.warnings.map((text) => make("li", {}, text))) : null,
     models(plan),
+    ...plan.models.filter((one) => one.adapters?.length > 0).map(adapters),
     shared.length > 0 ? limits(plan) : null,
     make("div", { class: "charts" }, overTime(plan)),
   ].filter(Boolean);
@@ -125,6 +126,12 @@ function models(plan) {
         .join(", "),
     ]),
   );
+}
+
+function adapters({ name, adapters: of, adapters_usd_per_hour: usd }) {
+  const shares = of.map((one) => `${one.name} ${share(one.share)}`).join(", ");
+  const adds = usd === null ? "" : `; they add ${dollars(usd)}`;
+  return make("p", { class: "soft" }, `Adapters of ${name}, of its requests: ${shares}${adds}.`);
 }
 
 function limits(plan) {
