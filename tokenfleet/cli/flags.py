@@ -244,12 +244,21 @@ def _as_words(path: str, flag: str, value: Any) -> list[str]:
 
 def model_at(name: str) -> str:
     """A model folder's whole path, or a Hugging Face name as it is. Raises BadInput for no such folder."""
+    return _folder_at(name, "config.json", "a model folder")
+
+
+def adapter_at(name: str) -> str:
+    """The same of a LoRA adapter."""
+    return _folder_at(name, "adapter_config.json", "an adapter's folder")
+
+
+def _folder_at(name: str, config: str, what: str) -> str:
     folder = Path(name).expanduser()
-    has_config = (folder / "config.json").is_file()
+    has_config = (folder / config).is_file()
     if not (has_config or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return name
     if not folder.is_dir():
         raise BadInput(f"--model: {name}: no such folder")
     if not has_config:
-        raise BadInput(f"--model: {name}: has no config.json, so it is not a model folder")
+        raise BadInput(f"--model: {name}: has no {config}, so it is not {what}")
     return str(folder.resolve())

@@ -16,6 +16,7 @@ from controlplane.scaler.shares import Limits, Pool, rights
 from controlplane.scaler.shares import most_workers as most_workers_of
 from controlplane.types import PLAIN_CLASS, Role, Slo, SloClass
 from controlplane.worker_type import WorkerGroup, WorkerType
+from tokenfleet.cli.flags import adapter_at
 from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class
 from tokenfleet.planning.plan_file import PlanFile, read_plan
 from tokenfleet.portfolio.request import read_planned_portfolio
@@ -99,7 +100,7 @@ def members_of(flags: ServeFlags) -> Asked:
             control_host="127.0.0.1",
             autoscale=f"{low}..{most}",
             engine_flags=[
-                *_adapter_flags({one: where[one] for one in adapters}),
+                *_adapter_flags({one: where[one] for one in adapters}, flags.engine),
                 *(flags.engine_flags or ()),
                 *("--served-model-name", name),
             ],
@@ -109,13 +110,17 @@ def members_of(flags: ServeFlags) -> Asked:
     return Asked(flags, members, limits)
 
 
-def _adapter_flags(where: Mapping[str, str]) -> list[str]:
-    """vLLM's flags for adapters in these folders; `--` may give others of --max-loras and --max-lora-rank."""
+def _adapter_flags(where: Mapping[str, str], engine: str) -> list[str]:
+    """vLLM's flags for adapters in these folders; `--` may give others of --max-loras and --max-lora-rank.
+
+    Raises BadInput for folders of none; emulated engines read none.
+    """
     if not where:
         return []
     # One more than are there: without an empty slot CPU engines may compute the model itself with an adapter.
     at_once = str(min(len(where), ADAPTERS_AT_ONCE) + 1)
-    modules = (f"{name}={folder}" for name, folder in where.items())
+    found = {name: at if engine == "emulated" else adapter_at(at) for name, at in where.items()}
+    modules = (f"{name}={folder}" for name, folder in found.items())
     return ["--enable-lora", "--max-loras", at_once, "--lora-modules", *modules]
 
 

@@ -142,7 +142,12 @@ class Gateway:
         llm = FleetLLM(self.config, core, door)
         address = f"{self.settings.host}:{self.settings.port}"  # for its log
         options = server_options(self.certificate)
-        closing = await build_and_serve(llm, address, listening, self.arguments, loads, **options)
+        try:
+            closing = await build_and_serve(llm, address, listening, self.arguments, loads, **options)
+        except ValueError as error:
+            if not str(error).startswith("Loading lora"):
+                raise
+            raise RuntimeError(f"--lora-modules: {_first_line(error)}") from error
         await asyncio.wait_for(closing, timeout=10.0)
 
 

@@ -71,6 +71,8 @@ def test_adapters_are_served_by_their_models_engines(file):
         "--max-loras", "1", "--served-model-name", "chat",
     ]  # fmt: skip
     assert found["code"].flags.engine_flags == ["--max-loras", "1", "--served-model-name", "code"]
+    with pytest.raises(BadInput, match=r"--model: \./s: no such folder"):
+        asked(path, model=models, engine="vllm")
     with pytest.raises(BadInput, match="where is sales"):
         asked(path, model=models[:3])
     with pytest.raises(BadInput, match="code stands there twice"):
