@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
@@ -85,12 +85,33 @@ class WorkerType:
 
     @property
     def gpus(self) -> int:
-        """GPUs of one worker."""
+        """GPUs of one worker, one that it shares with others among them."""
         return self.tp_degree * (1 if self.ranks is None else self.ranks.count)
 
     @property
+    def workers_per_gpu(self) -> int:
+        """Workers on one of its GPUs, where they share it."""
+        return 1 if self.known_profile is None else self.known_profile.workers_per_gpu
+
+    @property
+    def reserved_gpus(self) -> float:
+        """GPUs that one worker keeps from others: a part of its one where it shares that."""
+        return self.gpus if self.workers_per_gpu == 1 else self.gpus / self.workers_per_gpu
+
+    def with_profile(self, profile: Profile) -> WorkerType:
+        """The type as another profile has it, on the part of a GPU that it has. Raises BadInput."""
+        n = self.workers_per_gpu
+        return replace(self, known_profile=profile if n == 1 else profile.shared(n))
+
+    def shared(self, workers: int) -> WorkerType:
+        """The type with so many workers on each GPU, each at its part of the price. Raises BadInput."""
+        usd = None if self.usd_per_h is None else self.usd_per_h / workers
+        priced = f"{self.priced}, 1/{workers} of a GPU"
+        return replace(self, known_profile=self.profile.shared(workers), usd_per_h=usd, priced=priced)
+
+    @property
     def usd_per_gpu_h(self) -> float | None:
-        """The price of one GPU of a worker."""
+        """The price of one GPU of a worker, or of its part of one."""
         return None if self.usd_per_h is None else self.usd_per_h / self.gpus
 
     @property

@@ -195,16 +195,32 @@ class Profile:
     speculation: Speculation | None = None  # what the step times count already (`speculation.py`)
     host_kv: HostKv | None = None  # below its KV memory, where prefixes are cached
     ranks: Ranks | None = None  # of which `tp_degree` GPUs and the step times are one (`ranks.py`)
+    workers_per_gpu: int = 1  # that step times and KV allow for on its GPU, itself among them (`shared`)
 
     def __post_init__(self) -> None:
         if self.tp_degree < 1:
             raise BadInput(f"profile: tp_degree: must be at least 1, got {self.tp_degree}")
+        if self.workers_per_gpu < 1:
+            raise BadInput(f"profile: workers_per_gpu: must be at least 1, got {self.workers_per_gpu}")
+        if self.workers_per_gpu > 1 and (why := self._whole_gpus_since) is not None:
+            raise BadInput(f"profile: workers_per_gpu: {self.workers_per_gpu}: {self.label}: {why}")
         if self.engine.mode == EngineMode.PREFILL_FIRST and self.prefill is None:
             raise BadInput(f"profile: prefill: engine mode {self.engine.mode} needs prefill coefficients")
         if self.engine.mode == EngineMode.PREFILL_FIRST and self.ranks is not None:
             raise BadInput(f"profile: ranks: {self.ranks.name} engines chunk prefill, not {self.engine.mode}")
         if self.host_kv is not None:
             self._refuse_host_kv()
+
+    @property
+    def _whole_gpus_since(self) -> str | None:
+        """Why no other worker may be on its GPUs; None where others may."""
+        if self.gpus > 1:
+            return f"a worker of {self.gpus} GPUs shares none"
+        if self.engine.mode == EngineMode.SPLIT:
+            return "prefill and decode workers share no GPU"
+        if self.speculation is not None or self.host_kv is not None:
+            return "workers with drafts or KV in host memory share no GPU"
+        return None
 
     def _refuse_host_kv(self) -> None:
         """Raise BadInput where a tier in host memory is not simulated."""
@@ -237,7 +253,8 @@ class Profile:
 
     @property
     def label(self) -> str:
-        return f"{self.model} on {self.type_name} ({self.source.kind})"
+        part = f"1/{self.workers_per_gpu} of " if self.workers_per_gpu > 1 else ""
+        return f"{self.model} on {part}{self.type_name} ({self.source.kind})"
 
     def with_engine(
         self,
@@ -271,6 +288,25 @@ class Profile:
             except BadInput as error:
                 raise BadInput(f"--gpu-memory-utilization: {self.label}: {error}") from None
         return replace(self, kv=kv)
+
+    def shared(self, workers: int) -> Profile:
+        """The same worker where so many are on its GPU, each with an equal part of the memory that one takes.
+
+        Processes take turns on a GPU. At worst all of them compute all the time: each step takes so many
+        times as long, which is what is said here. Raises BadInput where a worker shares no GPU, and where
+        its weights do not fit into a part or what memory there is is not known.
+        """
+        if workers == self.workers_per_gpu:
+            return self
+        if self.workers_per_gpu > 1:
+            raise BadInput(f"{self.label}: is of {self.workers_per_gpu} workers on a GPU, not {workers}")
+        try:
+            kv = self.kv.with_utilization(self.kv.gpu_memory_utilization / workers, 1)
+        except BadInput as error:
+            raise BadInput(f"{self.label}: {error}") from None
+        if kv.capacity_tokens <= kv.block_tokens:
+            raise BadInput(f"{self.label}: its weights do not fit into 1/{workers} of a GPU")
+        return replace(with_times(self, workers, workers), kv=kv, workers_per_gpu=workers)
 
     def alone_ttft_s(self, prompt_tokens: int) -> float:
         """Seconds to the first token of a request that has an idle worker to itself."""

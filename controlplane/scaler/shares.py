@@ -7,6 +7,9 @@ ask. What is left is divided by an integer program. With x_mk = 1 where model m 
     maximise    Σ value(m, k) · x_mk
     subject to  Σ_m takes_l(m) · (least_m + Σ_k x_mk) <= most_l      for each limit l (GPUs, dollars an hour)
 
+Workers that have a part of a GPU are on it with others of that zone, type and price, a *group*. Limits count
+whole GPUs: for each group an integer, at least the sum of its workers' parts, stands in place of them.
+
     value(m, k) = gpus_m · (right_m / k           where m needs it: who is least above its right comes first
                             | TRIFLE · right_m / k         where m only has not let go of it yet
                             + 1  where it is kept: no other's claim beyond its right takes it away)
@@ -22,6 +25,8 @@ shares as told and workers that are still there, keeps to the limits: in transit
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +43,7 @@ _HAIR = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A model's workers, each of so many `gpus` of type `gpu`.
+    """A model's workers, each of so many `gpus` of type `gpu`, or of a part of one.
 
     `floor`: it always has as many. `asked`, `needed`: workers, as above. `share`: what it was last told;
     `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether it can be
@@ -47,7 +52,7 @@ class Pool:
 
     model: str
     gpu: str
-    gpus: int
+    gpus: float
     usd_per_h: float
     right: int
     floor: int = 1
@@ -62,6 +67,11 @@ class Pool:
     def wants(self) -> int:
         """The workers that it may be given: those it needs, and of those it has what it still asks for."""
         return max(self.needed, min(self.asked, self.share))
+
+    @property
+    def group(self) -> tuple[str, str, float] | None:
+        """Zone, type and dollars an hour of GPUs that its workers have parts of; None: theirs are whole."""
+        return None if self.gpus >= 1 else (self.zone or "", self.gpu, round(self.usd_per_h / self.gpus, 6))
 
     @property
     def most_held(self) -> int:
@@ -80,7 +90,9 @@ class Limits:
     zones: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def rows(self, pools: Sequence[Pool]) -> list[tuple[str, list[float], float]]:
-        """For each limit its name, what a worker of each pool takes of it, and the most."""
+        """For each limit its name, what a worker of each pool and a GPU of each group take, and the most."""
+        whole = [Pool("", gpu, 1, usd, 0, zone=zone or None) for zone, gpu, usd in _groups(pools)]
+        pools = [replace(p, gpus=0, usd_per_h=0.0) if p.group else p for p in pools] + whole
         rows: list[tuple[str, list[float], float]] = []
         for gpu, n in self.gpus.items():
             rows.append((f"gpus.{gpu}", [float(p.gpus * (p.gpu == gpu)) for p in pools], n))
@@ -93,12 +105,28 @@ class Limits:
             rows.append(("budget-usd-per-h", [p.usd_per_h for p in pools], self.usd_per_h))
         return rows
 
+    def used(self, pools: Sequence[Pool], workers: Sequence[int]) -> list[tuple[str, float, float]]:
+        """For each limit its name, what so many workers of each pool take of it, and the most."""
+        parts = [math.ceil(sum(part) - _HAIR) for part in _parts(pools, workers)]
+        counts = [*workers, *parts]
+        return [
+            (name, sum(takes * n for takes, n in zip(row, counts, strict=True)), most)
+            for name, row, most in self.rows(pools)
+        ]
+
     def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
         """Whether so many workers of each pool keep to the limits."""
-        return all(
-            sum(takes * n for takes, n in zip(row, workers, strict=True)) <= most + _HAIR
-            for _, row, most in self.rows(pools)
-        )
+        return all(used <= most + _HAIR for _, used, most in self.used(pools, workers))
+
+
+def _groups(pools: Sequence[Pool]) -> list[tuple[str, str, float]]:
+    return sorted({group for p in pools if (group := p.group) is not None})
+
+
+def _parts(pools: Sequence[Pool], workers: Sequence[Any]) -> list[list[Any]]:
+    """For each group the GPUs that so many workers of its pools have parts of."""
+    counted = list(zip(pools, workers, strict=True))
+    return [[p.gpus * n for p, n in counted if p.group == group] for group in _groups(pools)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +159,7 @@ def rights(pools: Sequence[Pool], limits: Limits) -> dict[str, int]:
     least = {p.model: max(p.floor, 1) for p in pools}
     if not limits.hold(pools, [least[p.model] for p in pools]):
         where = {p.model: f" in {p.zone}" if p.zone else "" for p in pools}
-        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus} {p.gpu}{where[p.model]}" for p in pools)
+        floors = ", ".join(f"{p.model} {least[p.model] * p.gpus:g} {p.gpu}{where[p.model]}" for p in pools)
         raise BadInput(f"limits: leave no room for the least of each model ({floors})")
     asking = [replace(p, asked=p.right, needed=p.right) for p in pools]
     return divide(asking, limits, least, {})
@@ -139,13 +167,11 @@ def rights(pools: Sequence[Pool], limits: Limits) -> dict[str, int]:
 
 def most_workers(pool: Pool, pools: Sequence[Pool], limits: Limits, up_to: int) -> int:
     """The workers that a model could have while all others have their floors, at most `up_to`."""
-    most = up_to
-    for _, row, limit in limits.rows(pools):
-        takes = dict(zip((p.model for p in pools), row, strict=True))
-        others = sum(p.floor * takes[p.model] for p in pools if p.model != pool.model)
-        if takes[pool.model] > 0:
-            most = min(most, int((limit - others) / takes[pool.model] + _HAIR))
-    return most
+
+    def are_too_many(workers: int) -> bool:
+        return not limits.hold(pools, [workers if p.model == pool.model else p.floor for p in pools])
+
+    return bisect_left(range(1, up_to + 1), True, key=are_too_many)
 
 
 def divide(
@@ -167,16 +193,23 @@ def divide(
             value(p, k, kept.get(p.model, 0)) * x for k, x in zip(numbers, chosen[p.model], strict=True)
         ]
     problem += pulp.lpSum(worth)
-    for _, row, most in limits.rows(pools):
-        taken = [
-            takes * (least[p.model] + pulp.lpSum(chosen[p.model]))
-            for p, takes in zip(pools, row, strict=True)
-        ]
-        problem += pulp.lpSum(taken) <= most + _HAIR
+    _keep_to(problem, limits, pools, [least[p.model] + pulp.lpSum(chosen[p.model]) for p in pools])
     problem.solve(solver())
     if pulp.LpStatus[problem.status] != "Optimal":
         raise Infeasible("no division of shares keeps to the limits")
     return {m: least[m] + sum(round(pulp.value(x) or 0) for x in xs) for m, xs in chosen.items()}
+
+
+def _keep_to(problem: Any, limits: Limits, pools: Sequence[Pool], workers: Sequence[Any]) -> None:
+    """Constrain a program whose variables are workers of each pool."""
+    counts = list(workers)
+    for number, parts in enumerate(_parts(pools, workers)):
+        whole = problem.add_variable(f"gpus{number}", lowBound=0, cat="Integer")
+        problem += pulp.lpSum(parts) <= whole
+        counts.append(whole)
+    for _, row, most in limits.rows(pools):
+        taken = [takes * n for takes, n in zip(row, counts, strict=True)]
+        problem += pulp.lpSum(taken) <= most + _HAIR
 
 
 def value(pool: Pool, k: int, kept: int) -> float:

@@ -1,6 +1,7 @@
 """Twenty models on one budget: how long the choice takes, and what shared limits and schedules are worth.
 
-    python experiments/planning/portfolio.py [--quick] [--seed N] [--jobs N] [--format table|json]
+    python experiments/planning/portfolio.py [--part limits|sharing] [--quick] [--seed N] [--jobs N]
+        [--format table|json]
 
 The models have shares of the Azure hour's requests, which swing by a factor of five over the hour, each at a
 time of its own: twelve of Llama-3.1 8B at 0.5 to 2 requests a second at most (400 ms, 30 ms), eight of 70B at
@@ -12,6 +13,10 @@ nothing here; tests/tokenfleet/portfolio/test_portfolio.py has models that are l
 `wall_s` of the first has all plans in it, none kept before; the second finds them kept. That no other choice
 within the limits is cheaper is held against every combination by tests/tokenfleet/portfolio/test_choose.py.
 Limits are held here against the sum of all models in each window.
+
+`--part sharing`: what it saves that small models share GPUs. Of the twelve of 8B six are rarely used, at 0.1
+to 0.5 requests a second at most (2 s, 80 ms); all else is as above. At most one, two and four workers on a
+GPU, each step counted as one, two and four times as long; no limits.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,7 @@ from tokenfleet.whatif.cache import Cache
 HOUR_S = 3600.0
 MOST_S = 300.0
 SMALL = ("llama-3.1-8b", Slo(0.4, 0.03), (0.5, 2.0))
+RARE = ("llama-3.1-8b", Slo(2.0, 0.08), (0.1, 0.5))
 LARGE = ("llama-3.1-70b", Slo(1.6, 0.075), (0.3, 1.5))
 
 
@@ -51,10 +58,11 @@ def part(
     return hour.take(keep)
 
 
-def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool) -> Portfolio:
+def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool, part_of: str) -> Portfolio:
     """The models, with their traces written to the folder."""
     rng = np.random.default_rng(seed)
-    kinds = [SMALL] * 2 + [LARGE] * 2 if is_quick else [SMALL] * 12 + [LARGE] * 8
+    small = [SMALL, SMALL] if part_of == "limits" else [SMALL, RARE]
+    kinds = small + [LARGE] * 2 if is_quick else small * 6 + [LARGE] * 8
     models = []
     for i, (model, slo, (low, high)) in enumerate(kinds):
         length_s = 600.0 if is_quick else HOUR_S
@@ -77,7 +85,7 @@ def timed(asked: Portfolio, jobs: int, cache: Cache) -> tuple[PortfolioPlan, flo
 
 def row(name: str, plan: PortfolioPlan, wall_s: float) -> dict[str, Any]:
     most = dict(zip(plan.gpu_types, plan.gpus.max(axis=0).tolist(), strict=True))
-    taken = [one.gpu for one in plan.rows]
+    taken = [one.kind.gpu for one in plan.rows]
     return {
         "name": name,
         "usd_per_h": round(plan.usd_per_h, 2),
@@ -88,13 +96,31 @@ def row(name: str, plan: PortfolioPlan, wall_s: float) -> dict[str, Any]:
     }
 
 
+def sharing(free: Portfolio, asked: Namespace, cache: Cache) -> int:
+    """The same models with one, two and four workers on a GPU at most."""
+    rows = []
+    for most in (1, 2, 4):
+        plan, wall_s = timed(replace(free, models_per_gpu=most), asked.jobs, cache)
+        parts = [one.kind.workers_per_gpu for one in plan.rows]
+        shared = ", ".join(f"{parts.count(n)} on 1/{n}" for n in sorted(set(parts)))
+        rows.append(row(f"models-per-gpu {most}", plan, wall_s) | {"models": shared})
+    dollars = [float(one["usd_per_h"]) for one in rows]
+    bars = {
+        f"dollars with {n} over 1": bar(d / dollars[0], 1.0) for n, d in zip((2, 4), dollars[1:], strict=True)
+    }
+    return show("portfolio: sharing", rows, bars, asked)
+
+
 def main() -> int:
     parser = flags(__doc__, AZURE_HOUR)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--part", choices=("limits", "sharing"), default="limits")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        free = portfolio(azure_hour(asked.data), Path(folder), asked.seed, asked.quick)
+        free = portfolio(azure_hour(asked.data), Path(folder), asked.seed, asked.quick, asked.part)
         cache = Cache(Path(folder) / "kept")
+        if asked.part == "sharing":
+            return sharing(free, asked, cache)
         plan, wall_s = timed(free, asked.jobs, cache)
         rows = [row("no limits", plan, wall_s)]
         peaks = plan.gpus.max(axis=0)

@@ -56,12 +56,23 @@ def document_of(model, gpu, tp_degree, mode=EngineMode.CHUNKED):
     return profile_document(profile.with_engine(mode, 8192, 256))
 
 
-def portfolio_json(planned, gpus, cold_start_s=0.0, slo=SLO, **fields):
+def on_parts(plan, workers_per_gpu):
+    """A plan of workers of PROFILE, with so many of them on each GPU."""
+    if workers_per_gpu == 1:
+        return plan
+    (planned,), fleet = plan["inputs"]["profiles"], plan["fleet"]
+    profile = profile_document(PROFILE.shared(workers_per_gpu))
+    fleet = [part | {"usd_per_hour": part["usd_per_hour"] / workers_per_gpu} for part in fleet]
+    return plan | {"fleet": fleet, "inputs": plan["inputs"] | {"profiles": [planned | {"profile": profile}]}}
+
+
+def portfolio_json(planned, gpus, cold_start_s=0.0, slo=SLO, workers_per_gpu=1, **fields):
     """The plan of a portfolio: so many workers of PROFILE for each model, and so many GPUs of its type."""
     paid = {"paid": {"cold_start_s": cold_start_s, "usd_per_hour": None}}
     targets = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
     models = [
-        {"name": name, "plan": plan_json(n, slo=targets, schedule_detail=paid)} for name, n in planned.items()
+        {"name": name, "plan": on_parts(plan_json(n, slo=targets, schedule_detail=paid), workers_per_gpu)}
+        for name, n in planned.items()
     ]
     limits = [{"name": f"gpus.{PROFILE.gpu}", "most": gpus}]
     return {"schema": "tokenfleet.portfolio-plan/1", "models": models, "limits": limits} | fields

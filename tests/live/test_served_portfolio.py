@@ -35,6 +35,35 @@ def portfolio(model_folder, scratch):
     fleet.stop()
 
 
+@pytest.fixture(scope="module")
+def sharing(model_folder, scratch):
+    """Three models, each with a right to a worker on half a GPU, and two GPUs."""
+    path = scratch / "sharing.json"
+    path.write_text(json.dumps(portfolio_json(dict.fromkeys(MODELS, 1), 2, 1.0, Slo(2.0, 0.05), 2)))
+    fleet = serve(
+        model_folder, "--portfolio", str(path), "--engine", "emulated", "--profile", four_seats(scratch, 1),
+        "--scale-in-after", "20s", "--queue", "60", "--queue-wait", "2m", folder=scratch,
+    )  # fmt: skip
+    yield fleet
+    fleet.stop()
+
+
+def test_three_models_serve_on_two_gpus_and_a_fourth_half_goes_to_who_asks_for_it(sharing):
+    first = sharing.ask("GET", "/v1/fleet")
+    assert {one["gpus_per_worker"] for one in first["shares"]} == {0.5}
+    assert first["limits"] == [{"name": "gpus.h100-sxm", "most": 2.0, "held": 2}]  # half of one is free
+    for name in MODELS:
+        check_whole(asyncio.run(load(sharing, name, 6, 1.0, [])), 100)
+    # All ask for more at once; one worker fits in, and at no look more GPUs are held than there are.
+    for name in MODELS:
+        sharing.ask("POST", f"/models/{name}/v1/fleet/scale", {"workers": 3})
+    sharing.until(lambda: all(one["asked"] == 3 for one in view(sharing).values()))
+    sharing.until(lambda: sorted(workers(sharing).values()) == [1, 1, 2])
+    for name in MODELS:
+        check_whole(asyncio.run(load(sharing, name, 6, 1.0, [])), 100)
+    assert sorted(workers(sharing).values()) == [1, 1, 2]
+
+
 def view(fleet):
     """What the front tells of all models; at no look more GPUs are held than there are."""
     seen = fleet.ask("GET", "/v1/fleet")

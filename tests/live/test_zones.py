@@ -105,6 +105,55 @@ def test_gpus_of_a_zone_are_reserved_there_and_nowhere_else(cluster, monkeypatch
     asyncio.run(asyncio.wait_for(story(), 120))
 
 
+def test_halves_of_gpus_are_reserved_two_on_each_and_a_half_left_is_no_whole(cluster, monkeypatch, tmp_path):
+    from dataplane.live.pool.fleet_types import FleetTypes, Site
+    from dataplane.live.pool.ray_host import RayHost
+    from dataplane.live.worker import launch
+
+    class Started:  # in place of an engine; Ray tells its process which GPU it is to see
+        def __init__(self, *told):
+            pass
+
+        def phase(self):
+            return "there"
+
+        def start(self, *told):
+            import ray
+
+            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+        def node(self):
+            return "here"
+
+    half, whole = WorkerType.of(PROFILE.shared(2)), WorkerType.of(PROFILE)
+    types = FleetTypes([WorkerGroup(half, 3)], {half.name: PROFILE.engine})
+    monkeypatch.setattr(launch, "Worker", Started)
+    monkeypatch.setattr(launch, "PLACE_S", 5.0)
+
+    async def story():
+        beside = Site("east", (WorkerGroup(whole, 1),))
+        with pytest.raises(BadInput, match=r"3 workers of 0.5 GPUs, 1 workers of 1 GPUs need 2.5, .* have 2"):
+            await RayHost.start(types, beside, 0.0, 1, tmp_path / "fleet" / "ray", "auto")
+        host = await RayHost.start(types, Site("east"), 0.0, 1, tmp_path / "fleet" / "ray", "auto")
+
+        async def launched(name, kind):
+            return await launch.launch_worker(name, {}, "key", await host._place(name, kind))
+
+        seen = [(await launched(f"w{i}", half)).info for i in range(3)]
+        assert [len(gpus) for gpus in seen] == [1, 1, 1]
+        assert sorted(seen.count(gpus) for gpus in seen) == [1, 2, 2]
+        with pytest.raises(BadInput, match=f"no node with {ZONE}=east has 1 free H100 GPUs"):
+            await launched("whole", whole)
+        seen.append((await launched("w3", half)).info)
+        assert [seen.count(gpus) for gpus in seen] == [2, 2, 2, 2]
+        while host.room(half.name) is None:  # Ray's own count is a moment late
+            await asyncio.sleep(0.1)
+        assert host.room(half.name) == "no node of zone east has 0.5 free GPUs"
+        await host.close()
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
 def planned(path, zone_of):
     """The file of a portfolio of CPU workers, one a model; two fit into the east and eight into the west."""
     plan = plan_of_fleet([{"gpu": "cpu", "tp_degree": 1, "workers": 1, "usd_per_hour": 1.0}], CPU.model)

@@ -92,7 +92,7 @@ def portfolio_command(
     refuse_unwritable([*files, *plans.values()])
     asked = tasks_of(portfolio, date.today())
     warn(asked.warnings)
-    with counted_bar("planning models", len(asked.tasks)) as advance:
+    with counted_bar("planning models", asked.count) as advance:
         cache = Cache(None if no_cache else default_folder())
         plan = plan_portfolio(portfolio, asked, jobs or os.cpu_count() or 1, cache, advance)
     text = json.dumps(portfolio_json(plan), indent=1) + "\n"

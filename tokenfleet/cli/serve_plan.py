@@ -47,6 +47,7 @@ OF_ONE_FLEET = (
     "advisory",
 )  # fmt: skip
 OF_ONE_MODEL = ("--served-model-name", "--lora-modules", "--enable-lora")
+OF_WHOLE_GPUS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override")
 FEW_WORKERS, UNBOUNDED = 8, 10_000
 ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
 
@@ -83,7 +84,11 @@ def members_of(flags: ServeFlags) -> Asked:
     planned = read_planned_portfolio(flags.portfolio)
     limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h, planned.zones)
     zone_of = planned.zone_of.get
-    pools = [_pool(name, plan, limits, (low, high), zone_of(name)) for name, plan in planned.plans.items()]
+    pools = [
+        _pool(name, plan, limits, (low, high), zone_of(name), flags.as_is)
+        for name, plan in planned.plans.items()
+    ]
+    _check_parts(pools)
     right = rights(pools, limits)
     where = _where(flags, (*planned.plans, *chain(*planned.adapters.values())))
     members = {}
@@ -130,15 +135,32 @@ def _check_of_all(flags: ServeFlags) -> None:
         if getattr(flags, name):
             flag = f"--{name.replace('_', '-')}"
             raise BadInput(f"{flag}: is of one fleet; --portfolio runs each model's by its own plan")
-    words = {word.partition("=")[0].replace("_", "-") for word in flags.engine_flags or ()}
-    if of_one := next((flag for flag in OF_ONE_MODEL if flag in words), None):
+    if of_one := next((flag for flag in OF_ONE_MODEL if flag in _engine_flags(flags)), None):
         raise BadInput(f"{of_one}: is of one model; a portfolio's go by the names that its plan gives them")
     if flags.autoscale is not None and bounds_of(flags.autoscale)[0] == 0:
         raise BadInput(f"--autoscale: each model of a portfolio keeps a worker, got {flags.autoscale}")
 
 
+def _check_parts(pools: Sequence[Pool]) -> None:
+    """Raise BadInput where Ray would put workers on one GPU that were planned with fewer neighbours."""
+    parts: dict[tuple[str, str | None], set[float]] = {}
+    for pool in pools:
+        parts.setdefault((pool.gpu, pool.zone), set()).update([pool.gpus] if pool.gpus < 1 else [])
+    for (gpu, _), sizes in parts.items():
+        if len(sizes) > 1:
+            named = ", ".join(f"{gpus:g}" for gpus in sorted(sizes))
+            raise BadInput(
+                f"--portfolio: workers have {named} of a {gpu}; expected the same of all that share one"
+            )
+
+
 def _pool(
-    name: str, plan: PlanFile, limits: Limits, bounds: tuple[int, int | None], zone: str | None
+    name: str,
+    plan: PlanFile,
+    limits: Limits,
+    bounds: tuple[int, int | None],
+    zone: str | None,
+    as_is: bool,
 ) -> Pool:
     """A model's workers as they were planned. Raises BadInput for what no portfolio is served with."""
     if len(plan.fleet) > 1:
@@ -146,10 +168,17 @@ def _pool(
     worker_type = plan.groups[0].worker_type
     if limits.usd_per_h is not None and worker_type.usd_per_h is None:
         raise BadInput(f"--portfolio: {name}: {worker_type.name} has no price to hold against the budget")
+    if as_is and worker_type.reserved_gpus < 1:
+        n = worker_type.workers_per_gpu
+        raise BadInput(
+            f"--as-is: {name} was planned on 1/{n} of a GPU, and other engines are not held to that"
+        )
     usd_per_h = worker_type.usd_per_h or 0.0
     low, high = bounds
     planned = max(low, min(plan.workers, high or plan.workers))
-    return Pool(name, str(worker_type.gpu), worker_type.gpus, usd_per_h, planned, floor=low, zone=zone)
+    return Pool(
+        name, str(worker_type.gpu), worker_type.reserved_gpus, usd_per_h, planned, floor=low, zone=zone
+    )
 
 
 def _where(flags: ServeFlags, names: Sequence[str]) -> dict[str, str]:
@@ -179,7 +208,21 @@ def types_asked(flags: ServeFlags, plan: PlanFile | None, model: str) -> FleetTy
         raise BadInput("--as-is: emulated engines are what the plan says; leave it out")
     if not is_emulated and not flags.as_is:
         check_model(plan, model, flags.engine_flags or ())
-    return planned_types(plan, flags.profile or (), flags.as_is)
+    types = planned_types(plan, flags.profile or (), flags.as_is)
+    _check_memory(flags, types)
+    return types
+
+
+def _check_memory(flags: ServeFlags, types: FleetTypes) -> None:
+    """Raise BadInput where flags say what of a GPU engines take that share it."""
+    own = sorted(_engine_flags(flags) & set(OF_WHOLE_GPUS))
+    if own and any(t.workers_per_gpu > 1 for t in types):
+        raise BadInput(f"{own[0]}: the plan says what its workers take of a GPU that they share")
+
+
+def _engine_flags(flags: ServeFlags) -> set[str]:
+    """The names of vLLM's flags that were given."""
+    return {word.partition("=")[0].replace("_", "-") for word in flags.engine_flags or ()}
 
 
 def _named_types(flags: ServeFlags, counted: Sequence[str], is_emulated: bool) -> FleetTypes:
@@ -345,7 +388,7 @@ def _with_profiles(
             raise BadInput(f"--profile: none is of {t.name}; give one for each kind")
         if not own and is_emulated:
             own = find_profiles(EMULATED[0], [t.gpu or EMULATED[1]], [t.tp_degree])
-        found.append(replace(group, worker_type=replace(t, known_profile=own[0])) if own else group)
+        found.append(replace(group, worker_type=t.with_profile(own[0])) if own else group)
     return found
 
 

@@ -110,6 +110,8 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
     """
     model = plan.inputs.profiles[0].model
     loads = weights or _WEIGHTS.get(model)
+    if (n := max(p.whole().workers_per_gpu for p in plan.inputs.profiles)) > 1:
+        raise BadInput(f"export: its workers have 1/{n} of a GPU; only `tokenfleet serve` gives them that")
     if loads is None:
         raise BadInput(f"--weights: missing; {model} is no name the hub knows: give a hub name or a folder")
     paid = plan.schedule_detail.paid if plan.schedule_detail else None

@@ -211,7 +211,7 @@ def priced(
             warnings.append(f"{profile.gpu}: {old}")
         of = f" at {request.provider}" if request.provider else ""
         source = f"{kind.replace('_', ' ')}{of}, {price.date}, {price.source}"
-        usd_per_h = price.usd * profile.gpus * scale
+        usd_per_h = price.usd * profile.gpus * scale / profile.workers_per_gpu
         source += f", times {scale:g}" if scale != 1.0 else ""
         worker_types.append(WorkerType.of(profile, usd_per_h, source))
     if request.budget_usd_per_h is not None and unpriced:

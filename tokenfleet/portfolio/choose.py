@@ -11,6 +11,15 @@ a share s of the GPUs are on spot is Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0
 whole, so what is chosen is what it has replayed. Windows tie no offers together: a model that sleeps while
 another is awake leaves it its GPUs.
 
+Workers that have a part of a GPU are on it with others of that pool and price. Whole GPUs are bought for each
+such *group* g: an integer for each window, which stands in limits and dollars in place of the parts,
+
+    Σ gpus_o(w) · x_o <= G_gw < 1 + Σ gpus_o(w) · x_o        over the offers of g
+
+All GPUs of a pool that are shared are cut alike: with y_pn binary, Σ_n y_pn <= 1, and x_o <= y_pn for offers
+of 1/n of its GPUs. Parts that are alike always fit into so many GPUs, and no worker has more neighbours than
+its plan allows for.
+
 How far a limit is from making the answer cheaper is another solve, with the limit's excess to be least and
 the cost to be less; integer programs have no useful duals. The least share on spot is a ratio: Dinkelbach's
 method, from any choice down.
@@ -22,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pulp
@@ -33,17 +42,30 @@ from controlplane.scaler.mix import solver
 
 _CENT = 0.01  # a saving of less an hour is none
 _SHARE = 1e-9  # GPUs, or a share of them, that are none
-_TIE = 1e-6  # dollars a GPU: of equally dear answers the one with fewer GPUs
+_PART = 0.01  # of a GPU: no part is as small
+_TIE = 1e-6  # dollars a GPU: of equally dear answers the one with fewer GPUs, and fewer that are shared
+
+
+class Group(NamedTuple):
+    """GPUs that are shared: of a pool, each by so many workers, at dollars an hour for each GPU."""
+
+    pool: int
+    workers_per_gpu: int
+    usd_per_h: float
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One way to serve model number `model`: GPUs by pool [windows, pools], dollars an hour [windows]."""
+    """One way to serve model number `model`: GPUs by pool [windows, pools], dollars an hour [windows].
+
+    `shared`: the GPUs of which its workers have parts; None: theirs are whole.
+    """
 
     model: int
-    gpus: NDArray[np.int64]
+    gpus: NDArray[np.float64]
     usd_per_h: NDArray[np.float64]
     is_spot: bool = False
+    shared: Group | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +106,33 @@ class Question:
         """Dollars an hour of an offer, over all windows."""
         return float((self.hours * offer.usd_per_h).sum() / self.hours.sum())
 
+    def bought(self, chosen: Sequence[int]) -> list[Offer]:
+        """What is bought for the chosen offers: their own GPUs, and for each group whole ones."""
+        taken = [self.offers[o] for o in chosen]
+        whole = [offer for offer in taken if offer.shared is None]
+        for group in sorted({offer.shared for offer in taken if offer.shared is not None}):
+            parts = sum(offer.gpus[:, group.pool] for offer in taken if offer.shared == group)
+            one = self.one_gpu(group)
+            count = np.ceil(parts - _SHARE)
+            whole.append(replace(one, gpus=one.gpus * count[:, None], usd_per_h=one.usd_per_h * count))
+        return whole
+
+    def one_gpu(self, group: Group) -> Offer:
+        """A GPU of a group, as an offer to no model."""
+        gpus = np.zeros_like(self.offers[0].gpus, np.float64)
+        gpus[:, group.pool] = 1.0
+        return Offer(-1, gpus, np.full(len(self.hours), group.usd_per_h))
+
     def peak(self, limit: Limit, chosen: Sequence[int]) -> float:
         """The most that the chosen offers take of a limit in any window."""
+        bought = self.bought(chosen)
         if limit.of == "spot":
             gpus, spot = np.zeros(len(self.hours)), np.zeros(len(self.hours))
-            for offer in (self.offers[o] for o in chosen):
+            for offer in bought:
                 gpus += offer.gpus.sum(axis=1)
                 spot += offer.gpus.sum(axis=1) * offer.is_spot
             return float((spot / np.maximum(gpus, 1)).max())
-        return float(sum(limit.used(self.offers[o]) for o in chosen).max())  # type: ignore[union-attr]
+        return float(sum(limit.used(offer) for offer in bought).max())  # type: ignore[union-attr]
 
 
 def choose(question: Question) -> Choice:
@@ -155,13 +195,57 @@ class _Program:
         for model in sorted({offer.model for offer in question.offers}):
             of_model = [x for x, offer in zip(self._x, question.offers, strict=True) if offer.model == model]
             self._problem += pulp.lpSum(of_model) == 1
+        self._buy()
         self._excess: dict[int, Any] = {}
         for number, limit in enumerate(question.limits):
             self._limit(number, limit, number in elastic, len(elastic) == 1)
-        usd = [question.usd_per_h(offer) for offer in question.offers]
-        gpus = [float(offer.gpus.sum(axis=1).mean()) for offer in question.offers]
-        self._usd = pulp.lpSum(u * x for u, x in zip(usd, self._x, strict=True))
-        self._ranked = self._usd + pulp.lpSum(_TIE * g * x for g, x in zip(gpus, self._x, strict=True))
+        self._price()
+
+    def _buy(self) -> None:
+        """What is bought: GPUs of an offer's own, the same in all windows, and those of a group in some."""
+        every = np.ones(len(self._question.hours))
+        self._bought: list[tuple[Offer, NDArray[np.float64], Any]] = []
+        groups: set[Group] = set()
+        for offer, x in zip(self._question.offers, self._x, strict=True):
+            if offer.shared is None:
+                self._bought.append((offer, every, x))
+            else:
+                groups.add(offer.shared)
+        for group in sorted(groups):
+            self._share(group)
+        for pool in {group.pool for group in groups}:
+            self._cut_alike(pool, sorted({g.workers_per_gpu for g in groups if g.pool == pool}))
+
+    def _price(self) -> None:
+        """The dollars an hour, and the rank of an answer."""
+        hours = self._question.hours / self._question.hours.sum()
+        usd = [float((hours * when * offer.usd_per_h).sum()) * x for offer, when, x in self._bought]
+        gpus = [float((when * offer.gpus.sum(axis=1)).mean()) * x for offer, when, x in self._bought]
+        parted = [x for x, offer in zip(self._x, self._question.offers, strict=True) if offer.shared]
+        self._usd = pulp.lpSum(usd)
+        self._ranked = self._usd + _TIE * pulp.lpSum([*gpus, *parted])
+
+    def _cut_alike(self, pool: int, ways: Sequence[int]) -> None:
+        """Allow one way in which GPUs of the pool are cut."""
+        taken = [self._problem.add_variable(f"cut{pool}_{n}", cat="Binary") for n in ways]
+        self._problem += pulp.lpSum(taken) <= 1
+        for x, offer in zip(self._x, self._question.offers, strict=True):
+            if offer.shared is not None and offer.shared.pool == pool:
+                self._problem += x <= taken[ways.index(offer.shared.workers_per_gpu)]
+
+    def _share(self, group: Group) -> None:
+        """Whole GPUs for the offers that share those of a group, in each window."""
+        offers = self._question.offers
+        parts = np.stack([o.gpus[:, group.pool] * (o.shared == group) for o in offers], axis=1)
+        rows, row_of = np.unique(parts, axis=0, return_inverse=True)  # windows that are alike are one
+        for number, row in enumerate(rows):
+            taken = pulp.lpSum(float(n) * x for n, x in zip(row, self._x, strict=True) if n)
+            name = f"gpus{len(self._bought)}"
+            whole = self._problem.add_variable(name, lowBound=0, cat="Integer")
+            self._problem += taken <= whole
+            self._problem += whole <= taken + 1.0 - _PART
+            when = np.asarray(row_of.ravel() == number, np.float64)
+            self._bought.append((self._question.one_gpu(group), when, whole))
 
     def _limit(self, number: int, limit: Limit, is_elastic: bool, is_alone: bool) -> None:
         is_share = limit.of == "spot"
@@ -172,15 +256,16 @@ class _Program:
             least = None if is_share and is_alone else 0
             self._excess[number] = self._problem.add_variable(f"more{number}", lowBound=least, cat=kind)
             most = most + self._excess[number]
-        used = np.stack([limit.used(offer) for offer in self._question.offers], axis=1)
+        used = np.stack([limit.used(offer) * when for offer, when, _ in self._bought], axis=1)
         for row in np.unique(used, axis=0):  # windows that are alike are one
-            self._problem += pulp.lpSum(float(u) * x for u, x in zip(row, self._x, strict=True)) <= most
+            taken = [float(u) * x for u, (_, _, x) in zip(row, self._bought, strict=True)]
+            self._problem += pulp.lpSum(taken) <= most
 
     def cheapest(self) -> Choice:
         self._problem += self._ranked
         self._solve()
         chosen = self.chosen()
-        return Choice(chosen, sum(self._question.usd_per_h(self._question.offers[o]) for o in chosen))
+        return Choice(chosen, sum(map(self._question.usd_per_h, self._question.bought(chosen))))
 
     def chosen(self) -> tuple[int, ...]:
         """The offers of the last solve."""

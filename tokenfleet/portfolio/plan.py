@@ -2,6 +2,8 @@
 
 Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
 schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
+Where several workers may be on a GPU, a model that one worker of one GPU serves is planned once more on
+workers that have such a part of it (Profile.shared), on demand: a reclaim would take all that are on it.
 All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
 else all traces begin together. Beside its trace a model has its whole fleet. The requests of a model's LoRA
 adapters are among its own: what they add is told by a plan of its fleet without them.
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +23,13 @@ from numpy.typing import NDArray
 from controlplane.errors import BadInput, ControlPlaneError, Infeasible
 from controlplane.worker_type import WorkerType
 from tokenfleet.planning.fleet import Fleet, apportioned
-from tokenfleet.planning.inputs import Gathered, gather
+from tokenfleet.planning.inputs import Gathered, gather, within_kv
 from tokenfleet.planning.plan_file import PlanFile, parse_plan
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.schedule import Stretch, paid
 from tokenfleet.portfolio.choose import (
     Choice,
+    Group,
     Limit,
     Offer,
     Question,
@@ -42,27 +46,42 @@ from tokenfleet.whatif.run import results_of
 from tokenfleet.whatif.solve import Result
 
 DAY_S = 86_400.0
-_Without = dict[tuple[int, str, bool], str]  # why a model has no fleet of a type of GPU, on spot or not
+WORKERS_PER_GPU = (2, 4)  # that share one
+
+
+class Kind(NamedTuple):
+    """A type of GPU, how it is bought, and how many workers are on one."""
+
+    gpu: str
+    is_spot: bool = False
+    workers_per_gpu: int = 1
+
+    def __str__(self) -> str:
+        part = f" x 1/{self.workers_per_gpu}" if self.workers_per_gpu > 1 else ""
+        return f"{self.gpu}{part}{' on spot' if self.is_spot else ''}"
+
+
+_Without = dict[tuple[int, Kind], str]  # why a model has no fleet of a kind of GPU
 
 
 @dataclass(frozen=True)
 class Row:
     """What one model gets: its plan, and what the whole fleet costs if it never changes (dollars an hour).
 
-    `usd_per_h`: on the schedule. `others`: the same of the types of GPU that were not taken, or why there is
-    no fleet of them. `zone` is None where the limits name none. `adapters`: each one's share of the model's
-    requests; `adapters_usd_per_h`: what the whole fleet costs more for all of them (None: not known, or there
-    are none).
+    `usd_per_h`: on the schedule. `others`: the same of the kinds of GPU that were not taken, or why there is
+    no fleet of them. `zone` is None where the limits name none. `beside`: the models that may be on the GPUs
+    of which it has parts. `adapters`: each one's share of the model's requests; `adapters_usd_per_h`: what
+    the whole fleet costs more for all of them (None: not known, or there are none).
     """
 
     name: str
-    gpu: str
-    is_spot: bool
+    kind: Kind
     zone: str | None
     plan: PlanFile
     usd_per_h: float
     constant_usd_per_h: float
-    others: Mapping[tuple[str, bool], float | str]
+    others: Mapping[Kind, float | str]
+    beside: tuple[str, ...]
     adapters: Mapping[str, float] = field(default_factory=dict)
     adapters_usd_per_h: float | None = None
 
@@ -86,7 +105,8 @@ class PortfolioPlan:
     """The answer: a row for each model, the limits, and GPUs by type over time.
 
     `unlimited_usd_per_h`: what it would cost without limits; `apart_usd_per_h`: with them, if no fleet ever
-    changed (None where the limits do not allow that). `edges_s`: the windows' edges; `gpus` [windows, types].
+    changed (None where the limits do not allow that). `free_usd_per_h`: of all, for parts of GPUs that no
+    worker has. `edges_s`: the windows' edges; `gpus` [windows, types], whole.
     """
 
     rows: tuple[Row, ...]
@@ -94,6 +114,7 @@ class PortfolioPlan:
     usd_per_h: float
     unlimited_usd_per_h: float
     constant_usd_per_h: float | None
+    free_usd_per_h: float
     gpu_types: tuple[str, ...]
     edges_s: NDArray[np.float64]
     gpus: NDArray[np.int64]
@@ -105,8 +126,7 @@ class _Made:
     """A model's fleet of one type of GPU in one zone, and when it has how many workers."""
 
     model: int
-    gpu: str
-    is_spot: bool
+    kind: Kind
     zone: str | None
     plan: PlanFile
     fleet: Fleet
@@ -117,14 +137,21 @@ class _Made:
 class Tasks:
     """The plans to make: each with its model's number and its GPU. Their numbers are their places.
 
-    `bare`: the same of models that have adapters, without them, by model, GPU, and whether on spot.
-    `adapters`: each one's share of its model's requests, by model.
+    `bare`: the same of models that have adapters, without them, by model and kind of GPU. `adapters`: each
+    one's share of its model's requests, by model. `parts`: by the number of another, the plans on parts of
+    GPUs to make where that is a single worker's, by the workers on a GPU, or why there is none.
     """
 
-    tasks: tuple[tuple[int, str, Task], ...]
+    tasks: tuple[tuple[int, Kind, Task], ...]
+    parts: Mapping[int, Mapping[int, Task | str]]
     warnings: tuple[str, ...]
-    bare: Mapping[tuple[int, str, bool], Task]
+    bare: Mapping[tuple[int, Kind], Task]
     adapters: Mapping[int, Mapping[str, float]]
+
+    @property
+    def count(self) -> int:
+        """Plans to make at most."""
+        return len(self.tasks) + sum(map(len, self.parts.values()))
 
 
 def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
@@ -132,9 +159,10 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
 
     Raises BadInput for a trace, a model or a price that is not known, and GPUs that no model may have.
     """
-    tasks: list[tuple[int, str, Task]] = []
+    tasks: list[tuple[int, Kind, Task]] = []
+    parts: dict[int, dict[int, Task | str]] = {}
     warnings: dict[str, None] = {}
-    bare: dict[tuple[int, str, bool], Task] = {}
+    bare: dict[tuple[int, Kind], Task] = {}
     adapters: dict[int, dict[str, float]] = {}
     for number, model in enumerate(portfolio.models):
         own = _read(model)
@@ -145,13 +173,41 @@ def tasks_of(portfolio: Portfolio, today: date | None = None) -> Tasks:
             warnings.update(dict.fromkeys(f"{model.name}: {w}" for w in gathered.inputs.warnings))
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(tasks), gathered.workload, types, request, gathered.inputs, True)
-                tasks.append((number, gpu, task))
+                tasks.append((number, Kind(gpu, request.spot), task))
+                parts[task.number] = {n: _on_parts(task, n) for n in _ways(portfolio, model, request)}
         for request, gathered in _gathered(model, own, today) if of_adapters else ():
             for gpu, types in _on_offer(portfolio, model, request, gathered).items():
                 task = Task(len(bare), gathered.workload, types, request, gathered.inputs, False)
-                bare[number, gpu, request.spot] = task
-    _check_wanted(portfolio, {gpu for _, gpu, _ in tasks})
-    return Tasks(tuple(tasks), tuple(warnings), bare, adapters)
+                bare[number, Kind(gpu, request.spot)] = task
+    _check_wanted(portfolio, {kind.gpu for _, kind, _ in tasks})
+    return Tasks(tuple(tasks), parts, tuple(warnings), bare, adapters)
+
+
+def _ways(portfolio: Portfolio, model: Model, request: PlanRequest) -> list[int]:
+    """The numbers of workers that may be on a GPU of the model, where they share it."""
+    # Adapters take memory of a GPU that profiles do not know.
+    is_whole = request.spot or bool(model.adapters)
+    return [n for n in WORKERS_PER_GPU if n <= portfolio.models_per_gpu and not is_whole]
+
+
+def _on_parts(task: Task, workers_per_gpu: int) -> Task | str:
+    """The task with workers that share their GPUs, or why there are none."""
+    shared, why = [], ""
+    for worker_type in task.worker_types:
+        try:
+            shared.append(worker_type.shared(workers_per_gpu))
+        except BadInput as refusal:
+            why = str(refusal)
+    if not shared:
+        return why
+    try:
+        usable, _ = within_kv(task.workload, shared, task.inputs.trace)
+    except BadInput as refusal:
+        return str(refusal)
+    n = workers_per_gpu
+    counted = f"{n} workers on a GPU take turns: each step is counted as {n} times as long"
+    inputs = replace(task.inputs, warnings=(*task.inputs.warnings, counted))
+    return replace(task, worker_types=usable, inputs=inputs)
 
 
 def _on_offer(
@@ -213,9 +269,8 @@ def plan_portfolio(
     Raises Infeasible where a model has no fleet on any GPU on offer, or the limits leave no choice; then
     with the cheapest relaxation.
     """
-    results = results_of([task for _, _, task in asked.tasks], jobs, None, cache, told)
-    chosen = _chosen(portfolio, *_found(portfolio, asked, results), asked.warnings)
-    bare = [asked.bare.get((number, row.gpu, row.is_spot)) for number, row in enumerate(chosen.rows)]
+    chosen = _chosen(portfolio, *_found(portfolio, asked, jobs, cache, told), asked.warnings)
+    bare = [asked.bare.get((number, row.kind)) for number, row in enumerate(chosen.rows)]
     alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
     rows = tuple(
         row if task is None else _with_adapters(row, asked.adapters[number], alone[task.number])
@@ -225,25 +280,28 @@ def plan_portfolio(
 
 
 def _found(
-    portfolio: Portfolio, asked: Tasks, results: Mapping[int, Result]
+    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None]
 ) -> tuple[Sequence[_Made], _Without]:
     """The fleets that were found, in each zone that they may be in, and why there are no others.
 
     Raises Infeasible where a model has none.
     """
-    made: list[_Made] = []
-    without: _Without = {}
-    for number, gpu, task in asked.tasks:
-        result = results[task.number]
-        model, is_spot = portfolio.models[number], task.question.spot
-        plan = None if result["plan"] is None else parse_plan(result["plan"], f"{model.name} on {gpu}")
-        if plan is None or not plan.feasible:
-            without[number, gpu, is_spot] = result["error"] if plan is None else plan.reason or "no fleet"
-        else:
-            first = _of_plan(number, gpu, is_spot, plan)
-            made += [replace(first, zone=zone) for zone in _zones(portfolio, model, gpu)]
+    made, without = _made_of(portfolio, asked.tasks, jobs, cache, told)
+    small = {(one.model, one.kind) for one in made if one.plan.gpus == 1}
+    on_parts: list[tuple[int, Kind, Task]] = []
+    for number, kind, task in asked.tasks:
+        for n, part in asked.parts.get(task.number, {}).items() if (number, kind) in small else ():
+            if isinstance(part, Task):
+                part = replace(part, number=len(on_parts))
+                on_parts.append((number, kind._replace(workers_per_gpu=n), part))
+            else:
+                without[number, kind._replace(workers_per_gpu=n)] = part
+    for _ in range(asked.count - len(asked.tasks) - len(on_parts)):
+        told()
+    more, why_not = _made_of(portfolio, on_parts, jobs, cache, told)
+    made, without = [*made, *more], without | why_not
     for number in sorted(set(range(len(portfolio.models))) - {one.model for one in made}):
-        found = [f"{bought(gpu, spot)}: {why}" for (n, gpu, spot), why in without.items() if n == number]
+        found = [f"{kind}: {why}" for (n, kind), why in without.items() if n == number]
         reasons = "; ".join(found) or "no zone has a GPU for it"
         name = portfolio.models[number].name
         raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
@@ -260,12 +318,29 @@ def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Ro
     return replace(row, adapters=adapters, adapters_usd_per_h=adds)
 
 
-def bought(gpu: str, is_spot: bool) -> str:
-    """A type of GPU, and how it is bought."""
-    return f"{gpu} on spot" if is_spot else gpu
+def _made_of(
+    portfolio: Portfolio,
+    tasks: Sequence[tuple[int, Kind, Task]],
+    jobs: int,
+    cache: Cache,
+    told: Callable[[], None],
+) -> tuple[list[_Made], _Without]:
+    """The fleets of these plans in each of their zones, and why others have none."""
+    made: list[_Made] = []
+    without: _Without = {}
+    results = results_of([task for _, _, task in tasks], jobs, None, cache, told)
+    for number, kind, task in tasks:
+        result, model = results[task.number], portfolio.models[number]
+        plan = None if result["plan"] is None else parse_plan(result["plan"], f"{model.name} on {kind}")
+        if plan is None or not plan.feasible:
+            without[number, kind] = result["error"] if plan is None else plan.reason or "no fleet"
+        else:
+            first = _of_plan(number, kind, plan)
+            made += [replace(first, zone=zone) for zone in _zones(portfolio, model, kind.gpu)]
+    return made, without
 
 
-def _of_plan(number: int, gpu: str, is_spot: bool, plan: PlanFile) -> _Made:
+def _of_plan(number: int, kind: Kind, plan: PlanFile) -> _Made:
     scale = plan.inputs.rate_scale
     # In whole seconds, so that stretches of two traces that end together do so.
     wanted = [Stretch(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule]
@@ -273,7 +348,7 @@ def _of_plan(number: int, gpu: str, is_spot: bool, plan: PlanFile) -> _Made:
     detail = plan.schedule_detail
     if wanted and detail is not None and detail.paid is not None:
         wanted = list(paid(wanted, detail.paid.cold_start_s).stretches)
-    return _Made(number, gpu, is_spot, None, plan, Fleet(plan.groups), tuple(wanted))
+    return _Made(number, kind, None, plan, Fleet(plan.groups), tuple(wanted))
 
 
 def _chosen(
@@ -282,7 +357,7 @@ def _chosen(
     without: _Without,
     warnings: tuple[str, ...],
 ) -> PortfolioPlan:
-    types = tuple(sorted({one.gpu for one in made}))
+    types = tuple(sorted({one.kind.gpu for one in made}))
     pools = [(gpu, zone) for gpu in types for zone in portfolio.zones or (None,)]
     starts_s = _starts_s(portfolio, made)
     edges_s = _edges_s(made, starts_s)
@@ -299,42 +374,51 @@ def _chosen(
         fixed = choose(constant).usd_per_h
     except Infeasible:
         fixed = None
-    rows = [
-        _row(portfolio.models[number].name, made, taken, question, without)
-        for number, taken in enumerate(choice.offers)
-    ]
-    taken = np.sum([offers[o].gpus for o in choice.offers], axis=0)
+    names = [model.name for model in portfolio.models]
+    rows = [_row(names, made, taken, choice, question, without) for taken in choice.offers]
+    taken = np.sum([offer.gpus for offer in question.bought(choice.offers)], axis=0)
     return PortfolioPlan(
         tuple(rows),
         tuple(_use(question, number, name, choice) for number, (name, _) in enumerate(named)),
         choice.usd_per_h,
         free.usd_per_h,
         fixed,
+        choice.usd_per_h - sum(row.usd_per_h for row in rows),
         types,
         edges_s,
-        taken.reshape(len(taken), len(types), -1).sum(axis=2),
+        taken.reshape(len(taken), len(types), -1).sum(axis=2).astype(np.int64),
         warnings,
     )
 
 
 def _row(
-    name: str,
+    names: Sequence[str],
     made: Sequence[_Made],
     taken: int,
+    choice: Choice,
     question: Question,
     without: _Without,
 ) -> Row:
     one, usd = made[taken], [question.usd_per_h(offer) for offer in question.offers]
-    others: dict[tuple[str, bool], float | str] = {
-        (gpu, is_spot): why for (n, gpu, is_spot), why in without.items() if n == one.model
-    }
+    others: dict[Kind, float | str] = {kind: why for (n, kind), why in without.items() if n == one.model}
     others |= {
-        (other.gpu, other.is_spot): usd[o]
+        other.kind: usd[o]
         for o, other in enumerate(made)
-        if other.model == one.model and (other.gpu, other.is_spot) != (one.gpu, one.is_spot)
+        if other.model == one.model and other.kind != one.kind
     }
+    group = question.offers[taken].shared
+    beside = [
+        o for o in choice.offers if o != taken and group is not None and question.offers[o].shared == group
+    ]
     return Row(
-        name, one.gpu, one.is_spot, one.zone, one.plan, usd[taken], one.fleet.usd_per_hour or 0.0, others
+        names[one.model],
+        one.kind,
+        one.zone,
+        one.plan,
+        usd[taken],
+        one.fleet.usd_per_hour or 0.0,
+        others,
+        tuple(names[made[o].model] for o in beside),
     )
 
 
@@ -358,14 +442,17 @@ def _offer(
     made: _Made, start_s: float, edges_s: NDArray[np.float64], pools: Sequence[tuple[str, str | None]]
 ) -> Offer:
     middles = (edges_s[:-1] + edges_s[1:]) / 2 - start_s
-    gpus = np.zeros((len(middles), len(pools)), np.int64)
+    gpus = np.zeros((len(middles), len(pools)))
     usd = np.zeros(len(middles))
+    pool, parts = pools.index((made.kind.gpu, made.zone)), made.kind.workers_per_gpu
     for w, at_s in enumerate(middles):
         counts = (s.workers for s in made.stretches if s.start_s <= at_s < s.end_s)
         fleet = apportioned(made.fleet, next(counts, made.fleet.workers))
-        gpus[w, pools.index((made.gpu, made.zone))] = fleet.gpus
+        gpus[w, pool] = fleet.gpus / parts
         usd[w] = fleet.usd_per_hour or 0.0
-    return Offer(made.model, gpus, usd, made.is_spot)
+    whole = (made.fleet.usd_per_hour or 0.0) / made.fleet.workers * parts
+    shared = Group(pool, parts, round(whole, 6)) if parts > 1 else None
+    return Offer(made.model, gpus, usd, made.kind.is_spot, shared)
 
 
 def _at_most(offer: Offer) -> Offer:

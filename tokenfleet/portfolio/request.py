@@ -2,7 +2,7 @@
 
 schema: tokenfleet.portfolio/1
 limits: {gpus: {h100: 16, a100: 32}, max-gpus: 40, budget-usd-per-h: 90, spot-share: 0.5,
-  zones: {east-a: {h100: 8, a100: 32}, east-b: {h100: 16}}}
+  zones: {east-a: {h100: 8, a100: 32}, east-b: {h100: 16}}, models-per-gpu: 2}
 defaults: {gpu: [h100, a100], confidence: 0.95}
 models:
 - {name: chat, trace: chat.csv, model: llama-3.1-70b, slo: {ttft: 1.6s, tpot: 75ms}}
@@ -13,6 +13,7 @@ models:
 A model's fields, and `defaults`, are the flags of `tokenfleet plan` without their dashes, and `zones`, those
 it may be in (all, where none are given). With `spot: [no, yes]` it may be on demand or on spot. A model is in
 one zone, since its requests move among its workers; zones have the GPUs that are named there and no others.
+With `models-per-gpu: 2` (or 4; 1 where it is left out) up to so many workers of small models are on one GPU.
 A LoRA adapter has a trace and nothing else: its model's workers serve it, within its model's targets. Paths
 are from the file's folder.
 
@@ -70,7 +71,7 @@ class Model:
 @dataclass(frozen=True)
 class Portfolio:
     """Models, and what all of them may take: GPUs by type, GPUs, dollars an hour, the share of GPUs on spot
-    (None: no limit), and GPUs by zone and type (none: one place without an end)."""
+    (None: no limit), GPUs by zone and type (none: one place without an end), and workers on one GPU."""
 
     models: tuple[Model, ...]
     gpus: Mapping[str, int]
@@ -78,6 +79,7 @@ class Portfolio:
     budget_usd_per_h: float | None = None
     spot_share: float | None = None
     zones: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    models_per_gpu: int = 1
 
 
 _Gpus = dict[str, Annotated[int, Field(ge=0, le=1_000_000)]]
@@ -92,6 +94,7 @@ class _Limits(BaseModel):
     zones: dict[Annotated[str, Field(pattern=_ZONE)], _Gpus] = {}
     spot_share: Annotated[float, Field(ge=0, le=1, strict=False, allow_inf_nan=False)] | None = None
     max_gpus: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    models_per_gpu: Literal[1, 2, 4] = 1
     budget_usd_per_h: Annotated[float, Field(gt=0, le=1e9, strict=False, allow_inf_nan=False)] | None = None
 
 
@@ -238,6 +241,7 @@ def portfolio_of(text: str, path: str, find: Find) -> Portfolio:
         limits.budget_usd_per_h,
         limits.spot_share,
         {zone: _by_type(gpus, f"{path}: limits.zones.{zone}") for zone, gpus in limits.zones.items()},
+        limits.models_per_gpu,
     )
 
 

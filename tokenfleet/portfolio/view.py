@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tokenfleet import __version__
-from tokenfleet.portfolio.plan import PortfolioPlan, Row, Use, bought
+from tokenfleet.portfolio.plan import Kind, PortfolioPlan, Row, Use
 from tokenfleet.report.figures import Figure
 from tokenfleet.report.page import page, section
 from tokenfleet.report.tables import share_text, table, usd_text
@@ -27,24 +27,25 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
         "usd_per_hour": plan.usd_per_h,
         "unlimited_usd_per_hour": plan.unlimited_usd_per_h,
         "constant_usd_per_hour": plan.constant_usd_per_h,
+        "free_parts_usd_per_hour": plan.free_usd_per_h,
         "models": [
             {
                 "name": row.name,
-                "gpu": row.gpu,
-                "spot": row.is_spot,
+                **_kind(row.kind),
+                "may_share_with": list(row.beside),
                 "zone": row.zone,
                 "adapters": [{"name": name, "share": share} for name, share in row.adapters.items()],
                 "adapters_usd_per_hour": row.adapters_usd_per_h,
                 "usd_per_hour": row.usd_per_h,
                 "constant_usd_per_hour": row.constant_usd_per_h,
                 "others": [
-                    {"gpu": gpu, "spot": is_spot}
+                    _kind(kind)
                     | (
                         {"usd_per_hour": None, "reason": found}
                         if isinstance(found, str)
                         else {"usd_per_hour": found, "reason": None}
                     )
-                    for (gpu, is_spot), found in row.others.items()
+                    for kind, found in row.others.items()
                 ],
                 "plan": row.plan.document,
             }
@@ -67,6 +68,10 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
         ],
         "warnings": list(plan.warnings),
     }
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    return {"gpu": kind.gpu, "spot": kind.is_spot, "workers_per_gpu": kind.workers_per_gpu}
 
 
 def headline(plan: PortfolioPlan) -> str:
@@ -95,12 +100,15 @@ def portfolio_tables(plan: PortfolioPlan) -> Iterator[RenderableType]:
 def _model(row: Row) -> tuple[str, ...]:
     low = row.plan.attainment.low
     others = ", ".join(
-        f"{bought(*kind)} {usd_text(found) if isinstance(found, float) else 'none'}"
+        f"{kind} {usd_text(found) if isinstance(found, float) else 'none'}"
         for kind, found in row.others.items()
     )
+    fleet = fleet_text(row.plan) + " on spot" * row.kind.is_spot
+    if row.kind.workers_per_gpu > 1:
+        fleet += f", each 1/{row.kind.workers_per_gpu} of a GPU"
     return (
         row.name,
-        fleet_text(row.plan) + " on spot" * row.is_spot + (f", {row.zone}" if row.zone else ""),
+        fleet + (f", {row.zone}" if row.zone else ""),
         usd_text(row.constant_usd_per_h),
         usd_text(row.usd_per_h),
         "-" if low is None else share_text(low),
@@ -130,6 +138,20 @@ def _sentences(plan: PortfolioPlan) -> Iterator[str]:
         yield "fleets that never change would not keep to the limits"
     else:
         yield f"if no fleet ever changed: {usd_text(plan.constant_usd_per_h)}"
+    yield from _shared(plan)
+
+
+def _shared(plan: PortfolioPlan) -> Iterator[str]:
+    """Which models may be on one GPU, and what is paid for parts of GPUs that no worker has."""
+    told: set[str] = set()
+    for row in plan.rows:
+        if row.kind.workers_per_gpu > 1 and row.name not in told:
+            told |= {row.name, *row.beside}
+            zone = f", {row.zone}" if row.zone else ""
+            names = ", ".join([row.name, *row.beside])
+            yield f"{row.kind}{zone}: any {row.kind.workers_per_gpu} workers of {names} on one GPU"
+    if plan.free_usd_per_h > 0.005:
+        yield f"parts of GPUs that no worker has: {usd_text(plan.free_usd_per_h)}"
 
 
 def portfolio_report(plan: PortfolioPlan) -> str:

@@ -116,6 +116,7 @@ _FIELDS: dict[str, Any] = {
     "hinges": (list[_HingePart], []),
     **{name: (_PARTS[name], ...) for name in _NEEDED},
     "context_limit_tokens": (Count, 0),
+    "workers_per_gpu": (Positive, 1),
     **{name: (_PARTS[name], _PARTS[name]()) for name in _PLAIN},
     **{name: (part | None, None) for name, part in _PARTS.items() if name not in _NEEDED + _PLAIN},
 }
@@ -150,6 +151,7 @@ def _noun(file: Any) -> Profile:
         step=StepModel(**file.step.model_dump(), hinges=hinges),
         prefill=prefill,
         context_limit_tokens=file.context_limit_tokens,
+        workers_per_gpu=file.workers_per_gpu,
         **{name: _NOUNS[name](**part.model_dump()) for name, part in stated.items()},
     )
 
@@ -189,6 +191,8 @@ def profile_document(profile: Profile) -> dict[str, Any]:
     if profile.kv.request_tokens:
         content["kv"] |= _numbers(profile.kv, "request_tokens window_tokens")
     content["context_limit_tokens"] = profile.context_limit_tokens
+    if profile.workers_per_gpu > 1:
+        content["workers_per_gpu"] = profile.workers_per_gpu
     engine = profile.engine
     content["engine"] = {
         "name": engine.name,

@@ -330,7 +330,7 @@ def _cheapest(requests: Requests, timeline: Timeline, fleet: Fleet, most_request
 
     def cost(one: Clairvoyant) -> tuple[int, float]:
         t = one.worker_type
-        return one.late, one.paid_s * (float(t.usd_per_h or 0.0) if priced else t.gpus)
+        return one.late, one.paid_s * (float(t.usd_per_h or 0.0) if priced else t.reserved_gpus)
 
     return min(found, key=cost)
 
@@ -345,7 +345,9 @@ def _untold(paid: Mapping[str, float], fleet: Fleet, types: Mapping[str, WorkerT
 
 def _amount(seconds: Mapping[str, float], types: Mapping[str, WorkerType]) -> Amount:
     """GPU-hours and dollars of worker-seconds by type; None where a price is not known."""
-    gpu_h = sum(s / 3600.0 * (types[kind].gpus if kind in types else 1) for kind, s in seconds.items())
+    gpu_h = sum(
+        s / 3600.0 * (types[kind].reserved_gpus if kind in types else 1) for kind, s in seconds.items()
+    )
     prices = {kind: types[kind].usd_per_h if kind in types else None for kind, s in seconds.items() if s}
     usd = [s / 3600.0 * price for kind, s in seconds.items() if s and (price := prices[kind]) is not None]
     return {"gpu_h": round(gpu_h, 6), "usd": round(sum(usd), 6) if len(usd) == len(prices) else None}

@@ -104,7 +104,7 @@ def portfolio_answer(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
         write_files({Path(name): text for name, text in order.files.items()})
         portfolio = order.read()
         asked = tasks_of(portfolio, date.today())
-    count = len(asked.tasks)
+    count = asked.count
 
     def told() -> None:
         number = next(done)

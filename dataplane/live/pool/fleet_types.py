@@ -151,20 +151,22 @@ class FleetTypes:
     def check_gpus(self, nodes: Sequence[Mapping[str, float]], site: Site = ANYWHERE) -> None:
         """Raise BadInput unless Ray nodes of these resources hold the workers that the fleet starts with.
 
-        All GPUs of a worker are on one node; so are those of other models' workers at the same `site`.
+        All GPUs of a worker are on one node; so are those of other models' workers at the same `site`. Parts
+        of GPUs come last: those of a portfolio are all alike, so that they fill GPUs that are left.
         """
         groups = (*self._groups.values(), *site.beside)
         where = site.name or ("--plan" if self.planned else "--workers")
-        parts = ", ".join(f"{g.workers} workers of {g.worker_type.gpus} GPUs" for g in groups)
-        needed, free = sum(group.gpus for group in groups), [int(node.get("GPU", 0)) for node in nodes]
+        parts = ", ".join(f"{g.workers} workers of {g.worker_type.reserved_gpus:g} GPUs" for g in groups)
+        needed = sum(group.workers * group.worker_type.reserved_gpus for group in groups)
+        free = [float(int(node.get("GPU", 0))) for node in nodes]
         if sum(free) < needed:
             there = "Ray has" if site.zone is None else "Ray's nodes there have"
-            raise BadInput(f"{where}: {parts} need {needed}, {there} {sum(free)}")
-        for group in sorted(groups, key=lambda group: -group.worker_type.gpus):
+            raise BadInput(f"{where}: {parts} need {needed:g}, {there} {sum(free):g}")
+        for group in sorted(groups, key=lambda group: -group.worker_type.reserved_gpus):
             self._take_gpus(group, nodes, free, where)
 
     def _take_gpus(
-        self, group: WorkerGroup, nodes: Sequence[Mapping[str, float]], free: list[int], where: str
+        self, group: WorkerGroup, nodes: Sequence[Mapping[str, float]], free: list[float], where: str
     ) -> None:
         """Take the GPUs of a group's workers off what is `free` of the nodes. Raises BadInput."""
         name = self._accelerator(group.worker_type, where)
@@ -174,7 +176,7 @@ class FleetTypes:
             raise BadInput(f"{where}: {group.worker_type.name}: Ray has no node with {name} GPUs{rest}")
         if not _placed(group, own, free):
             has = ", ".join(str(int(node.get("GPU", 0))) for node in nodes)
-            what = f"{group.worker_type.gpus} {name or ''} GPUs".replace("  ", " ")
+            what = f"{group.worker_type.reserved_gpus:g} {name or ''} GPUs".replace("  ", " ")
             raise BadInput(
                 f"{where}: {group.workers} workers of {what}, each on one node, do not fit on Ray's"
                 f" nodes, which have {has}"
@@ -215,13 +217,16 @@ class FleetTypes:
         """vLLM's settings for a worker of a kind: what was asked, its TP degree, and what its plan fixed."""
         limits, profile = self.planned.get(kind), self[kind].known_profile
         fixed: dict[str, object] = {}
+        memory: dict[str, object] = {}
         if limits is not None:
             fixed = {"max_num_seqs": limits.max_seqs, "max_num_batched_tokens": limits.max_batched_tokens}
             if self.prefix_cache is not None:
                 fixed["enable_prefix_caching"] = self.prefix_cache
             if profile is not None and not self.as_is:
-                fixed |= _memory(profile, on_cpus)
-        return fixed | dict(asked) | {"tensor_parallel_size": self[kind].tp_degree}
+                memory = _memory(profile, on_cpus)
+        settings = fixed | memory | dict(asked) | {"tensor_parallel_size": self[kind].tp_degree}
+        # On a part of a GPU its neighbours have the rest.
+        return settings if self[kind].workers_per_gpu == 1 else settings | memory
 
     def shortfall(self, kind: str, kv_tokens: int) -> str | None:
         """What a started engine lacks of what its kind was planned with; None for nothing."""
@@ -236,9 +241,9 @@ class FleetTypes:
         )
 
 
-def _placed(group: WorkerGroup, nodes: Sequence[int], free: list[int]) -> bool:
+def _placed(group: WorkerGroup, nodes: Sequence[int], free: list[float]) -> bool:
     """Take the GPUs of a group's workers off what is `free`, each worker's of one node; whether they fit."""
-    gpus = group.worker_type.gpus
+    gpus = group.worker_type.reserved_gpus
     for _ in range(group.workers):
         at = next((i for i in nodes if free[i] >= gpus), None)
         if at is None:
@@ -248,13 +253,18 @@ def _placed(group: WorkerGroup, nodes: Sequence[int], free: list[int]) -> bool:
 
 
 def _memory(profile: Profile, on_cpus: bool) -> dict[str, object]:
-    """The memory that a plan's engine takes; on GPUs it is held against the plan's KV once it has it."""
-    kv = profile.kv
-    if on_cpus and kv.bytes_per_token:
-        return {"kv_cache_memory_bytes": kv.capacity_tokens * kv.bytes_per_token // profile.tp_degree}
+    """The memory that a plan's engine takes; on GPUs it is held against the plan's KV once it has it.
+
+    An engine that shares its GPU is told its KV, too. vLLM would find it by what is free before and after a
+    first step, of which it takes all as its own: what a neighbour takes or gives back just then as well.
+    """
+    kv, shared = profile.kv, profile.workers_per_gpu > 1
+    settings: dict[str, object] = {}
+    if (on_cpus or shared) and kv.bytes_per_token:
+        settings["kv_cache_memory_bytes"] = kv.capacity_tokens * kv.bytes_per_token // profile.tp_degree
     if not on_cpus and kv.gpu_memory_utilization:
-        return {"gpu_memory_utilization": kv.gpu_memory_utilization}
-    return {}
+        settings["gpu_memory_utilization"] = kv.gpu_memory_utilization
+    return settings
 
 
 def accelerator(worker_type: WorkerType) -> str | None:

@@ -90,13 +90,13 @@ class RayHost:
     def room(self, kind: str) -> str | None:
         if current_platform.is_cpu():
             return self._lack_of_memory()
-        gpus = self._types[kind].gpus
+        gpus = self._types[kind].reserved_gpus
         free = ray._private.state.available_resources_per_node()
         there = [free.get(node["NodeID"], {}) for node in self._site.nodes(ray.nodes())]
         if any(node.get("GPU", 0.0) >= gpus for node in there):
             return None
         where = f" of zone {self._site.zone}" if self._site.zone else ""
-        return f"no node{where} has {gpus} free GPUs"
+        return f"no node{where} has {gpus:g} free GPUs"
 
     def _lack_of_memory(self) -> str | None:
         """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
@@ -179,7 +179,7 @@ class RayHost:
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
             labels = {ZONE: self._site.zone} if self._site.zone else {}
-            return Place(gpus=worker_type.tp_degree, accelerator=name, host=host, labels=labels)
+            return Place(gpus=worker_type.reserved_gpus, accelerator=name, host=host, labels=labels)
         node, nodes = "", 1
         if not self._is_own:
             there = await _answering_nodes(self._site)

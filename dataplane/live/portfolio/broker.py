@@ -136,8 +136,8 @@ class Broker:
     def _show(self) -> None:
         pools, limits = list(self._pools.values()), self._settings.limits
         held = [
-            {"name": name, "most": most, "held": sum(t * p.held for t, p in zip(row, pools, strict=True))}
-            for name, row, most in limits.rows(pools)
+            {"name": name, "most": most, "held": held}
+            for name, held, most in limits.used(pools, [p.held for p in pools])
         ]
         shares = [
             {

@@ -40,7 +40,7 @@ ROOT = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a worker is given: `gpus` of one node (0 on a CPU host), and `cores` to pin it to.
+    """What a worker is given: `gpus` of one node, or a part of one (0 on a CPU host), and `cores` to pin to.
 
     `accelerator` is Ray's name of the GPUs' type; None takes any.
     `cores` is vLLM's VLLM_CPU_OMP_THREADS_BIND: each rank's cores, joined by "|". Without it, `shares` says
@@ -50,7 +50,7 @@ class Place:
     its GPUs are on. `transport`: how it fetches KV.
     """
 
-    gpus: int = 0
+    gpus: float = 0
     cores: str = ""
     host: str = "127.0.0.1"
     accelerator: str | None = None
@@ -207,7 +207,7 @@ async def _reserve(place: Place, lasting: Mapping[str, Any]) -> Any:
         remove_placement_group(group)
         what = f"{place.accelerator} GPUs" if place.accelerator else "GPUs"
         node = " ".join(["no node", *(f"with {key}={value}" for key, value in place.labels.items())])
-        raise BadInput(f"workers: {node} has {place.gpus} free {what}") from None
+        raise BadInput(f"workers: {node} has {place.gpus:g} free {what}") from None
     return group
 
 

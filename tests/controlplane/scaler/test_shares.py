@@ -1,5 +1,6 @@
 """Shares: the division against brute force, limits at every moment, and that nothing goes to and fro."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -33,24 +34,26 @@ def pool(model="m", gpus=1, right=2, gpu="h100", **now):
 def portfolios(draw):
     """Up to four models, what they ask for, and limits under which each may have its floor."""
     zones = ZONES if draw(st.booleans()) else (None,)
+    part = draw(st.sampled_from((0.5, 0.25)))
     pools = [
         pool(
             f"m{i}",
-            draw(st.sampled_from((1, 1, 2, 4))),
+            draw(st.sampled_from((part, part, 1, 1, 2, 4))),
             draw(st.integers(1, 4)),
             draw(st.sampled_from(GPUS)),
             zone=draw(st.sampled_from(zones)),
         )
         for i in range(draw(st.integers(1, 4)))
     ]
-    least = {gpu: sum(p.gpus for p in pools if p.gpu == gpu) for gpu in GPUS}
+    least = {gpu: math.ceil(sum(p.gpus for p in pools if p.gpu == gpu)) for gpu in GPUS}
+    whole = sum(math.ceil(p.gpus) for p in pools)
     more = st.integers(0, 8)
     by_type = {gpu: n + draw(more) for gpu, n in least.items() if draw(st.booleans())}
-    in_all = sum(least.values())
+    in_all = whole
     max_gpus = in_all + draw(more) if draw(st.booleans()) else None
     usd = 2.0 * in_all + draw(more) if draw(st.booleans()) else None
     pairs = sorted({(p.zone, p.gpu) for p in pools if p.zone})
-    floors = {pair: sum(p.gpus for p in pools if (p.zone, p.gpu) == pair) for pair in pairs}
+    floors = {pair: math.ceil(sum(p.gpus for p in pools if (p.zone, p.gpu) == pair)) for pair in pairs}
     limits = Limits(by_type, max_gpus, usd, {pair: n + draw(more) for pair, n in floors.items()})
     own = rights(pools, limits)
     return [replace(p, right=own[p.model], share=own[p.model]) for p in pools], limits
@@ -192,6 +195,27 @@ def test_a_model_may_have_what_the_floors_of_others_leave_it():
     assert most_workers(pools[0], pools, Limits({"h100": 16}), 100) == 6
     assert most_workers(pools[0], pools, Limits({"a100": 16}), 100) == 100
     assert most_workers(pools[0], pools, Limits({}, usd_per_h=20.0), 100) == 3
+
+
+def test_parts_of_gpus_count_as_the_whole_ones_they_are_on():
+    def used(limits, **workers):
+        pools = [pool(name, 0.5, zone="east" if name == "mail" else "west") for name in workers]
+        whole = pool("whole", 1, zone="west")
+        return limits.used([*pools, whole], [*workers.values(), 1])
+
+    limits = Limits({"h100": 9}, max_gpus=9, usd_per_h=20.0, zones={("west", "h100"): 3})
+    taken = {name: n for name, n, _ in used(limits, chat=1, code=2, mail=1)}
+    # Three halves in the west are on two GPUs, that in the east has one to itself.
+    assert taken == {"gpus.h100": 4, "zones.west.h100": 3, "max-gpus": 4, "budget-usd-per-h": 8.0}
+    assert [n for _, n, _ in used(limits, chat=2, code=2)] == [3, 3, 3, 6.0]
+    halves = [pool(name, 0.5) for name in ("chat", "code", "mail")]
+    assert most_workers(halves[0], halves, Limits({"h100": 2}), 100) == 2
+    assert most_workers(halves[0], [*halves, pool("whole")], Limits({}, usd_per_h=6.5), 100) == 2
+    asking = [replace(p, right=1, asked=3, needed=3) for p in halves]
+    told = divide(asking, Limits({"h100": 2}), dict.fromkeys(("chat", "code", "mail"), 1), {})
+    assert sorted(told.values()) == [1, 1, 2]
+    with pytest.raises(BadInput, match=r"of each model \(chat 0.5 h100, code 0.5 h100, mail 0.5 h100\)"):
+        rights(halves, Limits({"h100": 1}))
 
 
 def test_a_gpu_of_one_zone_goes_to_no_model_in_another():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from checkout import ROOT
-from made_plans import document_of, plan_of_fleet
+from made_plans import PROFILE, document_of, on_parts, plan_of_fleet
 from planning_builders import planned, worker, worker_type
 
 from controlplane.errors import BadInput
@@ -17,11 +17,13 @@ from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
 from dataplane.live.pool.fleet_types import ZONE, FleetTypes, Site, accelerator
 from tokenfleet.cli.main import main
-from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_of
+from tokenfleet.cli.serve import ServeFlags
+from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_asked, types_of
+from tokenfleet.export.deployment import deployment
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.form import profile_document
-from tokenfleet.profiles.library import find_profiles, read_profile
+from tokenfleet.profiles.library import find_profiles, read_profile, write_profile
 from tokenfleet.profiles.prices import read_prices
 
 LIBRARY = ROOT / "profiles"
@@ -57,6 +59,30 @@ def test_a_mixed_plan_is_served_as_it_is(tmp_path):
         "model": "m",
         "tensor_parallel_size": 1,
     }
+
+
+def test_an_engine_on_a_part_of_a_gpu_is_told_its_memory_and_its_kv_so_that_neighbours_do_not_count(tmp_path):
+    path, part = tmp_path / "plan.json", {"gpu": PROFILE.gpu, "workers": 1, "usd_per_hour": 2.0}
+    path.write_text(json.dumps(on_parts(plan_of_fleet([part | {"tp_degree": 1}], PROFILE.model), 2)))
+    types = planned_types(read_plan(path), (), as_is=False)
+    (kind,), profile = types.names, PROFILE.shared(2)
+    settings = types.engine_settings(kind, {}, on_cpus=False)
+    assert settings["gpu_memory_utilization"] == 0.45
+    assert settings["kv_cache_memory_bytes"] == profile.kv.capacity_tokens * profile.kv.bytes_per_token
+    assert types.engine_settings(kind, {"gpu_memory_utilization": 0.9}, on_cpus=False) == settings
+    asked = ServeFlags(model=["m"], plan=path, as_is=False, engine="emulated")
+    plan = read_plan(path)
+    for flag in ("--gpu-memory-utilization=0.9", "--kv_cache_memory_bytes"):
+        with pytest.raises(BadInput, match=r"the plan says what its workers take of a GPU that they share"):
+            types_asked(replace(asked, engine_flags=[flag]), plan, "m")
+    assert types_asked(asked, plan, "m").names == types.names
+    with pytest.raises(BadInput, match=r"^export: its workers have 1/2 of a GPU"):
+        deployment(plan)
+    # A profile of one's own is of a worker that has the GPU to itself.
+    write_profile(replace(PROFILE, model="mine"), tmp_path / "mine.yaml")
+    (mine,) = planned_types(read_plan(path), [tmp_path / "mine.yaml"], as_is=False)
+    assert (mine.profile.model, mine.reserved_gpus) == ("mine", 0.5)
+    assert mine.profile.step.base_s == pytest.approx(2 * PROFILE.step.base_s)
 
 
 def test_a_plan_served_as_is_keeps_numbers_and_limits_and_leaves_out_what_is_of_other_hardware(tmp_path):

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from made_plans import plan_json, plan_of_fleet, portfolio_json
+from made_plans import on_parts, plan_json, plan_of_fleet, portfolio_json
 
 from controlplane.errors import BadInput
 from dataplane.live.pool.fleet_types import Site
@@ -88,6 +88,21 @@ def in_zones(zone_of, most, **fields):
     return document
 
 
+def test_models_that_share_gpus_have_parts_of_what_the_limits_leave(file):
+    found = asked(file(portfolio_json(dict.fromkeys(("chat", "code", "mail"), 1), 2, workers_per_gpu=2)))
+    pools = [one.pool for one in found.members.values()]
+    assert [(p.gpus, p.usd_per_h, p.right) for p in pools] == [(0.5, 2.5, 1)] * 3
+    assert {one.flags.autoscale for one in found.members.values()} == {"1..2"}
+    types = planned_types(found.members["chat"].plan, (), as_is=False)
+    beside = [group for _ in range(2) for group in types.groups]
+    types.check_gpus([{"GPU": 2.0, "accelerator_type:H100": 1.0}], Site(beside=tuple(beside)))
+    with pytest.raises(BadInput, match=r"--portfolio: .* 1 workers of 0.5 GPUs need 1.5, Ray has 1"):
+        types.check_gpus([{"GPU": 1.0, "accelerator_type:H100": 1.0}], Site(beside=tuple(beside)))
+    as_is = {"as_is": True, "engine": "vllm", "model": ["chat=a", "code=b", "mail=c"]}
+    with pytest.raises(BadInput, match=r"^--as-is: chat was planned on 1/2 of a GPU"):
+        asked(file(portfolio_json(dict.fromkeys(("chat", "code", "mail"), 1), 2, workers_per_gpu=2)), **as_is)
+
+
 ZONED = in_zones({"chat": "east", "code": "east", "mail": "eu-west.1"}, {"east": 3, "eu-west.1": 6})
 
 
@@ -129,6 +144,11 @@ MIXED = plan_of_fleet(
 )
 
 
+CUT_UNALIKE = portfolio_json({"chat": 1, "code": 1}, 8)
+for _model, _parts in zip(CUT_UNALIKE["models"], (2, 4), strict=True):
+    _model["plan"] = on_parts(_model["plan"], _parts)
+
+
 @pytest.mark.parametrize(
     ("document", "says"),
     [
@@ -138,6 +158,7 @@ MIXED = plan_of_fleet(
         ([], "schema: expected"),
         (TWO | {"models": []}, "models"),
         (TWO | {"models": TWO["models"] * 2}, "models: chat stands there twice"),
+        (CUT_UNALIKE, "workers have 0.25, 0.5 of a h100-sxm; expected the same of all that share one"),
         (TWO | {"models": [{"name": "a/b", "plan": {}}]}, "models.0.name"),
         (TWO | {"models": [{"name": "chat", "plan": plan_json(fleet=[])}]}, "models.0.plan"),
         (TWO | {"models": [{"name": "chat", "plan": MIXED}]}, "chat: is planned on several kinds of worker"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from controlplane.errors import Infeasible
 from tokenfleet.portfolio.choose import (
+    Group,
     Limit,
     Offer,
     Question,
@@ -27,6 +28,16 @@ def questions(draw):
     models = draw(st.integers(1, 4))
     offers = []
     for model in range(models):
+        if draw(st.booleans()):  # and a part of the GPUs of one pool
+            pool, counts = (
+                draw(st.integers(0, POOLS - 1)),
+                draw(st.lists(st.integers(0, 6), min_size=3, max_size=3)),
+            )
+            parts = draw(st.sampled_from([2, 4]))
+            gpus = np.zeros((WINDOWS, POOLS))
+            gpus[:, pool] = np.array(counts) / parts
+            price = draw(st.sampled_from([PRICES[pool], 3.0]))
+            offers.append(Offer(model, gpus, gpus[:, pool] * price, shared=Group(pool, parts, price)))
         for _ in range(draw(st.integers(1, 3))):
             cells = draw(st.lists(st.integers(0, 6), min_size=POOLS * WINDOWS, max_size=POOLS * WINDOWS))
             gpus = np.array(cells).reshape(WINDOWS, POOLS)
@@ -45,13 +56,40 @@ def questions(draw):
     return Question(tuple(offers), hours, tuple(draw(st.permutations(limits))[: draw(st.integers(0, 5))]))
 
 
+def taken(question, chosen):
+    """What offers take, counted by hand: GPUs [windows, pools], those on spot, dollars an hour [windows]."""
+    gpus, spot, usd = np.zeros((WINDOWS, POOLS)), np.zeros(WINDOWS), np.zeros(WINDOWS)
+    parts = {}
+    for offer in (question.offers[o] for o in chosen):
+        if offer.shared is None:
+            gpus, usd = gpus + offer.gpus, usd + offer.usd_per_h
+            spot = spot + offer.gpus.sum(axis=1) * offer.is_spot
+        else:
+            parts[offer.shared] = parts.get(offer.shared, 0) + offer.gpus[:, offer.shared.pool]
+    for group, part in parts.items():
+        gpus[:, group.pool] += np.ceil(part)
+        usd = usd + group.usd_per_h * np.ceil(part)
+    return gpus, spot, usd
+
+
+def holds(limit, gpus, spot, usd):
+    if isinstance(limit.of, tuple):
+        return (gpus[:, limit.of].sum(axis=1) <= limit.most + 1e-6).all()
+    whole = gpus.sum(axis=1)
+    used = {"gpus": whole, "usd": usd, "spot": spot / np.maximum(whole, 1)}[limit.of]
+    return (used <= limit.most + 1e-6).all()
+
+
 def every_choice(question):
     """All combinations that keep to the limits: dollars an hour, and the offers."""
     models = sorted({offer.model for offer in question.offers})
     of_model = [[o for o, offer in enumerate(question.offers) if offer.model == m] for m in models]
     for chosen in itertools.product(*of_model):
-        if all(question.peak(limit, chosen) <= limit.most + 1e-6 for limit in question.limits):
-            yield sum(question.usd_per_h(question.offers[o]) for o in chosen), chosen
+        found = taken(question, chosen)
+        cut = {g for o in chosen if (g := question.offers[o].shared) is not None}
+        is_alike = len({g[:2] for g in cut}) == len({g.pool for g in cut})
+        if is_alike and all(holds(limit, *found) for limit in question.limits):
+            yield float((found[2] * question.hours).sum() / question.hours.sum()), chosen
 
 
 @given(questions())
@@ -97,3 +135,19 @@ def test_the_cheapest_relaxation_leaves_a_choice(question):
     for which, more in cheapest_relaxation(question, [1.0] * len(question.limits)).items():
         relaxed = raised(relaxed, which, more + 1e-6)
     assert list(every_choice(relaxed))
+
+
+def test_a_half_whose_other_half_stays_free_is_no_cheaper_than_a_whole_gpu():
+    def question(models):
+        whole = [Offer(m, np.ones((1, 1)), np.array([2.0])) for m in range(models)]
+        half = [
+            Offer(m, np.full((1, 1), 0.5), np.array([1.0]), shared=Group(0, 2, 2.0)) for m in range(models)
+        ]
+        return Question((*whole, *half), np.ones(1), (Limit("gpus", 2),))
+
+    assert choose(question(1)).offers == (0,)  # and of equally dear answers the one with no neighbour
+    assert choose(question(2)).usd_per_h == pytest.approx(2.0)
+    three = choose(question(3))
+    assert three.usd_per_h == pytest.approx(4.0)
+    assert question(3).peak(Limit("gpus", 2), three.offers) == 2
+    assert least_excess(question(5), 0) == 1

@@ -1,12 +1,14 @@
 """`tokenfleet portfolio`: models that share limits, by day and by night, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from planning_builders import save, worker
 
 from controlplane.errors import BadInput
+from controlplane.perfmodel.profile import KvModel
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import read_plan
@@ -160,6 +162,91 @@ def test_the_share_on_spot_is_held_at_every_time(planned):
     assert {(one["gpu"], one["spot"]) for one in other["others"]} == {("made-gpu", True), ("slow-gpu", False)}
 
 
+SMALL = """\
+schema: tokenfleet.portfolio/1
+limits: {limits}
+defaults:
+  {{slo: {slo}, prices: prices.yaml, attainment: 0.95, profile: roomy.yaml}}
+models: [{models}]
+"""
+
+
+@pytest.fixture
+def small(folder, capsys, monkeypatch):
+    """A function that plans so many models of little load, and one of much: the answer's JSON, or stderr."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    rng = np.random.default_rng(5)
+    save(
+        Workload(np.arange(60) * 2.0, rng.integers(100, 200, 60), rng.integers(20, 60, 60)),
+        folder / "few.csv",
+    )
+    kv = KvModel(500_000, 16, 131_072, 80 * 10**9, 0.9)
+    write_profile(replace(worker(gpu="made-gpu"), kv=kv), folder / "roomy.yaml")
+
+    def plan(limits, models, *more, slo="{ttft: 2s, tpot: 150ms}"):
+        named = [f"{{name: m{i}, trace: few.csv}}" for i in range(models)] + list(more)
+        file = folder / "small.yaml"
+        file.write_text(SMALL.format(limits=limits, slo=slo, models=", ".join(named)))
+        code = main(["portfolio", str(file), "--format", "json"])
+        said = capsys.readouterr()
+        return json.loads(said.out) if code == 0 else said.err
+
+    return plan
+
+
+def parts(plan):
+    return [model["workers_per_gpu"] for model in plan["models"]]
+
+
+def test_small_models_share_gpus_which_are_bought_whole(small):
+    alone, halves, quarters = (small(f"{{models-per-gpu: {n}}}", 4) for n in (1, 2, 4))
+    assert [parts(plan) for plan in (alone, halves, quarters)] == [[1] * 4, [2] * 4, [4] * 4]
+    assert [peaks(plan, "made-gpu") for plan in (alone, halves, quarters)] == [[4], [2], [1]]
+    assert [plan["usd_per_hour"] for plan in (alone, halves, quarters)] == [10.0, 5.0, 2.5]
+    first = halves["models"][0]
+    assert first["may_share_with"] == ["m1", "m2", "m3"]
+    assert first["others"] == [
+        {"gpu": "made-gpu", "spot": False, "workers_per_gpu": 1, "usd_per_hour": 2.5, "reason": None}
+    ]
+    assert {one["workers_per_gpu"] for one in quarters["models"][0]["others"]} == {1, 2}
+    # Four times 10 ms are too many.
+    tight = small("{models-per-gpu: 4}", 4, slo="{ttft: 2s, tpot: 35ms}")
+    assert (tight["usd_per_hour"], parts(tight)) == (5.0, [2] * 4)
+    # What was replayed: steps of twice the time, in the KV that half of the memory leaves.
+    (planned,) = first["plan"]["inputs"]["profiles"]
+    assert planned["profile"]["workers_per_gpu"] == 2
+    assert planned["profile"]["step"]["base_s"] == pytest.approx(0.020)
+    assert planned["profile"]["kv"]["gpu_memory_utilization"] == 0.45
+    assert "2 times as long" in " ".join(first["plan"]["inputs"]["warnings"])
+    tpot = [plan["models"][0]["plan"]["tpot_s"]["p50"] for plan in (alone, halves, quarters)]
+    assert tpot[1] > 1.9 * tpot[0]
+    assert tpot[2] > 3.8 * tpot[0]
+
+
+def test_a_half_that_stays_free_is_paid_for_and_counts_as_a_gpu(small):
+    plan = small("{models-per-gpu: 4, gpus: {made-gpu: 2}}", 3)
+    assert (plan["usd_per_hour"], plan["free_parts_usd_per_hour"]) == (2.5, pytest.approx(0.625))
+    plan = small("{models-per-gpu: 2, gpus: {made-gpu: 2}}", 3)
+    assert (plan["usd_per_hour"], sorted(parts(plan))) == (5.0, [1, 2, 2])  # no neighbour where none pays
+    assert plan["free_parts_usd_per_hour"] == pytest.approx(0.0)
+    five = small("{models-per-gpu: 4, gpus: {made-gpu: 2}}", 7)
+    assert (five["usd_per_hour"], parts(five)) == (5.0, [4] * 7)
+    assert five["free_parts_usd_per_hour"] == pytest.approx(0.625)
+    assert five["limits"][0]["peak"] == 2
+    assert "gpus.made-gpu 1 -> 2" in small("{models-per-gpu: 4, gpus: {made-gpu: 1}}", 5)
+
+
+def test_only_models_that_one_worker_serves_share_and_others_say_why_not(small, folder):
+    plan = small("{models-per-gpu: 2}", 1, "{name: busy, trace: early.csv}")
+    small_one, busy_one = plan["models"]
+    assert (busy_one["plan"]["workers"] > 1, busy_one["others"]) == (True, [])
+    assert [one["workers_per_gpu"] for one in small_one["others"]] == [2]
+    write_profile(worker(gpu="made-gpu"), folder / "roomy.yaml")  # which does not say what memory it has
+    (other,) = small("{models-per-gpu: 2}", 2)["models"][0]["others"]
+    assert other["usd_per_hour"] is None
+    assert "does not say what memory" in other["reason"]
+
+
 def test_a_models_zones_are_the_only_ones_it_may_be_in(folder):
     file = folder / "zones.yaml"
     text = FILE.format(limits="{zones: {east: {made-gpu: 40}, west: {made-gpu: 40}}}")
@@ -223,6 +310,7 @@ def test_an_adapters_requests_are_its_models_and_what_they_add_is_told(asked, fo
         ("limits: {}", "limits: {gpus: {h300: 4}}", "limits.gpus: h300: no model may have it"),
         ("limits: {}", "limits: {gpus: {h100: 4, h100-sxm: 4}}", "h100-sxm stands there twice"),
         ("limits: {}", "limits: {max_gpus: -1}", "limits"),
+        ("limits: {}", "limits: {models-per-gpu: 3}", "limits.models-per-gpu: input should be 1, 2 or 4"),
         ("limits: {}", "limits: {budget-usd-per-h: 0}", "budget-usd-per-h"),
         ("limits: {}", "limits: {spot-share: 1.5}", "spot-share"),
         ("limits: {}", "limits: {zones: {east: {made-gpu: -1}}}", "limits.zones.east"),

@@ -217,6 +217,32 @@ def test_kv_follows_the_share_of_memory_that_the_engine_takes() -> None:
     assert small.with_kv(None, 123_456).kv.capacity_tokens == 123_456
 
 
+def test_a_worker_that_shares_its_gpu_takes_turns_and_has_an_equal_part_of_the_memory() -> None:
+    (whole,) = find_profiles("llama-3.1-8b", ["h100"], [1])
+    half = whole.shared(2)
+    assert half.kv == whole.kv.with_utilization(0.45, 1)
+    # Weights are there as often as workers: two halves hold less than a whole.
+    assert 2 * half.kv.capacity_tokens < whole.kv.capacity_tokens - 100_000
+    batch = (100.0, 8.0, 5000.0, 20_000.0)
+    assert float(half.step.step_s(*batch)) == pytest.approx(2 * float(whole.step.step_s(*batch)))
+    assert half.frontend == whole.frontend  # on the host
+    assert parse_profile(profile_text(half), "half") == half
+    assert (half.label, half.shared(2)) == ("llama-3.1-8b on 1/2 of h100-sxm TP1 (composed)", half)
+    (large,) = find_profiles("llama-2-13b", ["h100"], [1])
+    (wide,) = find_profiles("llama-3.1-8b", ["h100"], [2])
+    (unknown,) = find_profiles("llama-3.1-8b", ["rtx-pro-6000"], [1])
+    split = whole.with_engine(EngineMode.SPLIT)
+    for profile, n, says in (
+        (large, 4, "weights do not fit into 1/4 of a GPU"),
+        (wide, 2, "a worker of 2 GPUs shares none"),
+        (unknown, 2, "does not say what memory"),
+        (split, 2, "prefill and decode workers share no GPU"),
+        (half, 4, "is of 2 workers on a GPU, not 4"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            profile.shared(n)
+
+
 def test_every_composed_profile_says_what_its_kv_is_from() -> None:
     for profile in library():
         if profile.gpu in ("a100-sxm", "h100-sxm", "h200-sxm"):

@@ -105,6 +105,9 @@ function answer(plan) {
     plan.warnings.length > 0 ? make("ul", { class: "notice" }, plan.warnings.map((text) => make("li", {}, text))) : null,
     models(plan),
     ...plan.models.filter((one) => one.adapters?.length > 0).map(adapters),
+    plan.free_parts_usd_per_hour > 0.005
+      ? make("p", { class: "soft" }, `Parts of GPUs that no worker has: ${dollars(plan.free_parts_usd_per_hour)}.`)
+      : null,
     shared.length > 0 ? limits(plan) : null,
     make("div", { class: "charts" }, overTime(plan)),
   ].filter(Boolean);
@@ -117,12 +120,17 @@ function models(plan) {
     [{ name: "model" }, { name: "fleet" }, ...numbers, { name: "on other GPUs" }],
     plan.models.map((one) => [
       one.name,
-      fleetLabel(one.plan.fleet) + (one.spot ? " on spot" : "") + (one.zone ? `, ${one.zone}` : ""),
+      fleetLabel(one.plan.fleet) +
+        (one.spot ? " on spot" : "") +
+        (one.workers_per_gpu > 1 ? `, each 1/${one.workers_per_gpu} of a GPU` : "") +
+        (one.zone ? `, ${one.zone}` : ""),
       dollars(one.constant_usd_per_hour),
       dollars(one.usd_per_hour),
       share(one.plan.attainment.low),
       one.others
-        .map(({ gpu, spot, usd_per_hour: usd }) => `${gpu}${spot ? " on spot" : ""} ${usd === null ? "none" : dollars(usd)}`)
+        .map(({ gpu, spot, workers_per_gpu: n, usd_per_hour: usd }) =>
+          `${gpu}${n > 1 ? ` x 1/${n}` : ""}${spot ? " on spot" : ""} ${usd === null ? "none" : dollars(usd)}`,
+        )
         .join(", "),
     ]),
   );
