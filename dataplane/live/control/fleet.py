@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
@@ -147,140 +147,277 @@ async def run_fleet(
     for sign in (signal.SIGTERM, signal.SIGINT):  # until vLLM's server installs its own
         loop.add_signal_handler(sign, here.cancel)
     async with AsyncExitStack() as cleanup:
-        events, metrics = EventLog(), Metrics()
-        history = History(
+        fleet = _Fleet(settings, estate, cleanup, tell)
+        await fleet.start_workers()
+        kv_blocks = fleet.set_targets()
+        keys = KeyRing(settings.keys)
+        allow = partial(_allow, keys, fleet.metrics)
+        gateways = fleet.gateways(CoreServer(fleet.core, kv_blocks, allow, estate.number))
+        answering, own_key = await fleet.open_control(gateways)
+        serving = await fleet.open_endpoint(gateways, kv_blocks, keys, allow)
+        is_tls = fleet.gateway.certificate is not None
+        await until_answering(settings.control_host, settings.control_port, answering, is_tls)
+        await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
+        fleet.let_decide(own_key)
+        announce(f"ready {fleet.gateway_url} control {fleet.control_url}")
+        fleet.pool.tasks.spawn(estate.pulse.show())
+        await serving
+
+
+class _Fleet:
+    """The parts of a fleet, and the stages of its start, in their order. `cleanup` ends what they begin."""
+
+    def __init__(
+        self, settings: FleetSettings, estate: Estate, cleanup: AsyncExitStack, tell: Callable[[str], None]
+    ) -> None:
+        self.settings, self.estate, self._cleanup, self._tell = settings, estate, cleanup, tell
+        self.events, self.metrics, self.arrived = EventLog(), Metrics(), DemandCount()
+        self.history = History(
             PRIOR_OUTPUT_TOKENS,
             settings.data,
             settings.gateway.model,
             settings.history_limits,
             settings.history_prefixes,
         )
-        cleanup.callback(history.close)
-        profiles = {t.name: t.known_profile for t in settings.types if t.known_profile is not None}
-        step_times = StepTimes(profiles, events)
-        placement = _placement(settings, history, profiles, step_times)
+        cleanup.callback(self.history.close)
+        self.profiles = {t.name: t.known_profile for t in settings.types if t.known_profile is not None}
+        self.step_times = StepTimes(self.profiles, self.events)
+        self.placement = self._placement()
         tell(f"reading {settings.gateway.model} and the engine's flags")
-        gateway = Gateway(settings.gateway)
-        learning = _learning(settings, gateway, events)
-        learning.on_learnt.append(partial(_know, placement, step_times))
-        learning.on_measured.append(step_times.pass_over)
-        if settings.engine == "vllm":
-            tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
-        host = await _host(settings, gateway, profiles, estate)
+        self.gateway = Gateway(settings.gateway)
+        certificate = self.gateway.certificate
+        self.gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
+        self.control_url = address(settings.control_host, settings.control_port, certificate)
+        self.learning = self._learning()
+        self.core = self._core()
+        self.controller = ControllerProcess(self.events)
+        self.pool: WorkerPool
+
+    def _placement(self) -> Placement:
+        """By step times where they are known of every kind, else by KV and seats alone.
+
+        Raises BadInput where the exact policy is asked of a fleet that its program does not cover.
+        """
+        settings = self.settings
+        if settings.policy == Policy.EXACT and len(settings.types) > 1:
+            raise BadInput("--policy: exact: needs one kind of worker")
+        placement = Placement(
+            self.profiles,
+            settings.max_workers,
+            self.history.lengths,
+            np.random.default_rng(0),
+            settings.policy,
+            PlacementSettings(headroom=settings.headroom),
+        )
+        self.history.on_learnt.append(placement.learn)
+        for kind, times in self.step_times.kinds.items():
+            times.on_refit.append(partial(placement.refit, kind))
+        return placement
+
+    def _learning(self) -> Learning:
+        """What the fleet learns of the kinds that have no profile; nothing where nothing would go by it."""
+        settings = self.settings
+        needed = settings.policy in BY_TARGETS or settings.autoscale is not None
+        unknown = {t.name: t for t in settings.types if t.known_profile is None and needed}
+        flags = engine_settings_of(self.gateway.arguments)
+        model = self.gateway.config.model_config
+        named = settings.gateway.model, fingerprint(model.hf_config)
+        learning = Learning(unknown, named, flags, model.get_vocab_size(), self.events, settings.kept)
+        learning.on_learnt.append(self._know)
+        learning.on_measured.append(self.step_times.pass_over)
+        return learning
+
+    def _know(self, kind: str, profile: Profile) -> None:
+        """Place by a learned profile from now on, and refit it."""
+        self.placement.know(kind, profile)
+        self.step_times.know(kind, profile).on_refit.append(partial(self.placement.refit, kind))
+
+    def _core(self) -> FleetCore:
+        """The fleet as one engine, and who hears of its requests and steps."""
+        settings, history, step_times = self.settings, self.history, self.step_times
         core = FleetCore(
             CoreSettings(
                 settings.max_workers,
                 settings.slo or DEFAULT_SLO,
                 settings.waiting,
                 _moves(settings),
-                reasons=gateway.reasons,
+                reasons=self.gateway.reasons,
                 classes=settings.classes,
             ),
-            placement,
-            metrics,
-            events,
+            self.placement,
+            self.metrics,
+            self.events,
             history.expected_tokens,
         )
-        core.on_end.append(history.add)
-        core.on_step.append(history.add_step)
-        core.on_step.append(step_times.add)
+        core.predict_anew = history.expected_tokens
+        core.on_arrival.append(self.arrived.add)
+        core.on_end += [history.add, self.arrived.end]
+        core.on_step += [history.add_step, step_times.add]
         step_times.attached = lambda: {at.worker for at in core.attached()}
         step_times.kind_of = core.kind_of
-        metrics.registry.register(step_times)
-        core.predict_anew = history.expected_tokens
-        arrived = DemandCount()
-        core.on_arrival.append(arrived.add)
-        core.on_end.append(arrived.end)
-        cluster = WorkerPool(
-            host,
+        self.metrics.registry.register(step_times)
+        return core
+
+    async def start_workers(self) -> None:
+        """Start the first workers, or adopt those that are there, and load the controller beside them."""
+        settings, core, estate = self.settings, self.core, self.estate
+        if settings.engine == "vllm":
+            self._tell("joining Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray")
+        self.pool = pool = WorkerPool(
+            await self._host(),
             core,
-            events,
+            self.events,
             settings.max_workers,
             settings.types,
-            _revision(settings, gateway, estate),
-            measure=learning.measure,
+            self._revision(),
+            measure=self.learning.measure,
             record=estate.record,
         )
-        cluster.share = settings.share
-        core.is_starting = lambda: cluster.starting > 0
-        cleanup.push_async_callback(cluster.close)
-        telling = asyncio.create_task(tell_start(cluster, tell))
-        cleanup.callback(telling.cancel)
-        controller = ControllerProcess(events)
-        cleanup.push_async_callback(controller.close)
-        controller.start()
-        await cluster.start()
+        pool.share = settings.share
+        core.is_starting = lambda: pool.starting > 0
+        self._cleanup.push_async_callback(pool.close)
+        telling = asyncio.create_task(tell_start(pool, self._tell))
+        self._cleanup.callback(telling.cancel)
+        self._cleanup.push_async_callback(self.controller.close)
+        self.controller.start()
+        await pool.start()
         telling.cancel()
-        profiles |= learning.learnt
-        slo, kv_blocks = _basis(settings, core, profiles.values(), estate, events)
-        core.settings = replace(core.settings, default_slo=slo)
-        placement.slos = settings.slos_beside(slo)
-        if settings.policy == Policy.EXACT and not placement.goes_by_targets:
-            raise BadInput(f"--policy: exact: step times are not known: {learning.why}")
-        certificate = gateway.certificate
-        gateway_url = address(settings.gateway.host, settings.gateway.port, certificate)
-        control_url = address(settings.control_host, settings.control_port, certificate)
+        self.profiles |= self.learning.learnt
+
+    async def _host(self) -> Host:
+        settings = self.settings
+        if settings.engine == "emulated":
+            from dataplane.live.emulated.segment import Noise
+            from dataplane.live.pool.emulated_host import EmulatedHost
+
+            if len(self.profiles) < len(settings.types):
+                raise BadInput("--profile: emulated engines take their step times from one")
+            model = self.gateway.config.model_config
+            noise = Noise(last=min(256, model.get_vocab_size()))
+            return EmulatedHost(self.profiles, model.max_model_len, noise, settings.emulated_start_s)
+        from dataplane.live.pool.ray_host import RayHost
+
+        number, own_ray, wait_s = self.estate.number, self.estate.own_ray, settings.nodes_wait_s
+        host: Host = await RayHost.start(
+            settings.types, settings.site, wait_s, number, own_ray, settings.kv_transport
+        )
+        return host
+
+    def _revision(self) -> Revision:
+        """What workers start with: what was asked for, or what the fleet was updated to."""
+        asked, found = self.settings.gateway, self.estate.record.found
+        number, model, flags = 1, asked.model, asked.engine_flags
+        if found:
+            number, model, flags = found["pool"]["revision"]
+        if number == 1:
+            return Revision(1, model, tuple(flags), engine_settings_of(self.gateway.arguments))
+        return Revision(number, model, tuple(flags), self.gateway.revised(model, flags))
+
+    def set_targets(self) -> int:
+        """Take the default targets, as they were at the fleet's start; the KV blocks of the smallest worker.
+
+        Raises BadInput where the exact policy would not know step times.
+        """
+        settings, estate, before = self.settings, self.estate, self.estate.record.found
+        if before:
+            number = estate.number
+            self.events.record(time.time(), "core", f"core {number} is here in place of one that was lost")
+            slo, kv_blocks = Slo(**before["slo"]), int(before["kv_blocks"])
+        else:
+            slo = _targets(settings.slo, self.profiles.values(), self.events)
+            kv_blocks = min(at.link.info.kv_blocks for at in self.core.attached())
+            estate.record.note(slo=asdict(slo), kv_blocks=kv_blocks)
+        self.core.settings = replace(self.core.settings, default_slo=slo)
+        self.placement.slos = settings.slos_beside(slo)
+        if settings.policy == Policy.EXACT and not self.placement.goes_by_targets:
+            raise BadInput(f"--policy: exact: step times are not known: {self.learning.why}")
+        return kv_blocks
+
+    def gateways(self, server: CoreServer) -> Gateways | None:
+        """The gateways of a fleet whose gateways have processes of their own; not started yet."""
+        settings = self.settings
+        if settings.gateways == 1:
+            return None
+        listening = self.estate.listening.fileno()
+        told = ProcessSettings(settings.gateway, settings.keys, self.control_url, listening)
+        return Gateways(settings.gateways, told, server, self.events, self.estate)
+
+    async def open_control(self, gateways: Gateways | None) -> tuple[asyncio.Task[None], str | None]:
+        """Serve the control API; its server's task, and the key that the controller has to it."""
+        settings = self.settings
         facts = FleetFacts(
             settings.gateway.model,
             settings.engine,
-            gateway_url,
+            self.gateway_url,
             settings.advisory,
             settings.autoscale,
             settings.attainment,
             settings.policy,
             settings.moves,
-            estate,
+            self.estate,
         )
-        keys = KeyRing(settings.keys)
-        allow = partial(_allow, keys, metrics)
-        server = CoreServer(core, kv_blocks, allow, estate.number)
-        gateways = _gateways(settings, server, control_url, estate, events)
         operations = Operations(
             facts,
-            core,
-            cluster,
-            metrics,
-            events,
-            arrived,
-            step_times,
-            gateway.revised,
-            learning.reasons,
+            self.core,
+            self.pool,
+            self.metrics,
+            self.events,
+            self.arrived,
+            self.step_times,
+            self.gateway.revised,
+            self.learning.reasons,
             gateways,
         )
         operations.resume()
-        _register(metrics, core, gateways, settings.extensions)
+        self._register(REGISTRY if gateways is None else gateways.registry())
         for extension in settings.extensions:
-            await cleanup.enter_async_context(extension.running())
+            await self._cleanup.enter_async_context(extension.running())
         operators, own_key = _operators(settings)
         app = control_app(operations, operators, settings.extensions)
-        cluster.tasks.spawn(_follow_operators(operators, settings.control_keys_file, events))
-        control = control_server(app, certificate)
-        answering = asyncio.create_task(control.serve(sockets=[estate.control]))
-        cleanup.push_async_callback(_end_server, control, answering)
+        if (file := settings.control_keys_file) is not None:
+            reload = partial(operators.reload, file, read_control_keys)
+            self.pool.tasks.spawn(follow((file,), reload, partial(self._say, "control keys")))
+        control = control_server(app, self.gateway.certificate)
+        answering = asyncio.create_task(control.serve(sockets=[self.estate.control]))
+        self._cleanup.push_async_callback(_end_server, control, answering)
+        return answering, own_key
 
+    def _register(self, of_vllm: CollectorRegistry) -> None:
+        """Let vLLM's metrics, and those of extensions, be among ours."""
+        self.metrics.registry.register(EngineFamilies(self.core.workers_by_slot, of_vllm))
+        for extension in self.settings.extensions:
+            for collector in extension.collectors:
+                self.metrics.registry.register(collector)
+
+    async def open_endpoint(
+        self, gateways: Gateways | None, kv_blocks: int, keys: KeyRing, allow: Callable[[str], float]
+    ) -> asyncio.Task[None]:
+        """Serve the endpoint, here or by `gateways`; the task that ends with it."""
+        settings, core = self.settings, self.core
         core.on_arrival.append(lambda one: keys.charge(one.ticket.key, one.prompt_tokens, time.monotonic()))
         core.on_end.append(partial(_charge, keys))
-        cluster.tasks.spawn(gateway.follow(keys, partial(_say, events)))
-        if gateways is None:
-            gateway.prepare(kv_blocks)
-            door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, Answers(), control_url)
-            door.classes = settings.targets_by_class
-            core.on_closing.append(lambda why: setattr(door, "closing", why))
-            serving = asyncio.create_task(gateway.serve(core, door, estate.listening))
-        else:
-            tell(f"starting {settings.gateways} gateways")
-            cleanup.push_async_callback(gateways.close)
+        self.pool.tasks.spawn(self.gateway.follow(keys, self._say))
+        if gateways is not None:
+            self._tell(f"starting {settings.gateways} gateways")
+            self._cleanup.push_async_callback(gateways.close)
             await gateways.start()
-            serving = asyncio.create_task(gateways.serve(core, settings.gateway.shutdown_s))
-        is_tls = certificate is not None
-        await until_answering(settings.control_host, settings.control_port, answering, is_tls)
-        await until_answering(settings.gateway.host, settings.gateway.port, serving, is_tls)
+            return asyncio.create_task(gateways.serve(core, settings.gateway.shutdown_s))
+        self.gateway.prepare(kv_blocks)
+        slo, answers = core.settings.default_slo, Answers()
+        door = DoorPolicy(keys, slo, partial(_now, allow), core.abandon, answers, self.control_url)
+        door.classes = settings.targets_by_class
+        core.on_closing.append(lambda why: setattr(door, "closing", why))
+        return asyncio.create_task(self.gateway.serve(core, door, self.estate.listening))
+
+    def let_decide(self, own_key: str | None) -> None:
+        """Let the controller begin, by that key of its own, and leave machines that are to go away."""
+        settings = self.settings
         controller_settings = ControllerSettings(
-            control_url,
+            self.control_url,
             own_key,
             settings.advisory,
             os.getpid(),
-            tuple(replace(t, known_profile=profiles.get(t.name)) for t in settings.types),
+            tuple(replace(t, known_profile=self.profiles.get(t.name)) for t in settings.types),
             settings.autoscale,
             None if settings.data is None else str(settings.data.absolute()),
             settings.moves,
@@ -290,12 +427,14 @@ async def run_fleet(
             settings.classes,
             tells_need=settings.share is not None,
         )
-        cleanup.push_async_callback(controller.close)  # before the control API that it asks
-        controller.tell(controller_settings)
-        cluster.tasks.spawn(NoticeWatch(cluster, settings.reclaim_notice).run())
-        announce(f"ready {gateway_url} control {control_url}")
-        cluster.tasks.spawn(estate.pulse.show())
-        await serving
+        self._cleanup.push_async_callback(self.controller.close)  # before the control API that it asks
+        self.controller.tell(controller_settings)
+        self.pool.tasks.spawn(NoticeWatch(self.pool, settings.reclaim_notice).run())
+
+    def _say(self, kind: str, line: str) -> None:
+        """Tell operators, who look at the events or at the log."""
+        self.events.record(time.time(), kind, line)
+        log.warning("%s", line)
 
 
 def _operators(settings: FleetSettings) -> tuple[KeyRing, str | None]:
@@ -304,12 +443,6 @@ def _operators(settings: FleetSettings) -> tuple[KeyRing, str | None]:
         return KeyRing(()), None
     own = ApiKey("the controller", secrets.token_hex(32))
     return KeyRing((*settings.control_keys, own)), own.secret
-
-
-async def _follow_operators(operators: KeyRing, file: Path | None, events: EventLog) -> None:
-    if file is not None:
-        reload = partial(operators.reload, file, read_control_keys)
-        await follow((file,), reload, partial(_say, events, "control keys"))
 
 
 def _charge(keys: KeyRing, request: Tracked, outcome: str) -> None:
@@ -331,96 +464,11 @@ async def _now(allow: Callable[[str], float], key: ApiKey) -> float:
     return allow(key.name)
 
 
-def _gateways(
-    settings: FleetSettings, server: CoreServer, page: str, estate: Estate, events: EventLog
-) -> Gateways | None:
-    """The gateways of a fleet whose gateways have processes of their own; not started yet."""
-    if settings.gateways == 1:
-        return None
-    told = ProcessSettings(settings.gateway, settings.keys, page, estate.listening.fileno())
-    return Gateways(settings.gateways, told, server, events, estate)
-
-
-def _revision(settings: FleetSettings, gateway: Gateway, estate: Estate) -> Revision:
-    """What workers start with: what was asked for, or what the fleet was updated to."""
-    asked = settings.gateway
-    number, model, flags = 1, asked.model, asked.engine_flags
-    if estate.record.found:
-        number, model, flags = estate.record.found["pool"]["revision"]
-    if number == 1:
-        return Revision(1, model, tuple(flags), engine_settings_of(gateway.arguments))
-    return Revision(number, model, tuple(flags), gateway.revised(model, flags))
-
-
-def _register(
-    metrics: Metrics, core: FleetCore, gateways: Gateways | None, extensions: Sequence[Extension]
-) -> None:
-    """Let vLLM's metrics, and those of extensions, be among ours."""
-    of_vllm = REGISTRY if gateways is None else gateways.registry()
-    metrics.registry.register(EngineFamilies(core.workers_by_slot, of_vllm))
-    for extension in extensions:
-        for collector in extension.collectors:
-            metrics.registry.register(collector)
-
-
 def _moves(settings: FleetSettings) -> MoveBudget:
     bytes_per_s, share = settings.move_bytes_per_s, settings.move_share
     if bytes_per_s is None and share is None and settings.engine == "vllm" and current_platform.is_cpu():
         return CPU_MOVES
     return MoveBudget(bytes_per_s=bytes_per_s or 0.0, share=share or 1.0)
-
-
-def _placement(
-    settings: FleetSettings, history: History, profiles: Mapping[str, Profile], step_times: StepTimes
-) -> Placement:
-    """By step times where they are known of every kind, else by KV and seats alone.
-
-    Raises BadInput where the exact policy is asked of a fleet that its program does not cover.
-    """
-    if settings.policy == Policy.EXACT and len(settings.types) > 1:
-        raise BadInput("--policy: exact: needs one kind of worker")
-    placement = Placement(
-        profiles,
-        settings.max_workers,
-        history.lengths,
-        np.random.default_rng(0),
-        settings.policy,
-        PlacementSettings(headroom=settings.headroom),
-    )
-    history.on_learnt.append(placement.learn)
-    for kind, times in step_times.kinds.items():
-        times.on_refit.append(partial(placement.refit, kind))
-    return placement
-
-
-def _learning(settings: FleetSettings, gateway: Gateway, events: EventLog) -> Learning:
-    """What the fleet learns of the kinds that have no profile; nothing where nothing would go by it."""
-    needed = settings.policy in BY_TARGETS or settings.autoscale is not None
-    unknown = {t.name: t for t in settings.types if t.known_profile is None and needed}
-    flags = engine_settings_of(gateway.arguments)
-    model = gateway.config.model_config
-    named = settings.gateway.model, fingerprint(model.hf_config)
-    return Learning(unknown, named, flags, model.get_vocab_size(), events, settings.kept)
-
-
-def _know(placement: Placement, step_times: StepTimes, kind: str, profile: Profile) -> None:
-    """Place by a learned profile from now on, and refit it."""
-    placement.know(kind, profile)
-    step_times.know(kind, profile).on_refit.append(partial(placement.refit, kind))
-
-
-def _basis(
-    settings: FleetSettings, core: FleetCore, profiles: Collection[Profile], estate: Estate, events: EventLog
-) -> tuple[Slo, int]:
-    """The default targets, and the KV blocks of the smallest worker, as they were at the fleet's start."""
-    before = estate.record.found
-    if before:
-        events.record(time.time(), "core", f"core {estate.number} is here in place of one that was lost")
-        return Slo(**before["slo"]), before["kv_blocks"]
-    slo = _targets(settings.slo, profiles, events)
-    kv_blocks = min(at.link.info.kv_blocks for at in core.attached())
-    estate.record.note(slo=asdict(slo), kv_blocks=kv_blocks)
-    return slo, kv_blocks
 
 
 def _targets(asked: Slo | None, profiles: Collection[Profile], events: EventLog) -> Slo:
@@ -440,27 +488,6 @@ def _targets(asked: Slo | None, profiles: Collection[Profile], events: EventLog)
         events.record(time.time(), "targets", why)
         log.warning("%s", why)
     return asked
-
-
-async def _host(
-    settings: FleetSettings, gateway: Gateway, profiles: Mapping[str, Profile], estate: Estate
-) -> Host:
-    if settings.engine == "emulated":
-        from dataplane.live.emulated.segment import Noise
-        from dataplane.live.pool.emulated_host import EmulatedHost
-
-        if len(profiles) < len(settings.types):
-            raise BadInput("--profile: emulated engines take their step times from one")
-        model = gateway.config.model_config
-        noise = Noise(last=min(256, model.get_vocab_size()))
-        return EmulatedHost(profiles, model.max_model_len, noise, settings.emulated_start_s)
-    from dataplane.live.pool.ray_host import RayHost
-
-    wait_s = settings.nodes_wait_s
-    host: Host = await RayHost.start(
-        settings.types, settings.site, wait_s, estate.number, estate.own_ray, settings.kv_transport
-    )
-    return host
 
 
 async def tell_start(cluster: WorkerPool, tell: Callable[[str], None]) -> None:
@@ -488,9 +515,3 @@ def _phases(cluster: WorkerPool) -> str:
 async def _end_server(server: object, answering: asyncio.Task[None]) -> None:
     server.should_exit = True  # type: ignore[attr-defined]
     await asyncio.wait([answering], timeout=5.0)
-
-
-def _say(events: EventLog, kind: str, line: str) -> None:
-    """Tell operators, who look at the events or at the log."""
-    events.record(time.time(), kind, line)
-    log.warning("%s", line)
