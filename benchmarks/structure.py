@@ -181,9 +181,9 @@ def rows_of(tree: Path) -> list[Row]:
         *(
             Row(f"functions over {limit} {kind}", len(beyond[kind]), bar, beyond[kind])
             for kind, limit, bar in (
-                ("lines", MAX_LINES, 4),
-                ("parameters", MAX_PARAMETERS, 4),
-                ("in complexity", MAX_COMPLEXITY, 6),
+                ("lines", MAX_LINES, 1),
+                ("parameters", MAX_PARAMETERS, 2),
+                ("in complexity", MAX_COMPLEXITY, 1),
             )
         ),
     ]

@@ -102,7 +102,7 @@ def plan_evacuation(
     if not havens and any(r.may_move or r.may_replay for r in leaving):
         raise BadInput("evacuation: no other worker serves, so there is nowhere to go")
     large_first = sorted(leaving, key=lambda r: (-r.tokens, r.request))
-    moves = _moves([r for r in large_first if r.may_move and r.has_kv], havens, seconds, way)
+    moves = _moves(large_first, havens, seconds, way)
     free = {h.worker: h.free_tokens for h in havens}
     for r, worker in moves:
         free[worker] -= r.tokens
@@ -129,9 +129,10 @@ def _spread(replays: Sequence[Leaving], free: dict[WorkerId, int]) -> list[Order
 
 
 def _moves(
-    movable: Sequence[Leaving], havens: Sequence[Haven], seconds: float, way: Way
+    leaving: Sequence[Leaving], havens: Sequence[Haven], seconds: float, way: Way
 ) -> list[tuple[Leaving, WorkerId]]:
-    """The moves, in the order to begin them; `movable` is in falling size."""
+    """The moves, in the order to begin them; `leaving` is in falling size."""
+    movable = [r for r in leaving if r.may_move and r.has_kv]
     rooms = [_Room(h.worker, h.free_tokens, h.seats) for h in havens if h.reads_kv]
     must = [r for r in movable if r.remaining_s > seconds]
     moves = _best_moves(must, rooms, max(seconds, 0.0), way)

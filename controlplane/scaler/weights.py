@@ -61,16 +61,20 @@ def weigh(
     if any(t.low or there.get(t.name) for t in worker_types if t.known_profile is None):
         return None
     profiles = {t.name: t.known_profile for t in worker_types if t.known_profile is not None}
-    is_same = before is not None and before.of.keys() == profiles.keys()
+    same = before if before is not None and before.of.keys() == profiles.keys() else None
     if traffic.requests < LEAST_REQUESTS or not profiles:
-        return before if is_same else None
+        return same
     capacity = {name: _capacity_rps(profile, traffic) for name, profile in profiles.items()}
-    if before is not None and is_same:
-        unit = capacity[before.reference]
-        if all(abs(capacity[name] / unit / weight - 1.0) <= DRIFT for name, weight in before.of.items()):
-            return before
+    if same is not None and _hold(same, capacity):
+        return same
     reference = min(capacity, key=lambda name: (capacity[name], name))
     return Weights(reference, {name: round(c / capacity[reference], 3) for name, c in capacity.items()})
+
+
+def _hold(weights: Weights, capacity: Mapping[str, float]) -> bool:
+    """Whether weights are still what these capacities say, within DRIFT."""
+    unit = capacity[weights.reference]
+    return all(abs(capacity[name] / unit / weight - 1.0) <= DRIFT for name, weight in weights.of.items())
 
 
 def even(worker_types: Sequence[WorkerType]) -> Weights:

@@ -63,10 +63,7 @@ def cheaper_mix(
         return None
     types = tuple(s.worker_type for s in usable)
     shares = {s.worker_type.name: 1.0 / fraction_needed(s, question) for s in usable}
-    is_priced = all(t.usd_per_h is not None for t in types)
-    limits = MixSettings(
-        max_gpus=question.max_gpus, budget_usd_per_h=question.budget_usd_per_h if is_priced else None
-    )
+    limits = _limits(question, types)
     demand, tried = 1.0, list[Fleet]()
     for _ in range(TRIES):
         try:
@@ -82,6 +79,14 @@ def cheaper_mix(
                 return mixed
         demand *= MORE
     return None
+
+
+def _limits(question: PlanRequest, types: Sequence[WorkerType]) -> MixSettings:
+    """The question's limits; a budget holds where all prices are known."""
+    is_priced = all(t.usd_per_h is not None for t in types)
+    return MixSettings(
+        max_gpus=question.max_gpus, budget_usd_per_h=question.budget_usd_per_h if is_priced else None
+    )
 
 
 def cheaper_pool(

@@ -211,30 +211,36 @@ def _serving(
     question, worker_types = blank.question, blank.worker_types
     watch.stage("sizing each kind of worker on the trace", 0.0)
     sizings = size_all(replicates, question, worker_types, pool)
-    possible = sorted(
-        (s for s in sizings if s.workers is not None), key=lambda s: s.fleet(s.workers or 0).cost
-    )
+    possible = sorted((s for s in sizings if s.workers is not None), key=lambda s: s.cost)
     passed_over = tuple(PassedOver(s.worker_type, s.reason) for s in sizings if s.workers is None)
     blank = replace(blank, passed_over=passed_over)
     if possible and _showable(replicates, question) < question.attainment:
         return _too_short(blank, replicates, possible)
     watch.stage("confirming in worlds that might have been", 0.2)
     _confirm_cheapest(replicates, question, possible, pool, CONFIRMED_KINDS if explained else 1)
-    sure = sorted((s for s in possible if s.confirmed), key=lambda s: s.fleet(s.confirmed or 0).cost)
-    single = sure[0] if sure else None
     watch.stage("looking for a cheaper mix", 0.45)
-    mixed = _mixed(blank, replicates, possible, single, pool, parts)
-    if mixed is not None:
-        fleet, verdict = mixed.fleet, mixed.estimate
-        winner = _as_sizing(replicates, question, mixed, single)
-    elif single is not None:
-        fleet, verdict = single.fleet(single.confirmed or 0), single.sure[single.confirmed or 0]
-        winner = single
-    else:
+    winner = _winner(blank, replicates, possible, pool, parts)
+    if winner is None:
         reasons = "; ".join(f"{s.worker_type.name}: {s.reason}" for s in possible if s.reason)
         blank = replace(blank, reason=reasons, alternatives=_others(replicates, possible, None, pool))
         return _infeasible(blank, replicates, sizings, pool, watch)
-    plan = replace(blank, best=_candidate(replicates, fleet, verdict))
+    return _of_winner(blank, replicates, possible, winner, pool, watch, explained, scheduled)
+
+
+def _of_winner(
+    plan: Plan,
+    replicates: Replicates,
+    possible: Sequence[Sizing],
+    winner: Sizing,
+    pool: Threads,
+    watch: Watch,
+    explained: bool,
+    scheduled: bool,
+) -> Plan:
+    """The plan of the cheapest fleet, proven on a long trace, with its reasons or its schedule as asked."""
+    count = winner.confirmed or 0
+    best = _candidate(replicates, winner.mix or winner.fleet(count), winner.sure[count])
+    plan = replace(plan, best=best)
     if replicates.sampler is not None and explained:
         watch.stage("replaying the whole trace", 0.48)
         plan = _proven(plan, replicates, winner, pool)
@@ -242,7 +248,7 @@ def _serving(
             return plan
     plan = replace(
         plan,
-        alternatives=_others(replicates, possible, None if mixed else single, pool),
+        alternatives=_others(replicates, possible, winner, pool),
         on_trace=dict(winner.on_trace),
         sure=dict(winner.sure),
     )
@@ -260,6 +266,15 @@ def _showable(replicates: Replicates, question: PlanRequest) -> float:
     return most_showable(len(replicates.workload), question.confidence)
 
 
+def _winner(
+    plan: Plan, replicates: Replicates, possible: Sequence[Sizing], pool: Threads, parts: Parts
+) -> Sizing | None:
+    """The sizing of the cheapest fleet that is sure: of one kind, or of a mix; None where there is none."""
+    single = min((s for s in possible if s.confirmed), key=lambda s: s.cost, default=None)
+    mixed = _mixed(plan, replicates, possible, single, pool, parts)
+    return single if mixed is None else _as_sizing(replicates, plan.question, mixed, single)
+
+
 def _mixed(
     plan: Plan,
     replicates: Replicates,
@@ -269,7 +284,7 @@ def _mixed(
     parts: Parts,
 ) -> Mixed | None:
     """A mix cheaper than the best fleet of one kind, be it by shares or of the classes' own kinds."""
-    question, best = plan.question, None if single is None else single.fleet(single.confirmed or 0)
+    question, best = plan.question, None if single is None else single.answer
     mixed = None if best is None else cheaper_mix(replicates, question, possible, best, pool)
     if not replicates.classes or sum(not kind.is_split for kind in plan.worker_types) < 2:
         return mixed

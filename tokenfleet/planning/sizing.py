@@ -83,6 +83,12 @@ class Sizing:
         count = self.confirmed or self.workers
         return None if count is None else self.fleet(count)
 
+    @property
+    def cost(self) -> tuple[float, int, int]:
+        """That of the answer, which there must be."""
+        assert self.answer is not None
+        return self.answer.cost
+
 
 def smallest(passes: Callable[[int], bool], low: int, guess: int, cap: int) -> int | None:
     """The smallest n in [low, cap] with `passes(n)`, taking `passes` as monotone; None if even cap fails.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -115,6 +115,40 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
     app.state.operations = operations
     added = {name: view for extension in extensions for name, view in extension.fleet.items()}
 
+    _fleet_routes(app, operations, added)
+    _worker_routes(app, operations)
+    _request_routes(app, operations)
+    _open_controllers_door(app, operations)
+
+    @app.get("/v1/events", response_class=EventSourceResponse)
+    async def events(
+        last_event_id: Annotated[int, Header(ge=0)] = 0,
+    ) -> EventSourceResponse:
+        """Server-sent events: every decision, with its reason. Resumes after `Last-Event-ID`."""
+        return EventSourceResponse(_event_lines(operations, last_event_id))
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus' text format: `tokenfleet_` families, and vLLM's own by worker."""
+        return Response(operations.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/ready", responses={503: {"model": ErrorReply}})
+    async def ready() -> Any:
+        """Whether a worker serves."""
+        if operations.is_ready:
+            return {"status": "ready"}
+        return error_reply(503, "no worker is serving", "service_unavailable")
+
+    _add_changes(app, operations)
+    for extension in extensions:
+        for router in extension.routers:
+            app.include_router(router)
+    return app
+
+
+def _fleet_routes(app: FastAPI, operations: Operations, added: Mapping[str, Callable[[], Any]]) -> None:
+    """The fleet as a whole, and its size; `added`: what extensions tell of it, by name."""
+
     @app.get("/v1/fleet", response_model=dict[str, Any])
     async def fleet() -> Any:
         """Workers, their load, what is moving, the last decisions with their reasons, and the last finished
@@ -142,8 +176,6 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
             "auto": operations.auto,
         }
 
-    _worker_routes(app, operations)
-
     @app.get("/v1/fleet/share")
     async def share() -> dict[str, Any]:
         """The share of a fleet of a portfolio, and the workers that are asked for, needed and held."""
@@ -153,6 +185,10 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
     async def allow(order: Annotated[ShareOrder, Body()]) -> dict[str, Any]:
         """Bound the workers of a fleet of a portfolio, whatever is asked for."""
         return operations.allow(order.workers)
+
+
+def _request_routes(app: FastAPI, operations: Operations) -> None:
+    """Requests, and moves of them."""
 
     @app.get("/v1/requests", response_model=dict[str, Any])
     async def requests() -> Any:
@@ -173,33 +209,6 @@ def control_app(operations: Operations, keys: KeyRing, extensions: Sequence[Exte
     async def migration(migration_id: str) -> dict[str, Any]:
         """One move: stage, bytes, downtime, outcome."""
         return operations.migration(migration_id)
-
-    _open_controllers_door(app, operations)
-
-    @app.get("/v1/events", response_class=EventSourceResponse)
-    async def events(
-        last_event_id: Annotated[int, Header(ge=0)] = 0,
-    ) -> EventSourceResponse:
-        """Server-sent events: every decision, with its reason. Resumes after `Last-Event-ID`."""
-        return EventSourceResponse(_event_lines(operations, last_event_id))
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """Prometheus' text format: `tokenfleet_` families, and vLLM's own by worker."""
-        return Response(operations.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/ready", responses={503: {"model": ErrorReply}})
-    async def ready() -> Any:
-        """Whether a worker serves."""
-        if operations.is_ready:
-            return {"status": "ready"}
-        return error_reply(503, "no worker is serving", "service_unavailable")
-
-    _add_changes(app, operations)
-    for extension in extensions:
-        for router in extension.routers:
-            app.include_router(router)
-    return app
 
 
 def _add_changes(app: FastAPI, operations: Operations) -> None:

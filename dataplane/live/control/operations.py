@@ -164,26 +164,23 @@ class Operations:
             "drain_s": round(self.cluster.drain_s, 3),
             # Why requests that run cannot be moved, and how many.
             "fixed": dict(Counter(filter(None, map(self.core.why_fixed, book)))),
-            "transport": _pace_view(self.core.migrations.usual)
-            | {
-                "ways": self._ways(),
-                "pairs": [
-                    {"source": source, "target": target} | _pace_view(pace)
-                    for (source, target), pace in self.core.migrations.pairs.items()
-                ],
-            },
+            "transport": self._transport(),
             "moving": [_move_view(move) for move in self.core.migrations.open.values()],
             "decisions": [event.as_json() for event in list(self.events)[-LAST_DECISIONS:]],
             "scaling": [e.as_json() for e in self.events if e.kind in SCALING_KINDS][-LAST_SCALING:],
         }
 
-    def _ways(self) -> dict[str, int]:
-        """Bytes of KV that the workers there are have fetched, by the way that they took."""
+    def _transport(self) -> dict[str, Any]:
+        """The pace of moves, and `ways`: the bytes of KV that workers have fetched by each."""
         ways: Counter[str] = Counter()
         for at in self.core.attached():
             if at.telemetry is not None:
                 ways.update(at.telemetry.kv_fetched)
-        return dict(ways)
+        pairs = [
+            {"source": source, "target": target} | _pace_view(pace)
+            for (source, target), pace in self.core.migrations.pairs.items()
+        ]
+        return _pace_view(self.core.migrations.usual) | {"ways": dict(ways), "pairs": pairs}
 
     def share(self) -> dict[str, Any]:
         """What a portfolio's broker goes by: the share, and the workers asked for, needed and held."""
