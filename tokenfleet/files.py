@@ -90,6 +90,12 @@ def whole_file(path: Path, overwrite: bool = False) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
+def cache_folder(name: str) -> Path:
+    """The folder of that name in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "tokenfleet" / name
+
+
 def keep_newest(paths: Iterable[Path], most: int) -> None:
     """Remove the oldest of these files beyond `most`."""
     for path in sorted(paths, key=lambda path: path.stat().st_mtime)[:-most]:

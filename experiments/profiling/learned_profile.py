@@ -34,8 +34,9 @@ from controlplane.workload import Workload
 from experiments.lib.results import bar, flags, show
 from experiments.lib.served import ENGINE_FLAGS, fleet, tiny_model
 from tokenfleet.compare.replay import replay, served_model
+from tokenfleet.files import cache_folder
 from tokenfleet.profiles.form import parse_profile, profile_text
-from tokenfleet.profiles.library import find_profiles, learned_folder
+from tokenfleet.profiles.library import find_profiles
 
 STEPS, QUICK_STEPS = 500, 100
 KIND = "TP1"
@@ -58,7 +59,7 @@ def trace(rate_rps: float, requests: int, seed: int) -> Workload:
 
 def real(steps: int, seed: int, workers: int) -> dict[str, Any]:
     """A served fleet: the profile it learned, when, and the steps it executed after that."""
-    before = set(learned_folder().glob("*.json"))
+    before = set(cache_folder("learned").glob("*.json"))
     with tiny_model("--fat") as model:
         data = ("--data", str(model.parent / "data"))
         with fleet(model, "--workers", str(workers), *data, engine_flags=ENGINE_FLAGS[:-2]) as server:
@@ -71,7 +72,7 @@ def real(steps: int, seed: int, workers: int) -> dict[str, Any]:
             asyncio.run(serve())
         table = pl.read_csv(model.parent / "data" / "steps.csv")
         # The model's folder is a new one, so no profile of it was there.
-        (kept,) = set(learned_folder().glob("*.json")) - before
+        (kept,) = set(cache_folder("learned").glob("*.json")) - before
         profile = json.loads(kept.read_text())["profile"]
     since_s = float(view["step_times"][0]["since_s"])
     rows = table.filter(pl.col("at_s") > since_s).sort("at_s")

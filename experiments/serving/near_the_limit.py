@@ -49,8 +49,9 @@ from experiments.lib.results import bar, flags, show
 from experiments.lib.served import ENGINE_FLAGS, Server, fleet, tiny_model
 from experiments.profiling.learned_profile import noise
 from tokenfleet.compare.replay import replay, served_model
+from tokenfleet.files import cache_folder
 from tokenfleet.profiles.form import parse_profile
-from tokenfleet.profiles.library import learned_folder, write_profile
+from tokenfleet.profiles.library import write_profile
 
 POLICIES = ("spread", "round-robin", "jsq")
 SPLIT = "split"
@@ -86,7 +87,7 @@ def served(
     words = [] if slo is None else ["--slo", f"ttft={slo.ttft_s * 1000:.0f}ms,tpot={slo.tpot_s * 1000:.0f}ms"]
     parts = ["--prefill", "1", "--decode", "2"]
     words += parts if policy == SPLIT else ["--workers", str(WORKERS), "--policy", policy]
-    before = set(learned_folder().glob("*.json"))
+    before = set(cache_folder("learned").glob("*.json"))
     with tiny_model("--fat") as model:
         if profile is not None:
             write_profile(profile, model.parent / "known.yaml")
@@ -98,7 +99,7 @@ def served(
             ]
         told = said_by_gateway(model.parent / "data", began_s) if slo else {}
         # The model's folder is a new one, so no profile of it was there.
-        learned = "".join(path.read_text() for path in set(learned_folder().glob("*.json")) - before)
+        learned = "".join(path.read_text() for path in set(cache_folder("learned").glob("*.json")) - before)
     return {"replays": replays, "learned": learned} | told
 
 

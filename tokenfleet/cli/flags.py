@@ -78,17 +78,15 @@ Flags = TypeVar("Flags")
 
 def takes(record: type[Flags]) -> Callable[[Callable[[Flags], Any]], Callable[..., Any]]:
     """A Typer command of one argument: a dataclass whose annotated fields are its flags."""
-    hints = get_type_hints(record, include_extras=True)
-    flags = inspect.signature(record).parameters.values()
-    signature = inspect.Signature([flag.replace(annotation=hints[flag.name]) for flag in flags])
+    flags = _of_record(record)
 
     def decorated(command: Callable[[Flags], Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def run(**given: Any) -> Any:
             return command(record(**given))
 
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        run.__annotations__ = hints
+        run.__signature__ = Signature(flags)  # type: ignore[attr-defined]
+        run.__annotations__ = {flag.name: flag.annotation for flag in flags}
         return run
 
     return decorated

@@ -50,7 +50,7 @@ def plan_command(
         bias = None if request.bias_from is None else kept_bias(source.data, request.bias_from)
         gathered = gather(read_traces(paths), request, bias, date.today())
     warn([*notes, *gathered.inputs.warnings])
-    with threads(jobs or os.cpu_count() or 1) as pool, progress_bar("planning") as bar:
+    with threads(jobs or os.cpu_count() or 1) as pool, progress_bar() as bar:
         plan = make_plan(gathered.workload, gathered.worker_types, request, gathered.inputs, pool, bar)
     text = json.dumps(plan_json(plan), indent=1) + "\n"
     if files:
@@ -78,11 +78,11 @@ def portfolio_command(
     """
     # Imported here: the flags are checked before the compiled simulator is loaded.
     from tokenfleet.cli.terminal import answer, counted_bar, warn
-    from tokenfleet.files import refuse_unwritable, write_files
+    from tokenfleet.files import cache_folder, refuse_unwritable, write_files
     from tokenfleet.portfolio.plan import plan_portfolio, tasks_of
     from tokenfleet.portfolio.request import read_portfolio
     from tokenfleet.portfolio.view import portfolio_json, portfolio_report, portfolio_tables
-    from tokenfleet.whatif.cache import Cache, default_folder
+    from tokenfleet.whatif.cache import Cache
 
     portfolio = read_portfolio(file)
     plans = (
@@ -93,7 +93,7 @@ def portfolio_command(
     asked = tasks_of(portfolio, date.today())
     warn(asked.warnings)
     with counted_bar("planning models", asked.count) as advance:
-        cache = Cache(None if no_cache else default_folder())
+        cache = Cache(None if no_cache else cache_folder("whatif"))
         plan = plan_portfolio(portfolio, asked, jobs or os.cpu_count() or 1, cache, advance)
     text = json.dumps(portfolio_json(plan), indent=1) + "\n"
     if files:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from controlplane.errors import BadInput
 from tokenfleet.cli.flags import Format, OutputFormat, model_at, takes
-from tokenfleet.cli.terminal import console
+from tokenfleet.cli.terminal import console, counted_bar
 from tokenfleet.durations import parse_duration_s, parse_speculation
 
 if TYPE_CHECKING:
@@ -221,11 +220,8 @@ class _Visitor:
 
     async def visit(self, bursts: Sequence[Burst], repeats: int) -> None:
         """Measure. Raises BadInput when the engine dies; what was measured before is kept."""
-        to = console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
         visited = sum(min(self._file.visits.get(b.name, 0), repeats) for b in bursts)
-        with Progress(*columns, console=to, transient=True, disable=not to.is_terminal) as progress:
-            task = progress.add_task("measuring", total=len(bursts) * repeats, completed=visited)
+        with counted_bar("measuring", len(bursts) * repeats, visited) as advance:
             for turn in range(repeats + EXTRA_VISITS):
                 for at in np.random.default_rng([self._seed, turn]).permutation(len(bursts)):
                     burst = bursts[at]
@@ -233,9 +229,9 @@ class _Visitor:
                         continue
                     if time.monotonic() > self._until_s:
                         return
-                    progress.update(task, description=f"{burst.name:>16}")
+                    advance(0, description=f"{burst.name:>16}")
                     await self._go(burst)
-                    progress.advance(task)
+                    advance()
 
     def _is_due(self, point: str, turn: int, repeats: int) -> bool:
         if turn < repeats:
@@ -281,11 +277,11 @@ def is_outlying(measured: Sequence[Sequence[Step]], repeat: int) -> bool:
 
 def _prepare_process(cores: str) -> None:
     """Logs to stderr and no telemetry to anyone, for this process and the engine's."""
+    from dataplane.live.engine_api.processes import QUIET
+
     for name, value in {
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is ours
+        **QUIET,
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}),
     }.items():

@@ -47,13 +47,13 @@ from tokenfleet.cli.serve_processes import (
 )
 from tokenfleet.cli.terminal import warn
 from tokenfleet.durations import parse_duration_s
+from tokenfleet.files import cache_folder
 from tokenfleet.planning.plan_file import PlanFile
-from tokenfleet.profiles.library import LearnedProfiles, learned_folder
+from tokenfleet.profiles.library import LearnedProfiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dataplane.http.server import Extension
     from dataplane.http.tls import ServerCertificate
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.control.settings import Autoscale
@@ -300,7 +300,7 @@ def serve_command(flags: ServeFlags) -> None:
     files = None if certificate is None else certificate.files
     with ExitStack() as held:
         if flags.portfolio is None:
-            settings = _whole(flags, checked[""], (keys, operators, files), held)
+            settings = _settings(flags, checked[""], (keys, operators, files), held)
             code = supervise(settings, _bound(flags, held), tell)
         else:
             code = _serve_all(asked, checked, (keys, operators, files), tell, held)
@@ -322,7 +322,7 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
         port, control_port = (door.getsockname()[1] for door in of_fleet)
         flags = replace(member.flags, port=port, control_port=control_port)
         fleet_locks = keys, (*operators, own) if operators else (), None
-        settings = _whole(flags, checked[name], fleet_locks, held, name)
+        settings = _settings(flags, checked[name], fleet_locks, held, name)
         share = None if member.pool is None else member.pool.share
         fleets[name] = replace(settings, share=share, site=_site(name, asked, checked)), of_fleet
         gateway, controls[name] = (address(flags.host, p, None) for p in (port, control_port))
@@ -421,63 +421,61 @@ def _certificate(flags: ServeFlags) -> ServerCertificate | None:
 
 
 def _settings(
-    asked: ServeFlags,
-    checked: Checked,
-    folder: Path | None,
-    extensions: tuple[Extension, ...],
+    flags: ServeFlags, checked: Checked, locks: Locks, held: ExitStack, name: str = ""
 ) -> FleetSettings:
+    """All settings of a fleet, with its data folder, which `held` keeps. `name`: the model of several."""
     from controlplane.placement.queue import QueueSettings
     from dataplane.history.files import HistoryLimits
     from dataplane.live.control.fleet import FleetSettings
     from dataplane.live.gateway.server import GatewaySettings
-
-    bandwidth = asked.move_bandwidth
-    flags = tuple(asked.engine_flags or ())
-    return FleetSettings(
-        gateway=GatewaySettings(checked.model, asked.host, asked.port, flags, checked.shutdown_s),
-        engine="emulated" if asked.engine == "emulated" else "vllm",
-        types=checked.types,
-        max_workers=checked.max_workers,
-        control_host=asked.control_host,
-        control_port=asked.control_port,
-        control_keys_file=asked.control_keys,
-        slo=checked.slo,
-        attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
-        waiting=QueueSettings(asked.queue, checked.queue_wait_s),
-        autoscale=checked.autoscale,
-        advisory=asked.advisory,
-        policy=checked.policy,
-        moves=checked.moves,
-        kv_transport=checked.kv_transport,
-        data=None if asked.history is False else folder,
-        history_limits=HistoryLimits(asked.history_days, asked.history_mb << 20),
-        history_prefixes=asked.history_prefixes,
-        move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
-        move_share=asked.move_share,
-        reclaim_notice=asked.reclaim_notice,
-        kept=LearnedProfiles(learned_folder()),
-        headroom=checked.headroom,
-        nodes_wait_s=checked.nodes_wait_s,
-        extensions=extensions,
-        gateways=asked.gateways,
-        classes=checked.classes,
-        emulated_start_s=0.0 if checked.plan is None else checked.plan.cold_start_s,
-    )
-
-
-def _whole(
-    flags: ServeFlags, checked: Checked, locks: Locks, held: ExitStack, name: str = ""
-) -> FleetSettings:
-    """All settings of a fleet, with its data folder, which `held` keeps. `name`: the model of several."""
     from tokenfleet.console.pages import console_extension
     from tokenfleet.service.app import fleet_extension, folder_of_fleet
 
     keys, operators, certificate = locks
     folder = held.enter_context(folder_of_fleet(flags.data, flags.history, name))
     planning = fleet_extension(folder, checked.plan, flags.history is not False)
-    settings = _settings(flags, checked, folder, (planning, console_extension("live.html")))
-    gateway = replace(settings.gateway, certificate=certificate, keys_file=flags.api_keys)
-    return replace(settings, keys=keys, control_keys=operators, gateway=gateway)
+    bandwidth = flags.move_bandwidth
+    gateway = GatewaySettings(
+        checked.model,
+        flags.host,
+        flags.port,
+        tuple(flags.engine_flags or ()),
+        checked.shutdown_s,
+        certificate=certificate,
+        keys_file=flags.api_keys,
+    )
+    return FleetSettings(
+        gateway=gateway,
+        engine="emulated" if flags.engine == "emulated" else "vllm",
+        types=checked.types,
+        max_workers=checked.max_workers,
+        control_host=flags.control_host,
+        control_port=flags.control_port,
+        control_keys_file=flags.control_keys,
+        slo=checked.slo,
+        attainment=ATTAINMENT if checked.plan is None else checked.plan.attainment.target,
+        waiting=QueueSettings(flags.queue, checked.queue_wait_s),
+        autoscale=checked.autoscale,
+        advisory=flags.advisory,
+        policy=checked.policy,
+        moves=checked.moves,
+        kv_transport=checked.kv_transport,
+        data=None if flags.history is False else folder,
+        history_limits=HistoryLimits(flags.history_days, flags.history_mb << 20),
+        history_prefixes=flags.history_prefixes,
+        move_bytes_per_s=None if bandwidth is None else bandwidth * 1e6,
+        move_share=flags.move_share,
+        reclaim_notice=flags.reclaim_notice,
+        kept=LearnedProfiles(cache_folder("learned")),
+        headroom=checked.headroom,
+        nodes_wait_s=checked.nodes_wait_s,
+        extensions=(planning, console_extension("live.html")),
+        keys=keys,
+        control_keys=operators,
+        gateways=flags.gateways,
+        classes=checked.classes,
+        emulated_start_s=0.0 if checked.plan is None else checked.plan.cold_start_s,
+    )
 
 
 def _look_at_host(flags: ServeFlags, model: str) -> None:

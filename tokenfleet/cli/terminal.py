@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -86,15 +85,22 @@ def _progress(count: ProgressColumn) -> Progress:
 
 
 @contextmanager
-def progress_bar(text: str) -> Iterator[Watch]:
+def progress_bar() -> Iterator[Watch]:
     """A bar of a plan's progress, with the simulations that it took."""
     with _progress(TextColumn("{task.fields[simulations]} simulations")) as progress:
-        yield Bar(progress, progress.add_task(text, total=1.0, simulations=0))
+        yield Bar(progress, progress.add_task("planning", total=1.0, simulations=0))
 
 
 @contextmanager
 def counted_bar(text: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar of `total` equal things; what it gives is called after one of them, or after so many."""
+    """A bar of `total` equal things, of which some are `done`.
+
+    What it gives is called after one more of them, or so many, and may be told the `description` of the next.
+    """
     with _progress(MofNCompleteColumn()) as progress:
         task = progress.add_task(text, total=total, completed=done)
-        yield partial(progress.advance, task)
+
+        def advance(count: int = 1, **told: str) -> None:
+            progress.update(task, advance=count, **told)  # type: ignore[arg-type]
+
+        yield advance

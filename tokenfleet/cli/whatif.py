@@ -83,11 +83,12 @@ def whatif_command(
 
 
 def _cache(folder: Path | None, is_off: bool) -> Cache:
-    from tokenfleet.whatif.cache import Cache, default_folder
+    from tokenfleet.files import cache_folder
+    from tokenfleet.whatif.cache import Cache
 
     if folder is not None and is_off:
         raise BadInput("--no-cache: contradicts --cache")
-    return Cache(None if is_off else folder or default_folder())
+    return Cache(None if is_off else folder or cache_folder("whatif"))
 
 
 def _check_spot(request: PlanRequest, cells: Sequence[Changes]) -> None:

@@ -15,7 +15,7 @@ from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import Profile
 from controlplane.types import EngineMode, Slo, SloClass
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
-from tokenfleet.field_errors import fault_line
+from tokenfleet.field_errors import fault_line, read_text
 from tokenfleet.profiles.form import parse_profile
 
 SCHEMA = "tokenfleet.plan/1"
@@ -322,11 +322,7 @@ def parse_plan(document: Any, where: str) -> PlanFile:
 def read_plan(path: Path) -> PlanFile:
     """The plan in a file, which has a fleet. Raises BadInput naming the file and the field."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise BadInput(f"{path}: larger than {MAX_FILE_BYTES} bytes, no plan")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
+        document = json.loads(read_text(path, MAX_FILE_BYTES))
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path}: is not JSON: {error}") from None
     plan = parse_plan(document, str(path))

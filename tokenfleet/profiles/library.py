@@ -15,7 +15,6 @@ import difflib
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
@@ -208,12 +207,6 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 def _listed(values: Iterable[object]) -> str:
     return ", ".join(str(v) for v in values) or "none"
-
-
-def learned_folder() -> Path:
-    """`learned` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "tokenfleet" / "learned"
 
 
 class LearnedProfiles:

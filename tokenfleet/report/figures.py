@@ -107,7 +107,7 @@ def rate_figure(plan: Plan) -> Figure:
         "rate",
         "Load and schedule",
         caption,
-        _spec(data, layout),
+        {"data": data, "layout": layout},
         ("from (s)", "to (s)", "workers"),
         rows,
         True,
@@ -149,7 +149,7 @@ def tail_figure(id_: str, title: str, latency: Latency, slo_s: float, target: fl
         f" both targets together may miss {share_text(1.0 - target)}."
     )
     rows = [(f"p{q * 100:g}", duration_text(latency.at(q))) for q in (0.5, 0.9, 0.95, 0.99, 0.999)]
-    return Figure(id_, title, caption, _spec(data, layout), ("quantile", "latency"), rows)
+    return Figure(id_, title, caption, {"data": data, "layout": layout}, ("quantile", "latency"), rows)
 
 
 def attainment_figure(plan: Plan) -> Figure:
@@ -175,7 +175,7 @@ def attainment_figure(plan: Plan) -> Figure:
         "attainment",
         "Attainment against workers",
         caption,
-        _spec(data, layout),
+        {"data": data, "layout": layout},
         ("workers", "trace", "expected", "bounds"),
         [_attainment_row(plan, n) for n in workers],
     )
@@ -223,7 +223,7 @@ def cliff_figure(reuse: Reuse) -> Figure:
         "cliff",
         "More sessions on this fleet",
         f"{cliff_text(reuse)[:1].upper()}{cliff_text(reuse)[1:]}.",
-        _spec(data, layout),
+        {"data": data, "layout": layout},
         ("sessions", "prefix hits", "within both targets"),
         [(f"x {g.scale:.3g}", share_text(g.hit_rate), share_text(g.attainment)) for g in tried],
     )
@@ -258,7 +258,7 @@ def cost_figure(plan: Plan) -> Figure:
         "cost",
         "Cost against the targets",
         caption,
-        _spec(data, layout),
+        {"data": data, "layout": layout},
         ("TTFT", "TPOT", "fleet", "cost"),
         [_cost_row(costed) for costed in plan.costed],
     )
@@ -289,7 +289,3 @@ def _line(
         "mode": "lines",
         "line": {"color": color, "width": width, "dash": dash},
     } | more
-
-
-def _spec(data: list[Spec], layout: Spec) -> Spec:
-    return {"data": data, "layout": layout}

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,29 +51,13 @@ NICENESS = 5
 
 def scorecard_beside(data: Path, plan: str) -> dict[str, Any]:
     """`whole_scorecard` in another process. Raises what it raises, BadInput when it takes too long."""
-    with subprocess.Popen(
-        _command(data, plan),
-        stdin=subprocess.PIPE,  # held open until it is done, see end_with_asker
-        stdout=subprocess.PIPE,
-        env=child_environment(),
-    ) as process:
-        limit = threading.Timer(TIMEOUT_S, process.kill)
-        limit.start()
-        assert process.stdout is not None
-        text = process.stdout.read()
-        limit.cancel()
     try:
-        said: dict[str, Any] = json.loads(text)
-    except ValueError:
-        how = f"code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-        raise BadInput(f"scorecard: its process was ended by {how}; it may take {TIMEOUT_S:g} s") from None
+        said = asyncio.run(asyncio.wait_for(_said(data, plan), TIMEOUT_S))
+    except TimeoutError:
+        raise BadInput(f"scorecard: it took longer than {TIMEOUT_S:g} s") from None
     if "error" in said:
-        raise UnknownName(said["error"]) if said["unknown"] else BadInput(said["error"])
+        raise UnknownName(said["error"]) if said.get("unknown") else BadInput(said["error"])
     return said
-
-
-def _command(data: Path, *words: str) -> Sequence[str]:
-    return [sys.executable, "-m", "tokenfleet.service.score_process", str(data), *words]
 
 
 class LastGap:
@@ -127,10 +110,13 @@ class LastGap:
             self._missing = "" if found else f"{day}: its log has no whole minute"
 
 
-async def _said(data: Path) -> dict[str, Any]:
-    """What the process says that makes gaps; it ends with this task."""
+async def _said(data: Path, *plan: str) -> dict[str, Any]:
+    """What the process says that makes a plan's scorecard, or gaps; it ends with this task."""
     process = await asyncio.create_subprocess_exec(
-        *_command(data), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+        *(sys.executable, "-m", "tokenfleet.service.score_process", str(data), *plan),
+        stdin=subprocess.PIPE,  # held open until it is done, see end_with_asker
+        stdout=subprocess.PIPE,
+        env=child_environment(),
     )
     assert process.stdout is not None
     try:

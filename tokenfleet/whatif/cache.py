@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,12 +27,6 @@ _SOURCES = (
     "tokenfleet/planning/*.py",
     "tokenfleet/whatif/solve.py",
 )
-
-
-def default_folder() -> Path:
-    """`whatif` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "tokenfleet" / "whatif"
 
 
 @lru_cache(maxsize=1)

@@ -99,7 +99,9 @@ def _against(scenarios: Sequence[Scenario], key: str) -> Figure:
     )
     columns = (*(scenarios[0].changes if scenarios else ()), "fleet", "cost", "unbeaten")
     rows = _rows(scenarios, best)
-    return Figure("cost", "Cost against the promise", caption, _spec(data, layout), columns, rows, True)
+    return Figure(
+        "cost", "Cost against the promise", caption, {"data": data, "layout": layout}, columns, rows, True
+    )
 
 
 def _rows(scenarios: Sequence[Scenario], best: Sequence[bool]) -> list[tuple[str, ...]]:
@@ -184,7 +186,7 @@ def _bars(scenarios: Sequence[Scenario]) -> Figure:
         "showlegend": False,
     }
     caption = "The cheapest fleet of each scenario; scenarios without a bar have none."
-    return Figure("cost", "Cost", caption, _spec([bars], layout), (), [], True)
+    return Figure("cost", "Cost", caption, {"data": [bars], "layout": layout}, (), [], True)
 
 
 def _label(one: Scenario) -> str:
@@ -202,7 +204,3 @@ def fleet_text(plan: PlanFile) -> str:
         f"{part.workers} x {kind_of_worker(part)}" + (f" ({part.role})" if part.role != "any" else "")
         for part in plan.fleet
     )
-
-
-def _spec(data: list[Spec], layout: Spec) -> Spec:
-    return {"data": data, "layout": layout}

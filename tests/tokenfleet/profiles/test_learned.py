@@ -9,7 +9,8 @@ from made_profiles import made_profile
 
 from controlplane.perfmodel.profile import KvModel
 from controlplane.perfmodel.step import StepModel
-from tokenfleet.profiles.library import LearnedProfiles, learned_folder
+from tokenfleet.files import cache_folder
+from tokenfleet.profiles.library import LearnedProfiles
 
 PROFILE = made_profile(StepModel(0.007, 2e-5, 2e-5, 5e-8), KvModel(400_000))
 KEY = {"engine": "vllm", "version": "0.32.0", "model": "m", "device": "a", "flags": {"dtype": "'float32'"}}
@@ -60,4 +61,4 @@ def test_a_folder_that_cannot_be_written_costs_a_line_and_no_more(tmp_path: Path
 
 def test_the_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert learned_folder() == tmp_path / "tokenfleet" / "learned"
+    assert cache_folder("learned") == tmp_path / "tokenfleet" / "learned"
