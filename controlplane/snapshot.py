@@ -13,6 +13,7 @@ from typing import Literal
 
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.rebalance import Error
+from controlplane.placement.rebalance import Reassign as Reassign
 from controlplane.types import ClassArrivals, ClassOutcomes, RequestId, WorkerId
 
 SERVING, DRAINING, STARTING = "serving", "draining", "starting"
@@ -216,16 +217,6 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Migrate:
     """Move a request that runs, with its KV."""
-
-    request: RequestId
-    source: WorkerId
-    target: WorkerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reassign:
-    """Take a request that has not started from one worker's queue to another's."""
 
     request: RequestId
     source: WorkerId

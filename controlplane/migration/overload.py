@@ -31,7 +31,6 @@ from controlplane.migration.usage import WorkerView, with_request
 from controlplane.perfmodel.step import StepModel
 from controlplane.placement.heartbeat import NewRequest
 from controlplane.placement.rebalance import Error, rebalance
-from controlplane.placement.rebalance import Reassign as Outcast
 from controlplane.snapshot import SERVING, Load, Migrate, Reassign, RunningRequest, Transport
 from controlplane.types import RequestId, WorkerId
 
@@ -272,7 +271,7 @@ def _of_one_kind(
     requests = {r.request: r for w in waiting for r in serving[w].worker.waiting}
     ahead = _tokens_ahead(serving.values())
 
-    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[Outcast]) -> bool:
+    def may_take(request: RequestId, worker: WorkerId, earlier: Sequence[Reassign]) -> bool:
         at, r = serving[worker], requests[request]
         came = sum(max(requests[move.request].tokens, 1) for move in earlier if move.target == worker)
         room = at.free_tokens - at.load.waiting_tokens - at.load.running
@@ -283,11 +282,9 @@ def _of_one_kind(
 
     weights = {w: e.weight_s(step) * 1e3 for w, e in errors.items()}
     return [
-        Reassign(
-            m.request,
-            m.source,
-            m.target,
-            f"{m.source} has {weights[m.source]:+.2f} ms a step more than planned,"
+        replace(
+            m,
+            reason=f"{m.source} has {weights[m.source]:+.2f} ms a step more than planned,"
             f" {m.target} {weights[m.target]:+.2f}",
         )
         for m in rebalance(errors, waiting, step, may_take)

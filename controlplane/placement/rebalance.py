@@ -46,6 +46,7 @@ class Reassign:
     request: RequestId
     source: WorkerId
     target: WorkerId
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
         if len(present) > 1:
             each = " ".join(f"--slo {name}:ttft=…,tpot=…" for name in present)
             raise BadInput(f"{trace.name}: slo_class: {', '.join(present)} need targets each: {each}")
-        return replace(trace, workload=_of_one(workload))
+        of_one = replace(workload, slo_class=np.zeros(len(workload), np.int8), slo_classes=(PLAIN_CLASS,))
+        return replace(trace, workload=of_one)
     names = [one.name for one in classes]
     place = {name: i for i, name in enumerate((*names, PLAIN_CLASS))}
     known = np.array([place.get(name, -1) for name in workload.slo_classes], np.int64)
@@ -81,10 +82,6 @@ def classed(trace: Trace, request: PlanRequest) -> Trace:
             " targets with a plain --slo ttft=…,tpot=…"
         )
     return replace(trace, workload=replace(workload, slo_class=slo_class, slo_classes=(*names, PLAIN_CLASS)))
-
-
-def _of_one(workload: Workload) -> Workload:
-    return replace(workload, slo_class=np.zeros(len(workload), np.int8), slo_classes=(PLAIN_CLASS,))
 
 
 def _matching(trace: Trace, column: str, value: str) -> NDArray[np.bool_]:

@@ -30,6 +30,7 @@ from tokenfleet.planning.sizing import (
     ceiling,
     confirm,
     fluid_workers,
+    meets,
     nearest_possible,
     nearest_session_s,
     passes_on_trace,
@@ -324,8 +325,7 @@ def _first_step(replicates: Replicates, question: PlanRequest, fleet: Fleet, whi
     allowed = replicates.may_miss(question.attainment)
 
     def passes(step: int) -> bool:
-        outcome = _eased(replicates, which, step).replay(fleet, most_missed=allowed)
-        return outcome.complete and outcome.attainment >= question.attainment
+        return meets(_eased(replicates, which, step).replay(fleet, most_missed=allowed), question)
 
     return smallest(passes, 0, 1, len(LOOSER) - 1)
 

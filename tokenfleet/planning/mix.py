@@ -36,7 +36,7 @@ from tokenfleet.planning.replicates import Replicates
 from tokenfleet.planning.request import PlanRequest
 from tokenfleet.planning.result import OneFewer, Plan
 from tokenfleet.planning.schedule import Schedule, Stretch
-from tokenfleet.planning.sizing import Sizing
+from tokenfleet.planning.sizing import Sizing, meets
 from tokenfleet.planning.threads import Threads
 
 MORE = 1.06  # demand grows by this much after each mix that fails
@@ -138,8 +138,7 @@ def _of(kinds: Sequence[WorkerType], counts: Sequence[int]) -> Fleet:
 
 def _holding(replicates: Replicates, question: PlanRequest, mix: Fleet, pool: Threads) -> Mixed | None:
     """The mix with its verdict, if it meets the target on the trace and at the asked confidence."""
-    outcome = replicates.replay(mix, most_missed=replicates.may_miss(question.attainment))
-    if not outcome.complete or outcome.attainment < question.attainment:
+    if not meets(replicates.replay(mix, most_missed=replicates.may_miss(question.attainment)), question):
         return None
     trial = Trial(replicates, question, mix, pool)
     holds = trial.holds(screening=replicates.is_slow) and trial.holds()

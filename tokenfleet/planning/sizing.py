@@ -249,7 +249,7 @@ def passes_on_trace(replicates: Replicates, question: PlanRequest, sizing: Sizin
         outcome = replicates.replay(fleet, most_missed=broken_off(replicates, question))
         if outcome.complete:
             sizing.on_trace[workers] = max(outcome.attainment, sizing.on_trace.get(workers, 0.0))
-        if _meets(outcome, question):
+        if meets(outcome, question):
             sizing.fleets[workers] = fleet
             return True
     return False
@@ -355,7 +355,8 @@ def prefill_share(worker_type: WorkerType, replicates: Replicates) -> float:
     return prefill_s / work_s if work_s > 0 else 0.5
 
 
-def _meets(outcome: Outcome, question: PlanRequest) -> bool:
+def meets(outcome: Outcome, question: PlanRequest) -> bool:
+    """Whether a replay ran to its end and attained what is asked."""
     return outcome.complete and outcome.attainment >= question.attainment
 
 

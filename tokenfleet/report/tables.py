@@ -37,7 +37,7 @@ _TRAFFIC = {
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """The tables of a plan for the terminal."""
-    yield _headline(plan)
+    yield Text(headline(plan), style="bold green" if plan.feasible else "bold red")
     yield facts_table(facts(plan))
     if plan.classes:
         yield table(CLASS_COLUMNS, class_rows(plan), CLASS_NAMES, "Classes")
@@ -110,10 +110,6 @@ def count_text(count: int) -> str:
     return (
         f"{count / 1e6:.3g} M" if count >= 1e6 else f"{count / 1e3:.3g} k" if count >= 1e4 else f"{count:,}"
     )
-
-
-def _headline(plan: Plan) -> Text:
-    return Text(headline(plan), style="bold green" if plan.feasible else "bold red")
 
 
 def facts(plan: Plan) -> Iterator[tuple[str, str]]:

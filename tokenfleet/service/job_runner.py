@@ -132,7 +132,7 @@ class JobRunner:
             question = {
                 "question": job.question,
                 "trace_path": str(self._uploads.path(job.upload)),
-                "trace_name": await asyncio.to_thread(self._trace_name, job.upload),
+                "trace_name": (await asyncio.to_thread(self._uploads.find, job.upload))["name"],
                 "threads": self._threads,
                 "data": str(self._folder),
             }
@@ -157,9 +157,6 @@ class JobRunner:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a portfolio's has others that plan for it
             await asyncio.shield(process.wait())
-
-    def _trace_name(self, upload: str) -> str:
-        return str(self._uploads.find(upload)["name"])
 
 
 def _how_it_ended(code: int) -> str:

@@ -103,17 +103,14 @@ def _sentence(
         gain = f"{(x1 - x0) * 100:.3g} points of {what} ({x0 * 100:g} % to {x1 * 100:g} %)"
         return f"{gain} {_costs(usd, gpus)}"
     if key == "cold-start":
-        gain = f"{duration_text(x1 - x0)} more of {what} ({_zero_or(x0)} to {duration_text(x1)})"
+        before = duration_text(x0) if x0 else "none"
+        gain = f"{duration_text(x1 - x0)} more of {what} ({before} to {duration_text(x1)})"
         return f"{gain} {_costs(usd, gpus)}, averaged over the schedule"
     if key in ("tp", "reclaims"):
         return f"{what} {x0:g} to {x1:g} {_costs(usd, gpus)}"
     sentence = f"{(x1 / x0 - 1) * 100:+.3g} % on {what} ({x0:g} to {x1:g}) {_costs(usd, gpus)}"
     when = _when(first, second, clock) if key == "rate" else ""
     return f"{sentence}; {when}" if when else sentence
-
-
-def _zero_or(seconds: float) -> str:
-    return "none" if seconds == 0 else duration_text(seconds)
 
 
 def _costs(usd: float | None, gpus: int) -> str:

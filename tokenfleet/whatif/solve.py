@@ -49,12 +49,8 @@ def families(tasks: Sequence[Task]) -> list[Family]:
         groups.setdefault(key, []).append(task)
     # Workers, and with them events, grow with the rate.
     ranked = sorted(groups.values(), key=lambda of: (-of[0].workload.rate_rps * len(of), of[0].number))
-    return [Family(_sharing(of)) for of in ranked]
-
-
-def _sharing(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """The tasks with one workload among them all, which is then sent to a process only once."""
-    return tuple(replace(task, workload=tasks[0].workload) for task in tasks)
+    # One workload among them all is sent to a process only once.
+    return [Family(tuple(replace(task, workload=of[0].workload) for task in of)) for of in ranked]
 
 
 def solve(family: Family) -> Iterator[tuple[int, Result]]:
