@@ -60,10 +60,9 @@ class Story:
 
 @pytest.fixture
 def play(live_extra, monkeypatch):
-    from dataplane.live.pool import pool, rollout
+    from dataplane.live.engine_api import processes
 
-    monkeypatch.setattr(pool, "YOUNG_S", 0.0)  # else a replacement waits a second
-    monkeypatch.setattr(rollout, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)  # else a replacement waits a second
 
     def run(play_it, workers=3, most=6):
         async def scene():
@@ -377,9 +376,10 @@ class Reign:
 def reigns(live_extra, monkeypatch, tmp_path):
     """A fleet of two, whose first core dies at a note of it; how its rollout ends under the next."""
     from dataplane.live.control import operations
-    from dataplane.live.pool import pool, rollout
+    from dataplane.live.engine_api import processes
+    from dataplane.live.pool import rollout
 
-    monkeypatch.setattr(pool, "YOUNG_S", 0.0)
+    monkeypatch.setattr(processes, "LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(operations, "Rollout", partial(rollout.Rollout, gate_s=0.02))
 
     def run(what, most, note, **second):

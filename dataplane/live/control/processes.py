@@ -39,6 +39,7 @@ from dataplane.live.engine_api.processes import (
     ask_kernel,
     cancel_all,
     descendants,
+    pause_s,
 )
 from dataplane.live.gateway.events import EventLog
 from dataplane.startup import child_environment
@@ -47,7 +48,6 @@ log = logging.getLogger("tokenfleet.supervisor")
 RESTART_AFTER_S = 2.0
 SILENT_S = 30.0  # of a core that hangs, or is stopped,
 LAST_S = 60.0  # and of one that was told to end: its loop stops before its workers have
-YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
 END_S = 15.0  # for what is below to end by itself
 SIGNS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
@@ -165,7 +165,7 @@ class Supervisor(Parent):
         return code
 
     def _run_cores(self, folder: Path) -> int:
-        number, pause_s = 0, 0.0
+        number, wait_s = 0, 0.0
         while True:
             number += 1
             record = Record(folder / "record.json")
@@ -176,10 +176,10 @@ class Supervisor(Parent):
             self._core = 0
             if code == 0 or self._is_told or not self._pulse.has_served:
                 return code if code >= 0 else 128 - code
-            pause_s = _pause_s(pause_s, began_s)
-            log.warning("core %d ended with %d; another takes its place in %g s", number, code, pause_s)
+            wait_s = pause_s(wait_s, time.monotonic() - began_s)
+            log.warning("core %d ended with %d; another takes its place in %g s", number, code, wait_s)
             self._pulse.still()
-            if self._is_told_within(pause_s):
+            if self._is_told_within(wait_s):
                 return 0
 
     def _end_of_core(self) -> int:
@@ -233,19 +233,13 @@ class Household(Parent):
                 name, began_s = self._running.pop(pid)
                 if not self._pulse.has_served:
                     return (code if code >= 0 else 128 - code) or 1
-                pause_s = self._pauses_s[name] = _pause_s(self._pauses_s.get(name, 0.0), began_s)
-                log.warning("%s ended with %d; it is started again in %g s", name, code, pause_s)
-                due[name] = time.monotonic() + pause_s
+                wait_s = pause_s(self._pauses_s.get(name, 0.0), time.monotonic() - began_s)
+                log.warning("%s ended with %d; it is started again in %g s", name, code, wait_s)
+                self._pauses_s[name], due[name] = wait_s, time.monotonic() + wait_s
         while self._pass_on():  # the front passes on what streams still say
             for pid in self._wait(1.0):
                 self._running.pop(pid, None)
         return 0
-
-
-def _pause_s(last_s: float, began_s: float) -> float:
-    """How long to wait before another takes the place of a process that began then (monotonic)."""
-    is_young = time.monotonic() - began_s < YOUNG_S
-    return min(LONGEST_PAUSE_S, 2 * last_s + 1.0) if is_young else 0.0
 
 
 def _done(work: Callable[[Path], None], file: Path) -> int:

@@ -29,6 +29,7 @@ import psutil
 Result = TypeVar("Result")
 
 GRACE_S = 5.0
+YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
 # vLLM and Ray tell nobody. vLLM's log goes to stderr, where `worker.cause` looks for the reason of a failed
 # start: stdout is for our one line.
 QUIET = {
@@ -39,6 +40,11 @@ QUIET = {
 }
 TURNS = 64  # workers that may come to hold one share of the cores
 SEGMENTS = "/dev/shm/psm_"  # as Python's multiprocessing.shared_memory, and so vLLM, names them
+
+
+def pause_s(last_s: float, lived_s: float = 0.0) -> float:
+    """How long to wait before another takes the place of what lived so long; `last_s`: the wait before."""
+    return min(LONGEST_PAUSE_S, max(1.0, 2 * last_s)) if lived_s < YOUNG_S else 0.0
 
 
 class Tasks(set[asyncio.Task[Any]]):

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from controlplane.errors import BadInput
-from dataplane.live.engine_api.processes import Estate, Inherited, Tasks, cancel_all
+from dataplane.live.engine_api.processes import Estate, Inherited, Tasks, cancel_all, pause_s
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateways.core_server import CoreServer
@@ -38,7 +38,6 @@ from dataplane.startup import child_environment
 PROGRAM = "dataplane.live.gateways.process"
 LOOK_S = 0.05
 START_LIMIT_S = 300.0
-YOUNG_S, LONGEST_PAUSE_S = 30.0, 30.0
 END_S = 15.0  # for a gateway with nothing open to end by itself
 
 # vLLM's warnings as it starts have been said by the core's process.
@@ -241,8 +240,7 @@ class Gateways:
         if kept.state == "leaving":
             self._record("gateway-left", f"{kept.name}: what was open there has ended", kept)
             return
-        lived_s = time.monotonic() - kept.began_s
-        self._pause_s = 0.0 if lived_s > YOUNG_S else min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
+        self._pause_s = pause_s(self._pause_s, time.monotonic() - kept.began_s)
         self._record("gateway-lost", f"{kept.name} ended with {code}; another is started", kept)
         while True:
             await asyncio.sleep(self._pause_s)
@@ -250,7 +248,7 @@ class Gateways:
             if await self._accepts(new):
                 break
             await self._kill(new)
-            self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
+            self._pause_s = pause_s(self._pause_s)
             self._record("gateway-lost", f"{new.name} did not start", new)
         self._begin_serving(new, f"in place of {kept.name}")
 

@@ -32,7 +32,7 @@ from controlplane.scaler.reconcile import Drain, Launch, Standing, Step, Undrain
 from controlplane.snapshot import Facts
 from controlplane.types import Role, WorkerId
 from dataplane.live.engine_api.link import EngineLink
-from dataplane.live.engine_api.processes import Record, Tasks, cancel_all
+from dataplane.live.engine_api.processes import Record, Tasks, cancel_all, pause_s
 from dataplane.live.gateway.events import EventLog
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.pool.fleet_types import FleetTypes
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 FIRST = Revision(1, "")
 Gate = Callable[[Member], Awaitable[None]]
 Measure = Callable[[EngineLink, str, bool], Awaitable[None]]
-LONGEST_PAUSE_S = 30.0
-YOUNG_S = 30.0
 MISSED_CHECKS = 3
 START_LIMIT_S = 1800.0  # a large model loads for minutes
 
@@ -476,14 +474,11 @@ class WorkerPool:
         self._record("lost", reason, worker=member.worker)
         for tell in self.on_gone:
             tell(member, reason)
-        if time.monotonic() - member.since_s < YOUNG_S:
-            self._pause_s = min(LONGEST_PAUSE_S, max(1.0, 2 * self._pause_s))
-        else:
-            self._pause_s = 0.0
+        self._pause_s = pause_s(self._pause_s, time.monotonic() - member.since_s)
         self.tasks.spawn(self._replace_after(self._pause_s, member))
 
-    async def _replace_after(self, pause_s: float, gone: Member) -> None:
-        await asyncio.sleep(pause_s)
+    async def _replace_after(self, wait_s: float, gone: Member) -> None:
+        await asyncio.sleep(wait_s)
         here = sum(m.kind == gone.kind and m.state != "draining" for m in self._members.values())
         if here < self.wanted_kinds[gone.kind] + self.surge[gone.kind] and self.has_room:
             self._begin_launch(self.enroll(gone.kind, f"replaces {gone.worker}"))

@@ -27,13 +27,13 @@ from typing import Any, Literal
 
 from controlplane.errors import BadInput
 from controlplane.types import WorkerId
+from dataplane.live.engine_api.processes import pause_s
 from dataplane.live.pool.member import Member, Revision
 from dataplane.live.pool.pool import WorkerPool
 
 State = Literal["running", "rolling-back", "done", "rolled-back", "failed"]
 GATE_S = 3.0
 LOOK_S = 0.05
-LONGEST_PAUSE_S = 30.0
 
 
 class RolloutFailed(Exception):
@@ -243,15 +243,15 @@ class Rollout:
         for kind, wanted in self.pool.wanted_kinds.items():
             if self._standing(kind) < wanted:
                 self.pool.settle(kind, f"{self.what} failed")
-        pause_s = 1.0
+        wait_s = pause_s(0.0)
         while not self._stays:
             try:
                 await self._replace_all(self.before)
                 break
             except RolloutFailed as error:
-                self._say(f"{self.what}: rolling back goes on in {pause_s:g} s: {error}")
-                await asyncio.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+                self._say(f"{self.what}: rolling back goes on in {wait_s:g} s: {error}")
+                await asyncio.sleep(wait_s)
+                wait_s = pause_s(wait_s)
         for kind in self.pool.wanted_kinds:
             self.pool.settle(kind, f"{self.what} failed")
         if self._stays:

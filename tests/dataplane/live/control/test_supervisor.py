@@ -13,9 +13,10 @@ PROGRAM = """
 import asyncio, os, signal, socket, subprocess, sys
 from contextlib import suppress
 from dataplane.live.control import processes
+from dataplane.live.engine_api import processes as lives
 
 fates = sys.argv[1:]
-processes.YOUNG_S, processes.END_S = 0.0, 0.2
+lives.LONGEST_PAUSE_S, processes.END_S = 0.0, 0.2
 processes.SILENT_S = 3.0 if "hangs" in fates else 60.0  # a busy machine keeps a core waiting, too
 processes.LAST_S = 0.5 if "lingers" in fates else 60.0
 
@@ -58,9 +59,10 @@ import os, signal, sys
 from functools import partial
 from pathlib import Path
 from dataplane.live.control import processes
+from dataplane.live.engine_api import processes as lives
 from dataplane.live.engine_api.processes import Pulse
 
-processes.YOUNG_S, processes.END_S = 0.0, 0.2
+lives.LONGEST_PAUSE_S, processes.END_S = 0.0, 0.2
 fates, pulse = sys.argv[1:], Pulse()
 
 
