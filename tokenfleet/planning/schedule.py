@@ -412,16 +412,13 @@ def paid(wanted: Sequence[Stretch], cold_start_s: float) -> Paid:
         return Paid(cold_start_s, (), ())
     first_s, end_s = wanted[0].start_s, wanted[-1].end_s
     edges = {s.start_s for s in wanted} | {max(s.start_s - cold_start_s, first_s) for s in wanted}
-    starts = sorted(edges)
-    stretches_paid: list[Stretch] = []
-    for begin_s, stop_s in zip(starts, [*starts[1:], end_s], strict=True):
-        # Summed as it was subtracted, so that a stretch ordered at `begin_s` is always seen from there.
-        ahead = [s.workers for s in wanted if s.end_s > begin_s and s.start_s - cold_start_s <= begin_s]
-        if stretches_paid and stretches_paid[-1].workers == max(ahead):
-            stretches_paid[-1] = Stretch(stretches_paid[-1].start_s, stop_s, max(ahead))
-        else:
-            stretches_paid.append(Stretch(begin_s, stop_s, max(ahead)))
-    return Paid(cold_start_s, tuple(stretches_paid), _orders(wanted, cold_start_s))
+    spans = list(pairwise([*sorted(edges), end_s]))
+    # Summed as it was subtracted, so that a stretch ordered at `begin_s` is always seen from there.
+    most = [
+        max(s.workers for s in wanted if s.end_s > begin_s and s.start_s - cold_start_s <= begin_s)
+        for begin_s, _ in spans
+    ]
+    return Paid(cold_start_s, _merged(spans, most), _orders(wanted, cold_start_s))
 
 
 def _orders(wanted: Sequence[Stretch], cold_start_s: float) -> tuple[Order, ...]:
