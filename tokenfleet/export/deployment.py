@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from controlplane.errors import BadInput
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup
-from tokenfleet.planning.plan_file import PlanFile
+from tokenfleet.planning.plan_file import PlanFile, Stretch
 from tokenfleet.profiles.library import canonical_model
 
 PLAN = "plan.json"
@@ -37,21 +37,12 @@ _PRODUCTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """So many workers from second `start_s` to `end_s` of the trace's own time."""
-
-    start_s: float
-    end_s: float
-    workers: int
-
-
 @dataclass(frozen=True)
 class Deployment:
     """A fleet to be deployed. `weights`: what the engines load. `clock_start_s`: the schedule's zero.
 
-    `document`: the plan's own text, for `serve --plan`, which is the whole of the fleet. `unserved`:
-    what of it no fleet runs. `products`: the labels of nodes, by type of GPU.
+    `schedule`: in the trace's own time. `document`: the plan's own text, for `serve --plan`, which is the
+    whole of the fleet. `unserved`: what of it no fleet runs. `products`: the labels of nodes, by type of GPU.
     """
 
     groups: tuple[WorkerGroup, ...]
@@ -61,7 +52,7 @@ class Deployment:
     weights: str
     slo: Slo
     attainment: float
-    schedule: tuple[Span, ...]
+    schedule: tuple[Stretch, ...]
     clock_start_s: float | None
     cold_start_s: float
     unserved: str | None
@@ -114,7 +105,6 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
         raise BadInput(f"export: its workers have 1/{n} of a GPU; only `tokenfleet serve` gives them that")
     if loads is None:
         raise BadInput(f"--weights: missing; {model} is no name the hub knows: give a hub name or a folder")
-    paid = plan.schedule_detail.paid if plan.schedule_detail else None
     scale = plan.inputs.rate_scale
     return Deployment(
         plan.groups,
@@ -124,9 +114,12 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
         loads,
         plan.targets,
         plan.attainment.target,
-        tuple(Span(s.start_s * scale, s.end_s * scale, s.workers) for s in plan.schedule),
+        tuple(
+            Stretch(start_s=s.start_s * scale, end_s=s.end_s * scale, workers=s.workers)
+            for s in plan.schedule
+        ),
         plan.inputs.clock_start_unix_s,
-        paid.cold_start_s if paid else 0.0,
+        plan.cold_start_s,
         plan.unserved,
         _labels_of(plan.groups, products),
     )

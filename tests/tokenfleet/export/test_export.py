@@ -22,12 +22,12 @@ from controlplane.errors import BadInput
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.cli.main import main
-from tokenfleet.export.deployment import Deployment, Span, deployment
+from tokenfleet.export.deployment import Deployment, deployment
 from tokenfleet.export.files import KINDS, ExportSettings, export_files
 from tokenfleet.export.grafana import dashboard, dashboard_text
 from tokenfleet.export.production_stack import DAY, floors, keda, windows
 from tokenfleet.export.prometheus import BURNS, prometheus_rules, rule_groups, threshold
-from tokenfleet.planning.plan_file import parse_plan, read_plan
+from tokenfleet.planning.plan_file import Stretch, parse_plan, read_plan
 
 SLO, TARGET = Slo(1.6, 0.075), 0.99  # what `serve` promises by default; deploy/ has its rules and dashboard
 
@@ -159,7 +159,9 @@ def test_the_windows_say_every_minute_s_floor(counts: list[int], shift: int) -> 
 
 
 def test_a_trace_of_several_days_gives_the_most_of_any_day() -> None:
-    spans = tuple(Span(i * 86400.0, (i + 1) * 86400.0, n) for i, n in enumerate((2, 4, 3)))
+    spans = tuple(
+        Stretch(start_s=i * 86400.0, end_s=(i + 1) * 86400.0, workers=n) for i, n in enumerate((2, 4, 3))
+    )
     group = WorkerGroup(WorkerType("h100-sxm"), 4)
     week = replace(fleet(policy="round-robin"), groups=(group,), schedule=spans, clock_start_s=0.0)
     week = replace(week, cold_start_s=0.0)
@@ -171,7 +173,11 @@ def test_a_trace_of_a_week_gives_each_weekday_its_own_floors() -> None:
     monday = datetime(2026, 1, 12, tzinfo=UTC).timestamp()
     # Two workers, four on weekdays from eight to six; the trace begins on a Wednesday.
     spans = tuple(
-        Span(hour * 3600.0, (hour + 1) * 3600.0, 4 if at // 24 < 5 and 8 <= at % 24 < 18 else 2)
+        Stretch(
+            start_s=hour * 3600.0,
+            end_s=(hour + 1) * 3600.0,
+            workers=4 if at // 24 < 5 and 8 <= at % 24 < 18 else 2,
+        )
         for hour in range(168)
         for at in [(hour + 48) % 168]
     )
