@@ -104,9 +104,9 @@ class Use:
 class PortfolioPlan:
     """The answer: a row for each model, the limits, and GPUs by type over time.
 
-    `unlimited_usd_per_h`: what it would cost without limits; `apart_usd_per_h`: with them, if no fleet ever
-    changed (None where the limits do not allow that). `free_usd_per_h`: of all, for parts of GPUs that no
-    worker has. `edges_s`: the windows' edges; `gpus` [windows, types], whole.
+    `unlimited_usd_per_h`: what it would cost without limits; `constant_usd_per_h`: with them, if no fleet
+    ever changed (None where the limits do not allow that). `free_usd_per_h`: of all, for parts of GPUs that
+    no worker has. `edges_s`: the windows' edges; `gpus` [windows, types], whole.
     """
 
     rows: tuple[Row, ...]
