@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,13 @@ from controlplane.perfmodel.step import StepModel
 UNSEEN = 0.10  # standard deviation: drift between releases, graphs, clocks, what a host adds
 
 
+class Windows(NamedTuple):
+    """The share of the layers that attend to so many tokens, where the tables have all attend to all."""
+
+    share: float
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The tables' seconds of a rank's steps: `ranks` share experts, a stage is `uneven` times the mean."""
@@ -28,10 +35,15 @@ class Kernels:
     engine: Any
     ranks: int
     uneven: float
+    windows: Windows | None = None
 
     def prefill_s(self, prompts: int, length: int) -> float:
         """Of a step of prefill beside ranks that prefill nothing."""
         alone_ms = self.engine.predict_prefill_latency(prompts, length, 0)
+        if self.windows is not None and length > self.windows.tokens:
+            # A token of a window attends to the window's tokens, and time goes by pairs of tokens.
+            seen = self.windows.tokens * (length - self.windows.tokens / 2) / (length**2 / 2)
+            alone_ms -= self.windows.share * self._attention_ms(0, prompts, length) * (1 - seen)
         if self.ranks > 1:
             alone_ms -= self.experts_s(prompts, length) * 1e3 * (self.ranks - 1)
         return float(alone_ms / 1e3 * self.uneven)
@@ -42,7 +54,28 @@ class Kernels:
         return float(sum(ms for name, ms, *_ in operations if "moe" in name) / 1e3 / self.ranks)
 
     def decode_s(self, batch: int, context: int) -> float:
-        return float(self.engine.predict_decode_latency(batch, context, 2) / 1e3 * self.uneven)
+        alone_ms = self.engine.predict_decode_latency(batch, context, 2) - self._beyond_ms(batch, context)
+        return float(alone_ms / 1e3 * self.uneven)
+
+    def mixed_s(self, prompts: int, batch: int, length: int) -> float:
+        """Of a step of prefill and decode, the same on all ranks, with contexts of twice the prompts' length.
+
+        The tables take decoding requests at half their output: length + 2·length / 2.
+        """
+        alone_ms = self.engine.mixed_step_latency(prompts * length, batch, length, 2 * length)
+        return float((alone_ms - self._beyond_ms(batch, 2 * length)) / 1e3 * self.uneven)
+
+    def _beyond_ms(self, batch: int, context: int) -> float:
+        """Of a decode, the attention of windows to what is beyond them."""
+        if self.windows is None or context <= self.windows.tokens:
+            return 0.0
+        whole, within = (self._attention_ms(1, batch, n) for n in (context, self.windows.tokens))
+        return self.windows.share * (whole - within)
+
+    def _attention_ms(self, phase: int, batch: int, length: int) -> float:
+        """Of all layers, in prefill (0) or in decode (1)."""
+        operations = self.engine.run_static_per_op(batch_size=batch, isl=length, osl=2)[phase]
+        return float(sum(ms for name, ms, *_ in operations if name.endswith("_attention")))
 
 
 def uneven_stages(config: Mapping[str, Any], stages: int) -> float:
@@ -86,13 +119,12 @@ def mixed_error(
     others = 0.0 if ranks is None else (ranks.count - 1) * ranks.shared_token_s
     errors = []
     length = min(512, longest // 4)
-    context = 2 * length  # the tables take decoding requests at half their output: length + 2·length / 2
+    context = 2 * length
     for prompts in _up_to(max(budget // length // 2, 1), start=1):
         for batch in _up_to(min(max_seqs, 128), start=8):
             prefill = prompts * length
             if batch * context + prefill <= capacity:
-                table_s = kernels.engine.mixed_step_latency(prefill, batch, length, 2 * length) / 1e3
-                seen_s = table_s * kernels.uneven + host_s
+                seen_s = kernels.mixed_s(prompts, batch, length) + host_s
                 fitted_s = float(step.step_s(prefill, batch, batch * context, prompts * length**2))
                 errors.append(abs((fitted_s + others * prefill) / seen_s - 1))
     return float(np.mean(errors)) if errors else UNSEEN

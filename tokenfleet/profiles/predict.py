@@ -41,13 +41,15 @@ from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile, Sourc
 from controlplane.perfmodel.ranks import Ranks
 from controlplane.types import EngineMode
 from tokenfleet.field_errors import nearest
-from tokenfleet.profiles.kernels import UNSEEN, Kernels, grid_samples, mixed_error, uneven_stages
+from tokenfleet.profiles.kernels import UNSEEN, Kernels, Windows, grid_samples, mixed_error, uneven_stages
 from tokenfleet.profiles.library import FRONTEND, canonical_gpus, canonical_model
 
 GIB = 1024**3
 VERSION = "0.12.0"
 INSTALL = "pip install 'tokenfleet[predict]'"
 FILLED = 0.10  # of a pipeline: its batches form otherwise (experiments/profiling/pipeline_batches.py)
+# Of windows counted from attention to all tokens (experiments/profiling/window_tables.py): what they err by.
+WINDOWED = 0.05
 UTILIZATION = 0.9  # vLLM's default share of GPU memory
 BLOCK_TOKENS = 16
 MAX_SEQS = 256
@@ -119,10 +121,10 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     data, stages = target.data_parallel, target.pipeline_parallel
     modes = _modes(target, config, experts)
     with _quiet(), _known_form(model, config) as known:
-        engine, engine_version = _engine(known, system, modes)
+        engine, engine_version, windows = _tables(known, model, config, system, modes)
         kv = _kv(known, system, modes, budget, target.max_seqs, config)
         capacity = kv.capacity_tokens // stages
-        kernels = Kernels(engine, data, uneven_stages(config, stages))
+        kernels = Kernels(engine, data, uneven_stages(config, stages), windows)
         samples = grid_samples(kernels, budget, target.max_seqs, longest, capacity, target.host_s)
         samples = replace(samples, experts=experts / data)
         step, prefill = fit_step(samples), fit_prefill(samples)
@@ -136,8 +138,10 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     asked = [(target.precision, "weights"), (target.kv_precision, "KV"), (parallel, "parallel")]
     if ranks is not None:
         asked.append((str(ranks.count), f"ranks of {ranks.of}"))
-    filled = FILLED if stages > 1 else 0.0
+    doubts = (UNSEEN, mixed, FILLED if stages > 1 else 0.0, 0.0 if windows is None else WINDOWED)
     precision = "".join(f", {value} {of}" for value, of in asked if value)
+    if windows is not None:
+        precision += f"; windows of {windows.tokens} tokens, of which there are none, from attention to all"
     return Profile(
         model=name,
         gpu=canonical_gpus(system)[0],
@@ -145,7 +149,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
         step=step.model,
         kv=kv,
         engine=EngineLimits("vllm", engine_version, EngineMode.CHUNKED, budget, target.max_seqs),
-        residuals=replace(step.residuals, unseen_relative=math.hypot(UNSEEN, mixed, filled)),
+        residuals=replace(step.residuals, unseen_relative=math.hypot(*doubts)),
         source=Source(
             "composed",
             f"aiconfigurator-core {VERSION}, tables of vLLM {engine_version} on {system}{precision}: kernel"
@@ -220,6 +224,37 @@ def _config(model: str) -> dict[str, Any]:
         raise BadInput(f"{path}: cannot be read: {error!r}") from None
 
 
+def _tables(
+    known: str, model: str, config: Mapping[str, Any], system: str, modes: Mapping[str, Any]
+) -> tuple[Any, str, Windows | None]:
+    """The engine with the model's tables, their version, and its windows where no tables have them."""
+    try:
+        return *_engine(known, system, modes), None
+    except ProfileMissing:
+        if config.get("model_type") not in GEMMA_3_TYPES:
+            raise
+    return _whole_tables(model, config, system, modes)
+
+
+def _whole_tables(
+    model: str, config: Mapping[str, Any], system: str, modes: Mapping[str, Any]
+) -> tuple[Any, str, Windows]:
+    """The same of a Gemma 3 all of whose layers attend to all tokens."""
+    kinds = _layer_kinds(config)
+    windows = Windows(kinds.count("sliding_attention") / len(kinds), int(config["sliding_window"]))
+    with _known_form(model, {**config, "layer_types": ["full_attention"] * len(kinds)}) as known:
+        return *_engine(known, system, modes), windows
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """What each layer of a Gemma 3 attends to."""
+    if kinds := config.get("layer_types"):
+        return list(kinds)
+    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    layers = range(1, int(config["num_hidden_layers"]) + 1)
+    return ["sliding_attention" if layer % every else "full_attention" for layer in layers]
+
+
 @contextmanager
 def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
     """The model as the package knows it: Gemma 3 as a dense Gemma 4, which has layers of the same kinds."""
@@ -228,13 +263,8 @@ def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("model_type") not in GEMMA_3_TYPES:
         yield model
         return
-    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
-    kinds = [
-        "sliding_attention" if (i + 1) % every else "full_attention"
-        for i in range(int(config["num_hidden_layers"]))
-    ]
     dense = {"num_experts": None, "enable_moe_block": False, "model_type": "gemma4_text"}
-    text = {"layer_types": kinds} | dict(config) | dense
+    text = dict(config) | dense | {"layer_types": _layer_kinds(config)}
     form = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
     with TemporaryDirectory() as folder:
         place = Path(folder) / Path(model).name
@@ -301,7 +331,8 @@ def _engine(model: str, system: str, modes: Mapping[str, Any]) -> tuple[Any, str
         raise BadInput(f"--tp: {modes['tp_size']}: {error}") from None
     except Exception as error:  # the package raises many kinds, some of them private
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
-        raise ProfileMissing(f"{model} on {system} TP {modes['tp_size']}: no tables: {first}") from None
+        name = Path(model).name  # the folder may be one of ours, which is gone by then
+        raise ProfileMissing(f"{name} on {system} TP {modes['tp_size']}: no tables: {first}") from None
     versions = yaml.safe_load((_package() / "systems" / "query_versions.yaml").read_text())
     own = versions.get("overrides", {}).get(system, {}).get("vllm") or versions["defaults"]["vllm"]
     return engine, str(own["current"])
@@ -323,7 +354,7 @@ def _kv(
         int(modes["tp_size"]),
         int(modes.get("pp_size", 1)),
     )
-    worker = f"{model} on {system} TP {gpus}"
+    worker = f"{Path(model).name} on {system} TP {gpus}"
     try:
         memory = KVCacheEstimator.from_request(
             model, system, "vllm", "current", max_num_tokens=budget, max_batch_size=max_seqs, **modes

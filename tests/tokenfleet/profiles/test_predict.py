@@ -179,6 +179,68 @@ def test_gemma_3_is_told_to_the_tables_as_a_dense_gemma_4(tmp_path: Path) -> Non
         assert not Path(known).exists()
 
 
+class PairsEngine:
+    """Tables in which a layer's attention takes a millisecond for each pair of tokens, and 7 ms go beside."""
+
+    def __init__(self, *seen: int) -> None:
+        self.seen = seen  # of each layer
+
+    def _pairs(self, phase: int, n: int, length: int) -> float:
+        tokens = range(1, length + 1) if phase == 0 else [length]
+        return float(sum(n * min(at, seen) for seen in self.seen for at in tokens))
+
+    def run_static_per_op(self, batch_size: int, isl: int, osl: int) -> list[list[tuple[str, float]]]:
+        names = ("context", "generation")
+        return [
+            [(f"{name}_attention", self._pairs(phase, batch_size, isl)), (f"{name}_attn_norm", 7.0)]
+            for phase, name in enumerate(names)
+        ]
+
+    def predict_prefill_latency(self, n: int, length: int, prefix: int) -> float:
+        return self._pairs(0, n, length) + 7.0
+
+    def predict_decode_latency(self, n: int, context: int, osl: int) -> float:
+        return self._pairs(1, n, context) + 7.0
+
+    def mixed_step_latency(self, prefill: int, n: int, length: int, out: int) -> float:
+        return self._pairs(0, prefill // length, length) + self._pairs(1, n, length + out // 2) + 7.0
+
+
+def test_windows_are_counted_from_attention_to_all_tokens() -> None:
+    from tokenfleet.profiles.kernels import Kernels, Windows
+
+    all_of_it, window = 10**9, 100
+    exact = Kernels(PairsEngine(window, all_of_it, window, window), 1, 1.0)
+    counted = Kernels(PairsEngine(*[all_of_it] * 4), 1, 1.0, Windows(0.75, window))
+    for length in (1, 60, 100, 101, 400, 3000):
+        assert counted.decode_s(3, length) == pytest.approx(exact.decode_s(3, length), rel=1e-9)
+        # A sum over tokens, taken as an integral: off by half a token.
+        assert counted.prefill_s(2, length) == pytest.approx(exact.prefill_s(2, length), rel=1e-2)
+        if length <= window:  # of the prompts' chunks, that is
+            mixed = counted.mixed_s(2, 3, length), exact.mixed_s(2, 3, length)
+            assert mixed[0] == pytest.approx(mixed[1], rel=1e-9)
+    assert Kernels(counted.engine, 1, 1.0).decode_s(3, 3000) > 3 * exact.decode_s(3, 3000)
+
+
+@needs_tables
+def test_windows_without_tables_are_counted_and_said(tmp_path: Path) -> None:
+    from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
+
+    folder = tmp_path / "gemma-3-27b"
+    folder.mkdir()
+    sizes = {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "sliding_window": 1024}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3_text"} | sizes | heads))
+    profile = predicted_profile(PredictedWorker(str(folder), "h100", 4, 0.001), date(2026, 1, 1))
+    assert "windows of 1024 tokens, of which there are none, from attention to all" in profile.source.what
+    assert (profile.kv.window_tokens, profile.kv.bytes_per_token) == (1024, 10 * 16 * 128 * 2 * 2)
+    # Ten of 62 layers attend to all 131,072 tokens: memory's rate asks for 3 ms a GPU, all 62 for 20.
+    far_s, near_s = (float(profile.step.step_s(0, 4, 4 * n)) for n in (131_072, 1024))
+    assert 0.002 < far_s - near_s < 0.009
+    with pytest.raises(ProfileMissing, match=r"^gemma-3-27b on h100_sxm TP 1: no tables"):
+        predicted_profile(PredictedWorker(str(folder), "h100", 1, 0.001), date(2026, 1, 1))
+
+
 @needs_tables
 def test_a_mixture_is_fitted_with_the_experts_it_touches_at_any_precision(tmp_path: Path) -> None:
     from tokenfleet.profiles.predict import PredictedWorker, predicted_profile
