@@ -104,7 +104,7 @@ def simulate_command(
     from dataplane.simulated.simulate import simulate
     from tokenfleet.cli.terminal import console, warn
     from tokenfleet.files import refuse_unwritable, write_files
-    from tokenfleet.planning.inputs import what_drafts_do
+    from tokenfleet.planning.inputs import what_drafts_do, without_work
 
     profile = _profile(worker, request)
     if as_sessions.most_agents and request.agents is not None:
@@ -116,7 +116,7 @@ def simulate_command(
     with console(stderr=True).status("reading"):
         workload, classes, warnings = _workload(trace, request, profile)
     workload = _as_asked(workload, as_sessions, request)
-    warn([*warnings, *what_drafts_do(workload, _of(worker, request))])
+    warn([*warnings, *what_drafts_do(workload, _of(worker, request)), *without_work(workload, request)])
 
     def run(agents: int | None) -> Outcome:
         outcome = simulate(

@@ -95,6 +95,7 @@ def gather(
             f"{len(workload):,} requests that share prefixes or wait for others are replayed whole a hundred"
             " times and more; --window plans a part sooner"
         ]
+    slow += without_work(workload, request)
     ages = old_profiles([t.profile for t in usable], today) if today else []
     biased = [bias.says] if bias is not None else []
     biased += what_drafts_do(workload, request)
@@ -125,6 +126,15 @@ def refuse_without_sessions(workload: Workload, request: PlanRequest, agents: st
     for flag, value in ((agents, request.agents), ("session-time", request.session_s)):
         if value is not None:
             raise BadInput(f"--{flag}: the trace has no sessions; a column `session` names them")
+
+
+def without_work(workload: Workload, request: PlanRequest) -> list[str]:
+    """What to say where fewer sessions are there than agents, who then never all run at once."""
+    sessions = 0 if workload.sessions is None else int(workload.sessions.session.max(initial=-1)) + 1
+    if request.agents is None or request.agents <= sessions:
+        return []
+    most = f"{sessions:,} at most run at once: so many sessions are there"
+    return [f"--agents: {request.agents:,}, of whom {most}"]
 
 
 def refuse_without_prefixes(workload: Workload, request: PlanRequest) -> None:

@@ -80,7 +80,8 @@ class Lognormal:
     most_tokens: int = 131_072
 
     def __post_init__(self) -> None:
-        _require(0 < self.mean_tokens <= self.most_tokens, "mean", self.mean_tokens, "tokens, 1 to 131072")
+        most = f"above 0, up to {self.most_tokens} tokens"
+        _require(0 < self.mean_tokens <= self.most_tokens, "mean", self.mean_tokens, most)
         _require(0 < self.cv <= 100, "CV", self.cv, "above 0, at most 100")
 
     def draw(self, requests: int, rng: Randomness) -> NDArray[np.int64]:
@@ -98,13 +99,10 @@ class Uniform:
     most_tokens: int
 
     def __post_init__(self) -> None:
-        _require(self.least_tokens >= 1, "length", self.least_tokens, "at least 1 token")
-        _require(
-            self.least_tokens <= self.most_tokens <= 100_000_000,
-            "longest",
-            self.most_tokens,
-            f"{self.least_tokens} to 100000000 tokens",
-        )
+        at_all, most = "at least 1 token, at most 100000000", 100_000_000
+        _require(1 <= self.least_tokens <= most, "length", self.least_tokens, at_all)
+        in_order = f"{self.least_tokens} to {most} tokens"
+        _require(self.least_tokens <= self.most_tokens <= most, "longest", self.most_tokens, in_order)
 
     def draw(self, requests: int, rng: Randomness) -> NDArray[np.int64]:
         """Lengths [requests] in tokens."""

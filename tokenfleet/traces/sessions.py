@@ -6,7 +6,8 @@ its own arrival and the answer of its session that had ended last. Elsewhere it 
 In Weka traces a sub-agent starts after the turn of its parent that is before `parent_turn`, and that turn
 waits for it. Recorded starts that contradict this are moved: turns that wait start when the last answer they
 wait for is complete, and their agent's later turns as much later. Waits other than an agent's for its own
-last answer are taken from these starts.
+last answer are taken from these starts, as are those for an answer without `api_s`: there the recorded
+`think_s` counts from an earlier answer, whose end was known.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def _agents(rows: Rows, session: Ints) -> Links:
 def _recorded(rows: Rows, session: Ints, own: dict[int, int], before: list[list[int]]) -> Links:
     """Starts that agree with what waits for what, and the waits that they and `think_s` give."""
     n = len(before)
-    lasts_s = np.nan_to_num(rows.seconds("api_s")) if rows.has("api_s") else np.zeros(n)
+    lasts_s = rows.seconds("api_s") if rows.has("api_s") else np.zeros(n)
+    has_end, lasts_s = ~np.isnan(lasts_s), np.nan_to_num(lasts_s)
     thought_s, sent_s = rows.seconds("think_s"), rows.arrival_s.copy()
     think_s, rank = np.full(n, np.nan), np.zeros(n, np.int64)
     for place, row in enumerate(_in_turn(rows, before)):
@@ -207,7 +209,7 @@ def _recorded(rows: Rows, session: Ints, own: dict[int, int], before: list[list[
         end_s = (sent_s[earlier] + lasts_s[earlier]).max()
         moved_s = max(sent_s[earlier[0]] - rows.arrival_s[earlier[0]], 0.0)
         sent_s[row] = max(sent_s[row] + moved_s, sent_s[earlier].max(), end_s if len(earlier) > 1 else 0.0)
-        recorded = row in own and len(earlier) == 1 and not np.isnan(thought_s[row])
+        recorded = row in own and len(earlier) == 1 and has_end[earlier[0]] and not np.isnan(thought_s[row])
         think_s[row] = thought_s[row] if recorded else max(sent_s[row] - end_s, 0.0)
     owner = np.repeat(np.arange(n), [len(earlier) for earlier in before])
     links = np.array([each for earlier in before for each in earlier], np.int64)

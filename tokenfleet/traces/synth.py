@@ -30,6 +30,7 @@ from tokenfleet.traces.distributions import NAMED, PUBLISHED_SEED, LengthMix, Lo
 from tokenfleet.traces.identity import SystemPrompts, follow_lengths
 
 MOST_REQUESTS = 50_000_000
+MOST_FIGURE = 100_000  # turns of a session, seconds to think
 SYNTH_TOKEN_S = 0.02
 SESSION_THINK = "lognormal:30:1.5"
 
@@ -119,10 +120,15 @@ def _side(flag: str, text: str, unit: float) -> Side:
     if kind not in SIDES:
         raise BadInput(f"{flag}: {text!r}, expected one of {_forms(SIDES)}")
     first, *rest = _figures(flag, text, words, SIDES[kind])
-    if kind == "lognormal":
-        return Lognormal(first * unit, rest[0])
-    low, high = round(first * unit), round((rest[0] if rest else first) * unit)
-    return Uniform(low, high)
+    try:
+        if kind == "lognormal":
+            return Lognormal(first * unit, rest[0], round(MOST_FIGURE * unit))
+        return Uniform(round(first * unit), round((rest[0] if rest else first) * unit))
+    except BadInput:
+        expected = (
+            f"at least {1 / unit:g}, at most {MOST_FIGURE}, LOW before HIGH, CV above 0 and at most 100"
+        )
+        raise BadInput(f"{flag}: {text!r}, expected {expected}") from None
 
 
 def arrival_law_of(text: str) -> Arrive:

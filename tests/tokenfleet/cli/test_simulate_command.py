@@ -213,7 +213,16 @@ def test_agents_finish_so_many_sessions_an_hour_at_a_price(
     assert told["sessions_per_h"] == pytest.approx(2 * 3600 / one_s, rel=0.05)
     assert told["usd_per_session"] == pytest.approx(3 * 2.0 / told["sessions_per_h"])
     assert simulated(talks, "--agents", "2", "--prices", f"{talks}/prices.yaml") == 0
-    assert "sessions/h, $" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "sessions/h, $" in captured.out
+    assert "at most run at once" not in captured.err
+
+
+def test_agents_without_sessions_to_run_are_said(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(talks, "--agents", "10") == 0
+    assert "--agents" not in capsys.readouterr().err
+    assert simulated(talks, "--agents", "2000") == 0
+    assert "warning: --agents: 2,000, of whom 10 at most run at once" in capsys.readouterr().err
 
 
 def test_the_most_agents_hold_the_target_and_one_more_does_not(

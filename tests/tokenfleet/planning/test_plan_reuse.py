@@ -306,7 +306,13 @@ def test_sessions_are_asked_for_only_of_traces_that_have_some(asked: dict[str, f
     for trace in (poisson(), talks(2, 30, told=False)):
         with pytest.raises(BadInput, match=f"{flag}: the trace has no sessions"):
             gather(Trace("made", "plain", trace), request)
-    assert gather(Trace("made", "plain", talks(2, 30)), request).workload.sessions is not None
+    talked = Trace("made", "plain", talks(2, 30))
+    sessions = gather(talked, request).workload.sessions
+    assert sessions is not None
+    many = len(np.unique(sessions.session)) + 1
+    said = gather(talked, replace(request, agents=many)).inputs.warnings
+    assert f"--agents: {many}, of whom {many - 1} at most run at once: so many sessions are there" in said
+    assert not gather(talked, replace(request, agents=many - 1)).inputs.warnings
 
 
 def test_rough_replays_are_of_the_same_draws_and_hit_nearly_as_much(monkeypatch) -> None:

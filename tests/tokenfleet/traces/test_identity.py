@@ -202,6 +202,18 @@ def test_a_parent_waits_for_its_sub_agents_and_recorded_times_agree(tmp_path: Pa
     assert shared_tokens(trace, 6, 7) == 192
 
 
+def test_think_times_after_an_answer_of_unknown_length_are_not_counted_twice(tmp_path: Path) -> None:
+    # As recorded: after an answer without `api_s`, `think_s` counts from the last end that was known, 5 s.
+    path, n = tmp_path / "t.parquet", 5
+    rows = {"session": [0] * n, "agent": [0] * n, "turn": list(range(n)), "t_s": [0.0, 8, 18, 28, 40]}
+    rows |= {"parent_agent": [-1] * n, "parent_turn": [-1] * n, "think_s": [0.0, 3, 13, 23, 7]}
+    rows |= {"api_s": [5.0, None, None, 5, 1], "input_tokens": [64] * n, "output_tokens": [9] * n}
+    pl.DataFrame(rows | {"hash_ids": [[k] for k in range(n)]}).write_parquet(path)
+    sessions = read_trace(path).workload.sessions
+    assert sessions is not None
+    assert sessions.think_s.tolist() == [0, 3, 10, 10, 7]
+
+
 # what contradicts itself
 
 

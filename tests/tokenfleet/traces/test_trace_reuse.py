@@ -97,6 +97,23 @@ def test_made_up_chats_share_their_history_and_a_system_prompt() -> None:
     assert np.allclose(load.arrival_s[~first] - load.arrival_s[before], 32.0)
 
 
+def test_long_times_to_think_are_kept_and_impossible_ones_named() -> None:
+    load, _ = synthesise_sessions(
+        "poisson:1", "fixed:9:9", 20_000, SessionLaws("fixed:9", "lognormal:90:1.5")
+    )
+    assert load.sessions is not None
+    think_s = load.sessions.think_s[np.diff(load.sessions.offsets) > 0]
+    assert think_s.mean() == pytest.approx(90, rel=0.05)
+    assert think_s.max() > 500
+    for laws, flag in (
+        (SessionLaws("fixed:0"), "--turns: 'fixed:0', expected at least 1, at most 100000"),
+        (SessionLaws("fixed:3", "fixed:-1"), "--think: 'fixed:-1', expected at least 0.001, at"),
+        (SessionLaws("fixed:3", "lognormal:1:0"), "--think: 'lognormal:1:0', expected .* CV above 0"),
+    ):
+        with pytest.raises(BadInput, match=f"^{flag}"):
+            synthesise_sessions("poisson:1", "fixed:9:9", 9, laws)
+
+
 def test_a_made_up_session_ends_before_its_context_is_too_long() -> None:
     laws = SessionLaws("lognormal:20:1", "uniform:1:9", context_tokens=2000)
     load, _ = synthesise_sessions("gamma:2:2", "lognormal:100:1-fixed:50", 500, laws)

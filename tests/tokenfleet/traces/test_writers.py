@@ -233,6 +233,7 @@ def test_each_side_of_a_mix_comes_from_its_name() -> None:
         ("poisson:1", "XL", 1, 0, "--lengths: 'XL', expected one of S, M, L, azure-conv"),
         ("poisson:1", "S-XL", 1, 0, "--lengths: 'S-XL'"),
         ("poisson:1", "fixed:0:5", 1, 0, "length: 0, expected at least 1"),
+        ("poisson:1", "fixed:1e9", 1, 0, "length: 1e+09, expected at least 1 token, at most 100000000"),
         ("poisson:1", "fixed:1.5", 1, 0, "1.5, expected a whole number"),
         ("poisson:1", "lognormal:0:1", 1, 0, "mean: 0"),
         ("poisson:1", "uniform:9:3", 1, 0, "longest: 3"),
