@@ -158,7 +158,8 @@ def chosen_profiles(request: PlanRequest) -> list[Profile]:
         raise BadInput("--model: missing; name a model of the library, or give --profile files")
     else:
         mark = f"-{request.precision}" if request.precision not in (None, "bf16") else ""
-        profiles = find_profiles(canonical_model(model) + mark, request.gpu, request.tp)
+        name = canonical_model(model).removesuffix(mark) + mark
+        profiles = find_profiles(name, request.gpu, request.tp)
     if request.kv_tokens is not None and len(profiles) > 1:
         names = ", ".join(profile.type_name for profile in profiles)
         raise BadInput(f"--kv-tokens: is of one kind of worker, got {names}; choose with --gpu and --tp")

@@ -17,6 +17,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -47,6 +48,25 @@ _GPU_ALIASES = {
     "b200": ("b200-sxm",),
     "rtx-pro-6000": ("rtx-pro-6000",),
 }
+# Models whose layers are those of another, by their configurations, with their own context in tokens. With
+# weights of 8 bits they are as the other is with such weights.
+_SAME_LAYERS = {
+    **dict.fromkeys(("llama-3.3-70b", "deepseek-r1-distill-llama-70b"), ("llama-3.1-70b", 131_072)),
+    "llama-3-70b": ("llama-3.1-70b", 8192),
+    "deepseek-r1-distill-llama-8b": ("llama-3.1-8b", 131_072),
+    "llama-3-8b": ("llama-3.1-8b", 8192),
+    **dict.fromkeys(
+        ("qwen3-30b-a3b-instruct-2507", "qwen3-30b-a3b-thinking-2507", "qwen3-coder-30b-a3b"),
+        ("qwen3-30b-a3b", 262_144),
+    ),
+    **dict.fromkeys(
+        ("qwen3-235b-a22b-instruct-2507", "qwen3-235b-a22b-thinking-2507"), ("qwen3-235b-a22b", 262_144)
+    ),
+    **dict.fromkeys(
+        ("deepseek-v3-0324", "deepseek-v3.1", "deepseek-v3.1-terminus", "deepseek-r1", "deepseek-r1-0528"),
+        ("deepseek-v3", 163_840),
+    ),
+}
 
 
 def read_profile(path: Path | str) -> Profile:
@@ -72,8 +92,20 @@ def _shelves() -> tuple[tuple[str, Profile], ...]:
     rows = []
     for path in sorted(folder.glob("*/*.yaml")):
         shelf = path.parent.name if path.parent.name in _SHELVES else "current"
-        rows.append((shelf, read_profile(path)))
+        profile = read_profile(path)
+        rows += [(shelf, one) for one in (profile, *_of_same_layers(profile))]
     return tuple(sorted(rows, key=lambda row: _SHELVES.index(row[0])))
+
+
+def _of_same_layers(profile: Profile) -> list[Profile]:
+    """The profile as that of each model with the same layers."""
+    base, mark = re.fullmatch(r"(.*?)(-fp8)?", profile.model).groups("")  # type: ignore[union-attr]
+    of = f"{profile.model}, whose layers are the same: {profile.source.what}"
+    return [
+        replace(profile, model=name + mark, context_limit_tokens=n, source=replace(profile.source, what=of))
+        for name, (other, n) in _SAME_LAYERS.items()
+        if other == base
+    ]
 
 
 def library() -> list[Profile]:
@@ -89,10 +121,11 @@ def find_profiles(model: str, gpus: Sequence[str] = (), tps: Sequence[int] = ())
     """
     shelves = _shelves()
     models = sorted({p.model for _, p in shelves})
-    wanted = canonical_model(model, models)
+    wanted = canonical_model(model)
     of_model = [(shelf, p) for shelf, p in shelves if p.model == wanted]
     if not of_model:
-        raise ProfileMissing(f"model {model!r}: no profile ships; {_nearest(wanted, models)}")
+        how = "`tokenfleet profile --predict` composes one from a config.json"
+        raise ProfileMissing(f"model {model!r}: no profile ships; {_nearest(wanted, models)}; {how}")
     if gpus:
         shipped = sorted({p.gpu for _, p in shelves})
         matches = [p for gpu in gpus for p in _of_gpu(gpu, [p for _, p in of_model], shipped)]
@@ -166,16 +199,18 @@ def host_gb_per_s(gpu: str) -> float:
     return _HOST_GB_PER_S.get(canonical_gpus(gpu)[0][:4], _OTHER_HOST_GB_PER_S)
 
 
-def canonical_model(name: str, names: Iterable[str] = ()) -> str:
+def canonical_model(name: str) -> str:
     """The library's name of a model: lower case, without the owner and the marks of fine-tuning.
 
     `meta-llama/Llama-3.1-8B-Instruct` -> `llama-3.1-8b`, `Llama-2-13b-chat-hf` -> `llama-2-13b`,
     `bigscience/bloom` -> `bloom-176b`. Marks that change speed or memory (`-fp8`, `-awq`) stay, so
-    that a quantised model is not taken for the plain one.
+    that a quantised model is not taken for the plain one; how its activations are scaled goes
+    (`-FP8-dynamic` -> `-fp8`).
     """
     plain = name.strip().lower().rstrip("/").rsplit("/", 1)[-1].replace("_", "-")
     plain = re.sub(r"^(mixtral-.*)-v0\.1(?=-|$)", r"\1", plain)
-    plain = re.sub(r"(-(instruct|chat|hf|it|bf16))+$", "", plain)
+    plain = re.sub(r"-fp8-(dynamic|block)$", "-fp8", plain)
+    plain = re.sub(r"(-(instruct|chat|hf|it|bf16))+(?=$|-fp8$)", "", plain)
     plain = re.sub(r"^(meta-)?llama-?(?=[23])", "llama-", plain)
     if plain == "bloom":
         return "bloom-176b"

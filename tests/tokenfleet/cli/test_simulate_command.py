@@ -308,7 +308,7 @@ def test_weights_of_a_lower_precision_are_a_profile_of_their_own(
     said = []
     for model in (
         ("--model", "meta-llama/Llama-3.1-70B-Instruct", "--precision", "fp8"),
-        ("--model", "llama-3.1-70b-fp8"),
+        ("--model", "llama-3.1-70b-fp8", "--precision", "fp8"),
         ("--model", "llama-3.1-70b", "--precision", "bf16"),
         ("--model", "llama-3.1-70b"),
     ):

@@ -268,11 +268,37 @@ def test_more_gpus_of_a_kind_are_faster_alone() -> None:
         ("bigscience/bloom", "bloom-176b"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("mistralai/Mixtral-8x22B-v0.1", "mixtral-8x22b"),
-        ("RedHatAI/Llama-3.1-8B-Instruct-FP8", "llama-3.1-8b-instruct-fp8"),
+        ("RedHatAI/Llama-3.1-8B-Instruct-FP8", "llama-3.1-8b-fp8"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "llama-3.3-70b-fp8"),
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4", "llama-3.1-8b-instruct-awq-int4"),
+        ("meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8", "llama-4-maverick-17b-128e-fp8"),
     ],
 )
 def test_models_are_known_by_the_names_people_write(written: str, meant: str) -> None:
     assert canonical_model(written) == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "of", "context"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b", 131_072),
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "llama-3.1-70b-fp8", 131_072),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3.1-8b", 8192),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b", 262_144),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b", 262_144),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507-FP8", "qwen3-235b-a22b-fp8", 262_144),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3", 163_840),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek-v3", 163_840),
+    ],
+)
+def test_models_of_the_same_layers_share_profiles_under_their_own_names(
+    written: str, of: str, context: int
+) -> None:
+    mine, theirs = find_profiles(written), find_profiles(of)
+    assert {p.model for p in mine} == {canonical_model(written)} != {of}
+    assert {p.context_limit_tokens for p in mine} == {context}
+    assert [(p.type_name, p.step, p.kv) for p in mine] == [(p.type_name, p.step, p.kv) for p in theirs]
+    assert all(p.source.what.startswith(f"{of}, whose layers are the same: ") for p in mine)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +337,7 @@ def test_old_machines_answer_only_when_nothing_newer_does() -> None:
         (("llama-3.1-8b", ["h300"]), "nearest: h"),
         (("llama-3.1-8b", ["h100"], [3]), "no profile at TP 3; there is TP 1, 2, 4, 8"),
         (("bloom-176b", ["h200"]), "no profile on 'h200'; there is one on a100-80gb, h100-80gb"),
-        (("zzzzzz",), "known: bloom-176b, deepseek-v3"),
+        (("zzzzzz",), "known: bloom-176b, deepseek-r1, "),
     ],
 )
 def test_what_is_missing_is_said_with_what_is_near(asked: tuple[object, ...], says: str) -> None:
