@@ -1,14 +1,15 @@
 """Twenty models on one budget: how long the choice takes, and what shared limits and schedules are worth.
 
-    python experiments/planning/portfolio.py [--part limits|sharing] [--quick] [--seed N] [--jobs N]
+    python experiments/planning/portfolio.py [--part limits|sharing|spot] [--quick] [--seed N] [--jobs N]
         [--format table|json]
 
 The models have shares of the Azure hour's requests, which swing by a factor of five over the hour, each at a
 time of its own: twelve of Llama-3.1 8B at 0.5 to 2 requests a second at most (400 ms, 30 ms), eight of 70B at
 0.3 to 1.5 (1.6 s, 75 ms). Each may have A100s, H100s or H200s: sixty plans, on `--jobs` processes. First
 without limits; then with two thirds of the type of GPU that is taken most, and a quarter more GPUs in all.
-`--quick`: four models of ten minutes. Such small models have a worker or two all the time, and schedules save
-nothing here; tests/tokenfleet/portfolio/test_portfolio.py has models that are large enough for day and night.
+`--quick`: four models of ten minutes at three times the rate. Such small models have a worker or two all the
+time, and schedules save nothing here; tests/tokenfleet/portfolio/test_portfolio.py has models that are large
+enough for day and night.
 
 `wall_s` of the first has all plans in it, none kept before; the second finds them kept. That no other choice
 within the limits is cheaper is held against every combination by tests/tokenfleet/portfolio/test_choose.py.
@@ -17,6 +18,12 @@ Limits are held here against the sum of all models in each window.
 `--part sharing`: what it saves that small models share GPUs. Of the twelve of 8B six are rarely used, at 0.1
 to 0.5 requests a second at most (2 s, 80 ms); all else is as above. At most one, two and four workers on a
 GPU, each step counted as one, two and four times as long; no limits.
+
+`--part spot`: what it saves that a fleet may be partly on spot. The twenty models, and then two with eight
+times the whole hour's requests at most (one of 8B, one of 70B), may be on demand or on spot (H200s have no
+spot price), where a worker is reclaimed 0.05 times an hour and stands again after 5 minutes. Within each
+share on spot the choice is made twice: among fleets that are wholly the one or the other, and among all.
+`choice_s` is the time of the choice alone, with what more of the limit would save.
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ from controlplane.workload import Workload
 from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show
 from tokenfleet.planning.request import PlanRequest
-from tokenfleet.portfolio.plan import PortfolioPlan, plan_portfolio, tasks_of
+from tokenfleet.portfolio.plan import PortfolioPlan, cheapest, fleets_of, plan_portfolio, tasks_of
 from tokenfleet.portfolio.request import Model, Portfolio
 from tokenfleet.whatif.cache import Cache
 
@@ -47,6 +54,8 @@ MOST_S = 300.0
 SMALL = ("llama-3.1-8b", Slo(0.4, 0.03), (0.5, 2.0))
 RARE = ("llama-3.1-8b", Slo(2.0, 0.08), (0.1, 0.5))
 LARGE = ("llama-3.1-70b", Slo(1.6, 0.075), (0.3, 1.5))
+FEW_SCALE = 8.0
+SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)  # on spot
 
 
 def part(
@@ -61,17 +70,23 @@ def part(
 def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool, part_of: str) -> Portfolio:
     """The models, with their traces written to the folder."""
     rng = np.random.default_rng(seed)
-    small = [SMALL, SMALL] if part_of == "limits" else [SMALL, RARE]
+    small = [SMALL, RARE] if part_of == "sharing" else [SMALL, SMALL]
     kinds = small + [LARGE] * 2 if is_quick else small * 6 + [LARGE] * 8
+    if part_of == "few":
+        most = len(hour) / HOUR_S
+        kinds = [(model, slo, (most, most)) for model, slo, _ in (SMALL, LARGE)]
+    elif is_quick:  # or ten minutes have too few requests
+        kinds = [(model, slo, (3 * low, 3 * high)) for model, slo, (low, high) in kinds]
     models = []
     for i, (model, slo, (low, high)) in enumerate(kinds):
         length_s = 600.0 if is_quick else HOUR_S
         load = part(hour, float(rng.uniform(low, high)), float(rng.uniform(0, HOUR_S)), length_s, rng)
         columns = np.column_stack((load.arrival_s, load.prompt_tokens, load.output_tokens))
-        path = folder / f"{i}.csv"
+        path = folder / f"{part_of}-{i}.csv"
         header = "arrival_s,prompt_tokens,output_tokens"
         np.savetxt(path, columns, "%.6f,%d,%d", header=header, comments="")
-        request = PlanRequest(slo, model=model, gpu=("a100", "h100", "h200"))
+        scale = FEW_SCALE if part_of == "few" else 1.0
+        request = PlanRequest(slo, model=model, gpu=("a100", "h100", "h200"), rate_scale=scale)
         models.append(Model(f"model-{i:02d}", (path,), (request,)))
     return Portfolio(tuple(models), {})
 
@@ -111,14 +126,61 @@ def sharing(free: Portfolio, asked: Namespace, cache: Cache) -> int:
     return show("portfolio: sharing", rows, bars, asked)
 
 
+def on_either(model: Model) -> Model:
+    """The model, on demand or on spot."""
+    (request,) = model.asked
+    on_demand = replace(request, cold_start_s=300.0)
+    return replace(model, asked=(on_demand, replace(on_demand, spot=True, reclaims_per_h=0.05)))
+
+
+def spot(portfolios: dict[str, Portfolio], asked: Namespace, cache: Cache) -> int:
+    """Shares on spot, with fleets that are wholly on demand or on spot, and with those between."""
+    rows, bars, beyond = [], {}, [0.0]
+    for name, free in portfolios.items():
+        either = replace(free, models=tuple(map(on_either, free.models)))
+        tasks = tasks_of(either)
+        for share in SHARES:
+            limited = replace(either, spot_share=share)
+            fleets, without = fleets_of(limited, tasks, asked.jobs, cache)
+            whole = [one for one in fleets if not one.kind.on_demand]
+            dollars = []
+            for among, made in (("whole fleets", whole), ("and partly on spot", fleets)):
+                began_s = time.perf_counter()
+                plan = cheapest(limited, made, without, ())
+                choice_s = time.perf_counter() - began_s
+                (use,) = plan.uses
+                dollars.append(plan.usd_per_h)
+                rows.append(
+                    {
+                        "portfolio": name,
+                        "spot-share": share,
+                        "among": among,
+                        "fleets": len(made),
+                        "usd_per_h": round(plan.usd_per_h, 2),
+                        "on spot at most": round(use.peak, 4),
+                        "models partly on spot": sum(one.kind.on_demand > 0 for one in plan.rows),
+                        "choice_s": round(choice_s, 2),
+                    }
+                )
+                beyond.append(use.peak - share)
+            ratio = f"{name}, share {share:g}: dollars over those of whole fleets"
+            bars |= {ratio: bar(dollars[1] / dollars[0], 1.0 + 1e-6)} if 0 < share < 1 else {}
+    bars["share on spot over the limit"] = bar(max(beyond), 1e-6)
+    return show("portfolio: spot", rows, bars, asked)
+
+
 def main() -> int:
     parser = flags(__doc__, AZURE_HOUR)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--part", choices=("limits", "sharing"), default="limits")
+    parser.add_argument("--part", choices=("limits", "sharing", "spot"), default="limits")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         free = portfolio(azure_hour(asked.data), Path(folder), asked.seed, asked.quick, asked.part)
         cache = Cache(Path(folder) / "kept")
+        if asked.part == "spot":
+            few = portfolio(azure_hour(asked.data), Path(folder), asked.seed, asked.quick, "few")
+            named = {f"{len(one.models)} models": one for one in (free, few)}
+            return spot(named, asked, cache)
         if asked.part == "sharing":
             return sharing(free, asked, cache)
         plan, wall_s = timed(free, asked.jobs, cache)

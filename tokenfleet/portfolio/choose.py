@@ -7,9 +7,9 @@ An *offer* o is one way to serve one model: what it takes in each window of time
                 Σ used_l(o, w) · x_o <= most_l     for each limit l and window w
 
 used_l counts GPUs of some *pools* (the GPUs of one type in one zone), GPUs, or dollars an hour. That at most
-a share s of the GPUs are on spot is Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0. Fleets are the planner's own,
-whole, so what is chosen is what it has replayed. Windows tie no offers together: a model that sleeps while
-another is awake leaves it its GPUs.
+a share s of the GPUs are on spot is Σ (spot_o(w) - s · gpus_o(w)) · x_o <= 0; a fleet that may be partly on
+spot is several offers. Fleets are the planner's own, whole, so what is chosen is what it has replayed.
+Windows tie no offers together: a model that sleeps while another is awake leaves it its GPUs.
 
 Workers that have a part of a GPU are on it with others of that pool and price. Whole GPUs are bought for each
 such *group* g: an integer for each window, which stands in limits and dollars in place of the parts,
@@ -58,13 +58,14 @@ class Group(NamedTuple):
 class Offer:
     """One way to serve model number `model`: GPUs by pool [windows, pools], dollars an hour [windows].
 
-    `shared`: the GPUs of which its workers have parts; None: theirs are whole.
+    `on_spot`: of the GPUs those on spot [windows], or as many in each window. `shared`: the GPUs of which its
+    workers have parts; None: theirs are whole.
     """
 
     model: int
     gpus: NDArray[np.float64]
     usd_per_h: NDArray[np.float64]
-    is_spot: bool = False
+    on_spot: NDArray[np.float64] | float = 0.0
     shared: Group | None = None
 
 
@@ -83,7 +84,7 @@ class Limit:
         if isinstance(self.of, tuple):
             return np.asarray(offer.gpus[:, self.of].sum(axis=1), np.float64)
         gpus = np.asarray(offer.gpus.sum(axis=1), np.float64)
-        return gpus * (offer.is_spot - self.most) if self.of == "spot" else gpus
+        return offer.on_spot - self.most * gpus if self.of == "spot" else gpus
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Question:
             gpus, spot = np.zeros(len(self.hours)), np.zeros(len(self.hours))
             for offer in bought:
                 gpus += offer.gpus.sum(axis=1)
-                spot += offer.gpus.sum(axis=1) * offer.is_spot
+                spot += offer.on_spot
             return float((spot / np.maximum(gpus, 1)).max())
         return float(sum(limit.used(offer) for offer in bought).max())  # type: ignore[union-attr]
 

@@ -2,6 +2,8 @@
 
 Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
 schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
+Where the share on spot is limited, so is the fleet planned on spot with some of its workers on demand, which
+stay while others come and go. Reclaims can take fewer of it, so it attains at least what its plan says.
 Where several workers may be on a GPU, a model that one worker of one GPU serves is planned once more on
 workers that have such a part of it (Profile.shared), on demand: a reclaim would take all that are on it.
 All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
@@ -11,6 +13,7 @@ adapters are among its own: what they add is told by a plan of its fleet without
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,31 +50,37 @@ from tokenfleet.whatif.solve import Result
 
 DAY_S = 86_400.0
 WORKERS_PER_GPU = (2, 4)  # that share one
+PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers
 
 
 class Kind(NamedTuple):
-    """A type of GPU, how it is bought, and how many workers are on one."""
+    """A type of GPU, how it is bought, and how many workers are on one.
+
+    `on_demand`: of a fleet on spot the workers that are not; while it has fewer workers, all of them.
+    """
 
     gpu: str
     is_spot: bool = False
     workers_per_gpu: int = 1
+    on_demand: int = 0
 
     def __str__(self) -> str:
         part = f" x 1/{self.workers_per_gpu}" if self.workers_per_gpu > 1 else ""
         return f"{self.gpu}{part}{' on spot' if self.is_spot else ''}"
 
 
-_Without = dict[tuple[int, Kind], str]  # why a model has no fleet of a kind of GPU
+Without = dict[tuple[int, Kind], str]  # why a model, by its number, has no fleet of a kind of GPU
 
 
 @dataclass(frozen=True)
 class Row:
     """What one model gets: its plan, and what the whole fleet costs if it never changes (dollars an hour).
 
-    `usd_per_h`: on the schedule. `others`: the same of the kinds of GPU that were not taken, or why there is
-    no fleet of them. `zone` is None where the limits name none. `beside`: the models that may be on the GPUs
-    of which it has parts. `adapters`: each one's share of the model's requests; `adapters_usd_per_h`: what
-    the whole fleet costs more for all of them (None: not known, or there are none).
+    `usd_per_h`: on the schedule. `others`: the same of the kinds of GPU that were not taken, those partly on
+    spot left out, or why there is no fleet of them. `zone` is None where the limits name none. `beside`: the
+    models that may be on the GPUs of which it has parts. `adapters`: each one's share of the model's
+    requests; `adapters_usd_per_h`: what the whole fleet costs more for all of them (None: not known, or there
+    are none).
     """
 
     name: str
@@ -84,6 +93,11 @@ class Row:
     beside: tuple[str, ...]
     adapters: Mapping[str, float] = field(default_factory=dict)
     adapters_usd_per_h: float | None = None
+
+    @property
+    def on_demand_workers(self) -> int:
+        """Workers of the whole fleet that are on demand."""
+        return self.kind.on_demand if self.kind.is_spot else self.plan.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,8 @@ class PortfolioPlan:
 
     `unlimited_usd_per_h`: what it would cost without limits; `constant_usd_per_h`: with them, if no fleet
     ever changed (None where the limits do not allow that). `free_usd_per_h`: of all, for parts of GPUs that
-    no worker has. `edges_s`: the windows' edges; `gpus` [windows, types], whole.
+    no worker has. `rows` are in the order of the models. `edges_s`: the windows' edges; `gpus`
+    [windows, types], whole.
     """
 
     rows: tuple[Row, ...]
@@ -122,8 +137,11 @@ class PortfolioPlan:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A model's fleet of one type of GPU in one zone, and when it has how many workers."""
+class Made:
+    """A model's fleet of one type of GPU in one zone, and when it has how many workers.
+
+    `on_demand_usd_per_h`: of a GPU, where some of a fleet on spot are on demand.
+    """
 
     model: int
     kind: Kind
@@ -131,6 +149,21 @@ class _Made:
     plan: PlanFile
     fleet: Fleet
     stretches: tuple[Stretch, ...]
+    on_demand_usd_per_h: float = 0.0
+
+    def bought(self, workers: int) -> tuple[float, float, float]:
+        """GPUs, those of them on spot, and dollars an hour while it has so many workers."""
+        fleet = apportioned(self.fleet, workers)
+        gpus, usd = float(fleet.gpus), fleet.usd_per_hour or 0.0
+        if not self.kind.is_spot:
+            return gpus, 0.0, usd
+        stay = {g.worker_type.name: g.workers for g in apportioned(self.fleet, self.kind.on_demand).groups}
+        on_demand = 0
+        for group in fleet.groups:
+            worker_type, n = group.worker_type, min(stay.get(group.worker_type.name, 0), group.workers)
+            on_demand += n * worker_type.gpus
+            usd += n * (self.on_demand_usd_per_h * worker_type.gpus - (worker_type.usd_per_h or 0.0))
+        return gpus, gpus - on_demand, usd
 
 
 @dataclass(frozen=True)
@@ -269,8 +302,8 @@ def plan_portfolio(
     Raises Infeasible where a model has no fleet on any GPU on offer, or the limits leave no choice; then
     with the cheapest relaxation.
     """
-    chosen = _chosen(portfolio, *_found(portfolio, asked, jobs, cache, told), asked.warnings)
-    bare = [asked.bare.get((number, row.kind)) for number, row in enumerate(chosen.rows)]
+    chosen = cheapest(portfolio, *fleets_of(portfolio, asked, jobs, cache, told), asked.warnings)
+    bare = [asked.bare.get((i, row.kind._replace(on_demand=0))) for i, row in enumerate(chosen.rows)]
     alone = results_of([task for task in bare if task is not None], jobs, None, cache, lambda: None)
     rows = tuple(
         row if task is None else _with_adapters(row, asked.adapters[number], alone[task.number])
@@ -279,10 +312,10 @@ def plan_portfolio(
     return replace(chosen, rows=rows)
 
 
-def _found(
-    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None]
-) -> tuple[Sequence[_Made], _Without]:
-    """The fleets that were found, in each zone that they may be in, and why there are no others.
+def fleets_of(
+    portfolio: Portfolio, asked: Tasks, jobs: int, cache: Cache, told: Callable[[], None] = lambda: None
+) -> tuple[Sequence[Made], Without]:
+    """The fleets that each model could have, in each zone that it may be in, and why there are no others.
 
     Raises Infeasible where a model has none.
     """
@@ -305,7 +338,36 @@ def _found(
         reasons = "; ".join(found) or "no zone has a GPU for it"
         name = portfolio.models[number].name
         raise Infeasible(f"{name}: no GPU on offer serves it within its targets ({reasons})")
-    return made, without
+    return [*made, *_partly_on_demand(made, asked, portfolio.spot_share)], without
+
+
+def _partly_on_demand(made: Sequence[Made], asked: Tasks, spot_share: float | None) -> Iterator[Made]:
+    """The fleets on spot with some of their workers on demand, where their model may be either.
+
+    Without a limit of the share on spot none of them is cheaper than all on spot.
+    """
+    if spot_share is None or spot_share >= 1:
+        return
+    usd = {
+        (number, kind.gpu): task.worker_types[0].usd_per_gpu_h
+        for number, kind, task in asked.tasks
+        if not kind.is_spot
+    }
+    for one in made:
+        price = usd.get((one.model, one.kind.gpu)) if one.kind.is_spot else None
+        for workers in () if price is None else _workers_on_demand(one.fleet.workers, spot_share):
+            yield replace(one, kind=one.kind._replace(on_demand=workers), on_demand_usd_per_h=price or 0.0)
+
+
+def _workers_on_demand(workers: int, spot_share: float) -> list[int]:
+    """How many of a fleet's workers may be on demand: not none, and not all.
+
+    Of a large fleet every number would be more than the program needs: eight that are spread evenly, and the
+    least with which the fleet by itself keeps to the limit.
+    """
+    spread = {round(float(n)) for n in np.linspace(1, workers - 1, min(workers - 1, PARTLY_ON_DEMAND))}
+    least = math.ceil(workers * (1.0 - spot_share) - 1e-9)
+    return sorted(n for n in spread | {least} if 0 < n < workers)
 
 
 def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Row:
@@ -314,7 +376,9 @@ def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Ro
     if alone["plan"] is not None:
         bare = parse_plan(alone["plan"], f"{row.name} without its adapters")
         if bare.feasible:
-            adds = row.constant_usd_per_h - (Fleet(bare.groups).usd_per_hour or 0.0)
+            # At the same prices: of a fleet partly on spot they add to those on spot.
+            both = [Fleet(plan.groups).usd_per_hour or 0.0 for plan in (row.plan, bare)]
+            adds = both[0] - both[1]
     return replace(row, adapters=adapters, adapters_usd_per_h=adds)
 
 
@@ -324,10 +388,10 @@ def _made_of(
     jobs: int,
     cache: Cache,
     told: Callable[[], None],
-) -> tuple[list[_Made], _Without]:
+) -> tuple[list[Made], Without]:
     """The fleets of these plans in each of their zones, and why others have none."""
-    made: list[_Made] = []
-    without: _Without = {}
+    made: list[Made] = []
+    without: Without = {}
     results = results_of([task for _, _, task in tasks], jobs, None, cache, told)
     for number, kind, task in tasks:
         result, model = results[task.number], portfolio.models[number]
@@ -340,7 +404,7 @@ def _made_of(
     return made, without
 
 
-def _of_plan(number: int, kind: Kind, plan: PlanFile) -> _Made:
+def _of_plan(number: int, kind: Kind, plan: PlanFile) -> Made:
     scale = plan.inputs.rate_scale
     # In whole seconds, so that stretches of two traces that end together do so.
     wanted = [Stretch(round(s.start_s * scale), round(s.end_s * scale), s.workers) for s in plan.schedule]
@@ -348,15 +412,19 @@ def _of_plan(number: int, kind: Kind, plan: PlanFile) -> _Made:
     detail = plan.schedule_detail
     if wanted and detail is not None and detail.paid is not None:
         wanted = list(paid(wanted, detail.paid.cold_start_s).stretches)
-    return _Made(number, kind, None, plan, Fleet(plan.groups), tuple(wanted))
+    return Made(number, kind, None, plan, Fleet(plan.groups), tuple(wanted))
 
 
-def _chosen(
+def cheapest(
     portfolio: Portfolio,
-    made: Sequence[_Made],
-    without: _Without,
+    made: Sequence[Made],
+    without: Without,
     warnings: tuple[str, ...],
 ) -> PortfolioPlan:
+    """The cheapest choice among these fleets within the limits, without what is told of adapters.
+
+    Raises Infeasible, with the cheapest relaxation, where the limits leave no choice.
+    """
     types = tuple(sorted({one.kind.gpu for one in made}))
     pools = [(gpu, zone) for gpu in types for zone in portfolio.zones or (None,)]
     starts_s = _starts_s(portfolio, made)
@@ -375,7 +443,8 @@ def _chosen(
     except Infeasible:
         fixed = None
     names = [model.name for model in portfolio.models]
-    rows = [_row(names, made, taken, choice, question, without) for taken in choice.offers]
+    in_order = sorted(choice.offers, key=lambda taken: made[taken].model)
+    rows = [_row(names, made, taken, choice, question, without) for taken in in_order]
     taken = np.sum([offer.gpus for offer in question.bought(choice.offers)], axis=0)
     return PortfolioPlan(
         tuple(rows),
@@ -393,18 +462,18 @@ def _chosen(
 
 def _row(
     names: Sequence[str],
-    made: Sequence[_Made],
+    made: Sequence[Made],
     taken: int,
     choice: Choice,
     question: Question,
-    without: _Without,
+    without: Without,
 ) -> Row:
     one, usd = made[taken], [question.usd_per_h(offer) for offer in question.offers]
     others: dict[Kind, float | str] = {kind: why for (n, kind), why in without.items() if n == one.model}
     others |= {
         other.kind: usd[o]
         for o, other in enumerate(made)
-        if other.model == one.model and other.kind != one.kind
+        if other.model == one.model and other.kind != one.kind and not other.kind.on_demand
     }
     group = question.offers[taken].shared
     beside = [
@@ -416,13 +485,13 @@ def _row(
         one.zone,
         one.plan,
         usd[taken],
-        one.fleet.usd_per_hour or 0.0,
+        one.bought(one.fleet.workers)[2],
         others,
         tuple(names[made[o].model] for o in beside),
     )
 
 
-def _starts_s(portfolio: Portfolio, made: Sequence[_Made]) -> list[float]:
+def _starts_s(portfolio: Portfolio, made: Sequence[Made]) -> list[float]:
     """When each model's trace begins on the common axis, which begins with the first of them."""
     clocks = {one.model: one.plan.inputs.clock_start_unix_s for one in made}
     if any(clock is None for clock in clocks.values()):
@@ -431,7 +500,7 @@ def _starts_s(portfolio: Portfolio, made: Sequence[_Made]) -> list[float]:
     return [float(round(start_s - min(of_day))) for start_s in of_day]
 
 
-def _edges_s(made: Sequence[_Made], starts_s: Sequence[float]) -> NDArray[np.float64]:
+def _edges_s(made: Sequence[Made], starts_s: Sequence[float]) -> NDArray[np.float64]:
     """Where any fleet's size changes; one window of an hour where none has a schedule."""
     edges = {starts_s[one.model] + t for one in made for s in one.stretches for t in (s.start_s, s.end_s)}
     found: NDArray[np.float64] = np.unique(np.array([*edges, 0.0]))
@@ -439,27 +508,29 @@ def _edges_s(made: Sequence[_Made], starts_s: Sequence[float]) -> NDArray[np.flo
 
 
 def _offer(
-    made: _Made, start_s: float, edges_s: NDArray[np.float64], pools: Sequence[tuple[str, str | None]]
+    made: Made, start_s: float, edges_s: NDArray[np.float64], pools: Sequence[tuple[str, str | None]]
 ) -> Offer:
     middles = (edges_s[:-1] + edges_s[1:]) / 2 - start_s
     gpus = np.zeros((len(middles), len(pools)))
-    usd = np.zeros(len(middles))
+    on_spot, usd = np.zeros(len(middles)), np.zeros(len(middles))
     pool, parts = pools.index((made.kind.gpu, made.zone)), made.kind.workers_per_gpu
     for w, at_s in enumerate(middles):
         counts = (s.workers for s in made.stretches if s.start_s <= at_s < s.end_s)
-        fleet = apportioned(made.fleet, next(counts, made.fleet.workers))
-        gpus[w, pool] = fleet.gpus / parts
-        usd[w] = fleet.usd_per_hour or 0.0
+        taken, on_spot[w], usd[w] = made.bought(next(counts, made.fleet.workers))
+        gpus[w, pool] = taken / parts
     whole = (made.fleet.usd_per_hour or 0.0) / made.fleet.workers * parts
     shared = Group(pool, parts, round(whole, 6)) if parts > 1 else None
-    return Offer(made.model, gpus, usd, made.kind.is_spot, shared)
+    return Offer(made.model, gpus, usd, on_spot, shared)
 
 
 def _at_most(offer: Offer) -> Offer:
     """The offer with its largest window's fleet all the time."""
     gpus, usd = offer.gpus.max(axis=0), offer.usd_per_h.max()
     return replace(
-        offer, gpus=np.broadcast_to(gpus, offer.gpus.shape), usd_per_h=np.full(len(offer.usd_per_h), usd)
+        offer,
+        gpus=np.broadcast_to(gpus, offer.gpus.shape),
+        usd_per_h=np.full(len(offer.usd_per_h), usd),
+        on_spot=float(np.max(offer.on_spot)),
     )
 
 

@@ -32,6 +32,7 @@ def portfolio_json(plan: PortfolioPlan) -> dict[str, Any]:
             {
                 "name": row.name,
                 **_kind(row.kind),
+                "on_demand_workers": row.on_demand_workers,
                 "may_share_with": list(row.beside),
                 "zone": row.zone,
                 "adapters": [{"name": name, "share": share} for name, share in row.adapters.items()],
@@ -103,7 +104,7 @@ def _model(row: Row) -> tuple[str, ...]:
         f"{kind} {usd_text(found) if isinstance(found, float) else 'none'}"
         for kind, found in row.others.items()
     )
-    fleet = fleet_text(row.plan) + " on spot" * row.kind.is_spot
+    fleet = fleet_text(row.plan) + _on_spot(row)
     if row.kind.workers_per_gpu > 1:
         fleet += f", each 1/{row.kind.workers_per_gpu} of a GPU"
     return (
@@ -114,6 +115,13 @@ def _model(row: Row) -> tuple[str, ...]:
         "-" if low is None else share_text(low),
         others or "-",
     )
+
+
+def _on_spot(row: Row) -> str:
+    on_demand = row.on_demand_workers
+    if row.kind.is_spot and on_demand:
+        return f", {on_demand} on demand, {row.plan.workers - on_demand} on spot"
+    return " on spot" * row.kind.is_spot
 
 
 def _limit(use: Use) -> tuple[str, ...]:

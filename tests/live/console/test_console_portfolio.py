@@ -12,10 +12,11 @@ from console.test_console_access import LOOKS, overflow, violations
 
 # Planned in seconds; one H100 more than the two models need has no price.
 TEXT = """schema: tokenfleet.portfolio/1
-limits: {gpus: {h100: 9}}
-defaults: {model: llama-3.1-8b, gpu: [h100], tp: [1], confidence: 0.6, slo: {ttft: 400ms, tpot: 30ms}}
+limits: {gpus: {h100: 9}, spot-share: 0.6}
+defaults: {model: llama-3.1-8b, gpu: [h100], tp: [1], confidence: 0.6, slo: {ttft: 400ms, tpot: 30ms},
+  spot: [no, yes], reclaims-per-h: 0.01, cold-start: 1m}
 models:
-- {name: chat, trace: sample_trace.csv, window: 0s..120s}
+- {name: chat, trace: sample_trace.csv, window: 0s..120s, rate-scale: 10}
 - {name: code, trace: days/monday.csv}
 - {name: support, adapter-of: code, trace: days/monday.csv}
 """
@@ -65,6 +66,9 @@ def test_a_portfolio_is_asked_for_and_its_answer_read(answered, visit):
         assert model["name"] in said
         assert f"{part['workers']} × h100-sxm TP1" in said
         assert f"${model['usd_per_hour']:.2f}/h" in said
+    (chat, _) = plan["models"]
+    assert (chat["name"], chat["on_demand_workers"], chat["plan"]["workers"]) == ("chat", 1, 2)
+    assert "2 × h100-sxm TP1, 1 on demand, 1 on spot" in rows.nth(0).inner_text()
     adds = f"they add ${plan['models'][1]['adapters_usd_per_hour']:.2f}/h."
     assert f"Adapters of code, of its requests: support 50.00 %; {adds}" in tab.text("#answer")
     assert "gpus.h100-sxm" in tab.page.locator("#answer table").nth(1).inner_text()

@@ -41,9 +41,12 @@ def questions(draw):
         for _ in range(draw(st.integers(1, 3))):
             cells = draw(st.lists(st.integers(0, 6), min_size=POOLS * WINDOWS, max_size=POOLS * WINDOWS))
             gpus = np.array(cells).reshape(WINDOWS, POOLS)
-            is_spot = draw(st.booleans())
-            usd = gpus @ PRICES * (0.5 if is_spot else 1.0) + draw(st.integers(0, 3))
-            offers.append(Offer(model, gpus, usd, is_spot))
+            # On demand, on spot, or so many on demand and the rest on spot.
+            on_demand = draw(st.sampled_from([99, 0]) | st.integers(1, 9))
+            total = gpus.sum(axis=1)
+            on_spot = np.maximum(total - on_demand, 0)
+            usd = gpus @ PRICES * (1 - 0.5 * on_spot / np.maximum(total, 1)) + draw(st.integers(0, 3))
+            offers.append(Offer(model, gpus, usd, on_spot))
     hours = np.array(draw(st.lists(st.integers(1, 4), min_size=WINDOWS, max_size=WINDOWS)), float)
     most = st.integers(0, 15)
     limits = [
@@ -63,7 +66,7 @@ def taken(question, chosen):
     for offer in (question.offers[o] for o in chosen):
         if offer.shared is None:
             gpus, usd = gpus + offer.gpus, usd + offer.usd_per_h
-            spot = spot + offer.gpus.sum(axis=1) * offer.is_spot
+            spot = spot + offer.on_spot
         else:
             parts[offer.shared] = parts.get(offer.shared, 0) + offer.gpus[:, offer.shared.pool]
     for group, part in parts.items():

@@ -1,5 +1,6 @@
 """`tokenfleet portfolio`: models that share limits, by day and by night, and what is refused."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -147,19 +148,64 @@ SPOT = "prices: prices.yaml, spot: [no, yes], reclaims-per-h: 0.01, cold-start: 
 
 def test_the_share_on_spot_is_held_at_every_time(planned):
     plans = {share: planned(f"{{spot-share: {share}}}", defaults=SPOT) for share in (0, 0.5, 1)}
-    assert [sum(model["spot"] for model in plan["models"]) for plan in plans.values()] == [0, 0, 2]
+    assert [sum(model["spot"] for model in plan["models"]) for plan in plans.values()] == [0, 2, 2]
     on_demand = planned("{}", defaults="prices: prices.yaml, cold-start: 1s")
     assert plans[0]["usd_per_hour"] == pytest.approx(on_demand["usd_per_hour"])
-    assert plans[1]["usd_per_hour"] < plans[0]["usd_per_hour"]
-    # One of two models on spot is nearly all GPUs while it is the busy one.
-    (limit,) = plans[0.5]["limits"]
-    assert (limit["name"], limit["peak"]) == ("spot-share", 0)
-    raised = planned(f"{{spot-share: {0.5 + limit['more'] + 1e-6}}}", defaults=SPOT)
-    assert sum(model["spot"] for model in raised["models"]) == 1
-    assert raised["usd_per_hour"] == pytest.approx(plans[0.5]["usd_per_hour"] - limit["saves_usd_per_hour"])
-    assert raised["limits"][0]["peak"] == pytest.approx(0.5 + limit["more"])
-    (other,) = (model for model in raised["models"] if not model["spot"])
-    assert {(one["gpu"], one["spot"]) for one in other["others"]} == {("made-gpu", True), ("slow-gpu", False)}
+    assert plans[1]["usd_per_hour"] < plans[0.5]["usd_per_hour"] < plans[0]["usd_per_hour"]
+    (limit,) = plans[0]["limits"]
+    raised = planned(f"{{spot-share: {limit['more'] + 1e-6}}}", defaults=SPOT)
+    assert raised["usd_per_hour"] == pytest.approx(plans[0]["usd_per_hour"] - limit["saves_usd_per_hour"])
+    assert raised["limits"][0]["peak"] == pytest.approx(limit["more"])
+    # One worker of all is on spot. Models are in the order of the file, however their fleets are bought.
+    assert sum(m["plan"]["workers"] - m["on_demand_workers"] for m in raised["models"]) == 1
+    assert [model["name"] for model in raised["models"]] == ["early", "late"]
+
+
+def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_time(asked, planned):
+    file = FILE.replace("- {{name: late, trace: late.csv}}\n", "")
+    most = 0.5
+    plan = planned(f"{{spot-share: {most}}}", defaults=SPOT, file=file)
+    workers = np.array(peaks(plan, "made-gpu"))  # of one GPU each
+    hours = np.array([window["end_s"] - window["start_s"] for window in plan["gpus"]])
+
+    def on_spot(stay):
+        return np.maximum(workers - stay, 0)
+
+    def usd_per_h(stay):
+        usd = 2.5 * (workers - on_spot(stay)) + 1.0 * on_spot(stay)
+        return (usd * hours).sum() / hours.sum()
+
+    fewest = next(n for n in range(workers.max() + 1) if (on_spot(n) <= most * workers).all())
+    (model,) = plan["models"]
+    assert (model["spot"], model["on_demand_workers"]) == (True, fewest)
+    assert plan["usd_per_hour"] == model["usd_per_hour"] == pytest.approx(usd_per_h(fewest))
+    assert plan["limits"][0]["peak"] == pytest.approx((on_spot(fewest) / workers).max())
+    whole = model["plan"]["workers"]
+    assert model["constant_usd_per_hour"] == pytest.approx(2.5 * fewest + 1.0 * (whole - fewest))
+    # One fewer would do for the mean of all times, and not for the busiest.
+    assert (on_spot(fewest - 1) * hours).sum() <= most * (workers * hours).sum()
+    # All on demand costs more, and what is partly on spot is not among the others.
+    others = {(one["gpu"], one["spot"]): one["usd_per_hour"] for one in model["others"]}
+    assert others.keys() == {("made-gpu", False), ("made-gpu", True), ("slow-gpu", False)}
+    assert others["made-gpu", True] < plan["usd_per_hour"] < others["made-gpu", False]
+    said = asked(f"{{spot-share: {most}}}", defaults=SPOT, file=file)[1]
+    assert f"x made-gpu TP1, {fewest} on demand," in said
+    assert f"{whole - fewest} on spot" in said
+    # Less than one worker's share, and no limit, leave it whole.
+    few = planned(f"{{spot-share: {0.9 / whole}}}", defaults=SPOT, file=file)["models"][0]
+    assert (few["spot"], few["on_demand_workers"]) == (False, few["plan"]["workers"])
+    free = planned("{}", defaults=SPOT, file=file)["models"][0]
+    assert (free["spot"], free["on_demand_workers"]) == (True, 0)
+
+
+def test_of_a_large_fleet_few_numbers_on_demand_are_looked_at_and_the_least_that_holds_is_one(planned):
+    from tokenfleet.portfolio.plan import _workers_on_demand
+
+    assert [_workers_on_demand(n, 0.5) for n in (1, 2, 5)] == [[], [1], [1, 2, 3, 4]]
+    many = _workers_on_demand(1000, 0.3)
+    assert 700 in many
+    assert (many[0], many[-1], len(many)) == (1, 999, 9)
+    assert max(b - a for a, b in itertools.pairwise(many)) < 1000 / 6
 
 
 SMALL = """\
@@ -228,6 +274,7 @@ def test_a_half_that_stays_free_is_paid_for_and_counts_as_a_gpu(small):
     assert (plan["usd_per_hour"], plan["free_parts_usd_per_hour"]) == (2.5, pytest.approx(0.625))
     plan = small("{models-per-gpu: 2, gpus: {made-gpu: 2}}", 3)
     assert (plan["usd_per_hour"], sorted(parts(plan))) == (5.0, [1, 2, 2])  # no neighbour where none pays
+    assert [model["name"] for model in plan["models"]] == ["m0", "m1", "m2"]
     assert plan["free_parts_usd_per_hour"] == pytest.approx(0.0)
     five = small("{models-per-gpu: 4, gpus: {made-gpu: 2}}", 7)
     assert (five["usd_per_hour"], parts(five)) == (5.0, [4] * 7)

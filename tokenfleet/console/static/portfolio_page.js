@@ -121,7 +121,7 @@ function models(plan) {
     plan.models.map((one) => [
       one.name,
       fleetLabel(one.plan.fleet) +
-        (one.spot ? " on spot" : "") +
+        onSpot(one) +
         (one.workers_per_gpu > 1 ? `, each 1/${one.workers_per_gpu} of a GPU` : "") +
         (one.zone ? `, ${one.zone}` : ""),
       dollars(one.constant_usd_per_hour),
@@ -134,6 +134,12 @@ function models(plan) {
         .join(", "),
     ]),
   );
+}
+
+/** How much of a fleet is on spot; answers that were kept from before do not say what is on demand. */
+function onSpot({ spot, on_demand_workers: onDemand, plan }) {
+  if (spot && onDemand > 0) return `, ${onDemand} on demand, ${plan.workers - onDemand} on spot`;
+  return spot ? " on spot" : "";
 }
 
 function adapters({ name, adapters: of, adapters_usd_per_hour: usd }) {
