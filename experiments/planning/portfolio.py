@@ -19,8 +19,8 @@ Limits are held here against the sum of all models in each window.
 to 0.5 requests a second at most (2 s, 80 ms); all else is as above. At most one, two and four workers on a
 GPU, each step counted as one, two and four times as long; no limits.
 
-`--part spot`: what it saves that a fleet may be partly on spot. The twenty models, and then two with eight
-times the whole hour's requests at most (one of 8B, one of 70B), may be on demand or on spot (H200s have no
+`--part spot`: what it saves that a fleet may be partly on spot. The twenty models, and then two (one of 8B,
+one of 70B) with 8 and with 32 times the whole hour's rate at most, may be on demand or on spot (H200s have no
 spot price), where a worker is reclaimed 0.05 times an hour and stands again after 5 minutes. Within each
 share on spot the choice is made twice: among fleets that are wholly the one or the other, and among all.
 `choice_s` is the time of the choice alone, with what more of the limit would save.
@@ -54,8 +54,8 @@ MOST_S = 300.0
 SMALL = ("llama-3.1-8b", Slo(0.4, 0.03), (0.5, 2.0))
 RARE = ("llama-3.1-8b", Slo(2.0, 0.08), (0.1, 0.5))
 LARGE = ("llama-3.1-70b", Slo(1.6, 0.075), (0.3, 1.5))
-FEW_SCALE = 8.0
-SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)  # on spot
+FEW = {"few": 8.0, "few and large": 32.0}  # the scale of the whole hour's rate
+SHARES = (0.2, 0.5, 0.8)  # on spot
 
 
 def part(
@@ -72,7 +72,7 @@ def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool, part_of: 
     rng = np.random.default_rng(seed)
     small = [SMALL, RARE] if part_of == "sharing" else [SMALL, SMALL]
     kinds = small + [LARGE] * 2 if is_quick else small * 6 + [LARGE] * 8
-    if part_of == "few":
+    if part_of in FEW:
         most = len(hour) / HOUR_S
         kinds = [(model, slo, (most, most)) for model, slo, _ in (SMALL, LARGE)]
     elif is_quick:  # or ten minutes have too few requests
@@ -82,10 +82,10 @@ def portfolio(hour: Workload, folder: Path, seed: int, is_quick: bool, part_of: 
         length_s = 600.0 if is_quick else HOUR_S
         load = part(hour, float(rng.uniform(low, high)), float(rng.uniform(0, HOUR_S)), length_s, rng)
         columns = np.column_stack((load.arrival_s, load.prompt_tokens, load.output_tokens))
-        path = folder / f"{part_of}-{i}.csv"
+        path = folder / f"{part_of[:3]}{i}.csv"
         header = "arrival_s,prompt_tokens,output_tokens"
         np.savetxt(path, columns, "%.6f,%d,%d", header=header, comments="")
-        scale = FEW_SCALE if part_of == "few" else 1.0
+        scale = FEW.get(part_of, 1.0)
         request = PlanRequest(slo, model=model, gpu=("a100", "h100", "h200"), rate_scale=scale)
         models.append(Model(f"model-{i:02d}", (path,), (request,)))
     return Portfolio(tuple(models), {})
@@ -164,7 +164,7 @@ def spot(portfolios: dict[str, Portfolio], asked: Namespace, cache: Cache) -> in
                 )
                 beyond.append(use.peak - share)
             ratio = f"{name}, share {share:g}: dollars over those of whole fleets"
-            bars |= {ratio: bar(dollars[1] / dollars[0], 1.0 + 1e-6)} if 0 < share < 1 else {}
+            bars[ratio] = bar(dollars[1] / dollars[0], 1.0 + 1e-6)
     bars["share on spot over the limit"] = bar(max(beyond), 1e-6)
     return show("portfolio: spot", rows, bars, asked)
 
@@ -178,9 +178,9 @@ def main() -> int:
         free = portfolio(azure_hour(asked.data), Path(folder), asked.seed, asked.quick, asked.part)
         cache = Cache(Path(folder) / "kept")
         if asked.part == "spot":
-            few = portfolio(azure_hour(asked.data), Path(folder), asked.seed, asked.quick, "few")
-            named = {f"{len(one.models)} models": one for one in (free, few)}
-            return spot(named, asked, cache)
+            hour = azure_hour(asked.data)
+            few = {name: portfolio(hour, Path(folder), asked.seed, asked.quick, name) for name in FEW}
+            return spot({f"{len(free.models)} models": free} | few, asked, cache)
         if asked.part == "sharing":
             return sharing(free, asked, cache)
         plan, wall_s = timed(free, asked.jobs, cache)

@@ -3,7 +3,8 @@
 Each model is planned by itself on every type of GPU that it may have, on demand, on spot or both, with its
 schedule. These plans, in each zone that the model may be in, are the offers among which choose.py chooses.
 Where the share on spot is limited, so is the fleet planned on spot with some of its workers on demand, which
-stay while others come and go. Reclaims can take fewer of it, so it attains at least what its plan says.
+stay while others come and go; with as many spares, but for the time when it has none on spot. Reclaims can
+take fewer of it, so it attains at least what its plan says.
 Where several workers may be on a GPU, a model that one worker of one GPU serves is planned once more on
 workers that have such a part of it (Profile.shared), on demand: a reclaim would take all that are on it.
 All schedules are laid on one axis of time: that of the clock where every trace has one, all days being alike;
@@ -56,7 +57,7 @@ PARTLY_ON_DEMAND = 8  # numbers of a fleet's workers
 class Kind(NamedTuple):
     """A type of GPU, how it is bought, and how many workers are on one.
 
-    `on_demand`: of a fleet on spot the workers that are not; while it has fewer workers, all of them.
+    `on_demand`: of a fleet on spot the workers that are not; while as many or fewer serve, all of them.
     """
 
     gpu: str
@@ -151,19 +152,24 @@ class Made:
     stretches: tuple[Stretch, ...]
     on_demand_usd_per_h: float = 0.0
 
+    @property
+    def spares(self) -> int:
+        """Workers beyond those that serve, for reclaimed ones."""
+        return 0 if self.plan.spares is None else self.plan.spares.workers
+
     def bought(self, workers: int) -> tuple[float, float, float]:
-        """GPUs, those of them on spot, and dollars an hour while it has so many workers."""
-        fleet = apportioned(self.fleet, workers)
+        """GPUs, those of them on spot, and dollars an hour when so many workers are planned.
+
+        Spares are on spot, and there are none while all that serve are on demand.
+        """
+        on_demand = min(self.kind.on_demand, workers - self.spares) if self.kind.on_demand else 0
+        fleet = apportioned(self.fleet, on_demand if on_demand == workers - self.spares else workers)
         gpus, usd = float(fleet.gpus), fleet.usd_per_hour or 0.0
-        if not self.kind.is_spot:
-            return gpus, 0.0, usd
-        stay = {g.worker_type.name: g.workers for g in apportioned(self.fleet, self.kind.on_demand).groups}
-        on_demand = 0
-        for group in fleet.groups:
-            worker_type, n = group.worker_type, min(stay.get(group.worker_type.name, 0), group.workers)
-            on_demand += n * worker_type.gpus
-            usd += n * (self.on_demand_usd_per_h * worker_type.gpus - (worker_type.usd_per_h or 0.0))
-        return gpus, gpus - on_demand, usd
+        if not on_demand:
+            return gpus, gpus * self.kind.is_spot, usd
+        worker_type = self.fleet.groups[0].worker_type
+        more_usd = self.on_demand_usd_per_h * worker_type.gpus - (worker_type.usd_per_h or 0.0)
+        return gpus, gpus - on_demand * worker_type.gpus, usd + on_demand * more_usd
 
 
 @dataclass(frozen=True)
@@ -354,20 +360,23 @@ def _partly_on_demand(made: Sequence[Made], asked: Tasks, spot_share: float | No
         if not kind.is_spot
     }
     for one in made:
-        price = usd.get((one.model, one.kind.gpu)) if one.kind.is_spot else None
-        for workers in () if price is None else _workers_on_demand(one.fleet.workers, spot_share):
+        price = (
+            usd.get((one.model, one.kind.gpu)) if one.kind.is_spot and len(one.fleet.groups) == 1 else None
+        )
+        for workers in () if price is None else _workers_on_demand(one.fleet.workers, one.spares, spot_share):
             yield replace(one, kind=one.kind._replace(on_demand=workers), on_demand_usd_per_h=price or 0.0)
 
 
-def _workers_on_demand(workers: int, spot_share: float) -> list[int]:
-    """How many of a fleet's workers may be on demand: not none, and not all.
+def _workers_on_demand(workers: int, spares: int, spot_share: float) -> list[int]:
+    """How many of a fleet's workers may be on demand: not none, and not all that serve.
 
     Of a large fleet every number would be more than the program needs: eight that are spread evenly, and the
     least with which the fleet by itself keeps to the limit.
     """
-    spread = {round(float(n)) for n in np.linspace(1, workers - 1, min(workers - 1, PARTLY_ON_DEMAND))}
+    most = workers - spares - 1
+    spread = {round(float(n)) for n in np.linspace(1, most, max(0, min(most, PARTLY_ON_DEMAND)))}
     least = math.ceil(workers * (1.0 - spot_share) - 1e-9)
-    return sorted(n for n in spread | {least} if 0 < n < workers)
+    return sorted(n for n in spread | {least} if 0 < n <= most)
 
 
 def _with_adapters(row: Row, adapters: Mapping[str, float], alone: Result) -> Row:

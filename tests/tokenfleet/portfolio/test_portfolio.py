@@ -13,6 +13,7 @@ from controlplane.perfmodel.profile import KvModel
 from controlplane.workload import Workload
 from tokenfleet.cli.main import main
 from tokenfleet.planning.plan_file import read_plan
+from tokenfleet.portfolio.plan import _workers_on_demand
 from tokenfleet.portfolio.request import read_portfolio
 from tokenfleet.profiles.library import write_profile
 
@@ -161,50 +162,64 @@ def test_the_share_on_spot_is_held_at_every_time(planned):
     assert [model["name"] for model in raised["models"]] == ["early", "late"]
 
 
-def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_time(asked, planned):
+@pytest.mark.parametrize(("reclaims", "spares"), [(0.01, 0), (1, 1)])
+def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_time(
+    asked, planned, reclaims, spares
+):
     file = FILE.replace("- {{name: late, trace: late.csv}}\n", "")
-    most = 0.5
-    plan = planned(f"{{spot-share: {most}}}", defaults=SPOT, file=file)
-    workers = np.array(peaks(plan, "made-gpu"))  # of one GPU each
-    hours = np.array([window["end_s"] - window["start_s"] for window in plan["gpus"]])
+    defaults = SPOT.replace("0.01", str(reclaims)).replace("1s", "20s")
 
-    def on_spot(stay):
-        return np.maximum(workers - stay, 0)
+    def within(limits):
+        return planned(limits, defaults=defaults, file=file)
+
+    most = 0.5
+    plan, free = within(f"{{spot-share: {most}}}"), within("{}")
+    assert free["models"][0]["plan"]["spares"]["workers"] == spares
+    bought = np.array(peaks(free, "made-gpu"))  # workers of one GPU each, all on spot
+    hours = np.array([window["end_s"] - window["start_s"] for window in free["gpus"]])
+
+    def on_demand(stay):
+        return np.minimum(stay, bought - spares)
+
+    def on_spot(stay):  # no spares where none serves on spot
+        return np.where(bought - spares > stay, bought - on_demand(stay), 0)
 
     def usd_per_h(stay):
-        usd = 2.5 * (workers - on_spot(stay)) + 1.0 * on_spot(stay)
-        return (usd * hours).sum() / hours.sum()
+        return ((2.5 * on_demand(stay) + 1.0 * on_spot(stay)) * hours).sum() / hours.sum()
 
-    fewest = next(n for n in range(workers.max() + 1) if (on_spot(n) <= most * workers).all())
+    def holds(stay):
+        return (on_spot(stay) <= most * (on_demand(stay) + on_spot(stay))).all()
+
+    fewest = next(n for n in range(bought.max() + 1) if holds(n))
     (model,) = plan["models"]
     assert (model["spot"], model["on_demand_workers"]) == (True, fewest)
     assert plan["usd_per_hour"] == model["usd_per_hour"] == pytest.approx(usd_per_h(fewest))
-    assert plan["limits"][0]["peak"] == pytest.approx((on_spot(fewest) / workers).max())
+    taken = on_spot(fewest) + on_demand(fewest)
+    assert peaks(plan, "made-gpu") == taken.tolist()
+    assert plan["limits"][0]["peak"] == pytest.approx((on_spot(fewest) / taken).max())
     whole = model["plan"]["workers"]
     assert model["constant_usd_per_hour"] == pytest.approx(2.5 * fewest + 1.0 * (whole - fewest))
-    # One fewer would do for the mean of all times, and not for the busiest.
-    assert (on_spot(fewest - 1) * hours).sum() <= most * (workers * hours).sum()
+    if not spares:  # one fewer would do for the mean of all times, and not for the busiest
+        assert (on_spot(fewest - 1) * hours).sum() <= most * (bought * hours).sum()
     # All on demand costs more, and what is partly on spot is not among the others.
     others = {(one["gpu"], one["spot"]): one["usd_per_hour"] for one in model["others"]}
     assert others.keys() == {("made-gpu", False), ("made-gpu", True), ("slow-gpu", False)}
     assert others["made-gpu", True] < plan["usd_per_hour"] < others["made-gpu", False]
-    said = asked(f"{{spot-share: {most}}}", defaults=SPOT, file=file)[1]
+    said = asked(f"{{spot-share: {most}}}", defaults=defaults, file=file)[1]
     assert f"x made-gpu TP1, {fewest} on demand," in said
     assert f"{whole - fewest} on spot" in said
     # Less than one worker's share, and no limit, leave it whole.
-    few = planned(f"{{spot-share: {0.9 / whole}}}", defaults=SPOT, file=file)["models"][0]
+    few = within(f"{{spot-share: {0.9 / whole}}}")["models"][0]
     assert (few["spot"], few["on_demand_workers"]) == (False, few["plan"]["workers"])
-    free = planned("{}", defaults=SPOT, file=file)["models"][0]
-    assert (free["spot"], free["on_demand_workers"]) == (True, 0)
+    assert (free["models"][0]["spot"], free["models"][0]["on_demand_workers"]) == (True, 0)
 
 
-def test_of_a_large_fleet_few_numbers_on_demand_are_looked_at_and_the_least_that_holds_is_one(planned):
-    from tokenfleet.portfolio.plan import _workers_on_demand
-
-    assert [_workers_on_demand(n, 0.5) for n in (1, 2, 5)] == [[], [1], [1, 2, 3, 4]]
-    many = _workers_on_demand(1000, 0.3)
-    assert 700 in many
-    assert (many[0], many[-1], len(many)) == (1, 999, 9)
+def test_of_a_large_fleet_few_numbers_on_demand_are_looked_at_and_the_least_that_holds_is_one():
+    assert [_workers_on_demand(n, 0, 0.5) for n in (1, 2, 5)] == [[], [1], [1, 2, 3, 4]]
+    assert [_workers_on_demand(n, 1, 0.5) for n in (2, 3, 5)] == [[], [1], [1, 2, 3]]
+    many = _workers_on_demand(1000, 20, 0.25)
+    assert 750 in many
+    assert (many[0], many[-1], len(many)) == (1, 979, 9)
     assert max(b - a for a, b in itertools.pairwise(many)) < 1000 / 6
 
 
