@@ -164,7 +164,7 @@ def test_the_share_on_spot_is_held_at_every_time(planned):
 
 @pytest.mark.parametrize(("reclaims", "spares"), [(0.01, 0), (1, 1)])
 def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_time(
-    asked, planned, reclaims, spares
+    asked, planned, folder, reclaims, spares
 ):
     file = FILE.replace("- {{name: late, trace: late.csv}}\n", "")
     defaults = SPOT.replace("0.01", str(reclaims)).replace("1s", "20s")
@@ -205,9 +205,10 @@ def test_a_model_alone_is_on_demand_as_far_as_its_share_on_spot_asks_at_every_ti
     others = {(one["gpu"], one["spot"]): one["usd_per_hour"] for one in model["others"]}
     assert others.keys() == {("made-gpu", False), ("made-gpu", True), ("slow-gpu", False)}
     assert others["made-gpu", True] < plan["usd_per_hour"] < others["made-gpu", False]
-    said = asked(f"{{spot-share: {most}}}", defaults=defaults, file=file)[1]
-    assert f"x made-gpu TP1, {fewest} on demand," in said
-    assert f"{whole - fewest} on spot" in said
+    words = "--output-dir", str(folder / "partly")
+    asked(f"{{spot-share: {most}}}", *words, defaults=defaults, file=file)
+    said = (folder / "partly" / "portfolio.html").read_text()
+    assert f"{whole} x made-gpu TP1, {fewest} on demand, {whole - fewest} on spot" in said
     # Less than one worker's share, and no limit, leave it whole.
     few = within(f"{{spot-share: {0.9 / whole}}}")["models"][0]
     assert (few["spot"], few["on_demand_workers"]) == (False, few["plan"]["workers"])
