@@ -76,6 +76,8 @@ GEMMA_3: dict[str, Any] = {  # transformers' own where a configuration says noth
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
+# What every configuration says; the layers may be told in a pattern instead.
+SIZES = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "num_hidden_layers")
 SMALLEST_KV = 8192  # a worker with less KV than this serves no useful batch
 # What the driver reports of a card; the tables count whole GiB, which no driver gives.
 VISIBLE_GIB = {
@@ -117,7 +119,7 @@ def predicted_profile(target: PredictedWorker, today: date) -> Profile:
     system, model = system_of(target.gpu), model_of(target.model)
     budget = target.max_batched_tokens or (2048 if system in SMALL_BUDGET else 8192)
     config = _config(model)
-    longest, experts = context_limit(config, model), experts_scale(config)
+    longest, experts = config["max_position_embeddings"], experts_scale(config)
     data, stages = target.data_parallel, target.pipeline_parallel
     modes = _modes(target, config, experts)
     with _quiet(), _known_form(model, config) as known:
@@ -219,9 +221,15 @@ def _config(model: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         config = dict(config.get("text_config") or config)
-        return GEMMA_3 | config if config.get("model_type") in GEMMA_3_TYPES else config
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"{path}: cannot be read: {error!r}") from None
+    if config.get("model_type") in GEMMA_3_TYPES:
+        config = GEMMA_3 | config
+    for name in SIZES:
+        value = config.get(name)
+        if (type(value) is not int or value < 1) and not (value is None and name == "num_hidden_layers"):
+            raise BadInput(f"{path}: {name}: {value!r}, expected a whole number, at least 1")
+    return config
 
 
 def _tables(
@@ -271,14 +279,6 @@ def _known_form(model: str, config: Mapping[str, Any]) -> Iterator[str]:
         place.mkdir()
         (place / "config.json").write_text(json.dumps(form), encoding="utf-8")
         yield str(place)
-
-
-def context_limit(config: Mapping[str, Any], model: str) -> int:
-    """The model's longest prompt and output."""
-    try:
-        return int(config["max_position_embeddings"])
-    except (KeyError, ValueError, TypeError) as error:
-        raise BadInput(f"{model}: config.json: max_position_embeddings: cannot be read: {error!r}") from None
 
 
 def experts_scale(config: Mapping[str, Any]) -> float:

@@ -298,3 +298,28 @@ def test_stages_are_as_long_as_the_one_with_most_layers(layers: int, stages: int
     assert uneven_stages({"num_hidden_layers": layers}, stages) == pytest.approx(times)
     with pytest.raises(BadInput, match="stages"):
         uneven_stages({"num_hidden_layers": 3}, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", None),
+        ("hidden_size", "4096"),
+        ("num_attention_heads", -1),
+        ("num_hidden_layers", 0),
+        ("max_position_embeddings", -5),
+        ("vocab_size", True),
+    ],
+)
+def test_a_configuration_without_its_sizes_is_refused_by_name(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    from tokenfleet.profiles.predict import SIZES, _config
+
+    sizes: dict[str, object] = dict.fromkeys(SIZES, 64)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes))
+    assert _config(str(tmp_path)) == sizes
+    path.write_text(json.dumps(sizes | {name: value}))
+    with pytest.raises(BadInput, match=f"config.json: {name}: .*expected a whole number, at least 1$"):
+        _config(str(tmp_path))
