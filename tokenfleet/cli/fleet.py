@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -132,20 +133,18 @@ class ControlClient:
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> Any:
         """The reply's JSON. Raises BadInput with the API's own message, or why it could not be reached."""
-        request = urllib.request.Request(
-            self.address + urllib.parse.quote(path),
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-        )
+        headers = {"content-type": "application/json"}
         if self._key is not None:
-            request.add_header("authorization", f"Bearer {self._key}")
+            headers["authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        url = self.address + urllib.parse.quote(path)
         try:
+            request = urllib.request.Request(url, data, headers, method=method)
             with urllib.request.urlopen(request, timeout=timeout_s, context=self._trust) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             raise BadInput(f"{self.address}: {_message(error)}") from None
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # or what answers is no control API
             reason = getattr(error, "reason", error)
             if (why := distrust(reason)) is not None:
                 raise BadInput(f"--control: {self.address}: {why}") from None

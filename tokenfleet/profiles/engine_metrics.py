@@ -8,9 +8,9 @@ LONGEST_S passed say nothing.
 
 from __future__ import annotations
 
+import http.client
 import math
 import time
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ def scraped(url: str) -> str:
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as reply:
             return str(reply.read(MOST_BYTES).decode("utf-8", "replace"))
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise BadInput(f"--metrics: {address}: does not answer: {error}") from None
 
 

@@ -219,8 +219,8 @@ def _config(model: str) -> dict[str, Any]:
     if not path.is_file():
         path = _package() / "model_configs" / f"{model.replace('/', '--')}_config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config = dict(config.get("text_config") or config)
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = dict(whole.get("text_config") or whole)
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"{path}: cannot be read: {error!r}") from None
     if config.get("model_type") in GEMMA_3_TYPES:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -148,3 +149,29 @@ def test_status_says_by_which_way_kv_moves_and_how_fast(
     said = capsys.readouterr().out
     assert "KV by memory (40 MB): 2.00 GB/s, pause 10 ms in 12 moves" in said
     assert "slowest: w1 → w0 1.00 GB/s, w0 → w1 3.00 GB/s" in said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n<html>",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{",
+    ],
+)
+def test_what_is_no_control_api_is_told_in_one_line(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            taken, _ = listening.accept()
+            with taken:
+                taken.recv(65536)
+                taken.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert main(["fleet", "--control", address, "status"]) == 2
+        thread.join()
+    assert capsys.readouterr().err.startswith(f"error: --control: {address} does not answer (")
+    assert main(["fleet", "--control", "http://[::1", "status"]) == 2
