@@ -59,6 +59,17 @@ def lora_fleet(model_folder, scratch):
     served.stop()
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+
+
+@pytest.fixture
+def drafting_fleet(model_folder, scratch):
+    flags = (*FLAGS, "--speculative-config", json.dumps(NGRAM))
+    served = serve(model_folder, "--workers", "2", engine_flags=flags, folder=scratch)
+    yield served
+    served.stop()
+
+
 def body(**more):
     return {"prompt": [(7 * k) % 2000 + 5 for k in range(90)], "max_tokens": 900} | more
 
@@ -183,6 +194,39 @@ def test_latent_kv_and_experts_move_with_their_kv_without_a_prefix_cache(deepsee
     # They compute a prompt in another way than single tokens: a replay is whole, but not the same text.
     expected, got, _ = asyncio.run(disturbed(deepseek_fleet, "deepseek", kill))
     assert (got.error, got.is_done, got.tokens) == ("", True, expected.tokens)
+
+
+def drafted(fleet):
+    """Tokens that engines have drafted, and those of them that were right."""
+    with urllib.request.urlopen(fleet.gateway + "/metrics") as reply:
+        text = reply.read().decode()
+    names = ("draft", "accepted")
+    found = [re.findall(rf"^vllm:spec_decode_num_{n}_tokens_total\S* (\S+)", text, re.M) for n in names]
+    return [sum(map(float, values)) for values in found]
+
+
+def test_engines_that_take_drafts_move_and_replay_but_not_what_has_penalties(drafting_fleet):
+    fleet = drafting_fleet
+    assert [w["fixed"] for w in fleet.ask("GET", "/v1/fleet")["workers"]] == [None, None]
+    assert fleet.ask("GET", "/v1/fleet")["step_times"] == []  # a step makes several tokens
+    for _ in range(3):
+        assert moved(fleet, "tiny-llama")["mode"] == "live"
+    tokens, right = drafted(fleet)
+    assert tokens > right > 0
+
+    def refused(fleet, name):
+        return where(fleet, name)["fixed"]
+
+    penalised = {"presence_penalty": 0.5}
+    expected, got, why = asyncio.run(disturbed(fleet, "tiny-llama", refused, **penalised))
+    assert why == "penalties: an engine that takes drafts would not count the tokens so far"
+    assert got == expected
+    expected, got, _ = asyncio.run(disturbed(fleet, "tiny-llama", kill))
+    assert got == expected
+    assert got.is_done
+    fleet.until(lambda: len(fleet.ask("GET", "/v1/fleet")["workers"]) == 2)
+    expected, got, _ = asyncio.run(disturbed(fleet, "tiny-llama", kill, **penalised))
+    assert (got.error, got.is_done) == ("Internal server error", False)  # vLLM's server tells no more
 
 
 async def asked_about(fleet, image, disturb=None):

@@ -128,8 +128,8 @@ def structured(**more):
 
 def test_a_grammar_goes_on_from_the_tokens_so_far_unless_reasoning_hides_where_it_began():
     asked = structured()
-    assert "reasoning" in obstacle_to_replay(asked, [1])
-    assert obstacle_to_replay(asked, []) is None
+    assert "reasoning" in obstacle_to_replay(asked, [1], True)
+    assert obstacle_to_replay(asked, [], True) is None
     asked.reasoning_ended = True
     assert obstacle_to_move(asked, [1], info()) is None
     later = segment_request(asked, [7, 8], "r#1", Transfer())
@@ -150,16 +150,21 @@ CANNOT = {
 @pytest.mark.parametrize("what", CANNOT)
 def test_what_cannot_go_on_is_refused_once_a_token_was_sent(what):
     asked = request(**CANNOT[what])
-    assert obstacle_to_replay(asked, []) is None
-    assert what in obstacle_to_replay(asked, [1])
+    assert obstacle_to_replay(asked, [], True) is None
+    assert what in obstacle_to_replay(asked, [1], True)
     assert what in obstacle_to_move(asked, [1], info())
 
 
-def test_seeds_are_an_obstacle_to_a_move_but_not_to_a_replay_nor_when_greedy():
+def test_seeds_are_an_obstacle_to_a_move_alone_and_penalties_where_engines_do_not_carry_them():
     seeded = request(seed=3, temperature=0.7)
     assert "seeded" in obstacle_to_move(seeded, [1], info())
     assert obstacle_to_move(seeded, [1], info(has_stateless_seeds=True)) is None
-    assert obstacle_to_replay(seeded, [1]) is None
+    assert obstacle_to_replay(seeded, [1], True) is None
+    penalised = request(frequency_penalty=0.1)
+    assert obstacle_to_replay(penalised, [1], True) is None
+    assert "penalties" in obstacle_to_replay(penalised, [1], False)
+    assert "penalties" in obstacle_to_move(penalised, [1], info(carries_penalties=False))
+    assert obstacle_to_replay(penalised, [], False) is None
     assert obstacle_to_move(request(seed=3, temperature=0.0), [1], info()) is None
 
 
@@ -256,6 +261,8 @@ def test_what_is_out_of_reach_is_refused_by_name():
 
 
 def test_kv_is_moved_of_layers_that_keep_every_token_only():
+    from types import SimpleNamespace
+
     import torch
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -269,9 +276,11 @@ def test_kv_is_moved_of_layers_that_keep_every_token_only():
     shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
     assert {FullAttentionSpec.__name__, MLAAttentionSpec.__name__} == KEEPS_ALL
-    assert why_fixed([KVCacheGroupSpec(["a"], full)]) == ""
-    assert "SlidingWindowSpec" in why_fixed([KVCacheGroupSpec(["a"], window)])
-    assert "2 groups" in why_fixed([KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)])
+    assert why_fixed([KVCacheGroupSpec(["a"], full)], None) == ""
+    assert "SlidingWindowSpec" in why_fixed([KVCacheGroupSpec(["a"], window)], None)
+    for method, fixed in (("ngram", ""), ("eagle3", "its engine takes drafts by eagle3")):
+        assert why_fixed([KVCacheGroupSpec(["a"], full)], SimpleNamespace(method=method)) == fixed
+    assert "2 groups" in why_fixed([KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)], None)
 
 
 def test_a_gateway_sends_images_whole_and_engines_expect_no_less():

@@ -365,8 +365,11 @@ def _check_plan_fits(flags: ServeFlags, checked: Checked) -> None:
 
     if flags.engine == "vllm" and current_platform.is_cpu():
         checked.types.check_cpus()
+    arguments = parse_flags(["--model", checked.model, *(flags.engine_flags or ())])
     if checked.plan is not None:
-        checked.types.check_flags(parse_flags(["--model", checked.model, *(flags.engine_flags or ())]))
+        checked.types.check_flags(arguments)
+    if flags.engine == "vllm":
+        checked.types.check_drafts(arguments.speculative_config)
 
 
 def _checked(flags: ServeFlags, plan: PlanFile | None) -> Checked:

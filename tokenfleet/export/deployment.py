@@ -120,9 +120,16 @@ def deployment(plan: PlanFile, weights: str | None = None, products: Sequence[st
         ),
         plan.inputs.clock_start_unix_s,
         plan.cold_start_s,
-        plan.unserved,
+        plan.unserved or _drafts(plan.groups),
         _labels_of(plan.groups, products),
     )
+
+
+def _drafts(groups: Sequence[WorkerGroup]) -> str | None:
+    """Why a plan with drafts is not written: what makes them is not known here."""
+    if all(group.worker_type.profile.speculation is None for group in groups):
+        return None
+    return "speculate: what makes the drafts is not in the plan; `serve --plan` takes it as vLLM's own flag"
 
 
 def _labels_of(groups: Sequence[WorkerGroup], asked: Sequence[str]) -> dict[str, str]:

@@ -218,6 +218,8 @@ class _Fleet:
         """What the fleet learns of the kinds that have no profile; nothing where nothing would go by it."""
         settings = self.settings
         needed = settings.policy in BY_TARGETS or settings.autoscale is not None
+        # A step with drafts makes several tokens, which no measurement here tells apart.
+        needed = needed and self.gateway.config.speculative_config is None
         unknown = {t.name: t for t in settings.types if t.known_profile is None and needed}
         flags = engine_settings_of(self.gateway.arguments)
         model = self.gateway.config.model_config

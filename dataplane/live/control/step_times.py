@@ -123,6 +123,8 @@ class KindTimes:
 class StepTimes(Collector):
     """The refits of those kinds of a fleet whose profile is known, by name.
 
+    A profile that counts drafts is of tokens, where engines tell of steps: it stays as it is.
+
     `attached`: the workers there are, `kind_of`: their kind. Workers of a kind take turns, so that each is
     heard as often as the others and a large fleet learns as fast as a small one, for the same time of the
     gateway's.
@@ -132,7 +134,8 @@ class StepTimes(Collector):
         self, profiles: Mapping[str, Profile], events: EventLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._events = events
-        self.kinds = {kind: KindTimes(profile, events) for kind, profile in profiles.items()}
+        known = {kind: profile for kind, profile in profiles.items() if profile.speculation is None}
+        self.kinds = {kind: KindTimes(profile, events) for kind, profile in known.items()}
         self.attached: Callable[[], Collection[WorkerId]] = lambda: tuple(self._steps_taken)
         self.kind_of: Callable[[WorkerId], str | None] = lambda worker: next(iter(profiles))
         self._steps_taken: dict[WorkerId, int] = {}

@@ -22,7 +22,8 @@ class WorkerInfo:
 
     `weights` is a digest: equal for engines that continue each other's outputs. `kv_dtype` is vLLM's name.
     `why_fixed`: why no request of it can be moved, or empty. `has_stateless_seeds`: it derives each draw from
-    (seed, position), as vLLM's second model runner does. `device`: the name of its GPUs or of its processor.
+    (seed, position), as vLLM's second model runner does. `carries_penalties`: it goes on counting the tokens
+    that earlier segments of a request made. `device`: the name of its GPUs or of its processor.
     `link_key`: its door's public key. `kv_secret`: what readers of its KV must know; told over links alone.
     """
 
@@ -46,6 +47,7 @@ class WorkerInfo:
     why_fixed: str = ""
     caches_prefixes: bool = True
     has_stateless_seeds: bool = False
+    carries_penalties: bool = True
     device: str = ""
     link_key: str = ""
     kv_secret: str = field(default="", repr=False)

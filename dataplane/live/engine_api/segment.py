@@ -27,6 +27,10 @@ def _has_long_bad_words(params: SamplingParams) -> bool:
     return any(len(tokens) > 1 for tokens in params._bad_words_token_ids or ())
 
 
+def _is_penalised(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty)
+
+
 # What depends on the outputs as outputs, and would start anew in a continuation: (present?, what).
 OBSTACLES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
     (lambda p: p.n > 1, "several outputs of one engine request (n > 1)"),
@@ -39,11 +43,14 @@ OBSTACLES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
 )
 
 
-def obstacle_to_replay(request: EngineCoreRequest, output_token_ids: Sequence[int]) -> str | None:
+def obstacle_to_replay(
+    request: EngineCoreRequest, output_token_ids: Sequence[int], carries_penalties: bool
+) -> str | None:
     """What of a request cannot go on correctly in a new segment, or None.
 
     With no token sent there is none: the request starts over. Seeded sampling is no obstacle here, since
     the alternative to a replay is an error: the draws are right in distribution, not those of the seed.
+    `carries_penalties`: whether engines go on counting the tokens so far.
     """
     if not output_token_ids:
         return None
@@ -56,6 +63,8 @@ def obstacle_to_replay(request: EngineCoreRequest, output_token_ids: Sequence[in
     for present, what in OBSTACLES:
         if present(request.sampling_params):
             return what
+    if not carries_penalties and _is_penalised(request.sampling_params):
+        return "penalties: an engine that takes drafts would not count the tokens so far"
     if request.sampling_params.structured_outputs is not None and not request.reasoning_ended:
         return "structured output after reasoning: where its grammar began is not known"
     return None
@@ -65,7 +74,7 @@ def obstacle_to_move(
     request: EngineCoreRequest, output_token_ids: Sequence[int], source: WorkerInfo
 ) -> str | None:
     """What of a request on `source` could not continue exactly after a move, or None."""
-    obstacle = obstacle_to_replay(request, output_token_ids)
+    obstacle = obstacle_to_replay(request, output_token_ids, source.carries_penalties)
     if obstacle is not None or not output_token_ids:
         return obstacle
     if source.why_fixed:
@@ -89,7 +98,7 @@ def segment_request(
         params.prompt_logprobs = None
         params.prompt_logprob_token_ids = None
         params.skip_reading_prefix_cache = False
-        if params.presence_penalty or params.frequency_penalty or params.structured_outputs:
+        if _is_penalised(params) or params.structured_outputs:
             extra[PRIOR_TOKENS] = list(output_token_ids)
     params.extra_args = extra
     continued = copy(request)

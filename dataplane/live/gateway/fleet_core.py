@@ -109,7 +109,7 @@ class FleetCore(FrontEndClient):
         self._left: dict[RequestId, WorkerId] = {}
         self._awaited: Counter[WorkerId] = Counter()  # requests that an earlier core has left there
         self.was_mixed = False  # whether that core's workers may have run several models
-        self._solved_in_time = True
+        self._solved_in_time = self._carries_penalties = True
         self.is_starting: Callable[[], bool] = lambda: False
         self.predict_anew: Callable[[int, int], int] | None = None
         self._admission = Admission(
@@ -197,6 +197,7 @@ class FleetCore(FrontEndClient):
     def attach(self, link: EngineLink, kind: str = "", role: Role = "any") -> None:
         """Take a worker in; it gets requests from now on. Raises StopIteration when every slot is taken."""
         at = self._attached.add(link, kind, role)
+        self._carries_penalties = link.info.carries_penalties  # as all of a fleet's
         self.placement.attach(link.info, kind, role)
         at.reader = self._loop.create_task(self._read(at))
         self._admission.look()
@@ -271,6 +272,10 @@ class FleetCore(FrontEndClient):
             return None
         outputs = tracked.output_token_ids or ((0,) if begun else ())
         return obstacle_to_move(tracked.request, outputs, link.info)
+
+    def obstacle_to_replay(self, tracked: Tracked) -> str | None:
+        """What of a request cannot go on in a new segment, on engines as this fleet has them, or None."""
+        return obstacle_to_replay(tracked.request, tracked.output_token_ids, self._carries_penalties)
 
     async def cut_over(
         self, request: RequestId, target: WorkerId, transfer: Transfer
@@ -496,8 +501,7 @@ class FleetCore(FrontEndClient):
         self.placement.take(tracked)
         tracked.settle_cut(False)
         tracked.replays, tracked.fruitless = tracked.replays + 1, tracked.fruitless + 1
-        obstacle = obstacle_to_replay(tracked.request, tracked.output_token_ids)
-        obstacle = obstacle or self._other_weights(tracked)
+        obstacle = self.obstacle_to_replay(tracked) or self._other_weights(tracked)
         if obstacle is None and tracked.fruitless > MOST_FRUITLESS:
             obstacle = f"{tracked.fruitless} attempts in a row gave no token"
             if tracked.output_token_ids and tracked.request.sampling_params.structured_outputs is not None:

@@ -83,7 +83,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         exit_with_parent()
         if current_platform.is_cpu():
             sleep_while_spinning()
-        self._why_fixed = why_fixed(kv_cache_config.kv_cache_groups)
+        self._why_fixed = why_fixed(kv_cache_config.kv_cache_groups, vllm_config.speculative_config)
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
             groups, pool = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
@@ -276,12 +276,15 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 KEEPS_ALL = {"FullAttentionSpec", "MLAAttentionSpec"}  # vLLM's kinds of layers with a block for every token
 
 
-def why_fixed(groups: Sequence[Any]) -> str:
-    """Why no request of an engine with these KV cache groups can be moved; empty if it can.
+def why_fixed(groups: Sequence[Any], drafts: Any) -> str:
+    """Why no request of an engine with these KV cache groups and drafts can be moved; empty if it can.
 
     A layer that drops what lies behind its window, or folds it into a state, has no block for each position
-    of a request: what the target wants may be gone at the source.
+    of a request: what the target wants may be gone at the source. Drafts from the text so far need nothing
+    of their own; a model that drafts has KV of its own, with which no move was tried.
     """
+    if drafts is not None and drafts.method != "ngram":
+        return f"its engine takes drafts by {drafts.method}"
     if len(groups) != 1:
         return f"its KV cache has {len(groups)} groups of layers"
     spec = groups[0].kv_cache_spec

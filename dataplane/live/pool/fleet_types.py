@@ -196,6 +196,19 @@ class FleetTypes:
             if t.gpu not in (None, CPU):
                 raise BadInput(f"--plan: planned for {t.name}, but this host has no GPU; {AS_IS}")
 
+    def check_drafts(self, asked: Mapping[str, Any] | None) -> None:
+        """Raise BadInput unless vLLM is asked for as many drafts as each kind's profile counts."""
+        drafted = int((asked or {}).get("num_speculative_tokens") or 0)
+        for t in self:
+            if t.known_profile is None:
+                continue
+            planned = 0 if t.known_profile.speculation is None else t.known_profile.speculation.drafted
+            if planned and drafted != planned:
+                how = f'-- --speculative-config \'{{"method": …, "num_speculative_tokens": {planned}}}\''
+                raise BadInput(f"{t.name}: its step times count {planned} drafted tokens: say {how}")
+            if asked and not planned:
+                raise BadInput(f"--speculative-config: the step times of {t.name} count no drafts; {AS_IS}")
+
     def check_flags(self, arguments: object) -> None:
         """Raise BadInput where an operator's vLLM flags contradict what a plan fixed."""
         for kind, limits in () if self.as_is else self.planned.items():

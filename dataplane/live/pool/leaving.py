@@ -31,7 +31,6 @@ from controlplane.types import RequestId, WorkerId
 from dataplane.live.engine_api.link import EngineLink
 from dataplane.live.engine_api.notices import GIVEN_S
 from dataplane.live.engine_api.processes import cancel_all
-from dataplane.live.engine_api.segment import obstacle_to_replay
 from dataplane.live.gateway.connections import Attached
 from dataplane.live.gateway.fleet_core import FleetCore
 from dataplane.live.gateway.request import Tracked
@@ -246,7 +245,9 @@ class Exit:
             if tracked is None or tracked.worker != self.worker:
                 continue
             target = order.target
-            if order.how == STAY and self._obstacle(tracked) is None:  # it did not end by itself
+            if (
+                order.how == STAY and self._core.obstacle_to_replay(tracked) is None
+            ):  # it did not end by itself
                 target = max(self._havens(), key=lambda h: (h.free_tokens, h.worker)).worker
             if target is not None:
                 going.append(self._replay(tracked, target, why))
@@ -284,12 +285,9 @@ class Exit:
             math.inf if pace_s is None else rest * pace_s,
             has_kv=bool(outputs),
             may_move=may_move,
-            may_replay=self._obstacle(tracked) is None,
+            may_replay=self._core.obstacle_to_replay(tracked) is None,
             cached=partial(self._core.placement.cached_at, tracked),
         )
-
-    def _obstacle(self, tracked: Tracked) -> str | None:
-        return obstacle_to_replay(tracked.request, tracked.output_token_ids)
 
     def _link(self) -> EngineLink | None:
         return self._core.link(self.worker)

@@ -117,9 +117,13 @@ def engine_args(engine_settings: Mapping[str, Any], door: KvDoor) -> AsyncEngine
 
 
 def engine_config(args: AsyncEngineArgs) -> Any:
-    """vLLM's configuration, with the penalties of moved requests in the form of the model runner it chose."""
+    """vLLM's configuration, with the penalties of moved requests in the form of the model runner it chose.
+
+    The first runner takes no logits processors beside drafts: there requests with penalties do not go on.
+    """
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    config.model_config.logits_processors = [penalties_of(config.use_v2_model_runner)]
+    if config.use_v2_model_runner or config.speculative_config is None:
+        config.model_config.logits_processors = [penalties_of(config.use_v2_model_runner)]
     return config
 
 
@@ -165,6 +169,7 @@ def worker_info(
         why_fixed=kv["why_fixed"],
         caches_prefixes=bool(cache.enable_prefix_caching),
         has_stateless_seeds=bool(config.use_v2_model_runner),
+        carries_penalties=bool(config.model_config.logits_processors),
         weights=weights_digest(model),
         kv_dtype=str(cache.cache_dtype),
         device=device_name() + _cores(parallel.tensor_parallel_size),

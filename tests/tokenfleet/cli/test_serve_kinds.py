@@ -19,7 +19,7 @@ from dataplane.live.pool.fleet_types import ZONE, FleetTypes, Site, accelerator
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve import ServeFlags
 from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_asked, types_of
-from tokenfleet.export.deployment import deployment
+from tokenfleet.export.deployment import deployment, serve_words
 from tokenfleet.planning.plan_file import read_plan
 from tokenfleet.planning.plan_json import plan_json
 from tokenfleet.profiles.form import profile_document
@@ -260,6 +260,28 @@ TIERED = profile_document(
 )
 
 
+def test_engines_draft_as_many_tokens_as_their_step_times_count(tmp_path):
+    plain, drafts = plan_of_fleet(MIX[:1]), plan_of_fleet(MIX[:1])
+    drafts["inputs"]["profiles"][0]["profile"] = SPECULATING
+    types = {}
+    for name, document in (("plain", plain), ("drafts", drafts)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(document))
+        types[name] = planned_types(read_plan(path), (), as_is=False)
+    three = {"method": "ngram", "num_speculative_tokens": 3}
+    types["plain"].check_drafts(None)
+    types["drafts"].check_drafts(three | {"num_speculative_tokens": 2})
+    planned_types(read_plan(path), (), as_is=True).check_drafts(three)
+    with pytest.raises(BadInput, match=r"^--speculative-config: the step times of h100-sxm TP2 count no"):
+        types["plain"].check_drafts(three)
+    says = "h100-sxm TP2: its step times count 2 drafted tokens: say -- --speculative-config '"
+    for asked in (None, three):
+        with pytest.raises(BadInput, match=f"^{says}"):
+            types["drafts"].check_drafts(asked)
+    with pytest.raises(BadInput, match=r"^export: speculate: what makes the drafts is not in the plan"):
+        serve_words(deployment(read_plan(path), "weights"), "plan.json", ())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -267,7 +289,6 @@ TIERED = profile_document(
         ({"fleet": "role"}, "fleet: prefill and decode workers need each other, got"),
         ({"profiles": {"profile": document_of("llama-3.1-70b", "h100-sxm", 2, EngineMode.PREFILL_FIRST)}},
          "engine_mode: no engine here forms its steps prefill-first; plan with --engine chunked"),
-        ({"profiles": {"profile": SPECULATING}}, "speculate: no fleet here serves drafts; plan without"),
         ({"profiles": {"profile": TIERED}}, "host_kv: no fleet here keeps KV in host memory; plan without"),
     ],
 )  # fmt: skip
