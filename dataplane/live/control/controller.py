@@ -230,10 +230,11 @@ def run(settings: ControllerSettings) -> None:
 
 
 def main() -> None:
-    """Read the settings from stdin and run."""
+    """Read the settings from stdin and run; whoever started it may have been ended before it wrote them."""
     os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
     use_kernel_cache()
-    run(CONTROLLER_SETTINGS.validate_json(sys.stdin.read()))
+    if settings := sys.stdin.read():
+        run(CONTROLLER_SETTINGS.validate_json(settings))
 
 
 if __name__ == "__main__":

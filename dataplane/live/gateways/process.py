@@ -170,13 +170,15 @@ async def run(settings: ProcessSettings, unwritten: Unwritten) -> None:
 
 
 def main() -> None:
-    """Read the settings from stdin and run."""
+    """Read the settings from stdin and run; whoever started it may have been ended before it wrote them."""
     import uvloop
 
     os.setpgrp()  # Ctrl-C is for the fleet, which then ends this one
     logging.basicConfig(stream=sys.stderr, level="WARNING", format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("torch").setLevel("ERROR")
-    settings = PROCESS_SETTINGS.validate_json(sys.stdin.read())
+    if not (told := sys.stdin.read()):
+        return
+    settings = PROCESS_SETTINGS.validate_json(told)
     unwritten = Unwritten(values.ValueClass)
     values.ValueClass = unwritten.value()
     try:
