@@ -217,7 +217,9 @@ async def _bad_input(request: Request, error: Exception) -> Response:
 
 async def _bad_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    errors = error.errors()
+    # Of forms of which one is meant, the others miss fields: the fault of the one that was sent is said.
+    first = next((e for e in errors if e["type"] not in ("missing", "extra_forbidden")), errors[0])
     where = ".".join(str(part) for part in first["loc"])
     return error_reply(422, f"{where}: {first['msg']}")
 

@@ -159,7 +159,7 @@ def test_a_header_that_makes_no_sense_is_a_400_that_names_it(emulated_fleet, hea
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("nobody", "slo_class: one of batch, hasty, got 'nobody'"),
+        ("nobody", "slo_class: must be one of batch, hasty, got 'nobody'"),
         (7, "slo_class: the name of a class, got '7'"),
     ],
 )

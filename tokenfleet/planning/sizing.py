@@ -146,15 +146,13 @@ def size_on_trace(replicates: Replicates, question: PlanRequest, worker_type: Wo
     count = smallest(lambda n: passes_on_trace(replicates, question, sizing, n), low, guess, cap)
     sizing.workers = count
     if count is None:
-        best = max(sizing.on_trace.values(), default=0.0)
-        if limit is not None and limit < far:
-            sizing.reason = (
-                f"the limits allow {limit} workers, which reach {best:.4f}"
-                if limit >= low
-                else (f"the limits allow {limit} workers; the load alone needs {low}")
-            )
+        missed = f"miss the target with over {broken_off(replicates, question):.2%} of the requests"
+        found = f"reach only {max(sizing.on_trace.values()):.4f}" if sizing.on_trace else missed
+        if limit is None or limit >= far:
+            sizing.reason = f"even {cap} workers {found}"
         else:
-            sizing.reason = f"even {cap} workers reach only {best:.4f}"
+            found = f"which {found}" if limit >= low else f"the load alone needs {low}"
+            sizing.reason = f"the limits allow {limit} workers{',' if limit >= low else ';'} {found}"
     return sizing
 
 

@@ -224,8 +224,8 @@ async def _class_of(
     if not name and policy.classes:
         where, name = CLASS_FIELD, await ahead.slo_class()
     if name and name not in policy.classes:
-        known = ", ".join(policy.classes) or "this fleet has no classes"
-        raise _bad_header(where, f"one of {known}", name)
+        known = ", ".join(policy.classes)
+        raise _bad_header(where, f"must be one of {known}" if known else "this fleet has no classes", name)
     name = name or (key.slo_class if key.slo_class in policy.classes else "")
     return name, policy.classes.get(name, policy.default_slo)
 

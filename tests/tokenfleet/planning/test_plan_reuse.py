@@ -299,6 +299,13 @@ def test_more_agents_need_more_workers_and_none_knows_a_time_of_day() -> None:
     assert dict(facts(many))["target"].endswith("for 40 agents, at confidence 0.9")
 
 
+def test_a_limit_too_tight_is_told_by_no_share_that_was_not_replayed() -> None:
+    # Trials of it are broken off long before their ends: what they reach is not known then.
+    plan = planned(busy_talks(80, waits=True), [worker_type(worker(kv=KV))], agents=40, max_gpus=1)
+    assert plan.best is None
+    assert "the limits allow 1 workers, which miss the target with over 10.00% of the requests" in plan.reason
+
+
 @pytest.mark.parametrize("asked", [{"agents": 3}, {"session_s": 60.0}])
 def test_sessions_are_asked_for_only_of_traces_that_have_some(asked: dict[str, float]) -> None:
     request = replace(PlanRequest(SLO, model="llama-3.1-8b", gpu=("h100",), tp=(1,)), **asked)
