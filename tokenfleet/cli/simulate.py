@@ -327,11 +327,9 @@ def _specs(
 
 
 def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None) -> dict[str, Any] | None:
-    """What became of the sessions; None for a workload without any.
+    """What became of the sessions; None for a workload without any."""
+    from tokenfleet.planning.reuse import sessions_per_h
 
-    With agents, sessions an hour are counted while all agents work: until the last session begins, or, where
-    there are no more sessions than agents, until the end.
-    """
     sessions = outcome.workload.sessions
     if sessions is None or (sessions.session < 0).all():
         return None
@@ -347,8 +345,7 @@ def sessions_json(outcome: Outcome, agents: int | None, usd_per_h: float | None)
     if (within := outcome.session_attainment) is not None:
         told |= {"session_target_s": outcome.session_target_s, "within_target": round(within, 6)}
     if agents is not None:
-        ends_s, until_s = outcome.session_ends(agents)
-        an_hour = float((ends_s <= until_s).sum()) / until_s * 3600.0 if until_s > 0 else 0.0
+        an_hour = sessions_per_h(outcome, agents)
         usd = usd_per_h / an_hour if usd_per_h is not None and an_hour > 0 else None
         told |= {"agents": agents, "sessions_per_h": an_hour, "usd_per_session": usd}
     return told

@@ -101,7 +101,7 @@ def reuse_of(
         working_set_tokens(outcome),
         sum(g.workers * g.worker_type.profile.kv.capacity_tokens for g in fleet.groups),
         cliff_of(replicates.roughly(), fleet, target, pool),
-        session_cost(outcome, fleet),
+        session_cost(outcome, fleet, replicates.agents),
     )
 
 
@@ -195,7 +195,14 @@ def working_set_tokens(outcome: Outcome) -> int:
     return int((own + shared).max())
 
 
-def session_cost(outcome: Outcome, fleet: Fleet) -> SessionCost | None:
+def sessions_per_h(outcome: Outcome, agents: int) -> float:
+    """Sessions an hour while all agents work: until the last session begins, or, where there are no more
+    sessions than agents, until the end."""
+    ends_s, until_s = outcome.session_ends(agents)
+    return float((ends_s <= until_s).sum()) / until_s * 3600.0 if until_s > 0 else 0.0
+
+
+def session_cost(outcome: Outcome, fleet: Fleet, agents: int | None = None) -> SessionCost | None:
     """The price of a session; None where none waits for its answers."""
     sessions = outcome.workload.sessions
     if sessions is None or (len(sessions.before) == 0 and outcome.session_target_s is None):
@@ -206,8 +213,9 @@ def session_cost(outcome: Outcome, fleet: Fleet) -> SessionCost | None:
     times = np.concatenate([begin_s, end_s])
     step = np.repeat([1, -1], len(begin_s))
     at_once = int(np.cumsum(step[np.lexsort((step, times))]).max())
-    hours = float(end_s.max() - begin_s.min()) / 3600.0
-    usd = fleet.usd_per_hour
+    an_hour = len(begin_s) * 3600.0 / float(end_s.max() - begin_s.min())
+    if agents is not None:
+        an_hour = sessions_per_h(outcome, agents)
     mean_s = float((end_s - begin_s).mean())
-    price = None if usd is None else usd * hours / len(begin_s)
+    price = None if fleet.usd_per_hour is None or an_hour <= 0 else fleet.usd_per_hour / an_hour
     return SessionCost(len(begin_s), at_once, mean_s, price, outcome.session_attainment)

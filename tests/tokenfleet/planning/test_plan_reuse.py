@@ -184,6 +184,17 @@ def test_a_session_costs_its_share_of_the_fleet() -> None:
     assert session_cost(replicates_of(talks(3, 20)).replay(fleet), fleet) is None
 
 
+def test_with_agents_a_session_costs_what_it_does_while_all_of_them_work() -> None:
+    fleet = of_one_kind(worker_type(usd=2.0), 3)
+    outcome = replace(replicates_of(talks(3, 20, waits=True)), agents=4).replay(fleet)
+    begin_s, end_s = outcome.workload.sessions.spans(outcome.arrival_s, outcome.finish_s)  # type: ignore[union-attr]
+    cost = session_cost(outcome, fleet, 4)
+    assert cost is not None
+    hours = begin_s.max() / 3600  # then the last one begins, and whoever ends has no next
+    assert cost.usd == pytest.approx(3 * 2.0 * hours / (end_s <= begin_s.max()).sum())
+    assert cost.at_once == 4
+
+
 def test_without_caches_the_same_sessions_are_drawn() -> None:
     workload = talks(2, 30, told=False)
     assert np.array_equal(units_of(in_sessions(workload)).rows, units_of(workload).rows)
