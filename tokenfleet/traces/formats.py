@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import NoReturn
 
 import polars as pl
 
@@ -282,9 +283,14 @@ def _json_columns(path: Path, lines: Sequence[bytes]) -> tuple[str, ...]:
     return tuple(columns)
 
 
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no value of JSON's")
+
+
 def _json_object(path: Path, number: int, line: bytes) -> dict[str, object]:
     try:
-        value = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        value = json.loads(text, parse_constant=_no_constant)  # polars reads no NaN either
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path}: line {number}: not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):

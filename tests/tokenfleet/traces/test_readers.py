@@ -231,6 +231,7 @@ def test_a_plain_trace_keeps_its_start_and_a_clock_does_not(file: Path) -> None:
         ('{"timestamp": null, "input_length": 1, "output_length": 1}\n', "row 1: timestamp: no value"),
         ('{"timestamp": [1], "input_length": 1, "output_length": 1}\n', "row 1: timestamp: '[1]'"),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"timest', "line 2: not JSON"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1}\n{"x": NaN}', "line 2: not JSON: NaN"),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1}\n[1]\n', "expected a JSON object"),
         ("[]", "a JSON array"),
         (b"PAR1 and then nothing", "cannot be read"),
