@@ -39,6 +39,7 @@ from controlplane.scaler.mix import solver
 TRIFLE = 1e-3
 TIE = 1e-4  # of equal claims, that of who has it
 _HAIR = 1e-9
+_BUDGET = "budget-usd-per-h"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Pool:
     `floor`: it always has as many. `asked`, `needed`: workers, as above. `share`: what it was last told;
     `held`: workers whose GPUs it has, those that start or leave among them. `is_heard`: whether it can be
     told anything now. `zone`: the one that all its workers are in; None where zones are not told apart.
+    `fixed_usd_per_h`: dollars an hour besides, however many workers: what those on demand of a fleet on spot
+    cost more, which is too much while it has fewer workers than these.
     """
 
     model: str
@@ -62,6 +65,7 @@ class Pool:
     held: int = 0
     is_heard: bool = True
     zone: str | None = None
+    fixed_usd_per_h: float = 0.0
 
     @property
     def wants(self) -> int:
@@ -90,7 +94,8 @@ class Limits:
     zones: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def rows(self, pools: Sequence[Pool]) -> list[tuple[str, list[float], float]]:
-        """For each limit its name, what a worker of each pool and a GPU of each group take, and the most."""
+        """For each limit its name, what a worker of each pool and a GPU of each group take, and the most of
+        all workers, which of dollars is less what is fixed."""
         whole = [Pool("", gpu, 1, usd, 0, zone=zone or None) for zone, gpu, usd in _groups(pools)]
         pools = [replace(p, gpus=0, usd_per_h=0.0) if p.group else p for p in pools] + whole
         rows: list[tuple[str, list[float], float]] = []
@@ -102,21 +107,27 @@ class Limits:
         if self.max_gpus is not None:
             rows.append(("max-gpus", [float(p.gpus) for p in pools], self.max_gpus))
         if self.usd_per_h is not None:
-            rows.append(("budget-usd-per-h", [p.usd_per_h for p in pools], self.usd_per_h))
+            rows.append((_BUDGET, [p.usd_per_h for p in pools], self.usd_per_h - _fixed(pools)))
         return rows
 
     def used(self, pools: Sequence[Pool], workers: Sequence[int]) -> list[tuple[str, float, float]]:
         """For each limit its name, what so many workers of each pool take of it, and the most."""
         parts = [math.ceil(sum(part) - _HAIR) for part in _parts(pools, workers)]
         counts = [*workers, *parts]
+        fixed = {_BUDGET: _fixed(pools)}
         return [
-            (name, sum(takes * n for takes, n in zip(row, counts, strict=True)), most)
+            (name, sum(takes * n for takes, n in zip(row, counts, strict=True)) + beside, most + beside)
             for name, row, most in self.rows(pools)
+            for beside in [fixed.get(name, 0)]
         ]
 
     def hold(self, pools: Sequence[Pool], workers: Sequence[int]) -> bool:
         """Whether so many workers of each pool keep to the limits."""
         return all(used <= most + _HAIR for _, used, most in self.used(pools, workers))
+
+
+def _fixed(pools: Sequence[Pool]) -> float:
+    return sum(p.fixed_usd_per_h for p in pools)
 
 
 def _groups(pools: Sequence[Pool]) -> list[tuple[str, str, float]]:

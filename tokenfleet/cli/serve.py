@@ -346,12 +346,17 @@ def _serve_all(asked: Asked, checked: Mapping[str, Checked], locks: Locks, tell:
 
 def _site(name: str, asked: Asked, checked: Mapping[str, Checked]) -> Site:
     """Where a model of a portfolio has its workers, and what begins there beside them."""
-    from dataplane.live.pool.fleet_types import Site
+    from dataplane.live.pool.fleet_types import Begun, Site
 
     zones = {other: None if m.pool is None else m.pool.zone for other, m in asked.members.items()}
     there = [other for other, zone in zones.items() if zone == zones[name]]
-    beside = tuple(group for other in there if other != name for group in checked[other].types.groups)
-    return Site(zones[name], beside, name == there[0])
+    beside = (
+        Begun(group, asked.members[other].on_demand)
+        for other in there
+        if other != name
+        for group in checked[other].types.groups
+    )
+    return Site(zones[name], tuple(beside), name == there[0], asked.members[name].on_demand)
 
 
 def _bound(flags: ServeFlags, held: ExitStack) -> Doors:

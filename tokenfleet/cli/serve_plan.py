@@ -19,7 +19,7 @@ from controlplane.worker_type import WorkerGroup, WorkerType
 from tokenfleet.cli.flags import adapter_at
 from tokenfleet.durations import parse_duration_s, parse_slo, parse_slo_class
 from tokenfleet.planning.plan_file import PlanFile, read_plan
-from tokenfleet.portfolio.request import read_planned_portfolio
+from tokenfleet.portfolio.request import PlannedPortfolio, read_planned_portfolio
 from tokenfleet.profiles.library import canonical_gpus, canonical_model, find_profiles, read_profile
 from tokenfleet.profiles.prices import kind_of, read_prices
 
@@ -54,13 +54,14 @@ ADAPTERS_AT_ONCE = 8  # in one batch; an engine sets memory aside for each
 
 @dataclass(frozen=True)
 class Member:
-    """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share and its model's
-    adapters."""
+    """A fleet to serve: its flags, its plan if it has one, and in a portfolio its share, its model's
+    adapters, and how many of its workers are on demand (None: that is not told)."""
 
     flags: ServeFlags
     plan: PlanFile | None
     pool: Pool | None = None
     adapters: Sequence[str] = ()
+    on_demand: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,7 @@ def members_of(flags: ServeFlags) -> Asked:
     low, high = (1, None) if flags.autoscale is None else bounds_of(flags.autoscale)
     planned = read_planned_portfolio(flags.portfolio)
     limits = Limits(planned.gpus, planned.max_gpus, planned.budget_usd_per_h, planned.zones)
-    zone_of = planned.zone_of.get
-    pools = [
-        _pool(name, plan, limits, (low, high), zone_of(name), flags.as_is)
-        for name, plan in planned.plans.items()
-    ]
+    pools = [_pool(name, planned, (low, high), flags.as_is) for name in planned.plans]
     _check_parts(pools)
     right = rights(pools, limits)
     where = _where(flags, (*planned.plans, *chain(*planned.adapters.values())))
@@ -111,7 +108,8 @@ def members_of(flags: ServeFlags) -> Asked:
             ],
         )
         share = replace(pool, right=right[name], share=right[name])
-        members[name] = Member(own, plan.with_workers(right[name]), share, adapters)
+        plan = plan.with_workers(right[name])
+        members[name] = Member(own, plan, share, adapters, planned.on_demand.get(name))
     return Asked(flags, members, limits)
 
 
@@ -154,19 +152,13 @@ def _check_parts(pools: Sequence[Pool]) -> None:
             )
 
 
-def _pool(
-    name: str,
-    plan: PlanFile,
-    limits: Limits,
-    bounds: tuple[int, int | None],
-    zone: str | None,
-    as_is: bool,
-) -> Pool:
+def _pool(name: str, planned: PlannedPortfolio, bounds: tuple[int, int | None], as_is: bool) -> Pool:
     """A model's workers as they were planned. Raises BadInput for what no portfolio is served with."""
+    plan = planned.plans[name]
     if len(plan.fleet) > 1:
         raise BadInput(f"--portfolio: {name}: is planned on several kinds of worker; plan it with one")
     worker_type = plan.groups[0].worker_type
-    if limits.usd_per_h is not None and worker_type.usd_per_h is None:
+    if planned.budget_usd_per_h is not None and worker_type.usd_per_h is None:
         raise BadInput(f"--portfolio: {name}: {worker_type.name} has no price to hold against the budget")
     if as_is and worker_type.reserved_gpus < 1:
         n = worker_type.workers_per_gpu
@@ -175,9 +167,15 @@ def _pool(
         )
     usd_per_h = worker_type.usd_per_h or 0.0
     low, high = bounds
-    planned = max(low, min(plan.workers, high or plan.workers))
     return Pool(
-        name, str(worker_type.gpu), worker_type.reserved_gpus, usd_per_h, planned, floor=low, zone=zone
+        name,
+        str(worker_type.gpu),
+        worker_type.reserved_gpus,
+        usd_per_h,
+        max(low, min(plan.workers, high or plan.workers)),
+        floor=low,
+        zone=planned.zone_of.get(name),
+        fixed_usd_per_h=planned.on_demand_usd_per_h.get(name, 0.0),
     )
 
 

@@ -24,6 +24,7 @@ serve it: each model's own plan, and the limits.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -124,6 +125,9 @@ class _PlannedModel(BaseModel):
     name: Annotated[str, Field(pattern=_NAME)]
     zone: Annotated[str, Field(pattern=_ZONE)] | None = None
     adapters: list[_PlannedAdapter] = []
+    spot: bool | None = None
+    on_demand_workers: Annotated[int, Field(ge=0)] = 0
+    constant_usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     plan: dict[str, Any]
 
 
@@ -144,7 +148,8 @@ class _Planned(BaseModel):
 class PlannedPortfolio:
     """The plan of each model, by name, its zone where it has one, and the limits of all: of GPUs by type, of
     GPUs (max-gpus), of dollars an hour (budget-usd-per-h), and of GPUs by zone and type. `adapters`: the
-    names of each model's."""
+    names of each model's. `on_demand`: of each model's workers the most that are on demand, of one on demand
+    infinity; `on_demand_usd_per_h`: what they cost more, where others are on spot."""
 
     plans: Mapping[str, PlanFile]
     gpus: Mapping[str, int]
@@ -153,6 +158,8 @@ class PlannedPortfolio:
     zone_of: Mapping[str, str]
     zones: Mapping[tuple[str, str], int]
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    on_demand: Mapping[str, float] = field(default_factory=dict)
+    on_demand_usd_per_h: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_planned_portfolio(path: Path) -> PlannedPortfolio:
@@ -169,7 +176,36 @@ def read_planned_portfolio(path: Path) -> PlannedPortfolio:
         if not plans[model.name].feasible:
             raise BadInput(f"{path}: models.{i}.plan: found no fleet, so there is none to run")
     limits = {limit.name: limit.most for limit in planned.limits}
-    return replace(_within(limits, plans, zone_of, path), adapters=adapters)
+    on_demand, more_usd = _on_demand(planned, plans, path)
+    return replace(
+        _within(limits, plans, zone_of, path),
+        adapters=adapters,
+        on_demand=on_demand,
+        on_demand_usd_per_h=more_usd,
+    )
+
+
+def _on_demand(
+    planned: _Planned, plans: Mapping[str, PlanFile], path: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The workers on demand of the models of which it is told, and what they cost more. Raises BadInput."""
+    on_demand: dict[str, float] = {}
+    more_usd: dict[str, float] = {}
+    for i, model in enumerate(planned.models):
+        plan, n = plans[model.name], model.on_demand_workers
+        if model.spot is not None:
+            on_demand[model.name] = n if model.spot else math.inf
+        if not (model.spot and n):
+            continue
+        if n > plan.workers:
+            expected = f"expected at most the plan's {plan.workers}, got {n}"
+            raise BadInput(f"{path}: models.{i}.on_demand_workers: {expected}")
+        if model.constant_usd_per_hour is None or plan.usd_per_hour is None:
+            raise BadInput(
+                f"{path}: models.{i}.constant_usd_per_hour: missing; some of its workers are on spot"
+            )
+        more_usd[model.name] = max(0.0, model.constant_usd_per_hour - plan.usd_per_hour)
+    return on_demand, more_usd
 
 
 def _within(

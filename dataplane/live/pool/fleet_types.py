@@ -7,8 +7,8 @@ and from prefill to decode workers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, Profile
@@ -20,7 +20,25 @@ RAY_NAMES = ("A100", "A10G", "B200", "GB200", "H100", "H200", "L4", "L40S", "RTX
 CPU = "cpu"  # the GPU's name in a profile of an engine that computes on CPUs
 AS_IS = "--as-is serves the plan's workers on what is here, without its step times"
 LEAST_KV = 0.95  # of the KV memory that was planned with
-ZONE = "ray.io/availability-zone"  # the label of Ray's nodes
+ZONE, MARKET = "ray.io/availability-zone", "ray.io/market-type"  # labels of Ray's nodes
+Market = Literal["on-demand", "spot"]
+MARKETS: tuple[Market, ...] = get_args(Market)
+Node = Mapping[str, Any]  # as Ray tells it
+
+
+class Begun(NamedTuple):
+    """Workers that a fleet begins with, the first `on_demand` of them on demand (None: all)."""
+
+    group: WorkerGroup
+    on_demand: float | None = None
+
+    def bought(self, market: Market | None) -> WorkerGroup:
+        """Those of them that are bought so; None: all."""
+        if market is None:
+            return self.group
+        n = self.group.workers
+        on_demand = n if self.on_demand is None else int(min(self.on_demand, n))
+        return replace(self.group, workers=on_demand if market == "on-demand" else n - on_demand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +47,73 @@ class Site:
 
     `zone`: of the Ray nodes that they are on; None for any node. `beside`: the workers of other models of a
     portfolio that begin in the same zone. `is_first`: whether this fleet speaks for all of them there.
+    `on_demand`: so many workers are on demand, and those beyond them on spot; None for either. That holds
+    where any node says that it is on spot or on demand (the label MARKET); those that do not are on demand.
     """
 
     zone: str | None = None
-    beside: tuple[WorkerGroup, ...] = ()
+    beside: tuple[Begun, ...] = ()
     is_first: bool = True
+    on_demand: float | None = None
 
     @property
     def name(self) -> str:
         """How refusals begin; empty where the fleet is alone and anywhere."""
         zone = f": zone {self.zone}" if self.zone else ""
-        return f"--portfolio{zone}" if zone or self.beside else ""
+        return f"--portfolio{zone}" if zone or self.beside or self.on_demand is not None else ""
 
-    def nodes(self, nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Those of Ray's nodes that are alive and in the zone."""
-        return [n for n in nodes if n["Alive"] and self.zone in (None, n["Labels"].get(ZONE))]
+    def nodes(self, nodes: Sequence[Node], market: Market | None = None) -> list[Node]:
+        """Those of Ray's nodes that are alive, in the zone and bought so (None: either way)."""
+        there = [n for n in nodes if n["Alive"] and self.zone in (None, n["Labels"].get(ZONE))]
+        return [n for n in there if market in (None, market_of(n))]
 
-    def check(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Raise BadInput where none of Ray's nodes is in the zone."""
+    def markets(self, nodes: Sequence[Node]) -> tuple[Market | None, ...]:
+        """The ways in which nodes are bought, where they are told apart: by those that are gone, too."""
+        is_told = self.on_demand is not None and any(MARKET in n["Labels"] for n in nodes)
+        return MARKETS if is_told else (None,)
+
+    def market(self, nodes: Sequence[Node], on_demand: int) -> Market | None:
+        """Where the next worker goes while so many are on demand; None for any node of the zone."""
+        if self.on_demand is None or self.markets(nodes) == (None,):
+            return None
+        return "on-demand" if on_demand < self.on_demand else "spot"
+
+    def labels(self, market: Market | None) -> dict[str, str]:
+        """What Ray is to look for in a node's labels."""
+        bought = {None: {}, "spot": {MARKET: "spot"}, "on-demand": {MARKET: "!spot"}}[market]
+        return ({ZONE: self.zone} if self.zone else {}) | bought
+
+    def where(self, market: Market | None) -> str:
+        """The nodes in words, to come after "node"."""
+        zone = f" of zone {self.zone}" if self.zone else ""
+        return zone + (f" {_BOUGHT[market]}" if market else "")
+
+    def check(self, nodes: Sequence[Node], own: Sequence[WorkerGroup] = ()) -> None:
+        """Raise BadInput where none of Ray's nodes is in the zone, or none there is bought as workers are."""
         if self.zone is not None and not self.nodes(nodes):
             there = sorted({str(n["Labels"][ZONE]) for n in nodes if n["Alive"] and ZONE in n["Labels"]})
             label = f"{ZONE}={self.zone}"
             has = f"there are {', '.join(there)}" if there else "none has a zone"
             raise BadInput(f"{self.name}: Ray has no node with the label {label}; {has}")
+        for market in self.markets(nodes):
+            workers = sum(begun.bought(market).workers for begun in self.begun(own))
+            if market and workers and not self.nodes(nodes, market):
+                node = "node there" if self.zone else "node"
+                node += f" {'with' if market == 'spot' else 'without'} the label {MARKET}=spot"
+                wanted = f"{workers} workers are planned {_BOUGHT[market]}"
+                raise BadInput(f"{self.name}: Ray has no {node}; {wanted}")
+
+    def begun(self, own: Sequence[WorkerGroup]) -> list[Begun]:
+        """The fleet's own workers, and those of others that begin there."""
+        return [*(Begun(group, self.on_demand) for group in own), *self.beside]
+
+
+_BOUGHT = {"on-demand": "on demand", "spot": "on spot"}
+
+
+def market_of(node: Node) -> Market:
+    """How a node is bought, of those of which some say so."""
+    return "spot" if node["Labels"].get(MARKET) == "spot" else "on-demand"
 
 
 ANYWHERE = Site()
@@ -148,19 +210,24 @@ class FleetTypes:
         if has == {"decode"}:
             raise BadInput("role: decode workers need a prefill worker, or one of any role, before them")
 
-    def check_gpus(self, nodes: Sequence[Mapping[str, float]], site: Site = ANYWHERE) -> None:
+    def check_gpus(
+        self, nodes: Sequence[Mapping[str, float]], site: Site = ANYWHERE, market: Market | None = None
+    ) -> None:
         """Raise BadInput unless Ray nodes of these resources hold the workers that the fleet starts with.
 
-        All GPUs of a worker are on one node; so are those of other models' workers at the same `site`. Parts
-        of GPUs come last: those of a portfolio are all alike, so that they fill GPUs that are left.
+        With a `market` those that are bought so, as the nodes are. All GPUs of a worker are on one node; so
+        are those of other models' workers at the same `site`. Parts of GPUs come last: those of a portfolio
+        are all alike, so that they fill GPUs that are left.
         """
-        groups = (*self._groups.values(), *site.beside)
+        groups = [begun.bought(market) for begun in site.begun(self.groups)]
+        groups = [group for group in groups if group.workers or market is None]
         where = site.name or ("--plan" if self.planned else "--workers")
+        where += f": {_BOUGHT[market]}" if market else ""
         parts = ", ".join(f"{g.workers} workers of {g.worker_type.reserved_gpus:g} GPUs" for g in groups)
         needed = sum(group.workers * group.worker_type.reserved_gpus for group in groups)
         free = [float(int(node.get("GPU", 0))) for node in nodes]
         if sum(free) < needed:
-            there = "Ray has" if site.zone is None else "Ray's nodes there have"
+            there = "Ray has" if site.zone is None and market is None else "Ray's nodes there have"
             raise BadInput(f"{where}: {parts} need {needed:g}, {there} {sum(free):g}")
         for group in sorted(groups, key=lambda group: -group.worker_type.reserved_gpus):
             self._take_gpus(group, nodes, free, where)

@@ -28,7 +28,7 @@ from dataplane.live.engine_api.notices import Notice
 from dataplane.live.engine_api.processes import free_memory_bytes, replace_text, resident_bytes
 from dataplane.live.engine_api.vllm_surface import current_platform
 from dataplane.live.kv.nixl import Asked
-from dataplane.live.pool.fleet_types import ZONE, FleetTypes, Site, accelerator
+from dataplane.live.pool.fleet_types import FleetTypes, Market, Site, accelerator, market_of
 from dataplane.live.pool.member import Adopted, Revision
 from dataplane.live.worker.door import new_key, public_key
 from dataplane.live.worker.launch import Place, RayWorker, adopt_worker, end_worker, launch_worker
@@ -55,6 +55,7 @@ class RayHost:
         self._context = link_context()
         self._workers: dict[WorkerId, RayWorker] = {}
         self._nodes: dict[WorkerId, str] = {}
+        self._on_demand: set[WorkerId] = set()  # where the site says how many are
 
     @classmethod
     async def start(
@@ -92,11 +93,12 @@ class RayHost:
             return self._lack_of_memory()
         gpus = self._types[kind].reserved_gpus
         free = ray._private.state.available_resources_per_node()
-        there = [free.get(node["NodeID"], {}) for node in self._site.nodes(ray.nodes())]
+        nodes = ray.nodes()
+        market = self._site.market(nodes, len(self._on_demand))
+        there = [free.get(node["NodeID"], {}) for node in self._site.nodes(nodes, market)]
         if any(node.get("GPU", 0.0) >= gpus for node in there):
             return None
-        where = f" of zone {self._site.zone}" if self._site.zone else ""
-        return f"no node{where} has {gpus:g} free GPUs"
+        return f"no node{self._site.where(market)} has {gpus:g} free GPUs"
 
     def _lack_of_memory(self) -> str | None:
         """A worker on the CPU needs what the largest of its like holds; of other nodes it is not known."""
@@ -110,6 +112,7 @@ class RayHost:
 
     async def stop(self, worker: WorkerId) -> None:
         self._nodes.pop(worker, None)
+        self._on_demand.discard(worker)
         started = self._workers.pop(worker, None)
         if started is not None:
             await started.stop()
@@ -153,6 +156,9 @@ class RayHost:
             return None
         if not self._is_own:
             self._nodes[worker] = self._workers[worker].node
+        nodes = await asyncio.to_thread(ray.nodes)
+        if "on-demand" in {market_of(n) for n in nodes if n["NodeID"] == self._workers[worker].node}:
+            self._on_demand.add(worker)
         return Adopted(link, segments)
 
     async def leave_node(self, address: str, seconds: float) -> None:
@@ -173,16 +179,26 @@ class RayHost:
         self._context.destroy(linger=0)
         await asyncio.to_thread(ray.shutdown)
 
+    async def _market(self, worker: WorkerId) -> Market | None:
+        """Where this worker goes, which is counted from now on."""
+        if self._site.on_demand is None:
+            return None
+        market = self._site.market(await asyncio.to_thread(ray.nodes), len(self._on_demand))
+        if market == "on-demand":
+            self._on_demand.add(worker)
+        return market
+
     async def _place(self, worker: WorkerId, worker_type: WorkerType) -> Place:
+        market = await self._market(worker)
         # A cluster's workers are reached at their nodes' addresses; those of a Ray of our own never leave it.
         host = "127.0.0.1" if self._is_own else ""
         if not current_platform.is_cpu():
             name = accelerator(worker_type) if self._types.by_gpu else None
-            labels = {ZONE: self._site.zone} if self._site.zone else {}
+            labels = self._site.labels(market)
             return Place(gpus=worker_type.reserved_gpus, accelerator=name, host=host, labels=labels)
         node, nodes = "", 1
         if not self._is_own:
-            there = await _answering_nodes(self._site)
+            there = await _answering_nodes(self._site, market)
             # Ray sends an actor that asks for nothing to any node.
             used = list(self._nodes.values())
             node, nodes = min(there, key=used.count), len(there)
@@ -201,9 +217,9 @@ async def _until_nodes(types: FleetTypes, site: Site, wait_s: float) -> None:
     while True:
         nodes = await asyncio.to_thread(ray.nodes)
         try:
-            site.check(nodes)
-            if not current_platform.is_cpu():
-                types.check_gpus([node["Resources"] for node in site.nodes(nodes)], site)
+            site.check(nodes, types.groups)
+            for market in () if current_platform.is_cpu() else site.markets(nodes):
+                types.check_gpus([node["Resources"] for node in site.nodes(nodes, market)], site, market)
             return
         except BadInput as lack:
             if time.monotonic() >= until_s:
@@ -212,8 +228,8 @@ async def _until_nodes(types: FleetTypes, site: Site, wait_s: float) -> None:
         await asyncio.sleep(NODES_LOOK_S)
 
 
-async def _answering_nodes(site: Site) -> list[str]:
-    """Ray's ids of the site's nodes with cores that can be reached from here.
+async def _answering_nodes(site: Site, market: Market | None) -> list[str]:
+    """Ray's ids of the site's nodes with cores that can be reached from here, and are bought so.
 
     Ray takes a quarter of a minute and more to see that a node is gone. Raises RuntimeError if there is none.
     """
@@ -229,15 +245,14 @@ async def _answering_nodes(site: Site) -> list[str]:
         return True
 
     leaving: dict[str, int] = await asyncio.to_thread(ray._private.state.state.get_draining_nodes)
-    nodes = site.nodes(await asyncio.to_thread(ray.nodes))
+    nodes = site.nodes(await asyncio.to_thread(ray.nodes), market)
     nodes = [node for node in nodes if node["NodeID"] not in leaving] or nodes
     nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
     found = await asyncio.gather(*map(answers, nodes))
     there = [str(node["NodeID"]) for node, is_there in zip(nodes, found, strict=True) if is_there]
     if not there:
-        where = f" in zone {site.zone}" if site.zone else ""
         raise RuntimeError(
-            f"none of the Ray cluster's {len(nodes)} nodes{where} answers within {ANSWER_S:g} s"
+            f"none of the Ray cluster's {len(nodes)} nodes{site.where(market)} answers within {ANSWER_S:g} s"
         )
     return there
 

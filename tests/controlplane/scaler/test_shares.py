@@ -51,7 +51,9 @@ def portfolios(draw):
     by_type = {gpu: n + draw(more) for gpu, n in least.items() if draw(st.booleans())}
     in_all = whole
     max_gpus = in_all + draw(more) if draw(st.booleans()) else None
-    usd = 2.0 * in_all + draw(more) if draw(st.booleans()) else None
+    pools = [replace(p, fixed_usd_per_h=draw(st.sampled_from((0.0, 0.0, 1.5)))) for p in pools]
+    fixed = sum(p.fixed_usd_per_h for p in pools)
+    usd = 2.0 * in_all + fixed + draw(more) if draw(st.booleans()) else None
     pairs = sorted({(p.zone, p.gpu) for p in pools if p.zone})
     floors = {pair: math.ceil(sum(p.gpus for p in pools if (p.zone, p.gpu) == pair)) for pair in pairs}
     limits = Limits(by_type, max_gpus, usd, {pair: n + draw(more) for pair, n in floors.items()})
@@ -195,6 +197,24 @@ def test_a_model_may_have_what_the_floors_of_others_leave_it():
     assert most_workers(pools[0], pools, Limits({"h100": 16}), 100) == 6
     assert most_workers(pools[0], pools, Limits({"a100": 16}), 100) == 100
     assert most_workers(pools[0], pools, Limits({}, usd_per_h=20.0), 100) == 3
+
+
+def test_what_workers_on_demand_cost_more_is_of_the_budget_however_many_there_are():
+    # Two of $5 and the rest of $2, and workers of $2 alone.
+    pools = [pool("chat", right=6, fixed_usd_per_h=2 * 3.0), pool("code", right=6)]
+
+    def usd(workers):
+        return sum(5.0 if i < 2 else 2.0 for i in range(workers[0])) + 2.0 * workers[1]
+
+    limits = Limits({}, usd_per_h=22.0)
+    for workers in product(range(1, 9), repeat=2):
+        ((name, used, most),) = limits.used(pools, workers)
+        assert (name, most) == ("budget-usd-per-h", 22.0)
+        assert used == usd(workers) if workers[0] >= 2 else used > usd(workers)
+        assert limits.hold(pools, workers) == (used <= 22.0)
+    told = rights(pools, limits)
+    assert (sum(told.values()), usd(list(told.values()))) == (8, 22.0)
+    assert most_workers(pools[1], pools, limits, 100) == 7
 
 
 def test_parts_of_gpus_count_as_the_whole_ones_they_are_on():

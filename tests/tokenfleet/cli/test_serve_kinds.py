@@ -15,7 +15,7 @@ from controlplane.perfmodel.profile import HostKv, KvModel
 from controlplane.perfmodel.speculation import Speculation, speculating
 from controlplane.types import EngineMode
 from controlplane.worker_type import KvLink, WorkerGroup, WorkerType
-from dataplane.live.pool.fleet_types import ZONE, FleetTypes, Site, accelerator
+from dataplane.live.pool.fleet_types import ZONE, Begun, FleetTypes, Site, accelerator
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve import ServeFlags
 from tokenfleet.cli.serve_plan import autoscale_of, check_model, planned_types, types_asked, types_of
@@ -170,7 +170,7 @@ def nodes_of(zones):
 
 def test_the_gpus_of_a_zone_are_on_its_own_nodes_and_enough_for_all_models_there(tmp_path):
     types = planned_types(plan_of(tmp_path, MIX[:1]), (), as_is=False)  # two workers of two GPUs
-    site = Site("east", types.groups)
+    site = Site("east", tuple(map(Begun, types.groups)))
     has_room = nodes_of([("east", 4.0), ("west", 8.0), (None, 8.0), ("east", 4.0)])
     there = site.nodes(has_room)
     assert [node["Resources"]["GPU"] for node in there] == [4.0, 4.0]

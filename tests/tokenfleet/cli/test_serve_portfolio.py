@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from made_plans import on_parts, plan_json, plan_of_fleet, portfolio_json
 
 from controlplane.errors import BadInput
-from dataplane.live.pool.fleet_types import Site
+from dataplane.live.pool.fleet_types import MARKET, Begun, Site
 from tokenfleet.cli.main import main
 from tokenfleet.cli.serve import ServeFlags, _site
 from tokenfleet.cli.serve_plan import members_of, planned_types
@@ -94,7 +95,7 @@ def test_models_that_share_gpus_have_parts_of_what_the_limits_leave(file):
     assert [(p.gpus, p.usd_per_h, p.right) for p in pools] == [(0.5, 2.5, 1)] * 3
     assert {one.flags.autoscale for one in found.members.values()} == {"1..2"}
     types = planned_types(found.members["chat"].plan, (), as_is=False)
-    beside = [group for _ in range(2) for group in types.groups]
+    beside = [Begun(group) for _ in range(2) for group in types.groups]
     types.check_gpus([{"GPU": 2.0, "accelerator_type:H100": 1.0}], Site(beside=tuple(beside)))
     with pytest.raises(BadInput, match=r"--portfolio: .* 1 workers of 0.5 GPUs need 1.5, Ray has 1"):
         types.check_gpus([{"GPU": 1.0, "accelerator_type:H100": 1.0}], Site(beside=tuple(beside)))
@@ -126,12 +127,90 @@ def test_workers_begin_beside_those_of_the_models_of_their_zone_and_one_speaks_f
     sites = {name: _site(name, found, checked) for name in found.members}
     (worker,) = checked["chat"].types.groups
     assert sites == {
-        "chat": Site("east", (worker,), is_first=True),
-        "code": Site("east", (worker,), is_first=False),
+        "chat": Site("east", (Begun(worker),), is_first=True),
+        "code": Site("east", (Begun(worker),), is_first=False),
         "mail": Site("eu-west.1", (), is_first=True),
     }
     without = asked(file(portfolio_json({"chat": 1, "code": 1}, 4)))
-    assert _site("code", without, checked) == Site(None, (worker,), is_first=False)
+    assert _site("code", without, checked) == Site(None, (Begun(worker),), is_first=False)
+
+
+def partly(spot=True, on_demand=2, usd=24.0, **fields):
+    """A plan of a model of three workers of $5 on spot, two of them on demand at $9.50, and one on demand."""
+    document = portfolio_json({"chat": 3, "code": 1}, 8)
+    for model, told in zip(document["models"], ((spot, on_demand, usd), (False, 1, 5.0)), strict=True):
+        names = "spot", "on_demand_workers", "constant_usd_per_hour"
+        model |= {name: value for name, value in zip(names, told, strict=True) if value is not None}
+        model["plan"]["fleet"][0]["usd_per_hour"] = 5.0 * model["plan"]["workers"]
+        model["plan"]["usd_per_hour"] = 5.0 * model["plan"]["workers"]
+    return document | fields
+
+
+def test_a_model_has_as_many_workers_on_demand_as_planned_and_their_dollars_count(file):
+    found = asked(file(partly(limits=[{"name": "budget-usd-per-h", "most": 30}])))
+    members = found.members
+    assert {name: one.on_demand for name, one in members.items()} == {"chat": 2, "code": math.inf}
+    pools = [one.pool for one in members.values()]
+    assert [(p.usd_per_h, p.fixed_usd_per_h, p.right) for p in pools] == [(5.0, 9.0, 3), (5.0, 0.0, 1)]
+    assert found.limits.used(pools, [3, 1]) == [("budget-usd-per-h", 29.0, 30.0)]
+    assert members["chat"].flags.autoscale == "1..3"  # a fourth, of $5, is beyond the budget
+    # Of one on spot none; older plans do not say what is on spot.
+    on_spot, untold = (asked(file(partly(*told))).members["chat"] for told in ((True, None), (None, None)))
+    assert (on_spot.on_demand, untold.on_demand) == (0, None)
+    assert on_spot.pool.fixed_usd_per_h == untold.pool.fixed_usd_per_h == 0.0
+
+
+def ray_nodes(*markets):
+    """Ray's nodes of so many H100s: what each says of how it is bought, None for nothing."""
+    return [
+        {
+            "Alive": True,
+            "Resources": {"GPU": float(n), "accelerator_type:H100": 1.0},
+            "Labels": {MARKET: market} if market else {},
+        }
+        for market, n in markets
+    ]
+
+
+def test_workers_begin_on_nodes_that_are_bought_as_they_were_planned_where_nodes_say_so(file):
+    found = asked(file(partly()))
+    checked = {
+        n: SimpleNamespace(types=planned_types(one.plan, (), as_is=False)) for n, one in found.members.items()
+    }
+    types = checked["chat"].types
+    chat, code = (_site(name, found, checked) for name in ("chat", "code"))
+    assert [begun.on_demand for begun in (*chat.begun(types.groups),)] == [2, math.inf]
+
+    def check(*markets, site=chat):
+        nodes = ray_nodes(*markets)
+        site.check(nodes, types.groups)
+        for market in site.markets(nodes):
+            types.check_gpus([node["Resources"] for node in site.nodes(nodes, market)], site, market)
+
+    # Three are on demand, on nodes that say so or nothing, and one is on spot.
+    check(("on-demand", 2), (None, 1), ("spot", 1))
+    check((None, 4))  # no node says how it is bought
+    for markets, says in (
+        ([("spot", 8)], f"no node without the label {MARKET}=spot; 3 workers are planned on demand"),
+        (
+            [("on-demand", 8), (None, 8)],
+            f"no node with the label {MARKET}=spot; 1 workers are planned on spot",
+        ),
+        ([("on-demand", 2), ("spot", 8)], r"on demand: .* need 3, Ray's nodes there have 2"),
+        ([("on-demand", 8), ("spot", 0)], r"on spot: .* need 1, Ray's nodes there have 0"),
+        ([(None, 3)], r"--portfolio: 3 workers of 1 GPUs, 1 workers of 1 GPUs need 4, Ray has 3"),
+    ):
+        with pytest.raises(BadInput, match=f"^--portfolio: .*{says}" if "need 4" not in says else says):
+            check(*markets)
+    # The next goes on demand while fewer than two are; all of code's do.
+    nodes = ray_nodes(("spot", 8), ("on-demand", 8), (None, 8))
+    assert [chat.market(nodes, n) for n in (0, 1, 2)] == ["on-demand", "on-demand", "spot"]
+    assert {code.market(nodes, n) for n in range(9)} == {"on-demand"}
+    assert [len(chat.nodes(nodes, market)) for market in ("spot", "on-demand", None)] == [1, 2, 3]
+    # A node that is gone still tells that nodes are told apart.
+    gone = [node | {"Alive": False} for node in ray_nodes(("spot", 8))] + ray_nodes((None, 8))
+    assert (chat.market(gone, 2), chat.nodes(gone, "spot")) == ("spot", [])
+    assert Site().market(nodes, 0) is None
 
 
 TWO = portfolio_json({"chat": 1, "code": 1}, 4)
@@ -163,6 +242,9 @@ for _model, _parts in zip(CUT_UNALIKE["models"], (2, 4), strict=True):
         (TWO | {"models": [{"name": "chat", "plan": plan_json(fleet=[])}]}, "models.0.plan"),
         (TWO | {"models": [{"name": "chat", "plan": MIXED}]}, "chat: is planned on several kinds of worker"),
         (TWO | {"limits": [{"name": "gpus.h100-sxm", "most": 1}]}, "no room for the least of each model"),
+        (partly(on_demand=4), "models.0.on_demand_workers: expected at most the plan's 3, got 4"),
+        (partly(usd=None), "models.0.constant_usd_per_hour: missing; some of its workers are on spot"),
+        (partly(on_demand=-1), "models.0.on_demand_workers: "),
         (TWO | {"limits": [{"name": "zones", "most": 1}]}, "limits: zones: no such limit"),
         (
             TWO | {"limits": ZONED["limits"]},
