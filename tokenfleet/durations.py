@@ -160,9 +160,9 @@ def parse_host_kv(text: str) -> tuple[int, float | None] | None:
 
 
 def parse_speculation(text: str) -> Speculation | None:
-    """What is accepted of drafts by position, and what one takes: `0.8/0.6/0.4@1ms`; None for `off`.
+    """What is accepted of drafts by position, what one takes, a step beside them: `0.8/0.6@1ms+0.5ms`.
 
-    Raises BadInput.
+    None for `off`. Raises BadInput.
     """
     from controlplane.perfmodel.speculation import Speculation  # loads numpy
 
@@ -176,6 +176,13 @@ def parse_speculation(text: str) -> Speculation | None:
             f"--speculate: expected shares by position, such as 0.8/0.6/0.4@1ms, got {text!r}"
         ) from None
     try:
-        return Speculation(acceptance, parse_duration_s(draft, "--speculate: a draft") if at else 0.0)
+        if not at:
+            return Speculation(acceptance)
+        draft, plus, beside = draft.partition("+")
+        return Speculation(
+            acceptance,
+            parse_duration_s(draft, "--speculate: a draft"),
+            parse_duration_s(beside, "--speculate: a step beside its drafts") if plus else 0.0,
+        )
     except BadInput as error:
         raise BadInput(f"--speculate: {error}" if "--speculate" not in str(error) else str(error)) from None

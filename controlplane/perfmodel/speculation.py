@@ -3,7 +3,8 @@
 With K tokens drafted for each sequence, the i-th accepted in a share a_i of the steps (all before it were,
 so a_i never rises with i), a step makes E = 1 + Σ a_i tokens of a sequence and takes
 
-    t = base + D·K + f((1 + K)·b) + k2·C          D: seconds to draft a token for the batch
+    t = base + R + D·K + f((1 + K)·b) + k2·C      D: seconds to draft a token for the batch
+                                                  R: the round's own, however many are drafted
 
 f is what tokens of decode cost: the sequence terms as far as they were fitted, past that what tokens of
 prefill cost, since a verified token goes through the same matrices; the KV of a sequence is read once for all
@@ -35,10 +36,15 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Shares of the steps in which the first, the second, … draft is accepted, and a draft's seconds."""
+    """Shares of the steps in which the first, the second, … draft is accepted, and what drafting takes.
+
+    `draft_s` a drafted token, and `round_s` a step beside them: the draft model's pass over what was
+    accepted, and sampling that accepts or rejects.
+    """
 
     acceptance: tuple[float, ...]
     draft_s: float = 0.0
+    round_s: float = 0.0
 
     def __post_init__(self) -> None:
         shares, got = self.acceptance, "/".join(f"{share:g}" for share in self.acceptance)
@@ -50,8 +56,9 @@ class Speculation:
             raise BadInput(
                 f"speculation: acceptance: none is accepted more often than the one before it, got {got}"
             )
-        if not 0 <= self.draft_s < math.inf:
-            raise BadInput(f"speculation: draft_s: must be a number of at least 0, got {self.draft_s}")
+        for name in ("draft_s", "round_s"):
+            if not 0 <= (seconds := getattr(self, name)) < math.inf:
+                raise BadInput(f"speculation: {name}: must be a number of at least 0, got {seconds}")
 
     @property
     def drafted(self) -> int:
@@ -71,7 +78,7 @@ class Speculation:
 
 def verified_base_s(step: StepModel, speculation: Speculation) -> float:
     """Seconds of a step that verifies drafts, whatever its batch."""
-    return step.base_s + speculation.draft_s * speculation.drafted
+    return step.base_s + speculation.round_s + speculation.draft_s * speculation.drafted
 
 
 def verified_step(step: StepModel, speculation: Speculation, fitted: float, max_seqs: int) -> StepModel:

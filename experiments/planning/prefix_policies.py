@@ -258,11 +258,12 @@ def main() -> int:
             rows += rows_of(asked, name, model, load_at)
             rate = dict(zip(WAYS, (row["rate"] for row in rows[-len(WAYS) :]), strict=True))
             least, spread = rate[Policy.LEAST_PREFILL], rate[Policy.SPREAD]
-            way = (spread - least) / (rate["ideal"] - least)
             best = max(FIELD, key=lambda policy: rate[policy])
-            bars[f"{name}, {model}: share of the way from cache, least-prefill to ideal"] = bar(
-                way, 0.65, True
-            )
+            for end in ONE_CACHE:
+                way = (spread - least) / (rate[end] - least)
+                bars[f"{name}, {model}: share of the way from cache, least-prefill to {end}"] = bar(
+                    way, 0.65, True
+                )
             bars[f"{name}, {model}: spread by the best of the field ({best})"] = bar(
                 spread / rate[best], 1.0, True
             )

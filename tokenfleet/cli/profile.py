@@ -80,7 +80,7 @@ class ProfileFlags:
     ] = 1
     speculate: Annotated[
         str,
-        typer.Option(help="with --predict: shares of drafts accepted by position, e.g. 0.8/0.6/0.4@1ms"),
+        typer.Option(help="with --predict: shares of drafts accepted by position, e.g. 0.8/0.6@1ms+0.5ms"),
     ] = "off"
     host: Annotated[str, typer.Option(help="with --predict: the host's time a step, which no table has")] = (
         "1ms"

@@ -202,11 +202,11 @@ class PlanRequest:
     ] = None
     speculate: Annotated[
         str | None,
-        Field(max_length=400, examples=["0.8/0.6/0.4@1ms"]),
+        Field(max_length=400, examples=["0.8/0.6/0.4@1ms+0.5ms"]),
         read_by(parse_speculation),
         About(
             "speculative decoding",
-            "drafts accepted by position, and what one takes: 0.8/0.6/0.4@1ms (off: none)",
+            "drafts accepted by position, what one takes, a step beside them: 0.8/0.6@1ms+0.5ms (off: none)",
             "choice",
         ),
     ] = None

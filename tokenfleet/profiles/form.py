@@ -180,7 +180,7 @@ def profile_document(profile: Profile) -> dict[str, Any]:
         content["frontend"] = _numbers(profile.frontend, "per_request_s per_prompt_token_s")
     if profile.speculation is not None:
         drafts = profile.speculation
-        content["speculation"] = {"acceptance": list(drafts.acceptance), "draft_s": drafts.draft_s}
+        content["speculation"] = {"acceptance": list(drafts.acceptance)} | _numbers(drafts, "draft_s round_s")
     if profile.host_kv is not None:
         content["host_kv"] = _numbers(profile.host_kv, "capacity_bytes bytes_per_s")
     if profile.ranks is not None:

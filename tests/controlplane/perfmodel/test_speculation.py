@@ -19,7 +19,7 @@ from dataplane.simulated.simulate import Outcome, WorkerSpec, simulate
 from tokenfleet.profiles.form import parse_profile, profile_text
 from tokenfleet.profiles.library import find_profiles
 
-DRAFTS = Speculation((0.8, 0.6, 0.4), 0.0005)
+DRAFTS = Speculation((0.8, 0.6, 0.4), 0.0005, 0.0004)
 LOOSE = Slo(1e6, 1e6)
 
 
@@ -46,7 +46,9 @@ def step_by_step(profile: Profile, drafts: Speculation, work: Workload, seed: in
         prompts = work.prompt_tokens[new].astype(float)
         wide = (1 + drafts.drafted) * len(running)
         lasts_s = float(step.step_s(prompts.sum(), wide, held[running].sum(), (prompts**2).sum()))
-        now_s += lasts_s + (drafts.draft_s * drafts.drafted if running or new else 0.0)
+        if running or new:
+            lasts_s += drafts.round_s + drafts.draft_s * drafts.drafted
+        now_s += lasts_s
         made = 1 + (rng.random(len(running))[:, None] < shares).sum(axis=1)
         for r, tokens in zip(running, made, strict=True):
             left[r] -= tokens
@@ -124,16 +126,17 @@ def test_speculation_stops_paying_where_verification_costs_more_than_it_saves() 
 @given(
     shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6),
     draft_s=st.floats(0, 0.01),
+    round_s=st.floats(0, 0.01),
     model=st.sampled_from(
         [("llama-3.1-8b", "a100", 1), ("deepseek-v3", "h200", 8), ("gpt-oss-20b", "h100", 1)]
     ),
 )
 def test_any_speculation_fits_a_profiles_places_and_file_and_is_monotone(
-    shares: list[float], draft_s: float, model: tuple[str, str, int]
+    shares: list[float], draft_s: float, round_s: float, model: tuple[str, str, int]
 ) -> None:
     name, gpu, tp = model
     (plain,) = find_profiles(name, [gpu], [tp])
-    drafts = Speculation(tuple(sorted(shares, reverse=True)), draft_s)
+    drafts = Speculation(tuple(sorted(shares, reverse=True)), draft_s, round_s)
     faster = speculating(plain, drafts)
     row = coefficient_row(faster)
     batch = np.arange(1.0, plain.engine.max_seqs + 1)
@@ -148,5 +151,7 @@ def test_what_is_no_speculation_is_refused() -> None:
     for shares in ((), (0.0,), (1.1,), (0.5, 0.6), (float("nan"),)):
         with pytest.raises(BadInput, match="acceptance"):
             Speculation(shares)
+    with pytest.raises(BadInput, match="round_s: must be a number of at least 0, got -1"):
+        Speculation((0.8,), 0.0, -1.0)
     with pytest.raises(BadInput, match="already"):
         speculating(speculating(llama(), DRAFTS), DRAFTS)
