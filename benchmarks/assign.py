@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.compiled import compiled
+from controlplane.placement.assign import assign
 from controlplane.placement.constraints import Knobs
 from controlplane.placement.ledger import ANY_PHASE, NONE, Floats, Ledger
-from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.prefixes import Prefixes
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance, view_all

@@ -34,10 +34,11 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.assign import assign
 from controlplane.placement.constraints import Knobs
 from controlplane.placement.ledger import ANY_PHASE, Floats, Ledger, copied
 from controlplane.placement.order import begin_keeping
-from controlplane.placement.policies import SPREAD, Policy, assign
+from controlplane.placement.policies import SPREAD, Policy
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo
 from controlplane.workload import Workload

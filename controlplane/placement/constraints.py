@@ -79,12 +79,12 @@ from controlplane.types import Slo
 
 Knobs = NDArray[np.float64]
 
-# Where a knob stands in the row of knobs; PlacementSettings (assign.py) fills it.
-THETA, GAMMA, TOLERANCE, CONTEXT_WEIGHT = 0, 1, 2, 3
-USE_B, USE_C, USE_D, USE_E = 4, 5, 6, 7
-HEADROOM = 8
-AS_REPORTED = 9
-KNOBS = 10
+# Where a knob stands in the row of knobs; PlacementSettings (policies.py) fills it.
+THETA, GAMMA, TOLERANCE = 0, 1, 2
+USE_B, USE_C, USE_D, USE_E = 3, 4, 5, 6
+HEADROOM = 7
+AS_REPORTED = 8
+KNOBS = 9
 
 ALL_TIME = 1e9  # seconds
 ROUNDING_S = 1e-9

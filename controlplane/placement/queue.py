@@ -87,18 +87,6 @@ def is_empty(queue: Queue) -> bool:
 
 
 @compiled
-def held_tokens(led: Ledger, queue: Queue) -> int:
-    """The tokens of all that wait: prompts, and outputs that were made before a worker was lost."""
-    tokens = 0
-    for at in range(len(queue.head)):
-        r = queue.head[at]
-        while r != NONE:
-            tokens += led.requests[r].prompt + led.requests[r].key
-            r = led.requests[r].next
-    return tokens
-
-
-@compiled
 def hold(led: Ledger, queue: Queue, r: int, now_s: float) -> None:
     """Put a newcomer into the line of its priority, most often at its end; `turned_away` has made room."""
     last = queue.tail[led.requests[r].priority]

@@ -11,6 +11,7 @@ import numpy as np
 
 from controlplane.compiled import compiled
 from controlplane.perfmodel.coefficients import KV_BLOCKS
+from controlplane.placement.assign import decide, decode_worker, refuses, tell_change
 from controlplane.placement.baselines import in_turn
 from controlplane.placement.caches import forget
 from controlplane.placement.constraints import hopeless
@@ -33,7 +34,7 @@ from controlplane.placement.ledger import (
     view_workers,
 )
 from controlplane.placement.order import begin_keeping, first, number_of, write
-from controlplane.placement.policies import CONSTRAINED, EXACT, decide, decode_worker, refuses, tell_change
+from controlplane.placement.policies import CONSTRAINED, EXACT
 from controlplane.placement.queue import (
     begin_round,
     goes_first,

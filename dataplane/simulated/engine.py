@@ -31,7 +31,7 @@ from controlplane.placement.ledger import (
     report,
     stop_decoding,
 )
-from dataplane.simulated.cached_step import begin_cached, begin_tiered, grow
+from dataplane.simulated.cached_step import begin_cached, grow
 from dataplane.simulated.host_tier import note_end
 from dataplane.simulated.next_step import (
     admit_decoding,
@@ -49,6 +49,7 @@ from dataplane.simulated.records import (
     WAKING,
     Engines,
 )
+from dataplane.simulated.tiered_step import begin_tiered
 
 
 @compiled

@@ -12,7 +12,7 @@ stored, offered or loaded it ends: then all its blocks are used anew, the last o
 and is computed from the first step on that is planned after its blocks are there; it then goes before all
 that wait. Loads of a worker follow each other over its link. Who would load what another is loading waits,
 and those behind it go on. Memory must have room beside what prefills that have begun still need. A step is
-planned as before (`cached_step.py`) in all else. The whole of a prompt may be loaded; its last token is
+planned as before (`tiered_step.py`) in all else. The whole of a prompt may be loaded; its last token is
 computed again.
 
 A copy (`caches.Caches`) is a block of the prefixes in host memory: in the line of those asleep by its last

@@ -22,15 +22,8 @@ from controlplane.types import Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
-from dataplane.simulated.run import (
-    ENDLESS,
-    OFFER_EVERY_S,
-    Outcome,
-    RunOptions,
-    RunState,
-    WorkerSpec,
-    prepare,
-)
+from dataplane.simulated.outcome import Outcome
+from dataplane.simulated.run import ENDLESS, OFFER_EVERY_S, RunOptions, RunState, WorkerSpec, prepare
 
 __all__ = [
     "OFFER_EVERY_S",

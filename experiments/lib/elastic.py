@@ -16,12 +16,13 @@ from typing import Unpack
 
 import numpy as np
 
+from controlplane.compiled import compiled
 from controlplane.control import State
 from controlplane.errors import BadInput
 from controlplane.placement.constraints import clients_s
 from controlplane.placement.ledger import NONE, OFF, ROLES, SERVING, Ints, Ledger, Records, queue_first
 from controlplane.placement.policies import Policy
-from controlplane.placement.queue import held_tokens
+from controlplane.placement.queue import Queue
 from controlplane.port import Decide
 from controlplane.port import Outcome as Acted
 from controlplane.scaler.reconcile import Drain, Launch, Standing, Undrain, steps_to
@@ -34,8 +35,9 @@ from controlplane.worker_type import name_in_role
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import change_worker, forget_kv
 from dataplane.simulated.control_loop import ControlSettings, SimulatedPlane, drive
+from dataplane.simulated.outcome import Outcome
 from dataplane.simulated.records import DRAIN, READY
-from dataplane.simulated.run import Outcome, RunOptions, RunState, WorkerSpec, prepare
+from dataplane.simulated.run import RunOptions, RunState, WorkerSpec, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,3 +374,15 @@ def simulate_elastic(
     fleet = Elastic(run, elastic)
     drive(ElasticPlane(run, control, fleet), decide, state)
     return run.outcome(), fleet.close(float(run.cluster.clock["now_s"][0]))
+
+
+@compiled
+def held_tokens(led: Ledger, queue: Queue) -> int:
+    """The tokens of all that wait: prompts, and outputs that were made before a worker was lost."""
+    tokens = 0
+    for at in range(len(queue.head)):
+        r = queue.head[at]
+        while r != NONE:
+            tokens += led.requests[r].prompt + led.requests[r].key
+            r = led.requests[r].next
+    return tokens

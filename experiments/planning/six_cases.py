@@ -41,7 +41,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from dataplane.simulated.run import Outcome
+from dataplane.simulated.outcome import Outcome
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from experiments.lib.public_data import AZURE_HOUR, azure_hour
 from experiments.lib.results import bar, flags, show

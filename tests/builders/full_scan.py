@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from controlplane.compiled import compiled
+from controlplane.placement.assign import load
 from controlplane.placement.baselines import serves
 from controlplane.placement.constraints import Knobs, fits
 from controlplane.placement.ledger import NONE, Ledger, view
-from controlplane.placement.policies import CONSTRAINED, load
+from controlplane.placement.policies import CONSTRAINED
 
 
 @compiled

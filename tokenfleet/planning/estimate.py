@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from dataplane.simulated.run import class_counts, joint
+from dataplane.simulated.outcome import class_counts, joint
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates, missed
 from tokenfleet.planning.request import PlanRequest

@@ -23,7 +23,7 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.types import SloClass
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from dataplane.simulated.run import class_counts
+from dataplane.simulated.outcome import class_counts
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.planning.classes import ClassOfPlan, part
 from tokenfleet.planning.comparisons import (

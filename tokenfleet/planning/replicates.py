@@ -35,7 +35,7 @@ from controlplane.placement.policies import PlacementSettings
 from controlplane.prefixes import Prefixes
 from controlplane.types import Slo, SloClass
 from controlplane.workload import Workload
-from dataplane.simulated.run import attained_by_class, joint, share_of
+from dataplane.simulated.outcome import attained_by_class, joint, share_of
 from dataplane.simulated.simulate import Outcome, simulate
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.traffic.draws import Units, next_like, time_scale, units_of

@@ -24,7 +24,7 @@ from controlplane.perfmodel.profile import Profile
 from controlplane.types import Slo
 from controlplane.worker_type import WorkerType
 from controlplane.workload import Workload
-from dataplane.simulated.run import attained_by_class
+from dataplane.simulated.outcome import attained_by_class
 from dataplane.simulated.simulate import Outcome
 from tokenfleet.durations import duration_text
 from tokenfleet.planning.estimate import Estimate, Trial, look, rank, replicates_for, verdict_on

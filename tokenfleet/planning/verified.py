@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.workload import Workload
-from dataplane.simulated.run import class_counts, joint
+from dataplane.simulated.outcome import class_counts, joint
 from dataplane.simulated.simulate import can_stream, simulate_stream
 from tokenfleet.planning.fleet import Fleet
 from tokenfleet.planning.replicates import Replicates

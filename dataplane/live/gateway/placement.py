@@ -23,6 +23,7 @@ from controlplane.migration.room import Text, next_off
 from controlplane.migration.usage import WorkerView
 from controlplane.perfmodel.coefficients import BLOCK_TOKENS, KV_BLOCKS
 from controlplane.perfmodel.profile import Profile
+from controlplane.placement.assign import decide, decode_worker, has_seat
 from controlplane.placement.caches import cached_everywhere
 from controlplane.placement.constraints import remaining
 from controlplane.placement.exact import place_together
@@ -43,9 +44,6 @@ from controlplane.placement.policies import (
     POLICY_CODE,
     PlacementSettings,
     Policy,
-    decide,
-    decode_worker,
-    has_seat,
 )
 from controlplane.snapshot import Cached, RunningRequest, WorkerLoad
 from controlplane.types import RequestId, WorkerId

@@ -12,9 +12,10 @@ from made_profiles import made_profile
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.assign import decide
 from controlplane.placement.constraints import harm, hopeless
 from controlplane.placement.ledger import ANY_PHASE, NONE
-from controlplane.placement.policies import PATIENCE, POLICY_CODE, PlacementSettings, Policy, decide
+from controlplane.placement.policies import PATIENCE, POLICY_CODE, PlacementSettings, Policy
 from controlplane.types import EngineMode
 
 KNOBS = PlacementSettings().knobs()

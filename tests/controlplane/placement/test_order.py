@@ -14,6 +14,7 @@ from made_profiles import made_profile
 
 from controlplane.perfmodel.profile import EngineLimits, KvModel, Profile
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.assign import assign, has_order
 from controlplane.placement.constraints import USE_B, USE_C, USE_E, closed_to, fits
 from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, copied, enqueue
 from controlplane.placement.lengths import LengthTable
@@ -39,7 +40,7 @@ from controlplane.placement.order import (
     set_up,
     write,
 )
-from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy, assign, has_order
+from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload
 from dataplane.simulated.cluster import advance

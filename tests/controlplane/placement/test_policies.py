@@ -14,15 +14,10 @@ from made_profiles import made_profile
 from controlplane.errors import BadInput
 from controlplane.perfmodel.profile import EngineLimits, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.assign import assign, last_chance
 from controlplane.placement.constraints import fits, harm, spare_s
 from controlplane.placement.ledger import ANY_PHASE, DECODE_ONLY, NONE, PREFILL_ONLY, SERVING
-from controlplane.placement.policies import (
-    POLICY_CODE,
-    PlacementSettings,
-    Policy,
-    assign,
-    last_chance,
-)
+from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.types import EngineMode
 
 KNOBS = PlacementSettings().knobs()
@@ -200,7 +195,6 @@ def test_power_of_two_with_one_worker_takes_it_and_with_none_holds():
         ("gamma", 1.5),
         ("tolerance", -1.0),
         ("tolerance", float("nan")),
-        ("context_weight", -1.0),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(knob, value):

@@ -14,6 +14,7 @@ from random_cases import NEVER_MET
 from controlplane.perfmodel.coefficients import MAX_BATCHED, coefficient_row
 from controlplane.perfmodel.profile import EngineLimits, HostKv, KvModel
 from controlplane.perfmodel.step import PrefillModel, StepModel
+from controlplane.placement.assign import assign
 from controlplane.placement.constraints import (
     could_fit,
     fits,
@@ -27,6 +28,7 @@ from controlplane.placement.constraints import (
     prefilled_s,
 )
 from controlplane.placement.ledger import (
+    ANY_PHASE,
     HELD,
     NONE,
     PREFILLING,
@@ -36,7 +38,7 @@ from controlplane.placement.ledger import (
     known_cached,
     known_loads,
 )
-from controlplane.placement.policies import ANY_PHASE, POLICY_CODE, PlacementSettings, Policy, assign
+from controlplane.placement.policies import POLICY_CODE, PlacementSettings, Policy
 from controlplane.prefixes import Prefixes
 from controlplane.types import EngineMode, Slo
 from controlplane.workload import Workload

@@ -16,7 +16,7 @@ from controlplane.placement.lengths import LengthTable
 from controlplane.types import Slo, SloClass
 from controlplane.worker_type import WorkerGroup
 from controlplane.workload import Workload
-from dataplane.simulated.run import joint
+from dataplane.simulated.outcome import joint
 from dataplane.simulated.simulate import WorkerSpec, simulate
 from tokenfleet.durations import due, parse_slo_class
 from tokenfleet.planning.classes import classed, present, separate_usd
