@@ -167,6 +167,18 @@ def _show(reply: Any, format: OutputFormat, tables: Any) -> None:
         console.print(part, highlight=False)
 
 
+def _cached_line(workers: Sequence[dict[str, Any]]) -> list[str]:
+    """What the fleet's workers had cached of their prompts, beside what one cache of all would have had."""
+    told = [w["prefix_tokens"] for w in workers if w.get("prefix_tokens")]
+    queried, hit, ideal = (sum(tokens[name] for tokens in told) for name in ("queried", "hit", "ideal"))
+    if not queried:
+        return []
+    return [
+        f"cached: {hit / queried:.1%} of {queried:,} prompt tokens,"
+        f" {ideal / queried:.1%} if all workers had one cache with room for everything"
+    ]
+
+
 def _cached_text(tokens: dict[str, int] | None) -> str:
     """The share of prompt tokens that a worker had cached; beside it the expected one, if that differs."""
     if not tokens or not tokens["queried"]:
@@ -241,6 +253,7 @@ def _status_tables(view: dict[str, Any]) -> list[Any]:
     parts: list[Any] = [
         _workers_table(view),
         *_placement_lines(view),
+        *_cached_line(view["workers"]),
         f"wanted {_wanted(view)} of at most {view['max_workers']} ({mode}{advice}); "
         f"{counts['running']} running, {counts['waiting']} waiting, {len(view['moving'])} moving",
     ]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LEAST_BLOCK = 16  # tokens
 ROOM = 2
 ASK_AGAIN = 64  # changes after which what was asked for is taken to be lost
+SEEN_BLOCKS = 1 << 19  # some 60 MB
 
 
 @dataclass(slots=True)
@@ -43,13 +44,35 @@ class Hits:
     """Tokens of the prompts that a worker was given, since it came.
 
     `hit`: those that its engine found cached; `expected`: those that were expected to be as the requests
-    were placed; `off`: by how much the two differ, request by request.
+    were placed; `off`: by how much the two differ, request by request; `ideal`: those that any worker had
+    computed before, which one cache of all workers with room for everything would hit.
     """
 
     queried: int = 0
     hit: int = 0
     expected: int = 0
     off: int = 0
+    ideal: int = 0
+
+
+class Seen:
+    """Ids of blocks that any worker has computed: of the last SEEN_BLOCKS at least, of twice as many at most."""
+
+    def __init__(self) -> None:
+        self._late: set[int] = set()
+        self._early: set[int] = set()
+
+    def leading(self, ids: NDArray[np.int64]) -> int:
+        """How many of a request's blocks, from the first on, have been computed."""
+        for n, block in enumerate(ids.tolist()):
+            if block not in self._late and block not in self._early:
+                return n
+        return len(ids)
+
+    def add(self, ids: NDArray[np.int64]) -> None:
+        self._late.update(ids.tolist())
+        if len(self._late) >= SEEN_BLOCKS:
+            self._early, self._late = self._late, set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +124,7 @@ class Mirrors:
         self._requests: dict[int, Tracked] = {}  # those whose blocks are listed, or that hold memory
         self._engine_block = self._most_tokens = 0
         self.hits: dict[int, Hits] = {}
+        self._seen = Seen()
         self._room: dict[int, int] = {}  # tokens, by worker
         self._told: dict[int, int] = {}  # the last change, by worker that tells
         self._asked: dict[int, int] = {}  # the change at which all was asked for, until it comes
@@ -169,10 +193,10 @@ class Mirrors:
         row, prompt = caches.requests[r], tracked.request.prompt_token_ids or []
         blocks = min(int(row["listed"]), (tracked.context_tokens - 1) // caches.tokens)
         if blocks and tracked.output_token_ids:
-            at, template = int(row["begins"]), copy(tracked.request)
+            template = copy(tracked.request)
             template.prompt_token_ids = []
             tokens = array("q", [*prompt, *tracked.output_token_ids])
-            self.texts.add(Ended(template, tokens, caches.ids[at : at + blocks].copy()))
+            self.texts.add(Ended(template, tokens, self._ids(caches, r)[:blocks].copy()))
 
     def is_told(self, w: int) -> bool:
         """Whether a worker's engine tells what it has cached."""
@@ -231,17 +255,26 @@ class Mirrors:
         chain(np.array(tokens, np.int64), caches.tokens, before, caches.ids[at + listed : at + full])
         row["listed"] = full
 
+    def _ids(self, caches: Caches, r: int) -> NDArray[np.int64]:
+        """The ids of the blocks that are listed of a request."""
+        at = int(caches.requests[r]["begins"])
+        return caches.ids[at : at + int(caches.requests[r]["listed"])]
+
     def begin(self, led: Ledger, w: int, r: int, tokens: int, found: int | None) -> None:
         """A request's first `tokens` are on a worker, whose engine had `found` of them, where it says so."""
         if led.caches.tokens == 0 or r not in self._requests or not led.caches.workers[w]["keeps"]:
             return
+        listed, block = self._ids(led.caches, r), led.caches.tokens
         if found is not None:
             counted, expected = self.hits[w], int(led.requests[r]["cached"])
             counted.queried += tokens
             counted.hit += found
             counted.expected += expected
             counted.off += abs(found - expected)
+            # The last token is computed in any case. Blocks that this very step stores are not seen yet.
+            counted.ideal += max(self._seen.leading(listed[: (tokens - 1) // block]) * block, found)
         tokens = min(tokens, self._most_tokens)
+        self._seen.add(listed[: tokens // block])
         if w in self._told:
             hold(led.caches, w, r, tokens // led.caches.tokens)
         else:
@@ -253,6 +286,7 @@ class Mirrors:
             return
         self._list(led.caches, r)
         tokens = min(self._requests[r].context_tokens - 1, self._most_tokens)
+        self._seen.add(self._ids(led.caches, r)[: tokens // led.caches.tokens])
         if w in self._told:
             let_go(led.caches, w, r)
         else:

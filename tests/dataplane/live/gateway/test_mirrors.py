@@ -14,7 +14,7 @@ from controlplane.types import Slo, WorkerId
 from dataplane.live.engine_api.cache_events import ROOT, CacheChange
 from dataplane.live.engine_api.link import WorkerInfo
 from dataplane.live.gateway.account import ROWS
-from dataplane.live.gateway.mirrors import ASK_AGAIN
+from dataplane.live.gateway.mirrors import ASK_AGAIN, Seen
 from dataplane.live.gateway.placement import Placement
 from dataplane.live.gateway.request import Ticket, Tracked
 
@@ -172,6 +172,28 @@ def test_what_engines_found_is_counted_beside_what_was_expected():
     serve(placement, request(2, TEXT[:100]), A, [1, 2], found=96)
     hits = placement.prefix_hits(A)
     assert (hits.queried, hits.hit, hits.expected, hits.off) == (520, 128, 192, 64)
+
+
+def test_beside_hits_stands_what_one_endless_cache_of_all_workers_would_have_hit():
+    placement = fleet(replace(INFO, kv_blocks=40), replace(INFO, worker=B, kv_blocks=40))
+    serve(placement, request(0, TEXT[:320]), A, [1, 2], found=0)
+    serve(placement, request(1, TEXT[:320]), B, [1, 2], found=0)  # all but the last block, which is computed
+    serve(placement, request(2, TEXT[2000:2600]), B, [1, 2], found=0)  # B has forgotten the others
+    serve(placement, request(3, [*TEXT[:320], 1, *TEXT[500:600]]), B, [1, 2], found=0)
+    assert placement.prefix_hits(A).ideal == 0
+    assert placement.prefix_hits(B).ideal == 304 + 0 + 320
+    serve(placement, request(4, TEXT[:320], cache_salt="mine"), A, [1, 2], found=0)
+    assert placement.prefix_hits(A).ideal == 0
+
+
+def test_of_what_was_computed_long_ago_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr("dataplane.live.gateway.mirrors.SEEN_BLOCKS", 8)
+    seen = Seen()
+    seen.add(np.arange(8))
+    assert seen.leading(np.arange(10)) == 8
+    seen.add(np.arange(20, 28))
+    assert seen.leading(np.arange(8)) == 0
+    assert seen.leading(np.arange(20, 28)) == 8
 
 
 def test_a_worker_that_caches_nothing_or_came_anew_has_nothing():
